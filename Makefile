@@ -1,0 +1,54 @@
+# Two commands do all the set-up: `make run` and `make test`. Both make the environment and the protos first.
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 8000
+MODEL  ?= models/demo
+WORKERS ?= 1
+URL    ?= http://127.0.0.1:$(PORT)
+BENCH  ?= --workload random --num-requests 64 --concurrency 8 --input-len 128 --output-len 64
+
+PY     := $(VENV)/bin/python
+ENV    := $(VENV)/.ready
+PROTOS := rootstock/.ready
+
+.PHONY: help env run test check lint bench bench-compare nightly clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
+
+env: $(ENV) $(PROTOS)  ## the virtual environment and the generated protos
+
+$(ENV): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "Python 3.11 to 3.13 is needed; choose one with PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)
+	$(PY) -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/rootstock/v1/*.proto
+	@touch $@
+
+run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=)
+	@exec $(PY) -m services.local --model '$(MODEL)' --port $(PORT) --workers $(WORKERS) $(RUN_FLAGS)
+
+check: env       ## lint, types, core tests, contracts: before every commit
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check -q
+	$(VENV)/bin/mypy
+	$(PY) -m pytest tests/core tests/contracts
+
+test: env        ## everything that a CPU can run
+	$(PY) -m pytest tests
+
+nightly: env     ## the long property runs too
+	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m pytest tests
+
+bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")
+	$(PY) -m tests.benchmarks.serve --url $(URL) $(BENCH)
+
+bench-compare: env  ## against transformers.generate at Qwen3-0.6B's shape, same batch, same run
+	$(PY) -m tests.benchmarks.compare_transformers
+
+clean:           ## what was built, not the environment
+	rm -rf build rootstock

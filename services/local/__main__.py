@@ -1,0 +1,119 @@
+"""python -m services.local: the whole system as processes on this machine. What `make run` starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.local import demo
+from services.local.model_source import model_folder
+from services.local.plan import Part, num_ports, parts
+from services.local.ports import HOST, free_ports, is_taken
+from services.local.settings import LocalSettings
+from services.local.supervisor import Child, Supervisor
+from services.shared import rpc
+from services.shared.settings import load
+
+
+class StartFailed(RuntimeError):
+    """A process ended, or was not ready in time; the message holds the end of its log."""
+
+
+async def run(settings: LocalSettings) -> int:
+    """Starts everything, waits for readiness, asks the demo question, stays until a signal, leaves no process behind."""
+    if is_taken(settings.port):
+        print(f"port {settings.port} is taken (another `make run`?); choose another one: make run PORT={settings.port + 1}")
+        return 1
+    model_path = model_folder(settings.model)
+    started = parts(settings, model_path, free_ports(num_ports(settings)))
+    supervisor = Supervisor(Path(settings.log_dir) / str(settings.port))
+    stop = asyncio.create_task(rpc.wait_for_stop())
+    serving = asyncio.create_task(_serve(settings, supervisor, started))
+    try:
+        await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        return 0
+    except StartFailed as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError, StartFailed):
+            await serving
+        begun = time.monotonic()
+        await supervisor.stop()
+        print(f"stopped {len(supervisor.children)} processes in {time.monotonic() - begun:.1f} s")
+
+
+async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[Part]) -> None:
+    begun = time.monotonic()
+    children = [supervisor.start(part.command) for part in started]
+    async with asyncio.timeout(settings.start_timeout_s):
+        for part, child in zip(started, children, strict=True):
+            await _until_ready(part, child)
+            print(f"  {part.command.name:<12} ready after {time.monotonic() - begun:4.1f} s   pid {child.pid}", flush=True)
+    keeping = asyncio.create_task(supervisor.keep_running())
+    try:
+        if settings.demo:
+            print(f"\n  {demo.QUESTION}\n  ", end="", flush=True)
+            await asyncio.to_thread(demo.ask, settings.port)
+        _print_urls(settings, started)
+        await keeping
+    finally:
+        keeping.cancel()
+
+
+async def _until_ready(part: Part, child: Child) -> None:
+    """Polls the process's health service. A process that ends before it is ready fails the start."""
+    async with rpc.channel(f"{HOST}:{part.health}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while True:
+            if child.exit_code is not None:
+                raise StartFailed(f"{part.command.name} ended with code {child.exit_code}:\n{child.last_lines(8)}")
+            if not part.health or await _is_serving(health, part.service):
+                return
+            await asyncio.sleep(0.1)
+
+
+async def _is_serving(health: health_pb2_grpc.HealthStub, service: str) -> bool:
+    try:
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=1)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
+    url = f"http://{HOST}:{settings.port}"
+    print(f"\n  API          {url}/v1\n  OpenAPI page {url}/docs")
+    for part in started:
+        if part.metrics_url:
+            print(f"  metrics      {part.metrics_url}   ({part.command.name})")
+    print(f"  logs         {Path(settings.log_dir) / str(settings.port)}/*.log")
+    body = '{"messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}'
+    print(
+        f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n  Ctrl-C stops everything.",
+        flush=True,
+    )
+
+
+def main() -> int:
+    settings = load(LocalSettings, "rootstock-local")
+    logging.basicConfig(level="WARNING", format="  %(message)s")
+    try:
+        return asyncio.run(run(settings))
+    except (ValueError, TimeoutError) as error:
+        print(f"cannot start: {error or 'not every process was ready in time'}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Settings of the local launcher: what `make run` can choose."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class LocalSettings(BaseSettings):
+    """Not a service: it has no port of its own, and passes to each service what that service's flags need."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="ROOTSTOCK_LOCAL_", frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
+    )
+
+    model: str = Field("models/demo", description="Model folder in Hugging Face layout, or a hub id.")
+    port: int = Field(8000, ge=1, le=65535, description="HTTP port of the gateway; all other ports are chosen among free ones.")
+    workers: int = Field(1, ge=1, le=64, description="Number of worker processes.")
+    demo: bool = Field(True, description="Ask one question when all is ready and print the streamed answer.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="Of the workers' weights and KV.")
+    num_threads: int = Field(0, ge=0, description="Compute threads of each worker; 0: the cores shared among the workers.")
+    max_total_tokens: int = Field(0, ge=0, description="KV pool of each worker in tokens; 0: from mem_fraction_static.")
+    worker_flags: str = Field("", description="More flags for the workers, as one string, e.g. '--enable-mixed-chunk'.")
+    gateway_flags: str = Field("", description="More flags for the gateway, as one string.")
+    log_dir: str = Field("build/run", description="Folder for the processes' logs; one folder below it for each gateway port.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level in those logs.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Seconds until every process must be ready.")

@@ -1,0 +1,183 @@
+"""Loads the tokenizer of a local Hugging Face model folder with the `tokenizers` library alone: no transformers, no torch.
+
+Ids are those of transformers' AutoTokenizer for the same folder (tokenizer.json, tokenizer_config.json, special_tokens_map.json).
+A loaded tokenizer is never changed again, so any thread may use it; encoding and decoding release the GIL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEFAULT_TEMPLATE = "default"  # key of the template used where no other fits
+TOOL_TEMPLATE = "tool_use"  # key of the template preferred where there are tools
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerFolderError(Exception):
+    """The folder holds no tokenizer that this loader can read. The message names the file."""
+
+
+class HfTokenizer:
+    """Token ids ↔ text.
+
+    special_tokens: template variables, e.g. {"bos_token": "<s>"}. chat_templates: name → Jinja source, empty if there is none.
+    special_ids: the ids that skip_special_tokens leaves out. is_byte_level: every token is bytes, see token_bytes().
+    anchor_id: with byte fallback, some token with visible text of its own, to stand before another one; else None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_tokens: dict[str, str], chat_templates: dict[str, str]) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes | None] = {}
+        self.is_byte_level, self._is_byte_fallback = _byte_kinds(tokenizer)
+        self.special_tokens = special_tokens
+        self.chat_templates = chat_templates
+        self.special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self.token_id(special_tokens.get("bos_token"))
+        self.eos_token_id = self.token_id(special_tokens.get("eos_token"))
+        self.pad_token_id = self.token_id(special_tokens.get("pad_token"))
+        self.anchor_id = next(self._visible_ids(), None) if self._is_byte_fallback else None
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """One list of ids per text, never truncated or padded. More than one text is spread over the cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Ids outside the vocabulary give no text."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_id(self, token: str | None) -> int | None:
+        found: int | None = None if token is None else self._tokenizer.token_to_id(token)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What the token adds to the output where the decoder joins bytes, not text: every token of a byte-level tokenizer,
+        and the byte-fallback tokens <0x80> to <0xFF>. None for a token that is text of its own; b"" for an unknown id."""
+        try:
+            return self._bytes[token_id]
+        except KeyError:
+            token = self._tokenizer.id_to_token(token_id)
+            found = b"" if token is None else self._bytes_of(token)
+            if token is not None:  # unknown ids are endless: not remembered
+                self._bytes[token_id] = found
+            return found
+
+    def _visible_ids(self) -> Iterator[int]:
+        for token_id in range(self.vocab_size):
+            is_text = token_id not in self.special_ids and self.token_bytes(token_id) is None
+            if is_text and self.decode([token_id], False).isalnum():
+                yield token_id
+
+    def _bytes_of(self, token: str) -> bytes | None:
+        if self.is_byte_level:
+            try:
+                return bytes(_BYTE_OF_CHAR[char] for char in token)
+            except KeyError:  # an added token with a character that stands for no byte is plain text
+                return token.encode()
+        match = _BYTE_TOKEN.fullmatch(token) if self._is_byte_fallback else None
+        value = int(match[1], 16) if match else 0
+        return bytes([value]) if value >= 0x80 else None
+
+
+def load_tokenizer(path: str | Path) -> HfTokenizer:
+    """Raises TokenizerFolderError if there is no readable tokenizer.json or a file beside it is broken."""
+    folder = Path(path)
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerFolderError(f"{folder / 'tokenizer.json'}: {error}") from error
+    config = _read_json(folder / "tokenizer_config.json")
+    declared = dict(config)
+    if "added_tokens_decoder" not in config:
+        declared |= _read_json(folder / "special_tokens_map.json")
+    special_tokens = _special_tokens(declared)
+    _add_missing_tokens(tokenizer, declared, special_tokens)
+    return HfTokenizer(tokenizer, special_tokens, _chat_templates(folder, config))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerFolderError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerFolderError(f"{path}: not a JSON object")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token that is written either as a string or as a serialized AddedToken."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The seven standard names first, then the model's own `*_token` strings and those of an `extra_special_tokens` object."""
+    own = [k for k, v in config.items() if k.endswith("_token") and k not in SPECIAL_TOKEN_NAMES and isinstance(v, str)]
+    tokens = {name: _content(config.get(name)) for name in (*SPECIAL_TOKEN_NAMES, *own)}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        tokens |= {name: _content(value) for name, value in extra.items()}
+    return {name: token for name, token in tokens.items() if token is not None}
+
+
+def _extra_tokens(config: dict[str, Any]) -> Iterator[str]:
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    yield from (token for item in extra if isinstance(extra, list) and (token := _content(item)) is not None)
+
+
+def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
+    """Adds what the configuration declares and tokenizer.json lacks, in transformers' order, so that new ids agree."""
+    present = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    tokens = [AddedToken(**{k: v for k, v in token.items() if k != "__type"}) for _, token in declared]
+    tokenizer.add_tokens([token for token in tokens if repr(token) not in present])
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    names = dict.fromkeys((*special_tokens.values(), *_extra_tokens(config)))
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names if name not in known])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Template files win over the configuration's `chat_template`, which is a string or a list of {name, template}."""
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files[DEFAULT_TEMPLATE] = folder / "chat_template.jinja"
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    declared = config.get("chat_template")
+    if isinstance(declared, str):
+        return {DEFAULT_TEMPLATE: declared}
+    return {item["name"]: item["template"] for item in declared or []}
+
+
+def _byte_kinds(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """(byte-level, byte fallback), found by asking the decoder rather than by its type, which may be nested."""
+    decoder = tokenizer.decoder
+    if decoder is None:
+        return False, False
+    is_byte_level = decoder.decode(["Ġa", "Ġ", "ä½", "ł"]) == " a 你"
+    return is_byte_level, not is_byte_level and decoder.decode(["a", "<0xE4>", "<0xBD>", "<0xA0>"]) == "a你"
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The inverse of GPT-2's map of the 256 bytes to printable characters."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()

@@ -1,0 +1,29 @@
+"""The limits of a request: one table, enforced by the gateway for good messages and by the worker against other front ends.
+
+Units are in the names. DESIGN §8.
+"""
+
+from __future__ import annotations
+
+MAX_N = 128  # choices of one request
+MAX_BATCH_PROMPTS = 1024  # prompts of one completions request
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_TOP_K = 1 << 30
+MAX_REQUEST_ID_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256
+MAX_BODY_BYTES = 64 << 20  # an HTTP request's body
+MAX_MESSAGE_BYTES = 64 << 20  # one gRPC message
+MAX_CHAT_MESSAGES = 4096
+MAX_RENDERED_CHARS = 16 << 20  # a chat template's output
+MAX_TEMPLATE_SECONDS = 5.0
+
+TEMPERATURE_RANGE = (0.0, 100.0)
+TOP_P_RANGE = (0.0, 1.0)  # exclusive at 0
+MIN_P_RANGE = (0.0, 1.0)
+FREQUENCY_PENALTY_RANGE = (-2.0, 2.0)
+PRESENCE_PENALTY_RANGE = (-2.0, 2.0)
+REPETITION_PENALTY_RANGE = (0.0, 2.0)  # exclusive at 0
+LOGIT_BIAS_RANGE = (-100.0, 100.0)

@@ -1,0 +1,52 @@
+"""One log line is one JSON object on stderr, with the service's name and, where there is one, the request's id.
+
+Nothing here or in any caller logs prompt or output text.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import orjson
+
+FIELDS = "fields"
+
+
+class JsonFormatter(logging.Formatter):
+    """Renders a record as {"ts", "level", "service", "logger", "msg", **fields}; ts is RFC 3339 UTC with milliseconds."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "ts": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "msg": record.getMessage(),
+        }
+        line.update(getattr(record, FIELDS, {}))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()
+
+
+def configure(service: str, level: str) -> None:
+    """Sends every logger of this process to stderr as JSON lines. Called once, by a service's __main__."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("uvicorn.access", "httpx", "grpc._cython"):
+        logging.getLogger(noisy).setLevel("WARNING")
+
+
+def fields(**values: Any) -> dict[str, dict[str, Any]]:
+    """The `extra` argument of a logging call: logger.info("routed", extra=fields(request_id=rid, worker=w))."""
+    return {FIELDS: values}

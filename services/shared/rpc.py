@@ -1,0 +1,97 @@
+"""gRPC as every service uses it: channel and server options, health, and serving until a signal with a grace period."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from services.shared.limits import MAX_MESSAGE_BYTES
+
+LIVENESS = ""  # health service name of the process itself; the service's own name means readiness
+
+logger = logging.getLogger(__name__)
+
+_MESSAGE_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+SERVER_OPTIONS = [
+    *_MESSAGE_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a second process on the same port is told so, instead of sharing it
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+# A peer that vanished without closing is noticed within about 20 s; reconnects come quickly and stay bounded.
+CHANNEL_OPTIONS = [
+    *_MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def channel(target: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+
+class Health:
+    """The standard health service. Liveness ("") is SERVING from the start; readiness (the service's name) when told."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self.servicer = health_aio.HealthServicer()
+
+    async def start(self) -> None:
+        await self.servicer.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_ready(False)
+
+    async def set_ready(self, ready: bool) -> None:
+        state = health_pb2.HealthCheckResponse
+        await self.servicer.set(self._service, state.SERVING if ready else state.NOT_SERVING)
+
+    async def set_live(self, live: bool) -> None:
+        state = health_pb2.HealthCheckResponse
+        await self.servicer.set(LIVENESS, state.SERVING if live else state.NOT_SERVING)
+
+
+async def start_server(host: str, port: int, health: Health, add: Callable[[grpc.aio.Server], None]) -> grpc.aio.Server:
+    """A started server with the health service and whatever `add` registers. Raises RuntimeError if the port is taken."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add(server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    server.add_insecure_port(f"{host}:{port}")
+    await health.start()
+    await server.start()
+    logger.info("listening on %s:%d", host, port)
+    return server
+
+
+async def wait_for_stop() -> None:
+    """Returns when SIGTERM or SIGINT has arrived."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, stop.set)
+    await stop.wait()
+
+
+async def serve_until_stopped(
+    server: grpc.aio.Server, health: Health, grace_s: float, drain: Callable[[], Awaitable[None]]
+) -> None:
+    """Serves until a signal; then not ready, drain, and stop with at most grace_s seconds for calls in flight."""
+    await wait_for_stop()
+    logger.info("stopping")
+    await health.set_ready(False)
+    await drain()
+    await server.stop(grace_s)

@@ -1,0 +1,45 @@
+"""Settings of a service: one frozen class per process, filled from flags, then environment, then defaults.
+
+A service subclasses ServiceSettings directly; services never inherit from one another. Every field has a type, a default, a
+unit and a help text in its Field. `--field-name VALUE` on the command line; ROOTSTOCK_FIELD_NAME in the environment.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ENV_PREFIX = "ROOTSTOCK_"
+S = TypeVar("S", bound=BaseSettings)
+
+
+class ServiceSettings(BaseSettings):
+    """What every service has. Defaults bind loopback."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        protected_namespaces=(),
+    )
+
+    host: str = Field("127.0.0.1", description="Address that the service's port listens on.")
+    metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level that is logged.")
+    grace_s: float = Field(10.0, ge=0, description="Seconds that work in flight gets after SIGTERM.")
+
+
+def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
+    """The settings of a process. Exits with status 2 and one line per wrong field, or prints --help and exits 0."""
+    try:
+        return cls(_cli_parse_args=sys.argv[1:] if argv is None else argv, _cli_prog_name=prog)
+    except ValidationError as error:
+        for item in error.errors():
+            print(f"{prog}: {'.'.join(map(str, item['loc']))}: {item['msg']}", file=sys.stderr)
+        raise SystemExit(2) from None

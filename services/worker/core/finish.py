@@ -1,0 +1,69 @@
+"""When a request ends: the stop rules in the order of reference 2 §22. Decided here and nowhere else.
+
+Abort comes before all of them and is not here: an aborted request has left before its next token is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.core.plan import RowFault
+from services.worker.core.request import Request
+
+
+class TailDecoder(Protocol):
+    """Turns the last output ids of a request into text, special tokens left out. Pure; may return U+FFFD at the edges."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    reason: FinishReason
+    matched_stop: str = ""
+    matched_token: int = -1
+    error: ErrorCode = ErrorCode.NONE
+    message: str = ""
+
+
+def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> Ending | None:
+    """The vocabulary boundary: a result that is no token ends its request with an error and adds nothing to its output."""
+    if fault is RowFault.NAN_LOGITS:
+        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite")
+    if fault is RowFault.OUT_OF_VOCAB or not 0 <= token < vocab_size:
+        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token lies outside the vocabulary")
+    return None
+
+
+def check_finished(request: Request, decoder: TailDecoder) -> Ending | None:
+    """Length, then stop token ids, then stop strings, for the newest of request.output_ids. None: it goes on."""
+    params = request.params
+    count = len(request.output_ids)
+    if count >= params.max_new_tokens:
+        return Ending(FinishReason.LENGTH)
+    token = request.output_ids[-1]
+    if count >= params.min_new_tokens and token in request.stop_token_ids:
+        return Ending(FinishReason.MATCHED_TOKEN, matched_token=token)
+    if params.stop:
+        matched = first_stop(decoder.decode(request.output_ids[-request.tail_tokens :]), params.stop)
+        if matched is not None:
+            return Ending(FinishReason.MATCHED_STRING, matched_stop=matched)
+    return None
+
+
+def first_stop(text: str, stops: Sequence[str]) -> str | None:
+    """The stop string that begins first in `text`; of several at one place, the one listed first."""
+    best: tuple[int, str] | None = None
+    for stop in stops:
+        at = text.find(stop)
+        if at >= 0 and (best is None or at < best[0]):
+            best = (at, stop)
+    return best[1] if best else None
+
+
+def tail_tokens(stops: Sequence[str]) -> int:
+    """How many last tokens surely hold any stop string that the newest token completes: a token is at least one byte."""
+    return max((len(stop.encode()) for stop in stops), default=0) + 1

@@ -1,0 +1,75 @@
+"""What must hold between any two calls of the scheduler. Tests check it after every step, the worker when it is idle."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.core.memory import KVMemory
+from services.worker.core.request import Phase
+from services.worker.core.request_table import RequestTable
+
+
+def violations(table: RequestTable) -> list[str]:
+    """One sentence for each thing that does not hold; empty when all is well. O(pool size)."""
+    return _page_states(table) + _leases(table) + _tree(table.memory)
+
+
+def _page_states(table: RequestTable) -> list[str]:
+    """free + leased + cached = total, each page in exactly one of them."""
+    memory = table.memory
+    owners = np.zeros(memory.pages.num_pages, dtype=np.int64)
+    np.add.at(owners, memory.pages.free_pages(), 1)
+    for node in memory.tree.nodes():
+        np.add.at(owners, node.pages, 1)
+    for request in table.extending + table.decoding:
+        if request.lease is not None:
+            slot = request.lease.slot
+            shared, have = memory.slots.num_shared[slot], memory.slots.num_pages[slot]
+            np.add.at(owners, memory.slots.page_table[slot, shared:have], 1)
+    out = []
+    if (owners == 0).any():
+        out.append(f"{int((owners == 0).sum())} pages leaked")
+    if (owners > 1).any():
+        out.append(f"{int((owners > 1).sum())} pages have two owners")
+    return out
+
+
+def _leases(table: RequestTable) -> list[str]:
+    out = []
+    slots = [r.lease.slot for r in table.by_key.values() if r.lease is not None]
+    if len(set(slots)) != len(slots):
+        out.append("two requests hold one slot")
+    if len(slots) + table.memory.slots.num_free != len(table.memory.slots.num_pages):
+        out.append("slots leaked")
+    running = table.extending + table.decoding
+    for request in table.by_key.values():
+        holds = request.lease is not None
+        if holds != (request.phase in (Phase.EXTEND, Phase.DECODE)) or holds != any(request is r for r in running):
+            out.append(f"request {request.request_id} in {request.phase.name}: lease and queues disagree")
+    if len(running) + table.num_waiting != len(table.by_key):
+        out.append("a request stands in no queue, or in two")
+    for slot in slots:
+        row = table.memory.slots.page_table[slot, : table.memory.slots.num_pages[slot]]
+        if len(np.unique(row)) != len(row):
+            out.append(f"slot {slot} has a page twice")
+    return out
+
+
+def _tree(memory: KVMemory) -> list[str]:
+    tree = memory.tree
+    nodes = tree.nodes()
+    out = []
+    if sum(len(n.pages) for n in nodes) != tree.num_pages:
+        out.append("the tree miscounts its pages")
+    if sum(len(n.pages) for n in nodes if n.lock_ref == 0) != tree.num_evictable:
+        out.append("the tree miscounts what is evictable")
+    for node in nodes:
+        parent = node.parent
+        assert parent is not None
+        if parent.lock_ref < node.lock_ref or parent.lock_ref < sum(c.lock_ref for c in parent.children.values()):
+            out.append("a locked node's parent has fewer locks")
+        if node.depth != parent.depth + len(node.pages):
+            out.append("a node's depth is off")
+        if not node.pages.size:
+            out.append("an empty node")
+    return out

@@ -1,0 +1,205 @@
+"""The radix tree over pages of KV: which tokens' KV lies in which page, shared between requests (SGLang's RadixCache).
+
+Keys are int32 token ids as bytes, cut at page boundaries, one tree per namespace. A node's page is *cached*: shared,
+pinned while lock_ref > 0 on the node, evictable at zero. Locks are counted along the whole path to the root, so an
+unlocked node has no locked descendant. Recency is a counter. Single owner: KVMemory.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+TOKEN_BYTES = 4
+_NO_PAGES: I32 = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class TreeNode:
+    """key: the tokens of this edge (a root's: its namespace); pages: int32[len(key) / page bytes]; depth: pages from the
+    root to this node's end."""
+
+    parent: TreeNode | None
+    key: bytes
+    pages: I32
+    depth: int
+    children: dict[bytes, TreeNode] = field(default_factory=dict)
+    lock_ref: int = 0
+    stamp: int = 0
+    queued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A prefix hit. pages: int32[n], valid until the next call that may evict, unless `node` is locked."""
+
+    node: TreeNode
+    pages: I32
+
+
+class RadixCache:
+    def __init__(self, page_size: int) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._roots: dict[str, TreeNode] = {}
+        self._clock = 0
+        self._seq = 0
+        self._leaves: list[tuple[int, int, TreeNode]] = []
+        self.num_pages = 0
+        self.num_evictable = 0
+
+    def root(self, namespace: str) -> TreeNode:
+        """The namespace's root; made on first use. Holds no pages and is never evicted."""
+        node = self._roots.get(namespace)
+        if node is None:
+            node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
+        return node
+
+    def match(self, namespace: str, key: bytes) -> Match:
+        """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
+        self._clock += 1
+        node = self._roots.get(namespace)
+        if node is None:
+            return Match(self.root(namespace), _NO_PAGES)
+        pages: list[I32] = []
+        at = 0
+        while child := node.children.get(key[at : at + self._page_bytes]):
+            common = self._common_pages(child.key, key, at)
+            if common < len(child.pages):
+                child = self._split(child, common)
+            child.stamp = self._clock
+            pages.append(child.pages)
+            node = child
+            at += len(child.key)
+        return Match(node, np.concatenate(pages) if pages else _NO_PAGES)
+
+    def insert(self, node: TreeNode, key: bytes, pages: I32) -> tuple[TreeNode, I32]:
+        """Puts the tokens `key` with their `pages` below `node`.
+
+        Returns the node at their end and int32[n], the tree's pages for them: equal to `pages` where the tree took
+        those over, different where it had others already (the caller keeps and frees its own there).
+        """
+        self._clock += 1
+        out: list[I32] = []
+        at = 0
+        while at < len(key) and (child := node.children.get(key[at : at + self._page_bytes])):
+            common = self._common_pages(child.key, key, at)
+            if common < len(child.pages):
+                child = self._split(child, common)
+            child.stamp = self._clock
+            out.append(child.pages)
+            node = child
+            at += len(child.key)
+        if at < len(key):
+            node = self._append(node, key[at:], pages[at // self._page_bytes :])
+            out.append(node.pages)
+        return node, np.concatenate(out) if out else _NO_PAGES
+
+    def lock(self, node: TreeNode) -> None:
+        walk: TreeNode | None = node
+        while walk is not None:
+            if walk.lock_ref == 0:
+                self.num_evictable -= len(walk.pages)
+            walk.lock_ref += 1
+            walk = walk.parent
+
+    def unlock(self, node: TreeNode) -> None:
+        walk: TreeNode | None = node
+        while walk is not None:
+            assert walk.lock_ref > 0, "unlock without lock"
+            walk.lock_ref -= 1
+            if walk.lock_ref == 0:
+                self.num_evictable += len(walk.pages)
+                self._queue(walk)
+            if walk.parent is None:
+                self._drop_empty_root(walk)
+            walk = walk.parent
+
+    def evict(self, num_pages: int) -> list[I32]:
+        """Drops least recently used unlocked leaves until `num_pages` are given back, or none is left. Returns their pages."""
+        freed: list[I32] = []
+        count = 0
+        while count < num_pages and self._leaves:
+            stamp, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if not self._is_evictable(node):
+                continue
+            if node.stamp != stamp:
+                self._queue(node)
+                continue
+            freed.append(node.pages)
+            count += len(node.pages)
+            self._remove(node)
+        return freed
+
+    def nodes(self) -> list[TreeNode]:
+        """Every node but the roots, parents first. For checks."""
+        out: list[TreeNode] = []
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                out.append(node)
+            stack.extend(node.children.values())
+        return out
+
+    def _common_pages(self, a: bytes, key: bytes, at: int) -> int:
+        """Whole pages that `a` and key[at:] share; the first one is known to be equal."""
+        b = key[at : at + len(a)]
+        if a == b:
+            return len(a) // self._page_bytes
+        n = min(len(a), len(b)) // TOKEN_BYTES
+        differ = np.frombuffer(a, np.int32, n) != np.frombuffer(b, np.int32, n)
+        first = int(differ.argmax()) if differ.any() else n
+        return first * TOKEN_BYTES // self._page_bytes
+
+    def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
+        """Cuts `node` after num_pages; returns the new upper part. The lower part stays the same object: leases point at it."""
+        cut = num_pages * self._page_bytes
+        parent = node.parent
+        assert parent is not None and 0 < num_pages < len(node.pages)
+        upper = TreeNode(parent, node.key[:cut], node.pages[:num_pages], parent.depth + num_pages)
+        upper.lock_ref, upper.stamp = node.lock_ref, node.stamp
+        parent.children[upper.key[: self._page_bytes]] = upper
+        node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
+        upper.children[node.key[: self._page_bytes]] = node
+        return upper
+
+    def _append(self, parent: TreeNode, key: bytes, pages: I32) -> TreeNode:
+        node = TreeNode(parent, key, pages.copy(), parent.depth + len(pages), stamp=self._clock)
+        assert len(key) == len(pages) * self._page_bytes
+        parent.children[key[: self._page_bytes]] = node
+        self.num_pages += len(pages)
+        self.num_evictable += len(pages)
+        self._queue(node)
+        return node
+
+    def _remove(self, node: TreeNode) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key[: self._page_bytes]]
+        self.num_pages -= len(node.pages)
+        self.num_evictable -= len(node.pages)
+        node.parent = None
+        if parent.parent is not None:
+            self._queue(parent)
+        else:
+            self._drop_empty_root(parent)
+
+    def _drop_empty_root(self, root: TreeNode) -> None:
+        """Forgets a namespace with nothing in it, so that salts do not pile up."""
+        if not root.children and root.lock_ref == 0:
+            self._roots.pop(root.key.decode(), None)
+
+    def _is_evictable(self, node: TreeNode) -> bool:
+        return node.parent is not None and node.lock_ref == 0 and not node.children
+
+    def _queue(self, node: TreeNode) -> None:
+        """Every evictable leaf has exactly one entry in the heap, perhaps with an old stamp, which evict() mends."""
+        if not node.queued and self._is_evictable(node):
+            node.queued = True
+            self._seq += 1
+            heapq.heappush(self._leaves, (node.stamp, self._seq, node))

@@ -1,0 +1,143 @@
+"""An executor without a model: fake KV that holds token ids, and a next token that is a function of the KV a row can see.
+
+A row that reads a wrong, stale or unwritten page therefore samples a wrong token, and a gather from the relay where
+nothing was written raises. Time is a model of the step's size, on whatever clock it is given.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.plan import BatchPlan, RowFault, StepResult
+from services.worker.exec.protocol import ExecutorError, Run
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """Seconds of a step: base + per_prefill_token * extend tokens + per_row * rows + per_context_token * sum of lengths."""
+
+    base: float = 0.0
+    per_prefill_token: float = 0.0
+    per_row: float = 0.0
+    per_context_token: float = 0.0
+
+    def seconds(self, plan: BatchPlan) -> float:
+        context = float((plan.starts + plan.num_tokens).sum())
+        return (
+            self.base
+            + self.per_prefill_token * len(plan.input_ids)
+            + self.per_row * plan.num_rows
+            + self.per_context_token * context
+        )
+
+
+def hashed_token(context: I32, vocab_size: int) -> int:
+    """The fake model: a token in [0, vocab_size) that depends on every token before it."""
+    return zlib.crc32(context.tobytes()) % vocab_size
+
+
+@dataclass(slots=True)
+class FakeRun:
+    plan: BatchPlan
+    tokens: I32
+    ready_at: float
+    faults: dict[int, RowFault]
+    sampled: bool = False
+
+
+def _own(run: Run) -> FakeRun:
+    assert isinstance(run, FakeRun), "a run of another executor"
+    return run
+
+
+class FakeExecutor:
+    """next_token: (context int32[n], vocab_size) -> token. fault_at: step_id -> what to raise or row faults, for tests."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        pages_per_request: int,
+        vocab_size: int,
+        next_token: Callable[[I32, int], int] = hashed_token,
+        time_model: TimeModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._page_size = page_size
+        self._vocab_size = vocab_size
+        self._next_token = next_token
+        self._time = time_model or TimeModel()
+        self._clock, self._sleep = clock, sleep
+        self._busy_until = 0.0
+        self.kv: I32 = np.full((num_pages, page_size), -1, dtype=np.int32)
+        self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
+        self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
+        self.fail_steps: set[int] = set()
+        self.row_faults: dict[int, dict[int, RowFault]] = {}
+
+    def forward(self, plan: BatchPlan) -> FakeRun:
+        self._apply_table(plan)
+        for admitted in plan.admitted:
+            self.future_map[admitted.slot] = -1
+        at = 0
+        for row in range(plan.num_rows):
+            slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.num_tokens[row])
+            if row < plan.num_extend:
+                ids = plan.input_ids[at : at + count]
+                at += count
+            else:
+                ids = self.future_map[slot : slot + 1]
+                if ids[0] < 0:
+                    raise ExecutorError(f"step {plan.step_id}: slot {slot} gathers a token that was never sampled")
+            self._write(slot, start, ids)
+        begin = max(self._busy_until, self._clock())
+        self._busy_until = begin + self._time.seconds(plan)
+        tokens = np.full(plan.num_rows, -1, dtype=np.int32)
+        return FakeRun(plan, tokens, self._busy_until, self.row_faults.get(plan.step_id, {}))
+
+    def sample(self, run: Run) -> None:
+        run = _own(run)
+        plan = run.plan
+        assert not run.sampled, "a step is sampled once"
+        run.sampled = True
+        for row in np.flatnonzero(plan.sample).tolist():
+            slot = int(plan.slots[row])
+            context = self._read(slot, int(plan.starts[row]) + int(plan.num_tokens[row]))
+            run.tokens[row] = self.future_map[slot] = self._next_token(context, self._vocab_size)
+
+    def wait(self, run: Run) -> StepResult:
+        run = _own(run)
+        assert run.sampled, "wait before sample"
+        if (left := run.ready_at - self._clock()) > 0:
+            self._sleep(left)
+        if run.plan.step_id in self.fail_steps:
+            raise ExecutorError("made to fail")
+        return StepResult(run.plan.step_id, run.tokens, run.faults, {})
+
+    def close(self) -> None:
+        self.kv = np.empty((0, self._page_size), dtype=np.int32)
+
+    def _apply_table(self, plan: BatchPlan) -> None:
+        at = 0
+        columns = zip(plan.table_slots.tolist(), plan.table_firsts.tolist(), plan.table_counts.tolist(), strict=True)
+        for slot, first, count in columns:
+            self.page_table[slot, first : first + count] = plan.table_pages[at : at + count]
+            at += count
+
+    def _write(self, slot: int, start: int, ids: I32) -> None:
+        positions = np.arange(start, start + len(ids))
+        self.kv[self.page_table[slot, positions // self._page_size], positions % self._page_size] = ids
+
+    def _read(self, slot: int, length: int) -> I32:
+        pages = self.page_table[slot, : -(-length // self._page_size)]
+        return self.kv[pages].reshape(-1)[:length].copy()

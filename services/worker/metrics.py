@@ -1,0 +1,157 @@
+"""The worker's metrics under SGLang's names (DESIGN §6), computed from counts that the loop leaves behind.
+
+Written on the loop's thread (`planned`, `turned`, `sent`), read by scrapes; what is written is replaced whole, never edited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.worker.core.messages import FinishReason, StepOutput, StepStats
+from services.worker.core.plan import BatchPlan
+from services.worker.histogram import BatchHistogram
+
+LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
+ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 8)
+E2E_BUCKETS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400)
+QUEUE_BUCKETS = (0.0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+RATE_WINDOW_S = 10.0  # over which throughput and hit rate are taken
+
+
+class WorkerMetrics(Collector):
+    """page_size in tokens. arrived() must be called for each submit, from any thread."""
+
+    def __init__(
+        self, model_name: str, page_size: int, num_pages: int, max_running: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._label_values = (model_name, "unified", "0", "0")
+        self._page_size, self._num_pages, self._max_running = page_size, num_pages, max_running
+        self._clock = clock
+        self._stats: StepStats | None = None
+        self._samples: deque[tuple[float, int, int, int]] = deque()
+        self._arrivals: dict[tuple[int, int], float] = {}
+        self._last: dict[tuple[int, int], float] = {}
+        self._steps = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._ttft = BatchHistogram("sglang:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self._itl = BatchHistogram("sglang:inter_token_latency_seconds", "Time between a request's tokens.", ITL_BUCKETS)
+        self._e2e = BatchHistogram("sglang:e2e_request_latency_seconds", "Arrival to end.", E2E_BUCKETS)
+        self._queue = BatchHistogram("sglang:queue_time_seconds", "Arrival to first step.", QUEUE_BUCKETS)
+
+    # Written by the loop
+
+    def planned(self, plan: BatchPlan) -> None:
+        self._steps += 1
+        self._prefill_tokens += len(plan.input_ids)
+        self._decode_tokens += plan.num_rows - plan.num_extend
+
+    def turned(self, stats: StepStats, busy: bool) -> None:
+        self._stats = stats
+        now = self._clock()
+        if not self._samples or now - self._samples[-1][0] >= 1.0:
+            self._samples.append((now, stats.generated_tokens_total, stats.prompt_tokens_total, stats.cached_tokens_total))
+            while now - self._samples[0][0] > RATE_WINDOW_S:
+                self._samples.popleft()
+
+    def arrived(self, peer: int, handle: int) -> None:
+        self._arrivals[peer, handle] = self._clock()
+
+    def sent(self, output: StepOutput) -> None:
+        """Latencies of the tokens and ends in one step's output."""
+        now = self._clock()
+        first: list[float] = []
+        gaps: list[float] = []
+        for peer in output.peers:
+            for handle, count in zip(peer.handles, peer.counts, strict=True):
+                key = (peer.peer, handle)
+                before = self._last.get(key)
+                if before is None:
+                    first.append(now - self._arrivals.get(key, now))
+                else:
+                    gaps += [(now - before) / count] * count
+                self._last[key] = now
+            self._ended(peer.peer, [f.handle for f in peer.finishes if f.reason is not FinishReason.ABORT], now)
+            self._queue.observe(np.array([f.queue_s for f in peer.finishes if f.completion_tokens]))
+            for finish in peer.finishes:
+                self._arrivals.pop((peer.peer, finish.handle), None)
+                self._last.pop((peer.peer, finish.handle), None)
+        self._ttft.observe(np.array(first))
+        self._itl.observe(np.array(gaps))
+
+    def _ended(self, peer: int, handles: list[int], now: float) -> None:
+        self._e2e.observe(np.array([now - self._arrivals.get((peer, handle), now) for handle in handles]))
+
+    # Read by scrapes
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        for histogram in (self._ttft, self._itl, self._e2e, self._queue):
+            yield histogram.collect(LABELS, self._label_values)
+        info = InfoMetricFamily("sglang:cache_config", "Shape of the KV pool.", labels=LABELS)
+        info.add_metric(self._label_values, {"page_size": str(self._page_size), "num_pages": str(self._num_pages)})
+        yield info
+        if stats is not None:
+            yield from self._gauges(stats)
+            yield from self._counters(stats)
+
+    def _gauges(self, stats: StepStats) -> Iterator[Metric]:
+        used = stats.pages_leased + stats.pages_cached - stats.pages_evictable
+        throughput, hit_rate = self._rates(stats)
+        for name, help_text, value in (
+            ("num_running_reqs", "Requests that run.", stats.num_running),
+            ("num_queue_reqs", "Requests that wait.", stats.num_waiting),
+            ("num_retracted_reqs", "Retracted requests that wait to come back.", stats.num_retracted),
+            ("num_used_tokens", "Tokens of KV that running requests use.", used * self._page_size),
+            ("token_usage", "Share of the KV pool that running requests use.", used / self._num_pages),
+            ("max_total_num_tokens", "Size of the KV pool in tokens.", self._num_pages * self._page_size),
+            ("max_running_requests", "Requests that can run at once.", self._max_running),
+            ("cached_tokens_held", "Tokens of KV in the radix tree.", stats.pages_cached * self._page_size),
+            ("evictable_tokens", "Tokens of KV in the radix tree that nothing pins.", stats.pages_evictable * self._page_size),
+            ("gen_throughput", "Output tokens per second lately.", throughput),
+            ("cache_hit_rate", "Share of admitted prompt tokens that were cached, lately.", hit_rate),
+            ("new_token_ratio", "Share of remaining output that admission reserves.", stats.new_token_ratio),
+        ):
+            yield self._one(GaugeMetricFamily(f"sglang:{name}", help_text, labels=LABELS), value)
+
+    def _counters(self, stats: StepStats) -> Iterator[Metric]:
+        for name, help_text, value in (
+            ("num_requests", "Requests that have come.", stats.requests_total),
+            ("num_aborted_requests", "Requests that ended without a whole answer.", stats.aborts_total),
+            ("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens_total),
+            ("generation_tokens", "Output tokens.", stats.generated_tokens_total),
+            ("cached_tokens", "Prompt tokens that a prefix hit gave.", stats.cached_tokens_total),
+            ("num_retracted_requests", "Retractions.", stats.retractions_total),
+            ("evicted_tokens", "Tokens of KV evicted from the radix tree.", stats.evicted_pages_total * self._page_size),
+            ("forward_steps", "Steps that were launched.", self._steps),
+        ):
+            yield self._one(CounterMetricFamily(f"sglang:{name}", help_text, labels=LABELS), value)
+        tokens = CounterMetricFamily("sglang:realtime_tokens", "Tokens as they are computed.", labels=(*LABELS, "mode"))
+        for mode, value in (
+            ("prefill_compute", self._prefill_tokens),
+            ("prefill_cache", stats.cached_tokens_total),
+            ("decode", self._decode_tokens),
+        ):
+            tokens.add_metric((*self._label_values, mode), value)
+        yield tokens
+
+    def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric(self._label_values, value)
+        return family
+
+    def _rates(self, stats: StepStats) -> tuple[float, float]:
+        """Output tokens per second and hit rate since the oldest sample that is no older than the window."""
+        now = self._clock()
+        for at, generated, prompt, cached in list(self._samples):
+            if now - at <= RATE_WINDOW_S and now > at:
+                new_prompt = stats.prompt_tokens_total - prompt
+                hits = (stats.cached_tokens_total - cached) / new_prompt if new_prompt else 0.0
+                return (stats.generated_tokens_total - generated) / (now - at), hits
+        return 0.0, 0.0
