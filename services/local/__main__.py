@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 import time
@@ -14,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.local import demo
 from services.local.model_source import model_folder
-from services.local.plan import Part, num_ports, parts
+from services.local.plan import Part, num_ports, parts, served_name
 from services.local.ports import HOST, free_ports, is_taken
 from services.local.settings import LocalSettings
 from services.local.supervisor import Child, Supervisor
@@ -36,21 +35,16 @@ async def run(settings: LocalSettings) -> int:
     supervisor = Supervisor(Path(settings.log_dir) / str(settings.port))
     stop = asyncio.create_task(rpc.wait_for_stop())
     serving = asyncio.create_task(_serve(settings, supervisor, started))
-    try:
-        await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            serving.result()
+    await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
+    serving.cancel()
+    (failure,) = await asyncio.gather(serving, return_exceptions=True)
+    begun = time.monotonic()
+    await supervisor.stop()
+    print(f"\nstopped {len(supervisor.children)} processes in {time.monotonic() - begun:.1f} s")
+    if isinstance(failure, asyncio.CancelledError):
         return 0
-    except StartFailed as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    finally:
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError, StartFailed):
-            await serving
-        begun = time.monotonic()
-        await supervisor.stop()
-        print(f"stopped {len(supervisor.children)} processes in {time.monotonic() - begun:.1f} s")
+    print(f"cannot serve: {failure or 'not every process was ready in time'}", file=sys.stderr)
+    return 1
 
 
 async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[Part]) -> None:
@@ -64,7 +58,7 @@ async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[
     try:
         if settings.demo:
             print(f"\n  {demo.QUESTION}\n  ", end="", flush=True)
-            await asyncio.to_thread(demo.ask, settings.port)
+            await asyncio.to_thread(demo.ask, settings.port, served_name(settings))
         _print_urls(settings, started)
         await keeping
     finally:
@@ -98,7 +92,8 @@ def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
         if part.metrics_url:
             print(f"  metrics      {part.metrics_url}   ({part.command.name})")
     print(f"  logs         {Path(settings.log_dir) / str(settings.port)}/*.log")
-    body = '{"messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}'
+    body = f'{{"model": "{served_name(settings)}", '
+    body += '"messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}'
     print(
         f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n  Ctrl-C stops everything.",
         flush=True,
@@ -110,8 +105,8 @@ def main() -> int:
     logging.basicConfig(level="WARNING", format="  %(message)s")
     try:
         return asyncio.run(run(settings))
-    except (ValueError, TimeoutError) as error:
-        print(f"cannot start: {error or 'not every process was ready in time'}", file=sys.stderr)
+    except ValueError as error:
+        print(f"cannot start: {error}", file=sys.stderr)
         return 1
 
 

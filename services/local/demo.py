@@ -10,10 +10,16 @@ from services.local.ports import HOST
 QUESTION = "What is 17 + 25?"
 
 
-def ask(port: int, question: str = QUESTION) -> str:
+def ask(port: int, model: str, question: str = QUESTION) -> str:
     """Prints the answer piece by piece and returns it. Raises OSError or ValueError if there is none."""
     connection = http.client.HTTPConnection(HOST, port, timeout=60)
-    body = {"messages": [{"role": "user", "content": question}], "stream": True, "temperature": 0, "max_tokens": 64}
+    body: dict[str, object] = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": 64,
+    }
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.local.ports import HOST
 from services.local.settings import LocalSettings
@@ -48,6 +49,12 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
     return out
 
 
+def served_name(settings: LocalSettings) -> str:
+    """What clients call the model: a folder's own name, or the whole hub id."""
+    folder = Path(settings.model)
+    return folder.resolve().name if folder.exists() else settings.model
+
+
 def num_ports(settings: LocalSettings) -> int:
     return 6 + 2 * settings.workers
 
@@ -70,5 +77,6 @@ def _service(service: str, port: int, metrics_port: int, flags: list[str], name:
 def _worker_flags(settings: LocalSettings, model_path: str, index: int, redis_port: int) -> list[str]:
     threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) // settings.workers)
     flags = ["--model", model_path, "--dtype", settings.dtype, "--num-threads", str(threads), "--worker-id", f"worker-{index}"]
+    flags += ["--served-model-name", served_name(settings)]
     flags += ["--redis-url", f"redis://{HOST}:{redis_port}/0", "--max-total-tokens", str(settings.max_total_tokens)]
     return flags + shlex.split(settings.worker_flags)

@@ -1,0 +1,106 @@
+"""A Hugging Face model folder on disk: config.json, generation_config.json and safetensors, nothing else. No downloads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+NAMED_AT_MOST = 8  # missing tensors that an error message lists
+
+
+class CheckpointError(ValueError):
+    """The folder cannot be loaded; the message names the file or tensor."""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of the folder. Raises CheckpointError if there is none or it is quantised."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"cannot read the config of {folder}: {error}") from error
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(f"{folder} is quantised; only float32, bfloat16 and float16 weights are supported")
+    return config
+
+
+def eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
+    """Every end-of-sequence id that generation_config.json or config.json names, in that order, once each."""
+    path = folder / "generation_config.json"
+    named = [_read_json(path).get("eos_token_id") if path.is_file() else None, config.eos_token_id]
+    ids = [token for entry in named for token in (entry if isinstance(entry, list) else [entry]) if token is not None]
+    return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+class Checkpoint:
+    """The safetensors of a folder, single or sharded. Owns the open files; close() lets them go."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        self._file_of = self._locate()
+
+    def _locate(self) -> dict[str, str]:
+        index, single = self._folder / "model.safetensors.index.json", "model.safetensors"
+        if index.is_file():
+            weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+            if any(Path(file).name != file for file in weight_map.values()):
+                raise CheckpointError(f"{index} names a file outside its folder")
+            return weight_map
+        if not (self._folder / single).is_file():
+            raise CheckpointError(f"{self._folder} has neither {single} nor {index.name}; only safetensors are loaded")
+        names: list[str] = list(self._file(single).keys())
+        return dict.fromkeys(names, single)
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            path = self._folder / file
+            try:
+                self._open[file] = safe_open(str(path), framework="pt", device="cpu")
+            except Exception as error:  # the reader's own exception type differs between versions
+                raise CheckpointError(f"cannot open {path}: {error}") from error
+        return self._open[file]
+
+    def require(self, names: list[str]) -> None:
+        """Raises CheckpointError naming the tensors that are not there."""
+        missing = [name for name in names if name not in self._file_of]
+        if missing:
+            listed = ", ".join(missing[:NAMED_AT_MOST]) + (", ..." if len(missing) > NAMED_AT_MOST else "")
+            raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {listed}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        self.require([name])
+        found: torch.dtype = self._file(self._file_of[name]).get_slice(name)[:1].dtype
+        return found
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The named tensor, converted. Raises CheckpointError if it is missing or has another shape."""
+        self.require([name])
+        try:
+            found: Tensor = self._file(self._file_of[name]).get_tensor(name)
+        except Exception as error:
+            raise CheckpointError(f"cannot read {name} of {self._folder}: {error}") from error
+        if tuple(found.shape) != shape:
+            raise CheckpointError(f"{name} of {self._folder} has shape {tuple(found.shape)}, the config asks for {shape}")
+        return found.to(dtype)
+
+    def close(self) -> None:
+        self._open.clear()

@@ -1,0 +1,122 @@
+"""The model families that one dense decoder covers, and what tells them apart.
+
+A family is read off the Hugging Face config into a DecoderConfig; nothing after this module knows family names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class UnsupportedModel(ValueError):
+    """The checkpoint asks for something the decoder does not do; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Shapes and switches of a dense decoder. windows: per layer, tokens a token may see (its own included), 0 for all.
+
+    rope: the config's rope parameters: rope_type, rope_theta (base) and what the type needs.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope: dict[str, Any]
+    windows: tuple[int, ...]
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Each switch is read from the config; see DecoderConfig for their meaning."""
+
+    qkv_bias: Callable[[Any], bool]
+    o_bias: Callable[[Any], bool]
+    mlp_bias: Callable[[Any], bool]
+    qk_norm: bool
+    windows: Callable[[Any], tuple[int, ...]]
+
+
+def _no(_: Any) -> bool:
+    return False
+
+
+def _attention_bias(config: Any) -> bool:
+    return bool(config.attention_bias)
+
+
+def _no_window(config: Any) -> tuple[int, ...]:
+    return (0,) * int(config.num_hidden_layers)
+
+
+def _window_everywhere(config: Any) -> tuple[int, ...]:
+    return (int(config.sliding_window or 0),) * int(config.num_hidden_layers)
+
+
+def _window_by_layer(config: Any) -> tuple[int, ...]:
+    return tuple((config.sliding_window or 0) if kind == "sliding_attention" else 0 for kind in config.layer_types)
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(_attention_bias, _attention_bias, lambda c: bool(c.mlp_bias), False, _no_window),
+    "MistralForCausalLM": Family(_no, _no, _no, False, _window_everywhere),
+    "Qwen2ForCausalLM": Family(lambda _: True, _no, _no, False, _window_by_layer),
+    "Qwen3ForCausalLM": Family(_attention_bias, _attention_bias, _no, True, _window_by_layer),
+}
+
+
+def decoder_config(config: Any) -> DecoderConfig:
+    """config: a transformers PreTrainedConfig. Raises UnsupportedModel, naming what is not supported."""
+    architecture = (config.architectures or ["(none)"])[0]
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise UnsupportedModel(f"architecture {architecture} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    if config.hidden_act != "silu":
+        raise UnsupportedModel(f"hidden_act {config.hidden_act} is not supported; supported: silu")
+    rope = dict(config.rope_parameters or {})
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % 2:
+        raise UnsupportedModel(f"head_dim {head_dim} is odd, rotary embedding needs it even")
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        rope=rope,
+        windows=family.windows(config),
+        qkv_bias=family.qkv_bias(config),
+        o_bias=family.o_bias(config),
+        mlp_bias=family.mlp_bias(config),
+        qk_norm=family.qk_norm,
+    )

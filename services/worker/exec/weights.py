@@ -1,0 +1,133 @@
+"""Decoder weights, fused (q, k, v into one matrix; gate and up into one) and laid out for the kernels that will read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Kernels, PackedLinear
+from services.worker.exec.checkpoint import Checkpoint, CheckpointError
+from services.worker.exec.families import DecoderConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    input_norm: Tensor
+    qkv: PackedLinear
+    qk_norms: tuple[Tensor, Tensor] | None
+    o: PackedLinear
+    post_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """embedding: [vocabulary, hidden], also the source of lm_head where the two are tied."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    lm_head: PackedLinear
+
+    def num_bytes(self) -> int:
+        """Bytes of distinct storage, packed copies included."""
+        tensors = [self.embedding, self.norm, *_linear_tensors(self.lm_head)]
+        for layer in self.layers:
+            tensors += [layer.input_norm, layer.post_norm, *(layer.qk_norms or ())]
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                tensors += _linear_tensors(linear)
+        sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(sizes.values())
+
+
+def _linear_tensors(linear: PackedLinear) -> list[Tensor]:
+    return [linear.data] if linear.bias is None else [linear.data, linear.bias]
+
+
+def resolve_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """name: "auto" (the config's, else that of the embedding on disk) or a dtype's name. Raises CheckpointError."""
+    if name == "auto":
+        named = getattr(config, "dtype", None) or checkpoint.dtype(EMBEDDING)
+        name = str(named).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"dtype {name} is not supported; supported: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    dtype: torch.dtype
+    kernels: Kernels
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.checkpoint.tensor(name, shape, self.dtype)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self.tensor(name, size).clone()
+
+    def stacked(self, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """The parts (name, out features) as one matrix, and their biases."""
+        weight = torch.cat([self.tensor(f"{prefix}.{name}.weight", size, in_features) for name, size in parts])
+        stacked = torch.cat([self.tensor(f"{prefix}.{name}.bias", size) for name, size in parts]) if bias else None
+        return weight, stacked
+
+    def linear(self, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> PackedLinear:
+        return self.kernels.pack_linear(*self.stacked(prefix, parts, in_features, bias))
+
+    def layer(self, index: int) -> LayerWeights:
+        config, prefix = self.config, f"model.layers.{index}"
+        attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", config.hidden_size
+        qkv = [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
+        gate_up = [("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)]
+        norms = [self.vector(f"{attention}.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm]
+        return LayerWeights(
+            input_norm=self.vector(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self.linear(attention, qkv, hidden, config.qkv_bias),
+            qk_norms=(norms[0], norms[1]) if norms else None,
+            o=self.linear(attention, [("o_proj", hidden)], config.q_size, config.o_bias),
+            post_norm=self.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=self.kernels.pack_gated(*self.stacked(mlp, gate_up, hidden, config.mlp_bias)),
+            down=self.linear(mlp, [("down_proj", hidden)], config.intermediate_size, config.mlp_bias),
+        )
+
+
+def required_tensors(config: DecoderConfig) -> list[str]:
+    """Names of every tensor that load_weights reads."""
+    attention = ["q_proj", "k_proj", "v_proj"]
+    names = [f"self_attn.{name}.weight" for name in (*attention, "o_proj")]
+    names += [f"self_attn.{name}.bias" for name in attention if config.qkv_bias]
+    names += [f"self_attn.{name}.weight" for name in ("q_norm", "k_norm") if config.qk_norm]
+    names += ["self_attn.o_proj.bias"] if config.o_bias else []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        names += [f"mlp.{name}.weight"] + ([f"mlp.{name}.bias"] if config.mlp_bias else [])
+    names += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    layers = [f"model.layers.{index}.{name}" for index in range(config.num_layers) for name in names]
+    return [EMBEDDING, *layers, "model.norm.weight"] + ([] if config.tie_word_embeddings else ["lm_head.weight"])
+
+
+def load_weights(
+    checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, kernels: Kernels, progress: Callable[[str], None]
+) -> DecoderWeights:
+    """Reads, converts, fuses and packs. progress: called with a line now and then. Raises CheckpointError."""
+    checkpoint.require(required_tensors(config))
+    reader = _Reader(checkpoint, config, dtype, kernels)
+    embedding = reader.tensor(EMBEDDING, config.vocab_size, config.hidden_size).clone()
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(reader.layer(index))
+        if (index + 1) % 8 == 0 or index + 1 == config.num_layers:
+            progress(f"loaded layer {index + 1} of {config.num_layers}")
+    tied = config.tie_word_embeddings
+    head = embedding if tied else reader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+    norm = reader.vector("model.norm.weight", config.hidden_size)
+    return DecoderWeights(embedding, tuple(layers), norm, kernels.pack_linear(head, None))

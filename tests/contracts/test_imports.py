@@ -1,0 +1,58 @@
+"""Who may import what, shown by importing it with the forbidden thing made unimportable."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = """
+import importlib.abc, sys
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(name + " is blocked", name=name)
+sys.meta_path.insert(0, Block())
+"""
+HEAVY = ["torch", "flashinfer"]
+NOT_IN_CORE = [*HEAVY, "grpc", "redis", "prometheus_client", "transformers", "pydantic", "uvloop", "fastapi"]
+
+
+def import_with_blocked(blocked: list[str], module: str) -> subprocess.CompletedProcess[str]:
+    code = BLOCK.format(blocked=set(blocked)) + f"\nimport {module}"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    "module", ["services.gateway", "services.tokenizer", "services.detokenizer", "services.local", "services.shared"]
+)
+def test_services_without_torch_import_without_torch(module: str) -> None:
+    names = [
+        f"{module}.{path.stem}" for path in sorted((ROOT / module.replace(".", "/")).glob("*.py")) if path.stem != "__init__"
+    ]
+    assert names
+    result = import_with_blocked(HEAVY, ", ".join(names))
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_core_and_the_fake_executor_need_numpy_alone() -> None:
+    names = [f"services.worker.core.{path.stem}" for path in sorted((ROOT / "services/worker/core").glob("*.py"))]
+    result = import_with_blocked(NOT_IN_CORE, ", ".join([*names, "services.worker.exec.fake"]))
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_blocker_blocks() -> None:
+    assert import_with_blocked(["numpy"], "services.worker.core.scheduler").returncode != 0
+
+
+def test_nothing_unsafe_is_called_in_the_product() -> None:
+    found = []
+    for path in [*(ROOT / "services").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "torch.load", "os.system"):
+                found.append(f"{path}:{node.lineno}")
+    assert not found

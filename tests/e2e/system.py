@@ -1,0 +1,141 @@
+"""The whole system as real processes on free ports, each of which can be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.local.plan import Part, num_ports, parts
+from services.local.ports import HOST, free_ports
+from services.local.settings import LocalSettings
+from services.local.supervisor import Child
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "models" / "demo"
+START_S = 120.0
+
+
+class System:
+    """`settings` as LocalSettings takes them. env: added to every process's environment."""
+
+    def __init__(self, log_dir: Path, env: dict[str, str] | None = None, **settings: Any) -> None:
+        port, *ports = free_ports(1 + 64)
+        self.port = port
+        self.url = f"http://{HOST}:{port}"
+        values = {"model": str(DEMO), "port": port, "num_threads": 1, "dtype": "float32", "log_level": "debug", **settings}
+        local = LocalSettings(_cli_parse_args=False, **values)  # type: ignore[call-arg]
+        self.parts: dict[str, Part] = {p.command.name: p for p in parts(local, values["model"], ports[: num_ports(local)])}
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for part in self.parts.values():
+            part.command.env.update(env or {})
+        self.children = {name: Child(part.command, log_dir) for name, part in self.parts.items()}
+
+    def __enter__(self) -> System:
+        for child in self.children.values():
+            child.start()
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children.values():
+            child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 6
+        while time.monotonic() < deadline and any(child.exit_code is None for child in self.children.values()):
+            time.sleep(0.05)
+        for child in self.children.values():
+            child.signal(signal.SIGKILL)
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            dead = [name for name, child in self.children.items() if child.exit_code is not None]
+            assert not dead, f"{dead} ended: {self.children[dead[0]].last_lines(20)}"
+            return self.status("/readiness") == 200
+
+        wait_until(ready, START_S, "the system to be ready")
+
+    def kill(self, name: str) -> None:
+        self.children[name].signal(signal.SIGKILL)
+        wait_until(lambda: self.children[name].exit_code is not None, 5, f"{name} to die")
+
+    def start(self, name: str) -> None:
+        self.children[name].start()
+
+    def status(self, path: str) -> int:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 60) -> tuple[int, dict[str, Any]]:
+        """Status and JSON body, of errors too. Raises OSError if there is no answer."""
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def metric(self, name: str, metric: str) -> float:
+        """Sum over the labels of one metric of one process."""
+        with urllib.request.urlopen(self.parts[name].metrics_url, timeout=5) as response:
+            families = text_string_to_metric_families(response.read().decode())
+            values = [s.value for family in families for s in family.samples if s.name == metric]
+        assert values, f"{name} has no metric {metric}"
+        return sum(values)
+
+    def resident_mb(self, name: str) -> float:
+        """Of the process and its children."""
+        process = psutil.Process(self.children[name].pid)
+        return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
+
+    def log(self, name: str) -> str:
+        return self.children[name].log.read_text(errors="replace")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
+    """Seconds it took. Fails after `seconds`."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+    return time.monotonic() - begun
+
+
+def processes_with(marker: str) -> list[str]:
+    """Command lines of the processes whose environment holds NAME=VALUE `marker`."""
+    name, value = marker.split("=")
+    out = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                out.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return out
+
+
+def make_run(env: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    """`make run` as a user types it, in a process group of its own as a terminal's foreground job."""
+    return subprocess.Popen(
+        ["make", "-s", "run", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )

@@ -1,0 +1,130 @@
+"""Clients that leave and processes that die: nothing leaks, nothing hangs, what is started again serves again."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.system import System, wait_until
+
+SECRET = "zweiundvierzig-secret-words"
+
+
+def open_stream(system: System, max_tokens: int) -> socket.socket:
+    body = {"model": "demo", "prompt": f"Count {random.random()}", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    client = socket.create_connection(("127.0.0.1", system.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+    return client
+
+
+def is_quiet(system: System) -> bool:
+    used = system.metric("worker-0", "sglang:num_used_tokens")
+    waiting = system.metric("worker-0", "sglang:num_queue_reqs") + system.metric("worker-0", "sglang:num_running_reqs")
+    detok = system.metric("detokenizer", "rootstock_detokenizer_open_requests")
+    gateway = system.metric("gateway", "rootstock_gateway_requests_in_flight")
+    return used + waiting + detok + gateway == 0
+
+
+def test_sixty_four_clients_leave_at_random_moments(system: System) -> None:
+    """Each asks for 512 tokens and closes its socket somewhere between its first byte sent and its last token."""
+    rng = random.Random(3)
+    waits = [rng.random() * 3 for _ in range(64)]
+
+    def leave(after_s: float) -> None:
+        with open_stream(system, 512) as client:
+            client.settimeout(after_s + 0.001)
+            end = time.monotonic() + after_s
+            try:
+                while time.monotonic() < end and client.recv(65536):
+                    continue
+            except TimeoutError:
+                return
+
+    threads = [threading.Thread(target=leave, args=(wait,)) for wait in waits]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took = wait_until(lambda: is_quiet(system), 30, "pages and queues to be empty")
+    assert took < 1.0, f"it took {took:.2f} s"
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "detokenizer", "worker-0", "gateway", "redis"])
+def test_killing_one_service_is_an_error_or_a_wait_and_never_a_hang(tmp_path: Path, name: str) -> None:
+    with System(tmp_path) as system:
+        pids = {other: child.pid for other, child in system.children.items() if other != name}
+        streams = [open_stream(system, 400) for _ in range(4)]
+        for stream in streams:
+            stream.settimeout(40)
+            assert stream.recv(4096)
+        system.kill(name)
+        whole = [read_to_end(stream) for stream in streams]
+        if name in ("detokenizer", "tokenizer", "redis"):
+            assert all(b"[DONE]" in data and b'"error"' not in data for data in whole), "a pause, and then the rest"
+        elif name == "worker-0":
+            assert all(b'"error"' in data for data in whole), "what cannot go on ends with an error"
+        if name != "gateway":
+            begun = time.monotonic()
+            status, _ = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
+            assert time.monotonic() - begun < 45
+            assert status == 200 if name == "redis" else status in (200, 500, 502, 503, 504)
+        system.start(name)
+        system.wait_ready()
+        status, answer = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
+        assert status == 200, answer
+        assert {other: child.pid for other, child in system.children.items() if other != name} == pids
+        assert all(child.exit_code is None for child in system.children.values())
+        wait_until(lambda: is_quiet(system), 5, "pages and queues to be empty")
+
+
+def read_to_end(stream: socket.socket) -> bytes:
+    """Everything until the server closes, or the SSE stream ends. A TimeoutError here is a hang."""
+    data = b""
+    with stream:
+        while piece := stream.recv(65536):
+            data += piece
+            if b"[DONE]" in data or data.endswith(b"0\r\n\r\n"):
+                break
+    return data
+
+
+def test_bad_input_allocates_nothing_and_logs_nothing_of_the_prompt(system: System) -> None:
+    before = system.metric("worker-0", "sglang:num_requests_total")
+    bad = [
+        {"prompt": SECRET, "temperature": "hot"},
+        {"prompt": SECRET, "max_tokens": 0},
+        {"prompt": [SECRET, 5]},
+        {"prompt": SECRET * 2000},
+        {"prompt": SECRET, "stop": [""]},
+        {"prompt": SECRET, "logit_bias": {"999999999": 1}},
+        {"prompt": [1, 2, 10**7]},
+    ]
+    for body in bad:
+        status, answer = system.post("/v1/completions", {"model": "demo", **body})
+        assert 400 <= status < 500, (body, answer)
+        assert answer["error"]["message"] and SECRET not in json.dumps(answer)
+    assert system.metric("worker-0", "sglang:num_requests_total") == before
+    assert is_quiet(system)
+    status, _ = system.post("/v1/completions", {"model": "demo", "prompt": SECRET, "max_tokens": 2})
+    assert status == 200
+    for name in system.children:
+        assert SECRET not in system.log(name), f"{name} logs prompts"
+
+
+def test_one_request_id_in_the_logs_of_all_four(system: System) -> None:
+    request_id = f"trace-me-{random.randrange(10**9)}"
+    with socket.create_connection(("127.0.0.1", system.port)) as client:
+        data = json.dumps({"model": "demo", "prompt": "Hello", "max_tokens": 2}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: {request_id}\r\nconnection: close\r\n"
+        client.sendall(f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        assert request_id in read_to_end(client).decode(), "the response names it"
+    for name in ("gateway", "tokenizer", "worker-0", "detokenizer"):
+        wait_until(lambda name=name: request_id in system.log(name), 5, f"the id in {name}'s log")  # type: ignore[misc]

@@ -1,0 +1,205 @@
+"""The real scheduler over the CPU executor says what transformers says, greedily, token for token, whatever the schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.invariants import violations
+from services.worker.core.messages import FinishReason, Submit
+from services.worker.core.plan import BatchPlan
+from services.worker.core.sampling import SamplingParams
+from services.worker.core.scheduler import Scheduler
+from services.worker.exec.cpu import build_cpu_executor
+from services.worker.exec.fake import FakeExecutor
+from services.worker.exec.protocol import Executor, Run
+from tests.exec.tiny_models import MODELS
+
+NEW_TOKENS = 64
+PAGE_SIZE = 4
+COLUMNS = ("mode", "num_extend", "slots", "starts", "num_tokens", "sample", "table_slots", "table_firsts", "table_pages")
+FAMILIES = ("llama-untied", "mistral-window", "qwen2", "qwen3")
+RNG = random.Random(11)
+PROMPTS = [[RNG.randrange(6, 257) for _ in range(length)] for length in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 33, 48, 61, 80)]
+
+
+class NoText:
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+class Checkpoint:
+    """A checkpoint on disk, and what transformers answers to each of PROMPTS."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
+        model = MODELS[name].build(folder)
+        with torch.inference_mode():
+            self.answers = [self._generate(model, prompt) for prompt in PROMPTS]
+
+    def _generate(self, model: Any, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)
+        return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp("model"))
+
+
+def config_for(**changes: Any) -> SchedulerConfig:
+    values: dict[str, Any] = {
+        "num_pages": 1024,
+        "page_size": PAGE_SIZE,
+        "context_len": 512,
+        "vocab_size": 257,
+        "max_running_requests": 16,
+        "chunked_prefill_size": 0,
+    }
+    return SchedulerConfig(**{**values, **changes})
+
+
+class Served:
+    """A scheduler with an executor, turned by hand. outputs: by handle."""
+
+    def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
+        self.core = Scheduler(config, NoText())
+        self.executor = executor
+        self.overlap = overlap
+        self.plans: list[BatchPlan] = []
+        self.outputs: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self._next = 0
+
+    def run(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+        """Submits all, turns until all have ended, returns their outputs in order."""
+        handles = range(self._next, self._next + len(prompts))
+        self._next += len(prompts)
+        params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        for handle, prompt in zip(handles, prompts, strict=True):
+            self.core.submit(Submit(0, handle, f"r{handle}", np.array(prompt, dtype=np.int32), params), 0.0)
+        prev: Run | None = None
+        while prev is not None or not self.core.idle:
+            prev = self._turn(prev)
+        return [self.outputs[handle] for handle in handles]
+
+    def _turn(self, prev: Run | None) -> Run | None:
+        if not self.overlap:
+            self._commit(prev)
+            prev = None
+        plan = self.core.plan(0.0)
+        run = None
+        if plan is not None:
+            self.plans.append(plan)
+            run = self.executor.forward(plan)
+        self._commit(prev)
+        if run is not None:
+            self.executor.sample(run)
+        assert not violations(self.core.table)
+        return run
+
+    def _commit(self, run: Run | None) -> None:
+        if run is not None:
+            self.core.commit(self.executor.wait(run), 0.0)
+        output = self.core.take_output()
+        for peer in output.peers if output else ():
+            tokens = iter(peer.tokens)
+            for handle, count in zip(peer.handles, peer.counts, strict=True):
+                self.outputs.setdefault(handle, []).extend(next(tokens) for _ in range(count))
+            for finish in peer.finishes:
+                assert finish.reason is FinishReason.LENGTH, finish
+                self.cached[finish.handle] = finish.cached_tokens
+
+
+def serve(checkpoint: Checkpoint, config: SchedulerConfig, overlap: bool = True) -> Served:
+    executor, _ = build_cpu_executor(
+        model_path=str(checkpoint.folder),
+        dtype="float32",
+        page_size=config.page_size,
+        max_slots=config.max_running_requests,
+        num_pages=config.num_pages,
+        mem_fraction_static=0.5,
+        context_len=config.context_len,
+        num_threads=1,
+        progress=lambda _: None,
+        check_relay=True,
+    )
+    return Served(config, executor, overlap)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_one_request(checkpoint: Checkpoint, overlap: bool) -> None:
+    served = serve(checkpoint, config_for(), overlap)
+    assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
+def test_sixteen_ragged_requests_at_once(checkpoint: Checkpoint, overlap: bool, mixed: bool) -> None:
+    served = serve(checkpoint, config_for(enable_mixed_chunk=mixed, chunked_prefill_size=64), overlap)
+    assert served.run(PROMPTS) == checkpoint.answers
+
+
+@pytest.mark.parametrize("chunk", range(PAGE_SIZE, 81, PAGE_SIZE))
+def test_a_prompt_cut_at_every_size_from_one_page_up(checkpoint: Checkpoint, chunk: int) -> None:
+    served = serve(checkpoint, config_for(chunked_prefill_size=chunk))
+    assert served.run([PROMPTS[-1]], 16) == [checkpoint.answers[-1][:16]]
+    assert sum(plan.num_extend for plan in served.plans) == -(-80 // chunk)
+
+
+def test_cold_and_full_prefix_hit(checkpoint: Checkpoint) -> None:
+    served = serve(checkpoint, config_for())
+    assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
+    longer = PROMPTS[-1] + checkpoint.answers[-1][:20]
+    assert served.run([PROMPTS[-1], longer], 44) == [checkpoint.answers[-1][:44], checkpoint.answers[-1][20:]]
+    assert [served.cached[handle] for handle in range(3)] == [0, 76, 96], "hits by whole pages, all but one token"
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_forced_retraction_every_five_steps(checkpoint: Checkpoint, overlap: bool) -> None:
+    served = serve(checkpoint, config_for(retract_interval=5), overlap)
+    assert served.run(PROMPTS) == checkpoint.answers
+    assert served.core.stats().retractions_total >= 10
+
+
+def test_everything_at_once_in_a_pool_that_is_too_small(checkpoint: Checkpoint) -> None:
+    config = config_for(
+        num_pages=120, chunked_prefill_size=16, enable_mixed_chunk=True, retract_interval=7, schedule_conservativeness=0.1
+    )
+    served = serve(checkpoint, config)
+    assert served.run(PROMPTS) == checkpoint.answers
+    assert served.run(PROMPTS) == checkpoint.answers
+    assert served.core.stats().evicted_pages_total > 0
+
+
+def test_the_fake_executor_and_the_real_one_get_the_same_plans(checkpoint: Checkpoint) -> None:
+    config = config_for(num_pages=150, chunked_prefill_size=32, retract_interval=11, schedule_conservativeness=0.1)
+    real = serve(checkpoint, config)
+    fake_executor = FakeExecutor(config.num_pages, PAGE_SIZE, config.max_running_requests, config.max_pages_per_request, 257)
+    fake = Served(config, fake_executor, True)
+    real.run(PROMPTS)
+    fake.run(PROMPTS)
+    assert len(real.plans) == len(fake.plans)
+    for ours, theirs in zip(real.plans, fake.plans, strict=True):
+        for column in (
+            "mode",
+            "num_extend",
+            "slots",
+            "starts",
+            "num_tokens",
+            "sample",
+            "table_slots",
+            "table_firsts",
+            "table_pages",
+        ):
+            assert np.array_equal(getattr(ours, column), getattr(theirs, column)), (ours.step_id, column)
+    assert real.cached == fake.cached

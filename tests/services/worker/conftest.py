@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from rootstock.v1 import worker_pb2, worker_pb2_grpc
+from services.shared import rpc
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.messages import StepOutput, StepStats
+from services.worker.core.plan import BatchPlan
+from services.worker.core.scheduler import Scheduler
+from services.worker.exec.fake import FakeExecutor, TimeModel
+from services.worker.inbox import Inbox, Stop
+from services.worker.loop import Loop
+from services.worker.metrics import WorkerMetrics
+from services.worker.server import StreamOutbox, WorkerServicer
+from services.worker.wire import ModelLimits
+from tests.core.harness import LetterDecoder
+
+CONFIG = SchedulerConfig(
+    num_pages=256,
+    page_size=4,
+    context_len=256,
+    vocab_size=1000,
+    eos_token_ids=(7,),
+    max_running_requests=32,
+    max_queued_requests=40,
+)
+
+
+@dataclass
+class Serving:
+    """A worker with the fake executor behind a real gRPC port. core is read only while idle."""
+
+    stub: worker_pb2_grpc.WorkerStub
+    core: Scheduler
+    executor: FakeExecutor
+    metrics: WorkerMetrics
+
+    async def idle(self) -> StepStats:
+        """Waits until nothing runs or waits, at most five seconds."""
+        for _ in range(500):
+            if self.core.idle:
+                break
+            await asyncio.sleep(0.01)
+        assert self.core.idle
+        return self.core.stats()
+
+
+class Observer:
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+
+    def planned(self, plan: BatchPlan) -> None:
+        self._metrics.planned(plan)
+
+    def turned(self, stats: StepStats, busy: bool) -> None:
+        self._metrics.turned(stats, busy)
+
+
+class Tap:
+    def __init__(self, metrics: WorkerMetrics, outbox: StreamOutbox) -> None:
+        self._metrics, self._outbox = metrics, outbox
+
+    def send(self, output: StepOutput) -> None:
+        self._metrics.sent(output)
+        self._outbox.send(output)
+
+
+@asynccontextmanager
+async def serving(step_s: float = 0.001, config: SchedulerConfig = CONFIG, overlap: bool = True) -> AsyncIterator[Serving]:
+    core = Scheduler(config, LetterDecoder())
+    executor = FakeExecutor(
+        config.num_pages,
+        config.page_size,
+        config.max_running_requests,
+        config.max_pages_per_request,
+        config.vocab_size,
+        time_model=TimeModel(base=step_s),
+    )
+    metrics = WorkerMetrics("fake", config.page_size, config.num_pages, config.max_running_requests)
+    inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
+    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics), overlap)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    info = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
+    servicer = WorkerServicer(inbox, outbox, info, ModelLimits(config.context_len, config.vocab_size, False), metrics.arrived)
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    thread.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        yield Serving(worker_pb2_grpc.WorkerStub(channel), core, executor, metrics)
+    inbox.put(Stop())
+    await asyncio.to_thread(thread.join, 5)
+    assert not thread.is_alive()
+    await server.stop(0)
+
+
+def run(test: Callable[[], object]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]

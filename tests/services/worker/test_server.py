@@ -1,0 +1,260 @@
+"""The Worker service over real gRPC, the real loop and core behind it, the fake executor in place of a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from rootstock.v1 import common_pb2, worker_pb2
+from services.worker.exec.fake import hashed_token
+from tests.services.worker.conftest import Serving, run, serving
+
+LENGTH, TOKEN, STRING, ABORT = (
+    common_pb2.FINISH_REASON_LENGTH,
+    common_pb2.FINISH_REASON_MATCHED_TOKEN,
+    common_pb2.FINISH_REASON_MATCHED_STRING,
+    common_pb2.FINISH_REASON_ABORT,
+)
+
+
+def submit(handle: int, prompt: list[int] | None = None, stream: bool = True, **sampling: Any) -> worker_pb2.Submit:
+    values = {"max_new_tokens": 10, "ignore_eos": True, **sampling}
+    params = common_pb2.SamplingParams(**values)
+    return worker_pb2.Submit(
+        handle=handle, request_id=f"r{handle}", prompt_ids=prompt or [1, 2, 3], sampling=params, stream=stream
+    )
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    out: list[int] = []
+    for _ in range(count):
+        out.append(hashed_token(np.array(prompt + out, dtype=np.int32), 1000))
+    return out
+
+
+class FrontEnd:
+    """One Generate stream, its outputs gathered by handle."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.call = serving.stub.Generate()
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finishes: dict[int, worker_pb2.Finish] = {}
+        self.messages = 0
+
+    async def hello(self) -> worker_pb2.WorkerInfo:
+        return (await self.call.read()).hello
+
+    async def send(self, *submits: worker_pb2.Submit, aborts: tuple[int, ...] = ()) -> None:
+        await self.call.write(worker_pb2.GenerateRequest(submits=submits, aborts=aborts))
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not done():
+                self._take((await self.call.read()).step)
+
+    async def ended(self, *handles: int) -> None:
+        await self.until(lambda: set(handles) <= set(self.finishes))
+
+    def _take(self, step: worker_pb2.StepOutput) -> None:
+        self.messages += 1
+        tokens = iter(step.token_ids)
+        for handle, count in zip(step.handles, step.counts, strict=True):
+            assert handle not in self.finishes
+            self.tokens[handle] += [next(tokens) for _ in range(count)]
+        for finish in step.finishes:
+            assert finish.handle not in self.finishes, "two terminal outputs"
+            self.finishes[finish.handle] = finish
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_many_requests_share_one_message_per_step(overlap: bool) -> None:
+    async def check() -> None:
+        async with serving(step_s=0.005, overlap=overlap) as worker:
+            front = FrontEnd(worker)
+            assert (await front.hello()).generation == 5
+            await front.send(*[submit(handle, [handle + 1] * 5) for handle in range(20)])
+            await front.ended(*range(20))
+            for handle in range(20):
+                assert front.tokens[handle] == expected([handle + 1] * 5, 10)
+                finish = front.finishes[handle]
+                assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == (LENGTH, 5, 10)
+            assert front.messages <= 14, "one message per step, not one per token or request"
+
+    run(check)
+
+
+def test_a_second_request_is_told_what_was_cached() -> None:
+    async def check() -> None:
+        async with serving() as worker:
+            front = FrontEnd(worker)
+            await front.hello()
+            await front.send(submit(1, list(range(20))))
+            await front.ended(1)
+            await front.send(submit(2, list(range(20))))
+            await front.ended(2)
+            assert (front.finishes[1].cached_tokens, front.finishes[2].cached_tokens) == (0, 16)
+
+    run(check)
+
+
+def test_abort_ends_the_request_once_and_frees_its_pages() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.005) as worker:
+            front = FrontEnd(worker)
+            await front.hello()
+            await front.send(submit(1, max_new_tokens=200), submit(2, max_new_tokens=20))
+            await front.until(lambda: len(front.tokens[1]) > 3)
+            await front.send(aborts=(1, 99))
+            await front.ended(1, 2)
+            assert front.finishes[1].reason == ABORT
+            assert front.finishes[1].error == common_pb2.ERROR_CODE_CANCELLED
+            assert front.finishes[2].reason == LENGTH
+            assert (await worker.idle()).pages_leased == 0
+
+    run(check)
+
+
+def test_a_front_end_that_goes_away_leaves_nothing_behind() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.005) as worker:
+            first, second = FrontEnd(worker), FrontEnd(worker)
+            await first.hello()
+            await second.hello()
+            await first.send(*[submit(handle, max_new_tokens=240) for handle in range(40)])
+            await second.send(submit(1, max_new_tokens=30))
+            await first.until(lambda: len(first.tokens) > 3)
+            first.call.cancel()
+            await second.ended(1)
+            assert second.tokens[1] == expected([1, 2, 3], 30), "the other front end's request went on"
+            stats = await worker.idle()
+            assert (stats.pages_leased, stats.num_waiting, stats.num_running) == (0, 0, 0)
+
+    run(check)
+
+
+BAD = {
+    "empty prompt": {"prompt_ids": []},
+    "token outside the vocabulary": {"prompt_ids": [1, 1000]},
+    "prompt over the context": {"prompt_ids": [1] * 256},
+    "salt too long": {"cache_salt": "x" * 1000},
+}
+BAD_SAMPLING = {
+    "temperature": {"temperature": -1.0},
+    "temperature nan": {"temperature": float("nan")},
+    "top_p": {"top_p": 0.0},
+    "top_k": {"top_k": -2},
+    "min_p": {"min_p": 1.5},
+    "frequency_penalty": {"frequency_penalty": 9.0},
+    "repetition_penalty": {"repetition_penalty": 0.0},
+    "max_new_tokens": {"max_new_tokens": 0},
+    "stop too many": {"stop": ["x"] * 17},
+    "stop empty": {"stop": [""]},
+    "stop_token_ids": {"stop_token_ids": [1] * 257},
+    "logit_bias uneven": {"logit_bias_ids": [1]},
+    "logit_bias value": {"logit_bias_ids": [1], "logit_bias_values": [1000.0]},
+    "logit_bias id": {"logit_bias_ids": [1000], "logit_bias_values": [1.0]},
+}
+
+
+@pytest.mark.parametrize("name", [*BAD, *BAD_SAMPLING])
+def test_the_worker_refuses_what_a_gateway_should_have(name: str) -> None:
+    async def check() -> None:
+        async with serving() as worker:
+            front = FrontEnd(worker)
+            await front.hello()
+            message = submit(1, **BAD_SAMPLING.get(name, {}))
+            for field, value in BAD.get(name, {}).items():
+                message.ClearField(field)  # type: ignore[arg-type]
+                message.MergeFrom(worker_pb2.Submit(**{field: value}))  # type: ignore[arg-type]
+            await front.send(message)
+            await front.ended(1)
+            assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+            assert front.finishes[1].message
+            assert worker.core.idle
+
+    run(check)
+
+
+def test_the_bounded_queue_refuses_one_more() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.02) as worker:
+            front = FrontEnd(worker)
+            await front.hello()
+            await front.send(*[submit(handle, max_new_tokens=100) for handle in range(120)])
+            await front.until(lambda: len(front.finishes) >= 20)
+            assert {f.error for f in front.finishes.values()} == {common_pb2.ERROR_CODE_QUEUE_FULL}
+
+    run(check)
+
+
+def test_stop_strings_and_tokens_are_the_workers_decision() -> None:
+    async def check() -> None:
+        async with serving() as worker:
+            front = FrontEnd(worker)
+            await front.hello()
+            whole = expected([1, 2, 3], 10)
+            letters = "".join(chr(97 + token % 26) for token in whole)
+            await front.send(submit(1, stop=[letters[3:5]]), submit(2, stop_token_ids=[whole[4]]), submit(3, stream=False))
+            await front.ended(1, 2, 3)
+            assert (front.finishes[1].reason, front.finishes[1].matched_stop) == (STRING, letters[3:5])
+            assert (front.finishes[2].reason, front.finishes[2].matched_token) == (TOKEN, whole[4])
+            assert front.tokens[3] == whole
+
+    run(check)
+
+
+def test_a_failing_step_ends_its_requests_and_the_worker_goes_on() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.002) as worker:
+            worker.executor.fail_steps = {3}
+            front = FrontEnd(worker)
+            await front.hello()
+            await front.send(submit(1, max_new_tokens=50))
+            await front.ended(1)
+            assert front.finishes[1].error == common_pb2.ERROR_CODE_INTERNAL
+            await front.send(submit(2))
+            await front.ended(2)
+            assert front.tokens[2] == expected([1, 2, 3], 10)
+            assert (await worker.idle()).pages_leased == 0
+
+    run(check)
+
+
+def test_metrics_carry_sglangs_names_and_true_counts() -> None:
+    async def check() -> None:
+        async with serving() as worker:
+            front = FrontEnd(worker)
+            await front.hello()
+            await front.send(submit(1, list(range(20))))
+            await front.ended(1)
+            await front.send(submit(2, list(range(20)), max_new_tokens=5))
+            await front.ended(2)
+            await worker.idle()
+            registry = CollectorRegistry()
+            registry.register(worker.metrics)
+            labels = '{engine_type="unified",model_name="fake",pp_rank="0",tp_rank="0"}'
+            lines = dict(
+                line.rsplit(" ", 1) for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")
+            )
+            for name, value in {
+                "sglang:prompt_tokens_total": 40,
+                "sglang:cached_tokens_total": 16,
+                "sglang:generation_tokens_total": 15,
+                "sglang:num_requests_total": 2,
+                "sglang:time_to_first_token_seconds_count": 2,
+                "sglang:inter_token_latency_seconds_count": 13,
+                "sglang:e2e_request_latency_seconds_count": 2,
+                "sglang:queue_time_seconds_count": 2,
+                "sglang:num_running_reqs": 0,
+                "sglang:token_usage": 0,
+                "sglang:max_total_num_tokens": 1024,
+            }.items():
+                assert float(lines[name + labels]) == value, name
+
+    run(check)
