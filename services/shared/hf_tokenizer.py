@@ -134,21 +134,35 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: token for name, token in tokens.items() if token is not None}
 
 
-def _extra_tokens(config: dict[str, Any]) -> Iterator[str]:
+def _extra_tokens(config: dict[str, Any]) -> list[AddedToken]:
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    yield from (token for item in extra if isinstance(extra, list) and (token := _content(item)) is not None)
+    return [_special(item) for item in extra] if isinstance(extra, list) else []
+
+
+def _special(token: Any) -> AddedToken:
+    """A special token written as a string or as a serialized AddedToken."""
+    if isinstance(token, str):
+        return AddedToken(token, special=True, normalized=False)
+    return AddedToken(**{key: value for key, value in token.items() if key not in ("__type", "special")}, special=True)
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """Adds what the configuration declares and tokenizer.json lacks, in transformers' order, so that new ids agree."""
-    present = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
-    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    tokens = [AddedToken(**{k: v for k, v in token.items() if k != "__type"}) for _, token in declared]
-    tokenizer.add_tokens([token for token in tokens if repr(token) not in present])
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    names = dict.fromkeys((*special_tokens.values(), *_extra_tokens(config)))
-    tokenizer.add_tokens([AddedToken(name, special=True) for name in names if name not in known])
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    """Adds what the configuration declares and tokenizer.json lacks, in transformers' order, so that new ids agree; then makes
+    every special token special. The flags of a standard token are those of its entry in the table of added tokens."""
+    present = tokenizer.get_added_tokens_decoder()
+    by_id = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    declared = [AddedToken(**{key: value for key, value in token.items() if key != "__type"}) for _, token in by_id]
+    table = {token.content: token for token in (declared if "added_tokens_decoder" in config else present.values())}
+    named = [_named_token(name, token, config, table) for name, token in special_tokens.items()]
+    seen = {repr(token) for token in present.values()}
+    tokenizer.add_tokens([token for token in declared if repr(token) not in seen])
+    tokenizer.add_special_tokens([*named, *_extra_tokens(config)])
+
+
+def _named_token(name: str, token: str, config: dict[str, Any], table: dict[str, AddedToken]) -> AddedToken:
+    if name in SPECIAL_TOKEN_NAMES and token in table:
+        return table[token]
+    return _special(config.get(name, token))
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -1,0 +1,42 @@
+"""python -m services.detokenizer --model FOLDER"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+from prometheus_client import CollectorRegistry
+
+from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
+from services.detokenizer.metrics import DetokenizerMetrics
+from services.detokenizer.server import DetokenizerServicer
+from services.detokenizer.settings import DetokenizerSettings
+from services.shared import log, metrics, rpc
+from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from services.shared.settings import load
+
+SERVICE = "detokenizer"
+
+
+async def run(settings: DetokenizerSettings) -> None:
+    registry = CollectorRegistry()
+    servicer = DetokenizerServicer(load_tokenizer(settings.model), settings, DetokenizerMetrics(registry))
+    metrics.serve(registry, settings.metrics_host, settings.metrics_port)
+    health = rpc.Health(SERVICE)
+    add = functools.partial(pb_grpc.add_DetokenizerServicer_to_server, servicer)
+    server = await rpc.start_server(settings.host, settings.port, health, add)
+    await health.set_ready(True)
+    await rpc.serve_until_stopped(server, health, settings.grace_s, servicer.drain)
+
+
+def main() -> None:
+    settings = load(DetokenizerSettings, SERVICE)
+    log.configure(SERVICE, settings.log_level)
+    try:
+        asyncio.run(run(settings))
+    except TokenizerFolderError as error:
+        raise SystemExit(f"{SERVICE}: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

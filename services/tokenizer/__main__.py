@@ -1,0 +1,50 @@
+"""python -m services.tokenizer --model FOLDER"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+from prometheus_client import CollectorRegistry
+
+from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
+from services.shared import log, metrics, rpc
+from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from services.shared.settings import load
+from services.tokenizer.metrics import TokenizerMetrics
+from services.tokenizer.server import TokenizerServicer
+from services.tokenizer.settings import TokenizerSettings
+
+SERVICE = "tokenizer"
+
+
+async def run(settings: TokenizerSettings) -> None:
+    registry = CollectorRegistry()
+    servicer = TokenizerServicer(load_tokenizer(settings.model), settings, TokenizerMetrics(registry))
+    metrics.serve(registry, settings.metrics_host, settings.metrics_port)
+    health = rpc.Health(SERVICE)
+    add = functools.partial(pb_grpc.add_TokenizerServicer_to_server, servicer)
+    server = await rpc.start_server(settings.host, settings.port, health, add)
+    try:
+        await servicer.start()
+        await health.set_ready(True)
+        await rpc.serve_until_stopped(server, health, settings.grace_s, _nothing_to_drain)
+    finally:
+        await servicer.stop()
+
+
+async def _nothing_to_drain() -> None:
+    """Calls are short: the grace period is enough for them."""
+
+
+def main() -> None:
+    settings = load(TokenizerSettings, SERVICE)
+    log.configure(SERVICE, settings.log_level)
+    try:
+        asyncio.run(run(settings))
+    except TokenizerFolderError as error:
+        raise SystemExit(f"{SERVICE}: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

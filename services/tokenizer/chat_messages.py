@@ -1,0 +1,118 @@
+"""OpenAI chat messages as a template wants them. Runs in the rendering process: standard library only.
+
+Source of the conventions: transformers' apply_chat_template (null values left out, reasoning under every name that templates
+read, continue_final_message by a tag) and SGLang's chat handling (list content joined with spaces where the template wants a
+string, tool call arguments given as objects).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+Message = dict[str, Any]
+
+
+class InvalidField(Exception):
+    """The message names the field and says what is wrong with it, without its value."""
+
+
+def parse(name: str, data: bytes, kind: type) -> Any:
+    """The JSON value in `data`, None if it is empty. Raises InvalidField unless it is a `kind`."""
+    if not data:
+        return None
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise InvalidField(f"{name}: nested too deeply") from None
+    except ValueError:  # malformed, not UTF-8, or a number with too many digits
+        raise InvalidField(f"{name}: not valid JSON") from None
+    if not isinstance(value, kind):
+        raise InvalidField(f"{name}: not {'an array' if kind is list else 'an object'}")
+    return value
+
+
+def prepare(messages: list[Any], content_as_string: bool) -> list[Message]:
+    """Checked copies of the messages. Raises InvalidField."""
+    if not messages:
+        raise InvalidField("messages: empty")
+    return [_prepare_one(message, f"messages[{at}]", content_as_string) for at, message in enumerate(messages)]
+
+
+def _prepare_one(message: Any, where: str, content_as_string: bool) -> Message:
+    if not isinstance(message, dict):
+        raise InvalidField(f"{where}: not an object")
+    if not isinstance(message.get("role"), str):
+        raise InvalidField(f"{where}.role: not a string")
+    result = {key: value for key, value in message.items() if value is not None}
+    if "content" in result:
+        result["content"] = _content(result["content"], f"{where}.content", content_as_string)
+    if "tool_calls" in result:
+        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
+    reasoning = next((result[name] for name in _REASONING_FIELDS if name in result), None)
+    if reasoning is not None:
+        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+    return result
+
+
+def _content(content: Any, where: str, as_string: bool) -> str | list[Any]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidField(f"{where}: neither a string nor an array of parts")
+    for at, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise InvalidField(f"{where}[{at}]: not an object")
+        if part.get("type") != "text":
+            raise InvalidField(f"{where}[{at}].type: only 'text' is supported")
+        if not isinstance(part.get("text"), str):
+            raise InvalidField(f"{where}[{at}].text: not a string")
+    return " ".join(part["text"] for part in content) if as_string else content
+
+
+def _tool_calls(calls: Any, where: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise InvalidField(f"{where}: not an array")
+    for at, call in enumerate(calls):
+        if not isinstance(call, dict):
+            raise InvalidField(f"{where}[{at}]: not an object")
+    return [_with_parsed_arguments(call) for call in calls]
+
+
+def _with_parsed_arguments(call: Message) -> Message:
+    """The API has a call's arguments as JSON in a string; templates print them with tojson, so they want the object."""
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
+
+
+def tag_final(messages: list[Message]) -> str:
+    """Marks where the last message's text ends, so that cut_at_tag() finds it in the rendered chat. Returns that text."""
+    where = f"messages[{len(messages) - 1}].content"
+    final = messages[-1].get("content")
+    if isinstance(final, str):
+        messages[-1]["content"] = final + CONTINUE_TAG
+        return final
+    if not final:
+        raise InvalidField(f"{where}: continue_final_message needs text to continue")
+    part = final[-1]
+    final[-1] = {**part, "text": part["text"] + CONTINUE_TAG}
+    return str(part["text"])
+
+
+def cut_at_tag(rendered: str, final: str) -> str:
+    """The rendered chat up to the end of the final message's text. Raises InvalidField if the template dropped or changed it."""
+    at = rendered.rfind(CONTINUE_TAG.strip())
+    if at < 0 or final.strip() not in rendered:
+        raise InvalidField("continue_final_message: the chat template does not show the final message as it is")
+    keeps_spaces = rendered.startswith(CONTINUE_TAG, at)
+    return rendered[:at] if keeps_spaces else rendered[:at].rstrip()

@@ -1,0 +1,106 @@
+"""Texts of several requests encoded in one call to the tokenizer.
+
+A request that finds a free lane is encoded at once; those that come while every lane works are taken together by the first lane
+that is free. So batches form under load only, and nobody waits for one. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+Encode = Callable[[Sequence[str], bool], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class _Job:
+    texts: Sequence[str]
+    add_special_tokens: bool
+    chars: int
+    done: asyncio.Future[list[list[int]]]
+
+
+class EncodeQueue:
+    def __init__(
+        self,
+        encode: Encode,
+        executor: Executor,
+        *,
+        lanes: int,
+        max_texts: int,
+        max_chars: int,
+        observe_texts: Callable[[float], None],
+    ) -> None:
+        self._encode = encode
+        self._executor = executor
+        self._lanes = lanes
+        self._max_texts = max_texts
+        self._max_chars = max_chars
+        self._observe_texts = observe_texts
+        self._waiting: deque[_Job] = deque()
+        self._working: set[asyncio.Task[None]] = set()
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """One list of ids per text. Raises what the tokenizer raises."""
+        done: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Job(texts, add_special_tokens, sum(map(len, texts)), done))
+        if len(self._working) < self._lanes:
+            lane = asyncio.create_task(self._work())
+            self._working.add(lane)
+            lane.add_done_callback(self._working.discard)
+        return await done
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while batch := self._take():
+            texts = [text for job in batch for text in job.texts]
+            self._observe_texts(len(texts))
+            try:
+                ids = await loop.run_in_executor(self._executor, self._encode, texts, batch[0].add_special_tokens)
+            except Exception as error:
+                await self._fail(batch, error)
+                continue
+            _hand_out(batch, ids)
+
+    def _take(self) -> list[_Job]:
+        """The longest run of waiting jobs that fits in one call; at least one. Jobs whose caller has gone are dropped."""
+        batch: list[_Job] = []
+        texts = chars = 0
+        while self._waiting:
+            job = self._waiting[0]
+            texts, chars = texts + len(job.texts), chars + job.chars
+            alike = not batch or job.add_special_tokens == batch[0].add_special_tokens
+            if batch and not (alike and texts <= self._max_texts and chars <= self._max_chars):
+                break
+            self._waiting.popleft()
+            if job.done.cancelled():
+                texts, chars = texts - len(job.texts), chars - job.chars
+            else:
+                batch.append(job)
+        return batch
+
+    async def _fail(self, batch: list[_Job], error: Exception) -> None:
+        """One request's fault is its own: a batch of several is tried again one by one."""
+        if len(batch) == 1:
+            if not batch[0].done.done():
+                batch[0].done.set_exception(error)
+            return
+        loop = asyncio.get_running_loop()
+        for job in batch:
+            try:
+                ids = await loop.run_in_executor(self._executor, self._encode, job.texts, job.add_special_tokens)
+            except Exception as own:
+                await self._fail([job], own)
+            else:
+                _hand_out([job], ids)
+
+
+def _hand_out(batch: list[_Job], ids: list[list[int]]) -> None:
+    at = 0
+    for job in batch:
+        if not job.done.done():
+            job.done.set_result(ids[at : at + len(job.texts)])
+        at += len(job.texts)

@@ -1,0 +1,22 @@
+"""The tokenizer's metrics, all named rootstock_tokenizer_*."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class TokenizerMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        prefix = "rootstock_tokenizer_"
+        self.requests = Counter(prefix + "requests", "Calls by their gRPC status.", ["rpc", "code"], registry=registry)
+        self.seconds = Histogram(prefix + "request_seconds", "Time of a call.", ["rpc"], buckets=_SECONDS, registry=registry)
+        self.in_flight = Gauge(prefix + "in_flight", "Calls being answered.", registry=registry)
+        self.tokens = Counter(prefix + "tokens", "Token ids given out.", registry=registry)
+        self.batch_texts = Histogram(prefix + "batch_texts", "Texts encoded in one call.", buckets=_TEXTS, registry=registry)
+        self.render_seconds = Histogram(
+            prefix + "render_seconds", "Time of one chat template rendering.", buckets=_SECONDS, registry=registry
+        )
+        self.render_kills = Counter(prefix + "render_kills", "Rendering processes that had to be killed.", registry=registry)

@@ -1,0 +1,131 @@
+"""The Tokenizer service: checks a request, has its template rendered and its texts encoded, all off the event loop.
+
+Nothing is kept between calls. Long texts queue apart from short ones, so that a huge prompt delays no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from rootstock.v1 import tokenizer_pb2 as pb
+from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
+from services.shared import limits
+from services.shared.hf_tokenizer import HfTokenizer
+from services.shared.log import fields
+from services.tokenizer.encode_queue import EncodeQueue
+from services.tokenizer.metrics import TokenizerMetrics
+from services.tokenizer.refusal import Refusal, invalid, too_much
+from services.tokenizer.render_pool import RenderJob, RenderPool, RenderSetup
+from services.tokenizer.settings import TokenizerSettings
+
+MAX_BYTES_PER_CHAR = 6  # of JSON: \uXXXX
+
+logger = logging.getLogger(__name__)
+
+
+class TokenizerServicer(pb_grpc.TokenizerServicer):
+    def __init__(self, tokenizer: HfTokenizer, settings: TokenizerSettings, metrics: TokenizerMetrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._executor = ThreadPoolExecutor(settings.encode_threads + 1, thread_name_prefix="encode")
+        self._short = self._queue(tokenizer, lanes=settings.encode_threads)
+        self._long = self._queue(tokenizer, lanes=1)
+        setup = RenderSetup(
+            templates=tokenizer.chat_templates,
+            special_tokens=tokenizer.special_tokens,
+            max_chars=settings.max_request_chars,
+            max_messages=limits.MAX_CHAT_MESSAGES,
+            memory_bytes=settings.render_memory_bytes,
+            seconds=settings.render_seconds,
+        )
+        self._renderers = RenderPool(setup, settings.render_processes, metrics)
+
+    async def start(self) -> None:
+        await self._renderers.start()
+
+    async def stop(self) -> None:
+        await self._renderers.stop()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
+        return await self._serve("Encode", request.request_id, context, self._encode_texts(request))
+
+    async def EncodeChat(self, request: pb.EncodeChatRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
+        return await self._serve("EncodeChat", request.request_id, context, self._encode_chat(request))
+
+    def _queue(self, tokenizer: HfTokenizer, lanes: int) -> EncodeQueue:
+        return EncodeQueue(
+            tokenizer.encode_batch,
+            self._executor,
+            lanes=lanes,
+            max_texts=self._settings.max_batch_texts,
+            max_chars=self._settings.max_batch_chars,
+            observe_texts=self._metrics.batch_texts.observe,
+        )
+
+    async def _serve(
+        self, rpc: str, request_id: str, context: grpc.aio.ServicerContext, work: Awaitable[pb.EncodeResponse]
+    ) -> pb.EncodeResponse:
+        """Counts and logs a call and turns what it raises into a status."""
+        started, code, message = time.perf_counter(), grpc.StatusCode.OK, ""
+        self._metrics.in_flight.inc()
+        try:
+            return await work
+        except Refusal as refusal:
+            code, message = refusal.code, refusal.message
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except Exception:
+            code, message = grpc.StatusCode.INTERNAL, "the tokenizer failed"
+            logger.exception("call failed", extra=fields(rpc=rpc, request_id=request_id))
+        finally:
+            seconds = time.perf_counter() - started
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(rpc, code.name).inc()
+            self._metrics.seconds.labels(rpc).observe(seconds)
+            logger.debug("call", extra=fields(rpc=rpc, request_id=request_id, code=code.name, seconds=round(seconds, 6)))
+        await context.abort(code, message)
+        raise AssertionError("abort raises")
+
+    async def _encode_texts(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
+        _check_request_id(request.request_id)
+        if not request.texts:
+            raise invalid("texts: empty")
+        if len(request.texts) > limits.MAX_BATCH_PROMPTS:
+            raise too_much(f"texts: {len(request.texts)} texts, at most {limits.MAX_BATCH_PROMPTS}")
+        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        return await self._encode(list(request.texts), add_special_tokens)
+
+    async def _encode_chat(self, request: pb.EncodeChatRequest) -> pb.EncodeResponse:
+        _check_request_id(request.request_id)
+        size = len(request.messages_json) + len(request.tools_json) + len(request.template_kwargs_json)
+        if size > self._settings.max_request_chars * MAX_BYTES_PER_CHAR:
+            raise too_much(f"messages_json: {size} bytes with tools and template_kwargs")
+        continues = request.continue_final_message
+        if continues and request.HasField("add_generation_prompt") and request.add_generation_prompt:
+            raise invalid("continue_final_message: cannot be set together with add_generation_prompt")
+        starts = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continues
+        job = RenderJob(request.messages_json, request.tools_json, request.template_kwargs_json, starts, continues)
+        # A template writes its own special tokens.
+        return await self._encode([await self._renderers.render(job)], add_special_tokens=False)
+
+    async def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> pb.EncodeResponse:
+        chars = sum(map(len, texts))
+        if chars > self._settings.max_request_chars:
+            raise too_much(f"texts: {chars} characters, at most {self._settings.max_request_chars}")
+        queue = self._short if chars <= self._settings.max_batch_chars else self._long
+        prompts = await queue.encode(texts, add_special_tokens)
+        self._metrics.tokens.inc(sum(map(len, prompts)))
+        return pb.EncodeResponse(prompts=[pb.TokenIds(ids=ids) for ids in prompts])
+
+
+def _check_request_id(request_id: str) -> None:
+    if len(request_id) > limits.MAX_REQUEST_ID_CHARS:
+        raise invalid(f"request_id: longer than {limits.MAX_REQUEST_ID_CHARS} characters")

@@ -1,0 +1,29 @@
+"""The tokenizer's settings: flags, environment (ROOTSTOCK_*), defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from services.shared import limits
+from services.shared.settings import ServiceSettings
+
+
+class TokenizerSettings(ServiceSettings):
+    """Turns text and chat messages into token ids for gateways."""
+
+    port: int = Field(7001, ge=1, le=65535, description="gRPC port.")
+    metrics_port: int = Field(9101, ge=1, le=65535, description="Port of GET /metrics.")
+    model: Path = Field(description="Folder of a Hugging Face model; only its tokenizer and template files are read.")
+    encode_threads: int = Field(2, ge=1, description="Encoding calls that run at the same time.")
+    max_batch_texts: int = Field(256, ge=1, description="Texts of several requests encoded in one call.")
+    max_batch_chars: int = Field(262_144, ge=1, description="Characters encoded in one call; a longer text is encoded alone.")
+    max_request_chars: int = Field(
+        limits.MAX_RENDERED_CHARS, ge=1, description="Characters of one request's texts, or of its rendered chat template."
+    )
+    render_processes: int = Field(3, ge=1, description="Chat templates rendered at the same time, each in its own process.")
+    render_memory_bytes: int = Field(1 << 29, ge=1 << 27, description="Address space of a rendering process in bytes.")
+    render_seconds: float = Field(
+        limits.MAX_TEMPLATE_SECONDS, gt=0, description="Seconds after which a rendering process is killed."
+    )

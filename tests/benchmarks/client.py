@@ -1,0 +1,186 @@
+"""One streaming request to an OpenAI-compatible server, timed.
+
+Times are seconds. A chunk is a server-sent event that brings tokens, one or several. TTFT ends at the first chunk, an ITL is the
+gap between two chunks, E2E ends at the last event that has a choice: the events after it hold usage, not tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+DETAIL_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server's streaming endpoint and what every request to it says."""
+
+    url: str  # the whole URL of the endpoint
+    chat: bool
+    model: str
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    def body(self, prompt: dict[str, Any], max_tokens: int) -> bytes:
+        fields: dict[str, Any] = {"model": self.model, **prompt, "max_tokens": max_tokens, "temperature": self.temperature}
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        return orjson.dumps(fields | self.extra_body)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A request as the client saw it. `sent_at` and `scheduled_at` are of time.perf_counter; durations count from `sent_at`."""
+
+    scheduled_at: float
+    sent_at: float
+    ttft_s: float | None = None  # None: no token came
+    itl_s: list[float] = field(default_factory=list)
+    e2e_s: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    has_usage: bool = False
+    finish_reason: str | None = None
+    text: str = ""
+    error: str | None = None  # its class, the same for all errors of one kind
+    error_detail: str = ""
+
+
+class StreamError(Exception):
+    """The server answered with an error, or the stream is not what the protocol says. `kind` is the class to count it under."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+class StreamMeter:
+    """Turns the bytes of one event stream into its Outcome. Owned by the coroutine that reads the response."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._tail = b""
+        self._texts: list[str] = []
+        self._last_chunk_at = 0.0
+        self._last_choice_at = 0.0
+        self._done = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Takes bytes cut anywhere, read at `now`. Raises StreamError for an event that is an error or no JSON."""
+        *lines, self._tail = (self._tail + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
+
+    def finish(self, whole: bool = True) -> None:
+        """Closes the outcome. Raises StreamError if the stream should be `whole` and ended before the server had said so."""
+        outcome = self._outcome
+        outcome.text = "".join(self._texts)
+        if self._last_choice_at:
+            outcome.e2e_s = self._last_choice_at - outcome.sent_at
+            if outcome.ttft_s is None and outcome.finish_reason is not None:
+                outcome.ttft_s = outcome.e2e_s  # the only tokens came with the last event, as no text
+        if outcome.ttft_s is not None and not outcome.has_usage:
+            outcome.completion_tokens = 1 + len(outcome.itl_s)
+        if whole and not self._done and outcome.finish_reason is None:
+            raise StreamError("truncated stream", "ended without a finish reason and without [DONE]")
+
+    def _event(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]":
+            self._done = True
+            return
+        try:
+            event = orjson.loads(payload)
+        except orjson.JSONDecodeError as error:
+            raise StreamError("malformed event", str(error)) from None
+        if event.get("error"):
+            raise StreamError(f"stream: {error_type(event['error'])}", str(event["error"]))
+        if usage := event.get("usage"):
+            self._usage(usage)
+        for choice in event.get("choices") or ():
+            self._choice(choice, now)
+
+    def _usage(self, usage: dict[str, Any]) -> None:
+        self._outcome.has_usage = True
+        self._outcome.prompt_tokens = usage.get("prompt_tokens") or 0
+        self._outcome.completion_tokens = usage.get("completion_tokens") or 0
+        self._outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def _choice(self, choice: dict[str, Any], now: float) -> None:
+        self._last_choice_at = now
+        self._outcome.finish_reason = choice.get("finish_reason") or self._outcome.finish_reason
+        delta = choice.get("delta") or {}
+        if text := choice.get("text") or delta.get("content"):
+            self._texts.append(text)
+        said = text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+        # A token without text of its own (half a character) is a chunk; a chat's opening role and a bare finish are not.
+        if said or not ("role" in delta or choice.get("finish_reason")):
+            self._chunk(now)
+
+    def _chunk(self, now: float) -> None:
+        if self._outcome.ttft_s is None:
+            self._outcome.ttft_s = now - self._outcome.sent_at
+        else:
+            self._outcome.itl_s.append(now - self._last_chunk_at)
+        self._last_chunk_at = now
+
+
+def error_type(error: Any) -> str:
+    if isinstance(error, dict):
+        return str(error.get("type") or error.get("code") or "error")
+    return "error"
+
+
+def error_class(error: Exception) -> str:
+    if isinstance(error, StreamError):
+        return error.kind
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "connect"
+    return "disconnected"
+
+
+async def stream(http: aiohttp.ClientSession, endpoint: Endpoint, body: bytes, scheduled_at: float | None = None) -> Outcome:
+    """Sends one request and reads its stream to the end. One that fails is an Outcome with `error` set, never an exception."""
+    now = time.perf_counter()
+    outcome = Outcome(now if scheduled_at is None else scheduled_at, now)
+    meter = StreamMeter(outcome)
+    try:
+        await read(http, endpoint.url, body, meter)
+        meter.finish()
+    except (aiohttp.ClientError, OSError, StreamError) as error:
+        meter.finish(whole=False)
+        outcome.error, outcome.error_detail = error_class(error), str(error)[:DETAIL_CHARS]
+        outcome.e2e_s = time.perf_counter() - outcome.sent_at
+    return outcome
+
+
+async def read(http: aiohttp.ClientSession, url: str, body: bytes, meter: StreamMeter) -> None:
+    async with http.post(url, data=body) as response:
+        if response.status != 200:
+            raise StreamError(f"HTTP {response.status}", (await response.text())[:DETAIL_CHARS])
+        async for data in response.content.iter_any():
+            meter.feed(data, time.perf_counter())
+
+
+def open_http(api_key: str | None = None, timeout_s: float | None = None) -> aiohttp.ClientSession:
+    """No limit on connections: the load shape alone decides how many requests are in flight. Close it after use."""
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s))
+
+
+async def first_model(http: aiohttp.ClientSession, base_url: str) -> str:
+    async with http.get(f"{base_url}/v1/models", raise_for_status=True) as response:
+        return str((await response.json())["data"][0]["id"])

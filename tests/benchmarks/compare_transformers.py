@@ -1,0 +1,208 @@
+"""Output tokens per second against transformers.generate: python -m tests.benchmarks.compare_transformers
+
+Random weights, bf16, the same distinct prompts for both, each side alone on the same cores (the server shares them with the
+client). For every round and concurrency c the server is started, warmed up by one request, sent c requests at once and stopped;
+then transformers runs the same c prompts as one batch in a child process. No side's start, load or warm-up is in its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from tests.benchmarks import machine, report
+from tests.benchmarks.client import Endpoint, Outcome, first_model, open_http, stream
+from tests.benchmarks.server_process import ROOT, ROOTSTOCK, ServerFailed, running_server
+
+BUILD = ROOT / "build" / "bench"
+CHILD_TIMEOUT_S = 3600.0
+WARMUP_STREAM = 999
+BUSY_SAMPLE_S = 1.0
+BUSY_LIMIT = 0.2  # cores
+
+
+class MeasurementFailed(Exception):
+    """A side did not do the work that is compared; there is no number to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one side does in one measurement."""
+
+    model: Path
+    prompts: list[list[int]]
+    output_len: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompts) * self.output_len
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One round at one concurrency, in output tokens per second."""
+
+    concurrency: int
+    round: int
+    rootstock: float
+    transformers: float
+    busy_cores: float = 0.0  # what others did just before; their work slows two threads far more than one
+
+    @property
+    def ratio(self) -> float:
+        return self.rootstock / self.transformers
+
+
+def ensure_model(folder: Path, shape: str) -> None:
+    if not (folder / "config.json").is_file():
+        command = [sys.executable, "-m", "tests.benchmarks.make_model", str(folder), "--shape", shape]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+
+
+def draw_prompts(model: Path, count: int, length: int, seed: Sequence[int]) -> list[list[int]]:
+    """Random ids from the first nine tenths of the vocabulary: the special tokens are at its end."""
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    prompts: list[list[int]] = np.random.default_rng(seed).integers(0, vocab * 9 // 10, size=(count, length)).tolist()
+    return prompts
+
+
+def measure_server(job: Job, template: str, warmup: list[int], log: Path) -> float:
+    with running_server(template, job.model, log) as url:
+        return uvloop.run(burst(url, job, warmup))
+
+
+async def burst(url: str, job: Job, warmup: list[int]) -> float:
+    """Output tokens per second of all prompts sent at once, after one request that is not counted."""
+    async with open_http(timeout_s=CHILD_TIMEOUT_S) as http:
+        endpoint = Endpoint(f"{url}/v1/completions", False, await first_model(http, url), ignore_eos=True)
+        check(await stream(http, endpoint, endpoint.body({"prompt": warmup}, job.output_len)), job.output_len)
+        bodies = [endpoint.body({"prompt": prompt}, job.output_len) for prompt in job.prompts]
+        start = time.perf_counter()
+        outcomes = await asyncio.gather(*(stream(http, endpoint, body) for body in bodies))
+        seconds = time.perf_counter() - start
+    for outcome in outcomes:
+        check(outcome, job.output_len)
+    return job.tokens / seconds
+
+
+def check(outcome: Outcome, output_len: int) -> None:
+    if outcome.error is not None:
+        raise MeasurementFailed(f"a request failed: {outcome.error}: {outcome.error_detail}")
+    if outcome.completion_tokens != output_len:
+        raise MeasurementFailed(f"a request brought {outcome.completion_tokens} tokens, not {output_len}")
+
+
+def measure_transformers(job: Job, threads: int, log: Path) -> float:
+    command = [sys.executable, "-m", "tests.benchmarks.transformers_generate"]
+    text = json.dumps({"model": str(job.model), "prompts": job.prompts, "output_len": job.output_len, "threads": threads})
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as errors:
+        pipes: dict[str, Any] = {"input": text, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        done = subprocess.run(command, cwd=ROOT, timeout=CHILD_TIMEOUT_S, check=False, **pipes)
+    if done.returncode != 0:
+        raise MeasurementFailed(f"transformers ended with status {done.returncode}; see {log}")
+    result = json.loads(done.stdout)
+    if result["tokens"] != job.tokens:
+        raise MeasurementFailed(f"transformers brought {result['tokens']} tokens, not {job.tokens}")
+    return float(result["tokens"] / result["seconds"])
+
+
+def measure_pair(args: argparse.Namespace, concurrency: int, number: int) -> Pair:
+    prompts = draw_prompts(args.model, concurrency, args.input_len, (args.seed, number, concurrency))
+    (warmup,) = draw_prompts(args.model, 1, args.input_len, (args.seed, number, concurrency, WARMUP_STREAM))
+    job, name = Job(args.model, prompts, args.output_len), f"c{concurrency}-r{number}.log"
+    logs = args.output_file.resolve().parent / "logs"
+    busy = machine.busy_cores(BUSY_SAMPLE_S)
+    if busy > BUSY_LIMIT:
+        print(f"others keep {busy:.1f} cores busy: this round's ratio says little", file=sys.stderr)
+    server = measure_server(job, args.server_command, warmup, logs / f"server-{name}")
+    reference = measure_transformers(job, args.cores, logs / f"transformers-{name}")
+    pair = Pair(concurrency, number, server, reference, busy)
+    print(
+        f"round {number}, {concurrency} in flight: {server:.1f} and {reference:.1f} tok/s, ratio {pair.ratio:.2f}",
+        file=sys.stderr,
+    )
+    return pair
+
+
+def table(pairs: Sequence[Pair]) -> str:
+    """Markdown; each number is a median over the rounds, the ratio that of the rounds' ratios."""
+    lines = ["| in flight | rootstock tok/s | transformers tok/s | ratio | ratio, least to most |", "|---:|---:|---:|---:|---:|"]
+    for concurrency in dict.fromkeys(p.concurrency for p in pairs):
+        of = [p for p in pairs if p.concurrency == concurrency]
+        ratios = [p.ratio for p in of]
+        numbers = (statistics.median(p.rootstock for p in of), statistics.median(p.transformers for p in of))
+        cells = [str(concurrency), *(f"{n:.1f}" for n in numbers), f"{statistics.median(ratios):.2f}"]
+        lines.append("| " + " | ".join([*cells, f"{min(ratios):.2f} to {max(ratios):.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+def as_data(args: argparse.Namespace, pairs: Sequence[Pair]) -> dict[str, Any]:
+    parameters = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    rounds = [asdict(p) | {"ratio": p.ratio} for p in pairs]
+    return {"kind": "compare_transformers", "parameters": parameters, "machine": machine.describe(), "rounds": rounds}
+
+
+def keep_to_cores(count: int) -> None:
+    """Pins this process, and with it all children, to the first `count` cores that it may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < count:
+        raise MeasurementFailed(f"{count} cores asked for, {len(cores)} usable")
+    os.sched_setaffinity(0, cores[:count])
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-0.6b", help="see make_model")
+    parser.add_argument("--model", type=Path, help=f"folder of the checkpoint, made if missing; default {BUILD}/SHAPE")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cores", type=int, default=2, help="for all processes of a side, and transformers' threads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--server-command", default=ROOTSTOCK, help="with {python}, {model} and {port}; default: %(default)s")
+    parser.add_argument(
+        "--output-file",
+        type=Path,
+        default=BUILD / "compare_transformers.jsonl",
+        help="a JSON line is appended; logs lie beside it",
+    )
+    args = parser.parse_args(argv)
+    args.model = (args.model or BUILD / args.shape).resolve()
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the blocks that stop a server
+    try:
+        keep_to_cores(args.cores)
+        ensure_model(args.model, args.shape)
+        pairs = [measure_pair(args, c, number) for number in range(args.rounds) for c in args.concurrency]
+    except (MeasurementFailed, ServerFailed) as error:
+        print(f"compare_transformers: {error}", file=sys.stderr)
+        return 1
+    data = as_data(args, pairs)
+    print(table(pairs))
+    print(json.dumps(data))
+    report.append_lines(args.output_file, [data])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

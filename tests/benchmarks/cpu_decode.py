@@ -1,0 +1,156 @@
+"""Executor-level speed on a CPU beside transformers' own, in one run: python -m tests.benchmarks.cpu_decode [--threads N].
+
+Random weights at the shape of Qwen3-0.6B, bfloat16. Prints prefill tokens per second, the time of a decode step with its
+breakdown, and the output tokens per second of a whole batch (prefill and decode). Asserts nothing about time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import services.worker.exec.cpu as cpu
+from services.worker.core.sampling import SamplingParams
+from tests.exec.driver import Driver, Sequence
+
+PAGE_SIZE = 16
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+GROUPS = {"linear": "linear", "gated_linear": "linear", "paged_attention": "attention"}
+
+
+class TimedKernels:
+    """Passes every call on and adds up its time by group. Calls run on the forward thread alone."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._kernels, name)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begun = time.perf_counter()
+            result = function(*arguments, **named)
+            self.seconds[GROUPS.get(name, "rest")] += time.perf_counter() - begun
+            return result
+
+        return timed
+
+
+@dataclass
+class Timing:
+    prefill_s: float
+    decode_s: float
+    batch: int
+    num_in: int
+    num_out: int
+
+    def line(self, name: str) -> str:
+        step = self.decode_s / (self.num_out - 1)
+        total = self.batch * self.num_out / (self.prefill_s + self.decode_s)
+        prefill = self.batch * self.num_in / self.prefill_s
+        return f"{name:>14} batch {self.batch:3}: prefill {prefill:7.0f} tok/s, decode step {step * 1e3:7.1f} ms, output {total:6.1f} tok/s"
+
+
+def prompts(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, SHAPE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def run_ours(driver: Driver, batch: int, num_in: int, num_out: int, chunk_tokens: int) -> Timing:
+    driver.next_page = 0
+    params = SamplingParams(max_new_tokens=num_out, temperature=0.0)
+    sequences = [Sequence(prompt, slot, params) for slot, prompt in enumerate(prompts(batch, num_in).tolist())]
+    at_once = max(1, chunk_tokens // num_in)
+    begun = time.perf_counter()
+    for first in range(0, batch, at_once):
+        driver.prefill(sequences[first : first + at_once])
+    middle = time.perf_counter()
+    driver.decode(sequences, num_out)
+    return Timing(middle - begun, time.perf_counter() - middle, batch, num_in, num_out)
+
+
+def run_transformers(model: Any, batch: int, num_in: int, num_out: int) -> Timing:
+    ids, seconds = prompts(batch, num_in), {}
+    for count in (1, num_out):
+        begun = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count,
+                           pad_token_id=0)  # fmt: skip
+        seconds[count] = time.perf_counter() - begun
+    return Timing(seconds[1], seconds[num_out] - seconds[1], batch, num_in, num_out)
+
+
+def build_model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**SHAPE, dtype="bfloat16")
+    with torch.device("meta"):
+        model = transformers.Qwen3ForCausalLM(config)
+    model = model.to_empty(device="cpu").bfloat16()
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.ones_(parameter.data)
+        else:
+            torch.nn.init.normal_(parameter.data, std=0.02)
+    rotary = model.model.rotary_emb
+    rotary.__init__(config)  # its buffers are not parameters: to_empty has left them undefined
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--num-in", type=int, default=256)
+    parser.add_argument("--num-out", type=int, default=64)
+    parser.add_argument("--chunk-tokens", type=int, default=2048, help="prompt tokens of one step at most")
+    parser.add_argument("--skip-transformers", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, timers = build_model(), []
+
+    def timed_kernels(num_threads: int, dtype: torch.dtype) -> Any:
+        timers.append(TimedKernels(load(num_threads, dtype)))
+        return timers[0]
+
+    load, cpu.load_kernels = cpu.load_kernels, timed_kernels
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(Path(folder))
+        pages = max(options.batches) * (-(-(options.num_in + options.num_out) // PAGE_SIZE) + 1)
+        executor, info = cpu.build_cpu_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, options.threads, print)
+    print(info)
+    driver, timer = Driver(executor, PAGE_SIZE), timers[0]
+    run_ours(driver, 1, 32, 4, options.chunk_tokens)
+    for batch in options.batches:
+        timer.seconds.clear()
+        ours = run_ours(driver, batch, options.num_in, options.num_out, options.chunk_tokens)
+        print(ours.line("ours"), flush=True)
+        spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in sorted(timer.seconds.items()))
+        other = ours.prefill_s + ours.decode_s - sum(timer.seconds.values())
+        print(f"{'':14} {spent}, between kernels {other:.2f} s", flush=True)
+        if not options.skip_transformers:
+            print(run_transformers(model, batch, options.num_in, options.num_out).line("transformers"), flush=True)
+    executor.close()
+
+
+if __name__ == "__main__":
+    main()

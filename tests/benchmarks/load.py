@@ -1,0 +1,79 @@
+"""When requests are sent: a closed loop of so many in flight, or an open loop of Poisson arrivals.
+
+A load shape starts sessions; `play` sends a session's turns one after another. Arrivals are those of sessions: in a conversation
+the later turns follow their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TypeAlias
+
+import aiohttp
+import numpy as np
+
+from tests.benchmarks.client import Endpoint, Outcome, stream
+from tests.benchmarks.dialogue import open_dialogue
+from tests.benchmarks.workload import Session
+
+ARRIVAL_STREAM = 10  # apart from the streams of the workload: another rate leaves the prompts as they are
+
+Play: TypeAlias = Callable[[Session, float | None], Awaitable[None]]
+
+
+def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Seconds from the start to each of `count` arrivals, at `rate` per second; gaps are exponential."""
+    rng = np.random.default_rng([seed, ARRIVAL_STREAM])
+    return [float(t) for t in np.cumsum(rng.exponential(1.0 / rate, size=count))]
+
+
+async def closed_loop(sessions: Sequence[Session], concurrency: int, play: Play) -> None:
+    """Keeps `concurrency` sessions in flight until none is left."""
+    waiting = iter(sessions)
+
+    async def client() -> None:
+        for session in waiting:
+            await play(session, None)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(sessions))):
+            group.create_task(client())
+
+
+async def open_loop(sessions: Sequence[Session], arrivals: Sequence[float], limit: int | None, play: Play) -> None:
+    """Starts each session at its arrival, whatever is in flight; with `limit`, one that is over it waits and is then sent."""
+    gate: AbstractAsyncContextManager[None] = nullcontext() if limit is None else asyncio.Semaphore(limit)
+    start = time.perf_counter()
+
+    async def client(session: Session, at: float) -> None:
+        async with gate:
+            await play(session, at)
+
+    async with asyncio.TaskGroup() as group:
+        for session, offset in zip(sessions, arrivals, strict=True):
+            await asyncio.sleep(start + offset - time.perf_counter())
+            group.create_task(client(session, start + offset))
+
+
+class Player:
+    """Plays sessions against one endpoint and owns the outcomes, in the order in which the requests ended."""
+
+    def __init__(self, http: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+        self._http = http
+        self._endpoint = endpoint
+        self.outcomes: list[Outcome] = []
+
+    async def play(self, session: Session, scheduled_at: float | None) -> None:
+        """Sends the turns in order. After a turn that failed the rest is not sent: its prompt would lack an answer."""
+        dialogue = open_dialogue(session, self._endpoint.chat)
+        for turn in session.turns:
+            body = self._endpoint.body(dialogue.ask(turn.content), turn.max_tokens)
+            outcome = await stream(self._http, self._endpoint, body, scheduled_at)
+            self.outcomes.append(outcome)
+            if outcome.error is not None:
+                return
+            dialogue.hear(outcome.text)
+            scheduled_at = None

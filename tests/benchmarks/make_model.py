@@ -1,0 +1,169 @@
+"""Writes a checkpoint with random weights: python -m tests.benchmarks.make_model build/bench/qwen3-0.6b --shape qwen3-0.6b
+
+It has the shape, dtype and files of a published model, so that speed can be measured without one. The tokenizer is made here:
+every id below the special tokens decodes to text, as in the real one, so that an answer of random ids streams like a real answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SPACE = "Ġ"  # how byte-level BPE writes a space
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense Qwen3. `text_tokens`: ids below it are text, the special tokens begin at it, ids above those are padding."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    tied: bool
+    head_dim: int = 128
+    vocab: int = 151_936
+    text_tokens: int = 151_643
+    max_positions: int = 40_960
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    std: float = 0.02
+
+
+SHAPES = {
+    "tiny": Shape(64, 128, 2, 4, 2, tied=True, head_dim=16, vocab=1024, text_tokens=1000, max_positions=2048),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, tied=True),
+    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, tied=True),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, tied=True),
+    "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, tied=False),
+    "qwen3-14b": Shape(5120, 17_408, 40, 40, 8, tied=False),
+}
+
+
+def config_of(shape: Shape) -> Qwen3Config:
+    config: Qwen3Config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        max_window_layers=shape.layers,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rms_norm_eps=shape.norm_eps,
+        initializer_range=shape.std,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=shape.text_tokens,
+        eos_token_id=shape.text_tokens + SPECIALS.index("<|im_end|>"),
+        pad_token_id=shape.text_tokens,
+        dtype=torch.bfloat16,
+    )
+    return config
+
+
+def random_model(shape: Shape, seed: int) -> PreTrainedModel:
+    """bf16 on the CPU. Only the parameters are filled, which is what a checkpoint holds: the model itself is not fit to run."""
+    config = config_of(shape)
+    with torch.device("meta"):
+        model: PreTrainedModel = Qwen3ForCausalLM(config)
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():  # a tied weight comes once
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)  # an RMS norm's weight
+            else:
+                # Drawn in float32: bf16 has too few uniform values to draw a normal one from.
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, shape.std, generator=generator))
+    return model
+
+
+def merges() -> Iterator[tuple[str, str]]:
+    """Pairs of letters (a space may come first), then pairs of such pairs: each merge is one token more."""
+    pairs = [(first, second) for first in LETTERS + SPACE for second in LETTERS]
+    yield from pairs
+    inner = [first + second for first, second in pairs if first != SPACE]
+    for first, second in pairs:
+        yield from ((first + second, last) for last in inner)
+
+
+def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose vocabulary is exactly shape.text_tokens, then the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    chosen = list(islice(merges(), shape.text_tokens - len(alphabet)))
+    vocab = {token: i for i, token in enumerate([*alphabet, *(first + second for first, second in chosen)])}
+    assert len(vocab) == shape.text_tokens, "a token was made twice, or there are too few"
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=chosen))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHATML,
+        model_max_length=shape.max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def generation_config(shape: Shape) -> GenerationConfig:
+    eos = [shape.text_tokens + SPECIALS.index(name) for name in ("<|im_end|>", "<|endoftext|>")]
+    return GenerationConfig(eos_token_id=eos, pad_token_id=shape.text_tokens, do_sample=False)  # type: ignore[no-untyped-call]
+
+
+def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
+    """Writes the checkpoint beside `folder` and renames it: the folder is there whole or not at all. Replaces an old one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as parent:
+        new = Path(parent) / folder.name
+        model = random_model(shape, seed)
+        model.generation_config = generation_config(shape)
+        model.save_pretrained(new)
+        make_tokenizer(shape).save_pretrained(new)
+        for file in new.iterdir():
+            file.chmod(0o644)  # a server in a container reads it as another user
+        if folder.exists():
+            shutil.rmtree(folder)
+        new.rename(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make_model", description="Write a checkpoint with random weights.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    start = time.perf_counter()
+    write_model(args.folder, SHAPES[args.shape], args.seed)
+    size = sum(f.stat().st_size for f in args.folder.iterdir())
+    print(f"{args.folder}: {args.shape}, {size / 1e6:.0f} MB in {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""A server under measurement as a child process: started, waited for, stopped with everything it started."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOTSTOCK = "{python} -m services.local --model {model} --port {port} --dtype bfloat16 --no-demo"
+READINESS_PATH = "/readiness"
+START_S = 600.0
+STOP_S = 30.0
+POLL_S = 0.25
+LOG_TAIL_CHARS = 3000
+
+
+class ServerFailed(Exception):
+    """The server ended or did not become ready in time. The message holds the end of its log."""
+
+
+def server_command(template: str, model: Path, port: int) -> list[str]:
+    """The command line, without a shell."""
+    return [part.format(python=sys.executable, model=model, port=port) for part in shlex.split(template)]
+
+
+@contextmanager
+def running_server(template: str, model: Path, log: Path) -> Iterator[str]:
+    """The base URL of a server that is ready. Raises ServerFailed. On leaving, no process of the server is left."""
+    port = free_port()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        command = server_command(template, model, port)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until_ready(process, url, log)
+            yield url
+        finally:
+            stop(process)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not answers(url + READINESS_PATH):
+        if has_ended(process):
+            raise ServerFailed(f"the server ended before it was ready:\n{tail(log)}")
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"the server was not ready after {START_S:.0f} s:\n{tail(log)}")
+        time.sleep(POLL_S)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Asks the server to stop, then kills what is left of its process group, which holds nothing but the server's processes."""
+    process.terminate()
+    deadline = time.monotonic() + STOP_S
+    while not has_ended(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if not has_ended(process):
+        print(f"the server did not stop within {STOP_S:.0f} s of SIGTERM", file=sys.stderr)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Does not reap the process, so that its id still names its group and can be no other's."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-LOG_TAIL_CHARS:]

@@ -1,0 +1,268 @@
+"""The load generator against a small OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.benchmarks import report, serve
+from tests.benchmarks.client import Outcome, StreamError, StreamMeter
+from tests.benchmarks.fake_server import FakeServer
+from tests.benchmarks.load import closed_loop, poisson_arrivals
+from tests.benchmarks.workload import WORKLOADS, Content, Session, Spec, Turn, make_sessions, make_warmup
+
+SPECS = [Spec(name, range_ratio=0.5, num_requests=30) for name in WORKLOADS]
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        yield fake
+
+
+def bench(server: FakeServer, path: Path, *flags: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """Exit status, results of the summary line, and the lines of the requests."""
+    argv = ["--url", server.url, "--warmup", "0", "--output-len", "4", "--output-file", str(path), "--output-details", *flags]
+    status = serve.main(argv)
+    summary, *requests = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    return status, summary["results"], requests
+
+
+def contents(sessions: list[Session]) -> set[Content]:
+    return {turn.content for s in sessions for turn in s.turns} | {s.system for s in sessions if s.system is not None}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_a_workload_depends_on_its_seed_alone(spec: Spec) -> None:
+    assert make_sessions(spec) == make_sessions(spec)
+    assert make_sessions(spec) != make_sessions(replace(spec, seed=1))
+    assert sum(len(s.turns) for s in make_sessions(spec)) == 30
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_warm_up_shares_no_content_with_the_run(spec: Spec) -> None:
+    warmup = make_warmup(spec, 5)
+    assert sum(len(s.turns) for s in warmup) == 5
+    assert contents(make_sessions(spec)).isdisjoint(contents(warmup))
+
+
+def test_another_output_length_leaves_the_prompts_as_they_are() -> None:
+    short, long = (make_sessions(replace(SPECS[0], output_len=n)) for n in (8, 800))
+    assert [s.turns[0].content for s in short] == [s.turns[0].content for s in long]
+
+
+def test_lengths_are_fixed_or_within_the_range() -> None:
+    fixed = make_sessions(Spec("random", input_len=40, num_requests=50, token_ids=True))
+    assert {len(s.turns[0].content) for s in fixed} == {40}
+    ranged = make_sessions(Spec("random", input_len=40, output_len=20, range_ratio=0.5, num_requests=400, token_ids=True))
+    lengths = [len(s.turns[0].content) for s in ranged]
+    assert (min(lengths), max(lengths)) == (20, 40)
+    assert {s.turns[0].max_tokens for s in ranged} == set(range(10, 21))
+
+
+def test_shared_prefix_has_one_system_prompt_per_group() -> None:
+    sessions = make_sessions(Spec("generated-shared-prefix", groups=3, prompts_per_group=4, system_len=50, question_len=5))
+    assert sorted(s.group for s in sessions) == [0] * 4 + [1] * 4 + [2] * 4
+    assert [s.group for s in sessions] != sorted(s.group for s in sessions)
+    assert len({(s.group, s.system) for s in sessions}) == 3 == len({s.system for s in sessions})
+    assert len({s.turns[0].content for s in sessions}) == 12
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("multi-turn", token_ids=True),
+        Spec("random", range_ratio=1.5),
+        Spec("random", id_min=9, id_max=9),
+        Spec("random", input_len=0),
+        Spec("multi-turn", conversations=2, turns=2, num_requests=5),
+    ],
+    ids=["ids-of-an-answer", "ratio", "no-ids", "empty-prompt", "too-few-requests"],
+)
+def test_a_spec_that_cannot_be_met_is_refused(spec: Spec) -> None:
+    with pytest.raises(ValueError):
+        make_sessions(spec)
+
+
+def test_poisson_gaps_have_the_mean_and_the_spread_of_the_rate() -> None:
+    arrivals = poisson_arrivals(rate=20.0, count=20_000, seed=3)
+    gaps = np.diff(arrivals)
+    assert arrivals == poisson_arrivals(20.0, 20_000, 3) != poisson_arrivals(20.0, 20_000, 4)
+    assert gaps.mean() == pytest.approx(0.05, rel=0.03)
+    assert gaps.std() == pytest.approx(0.05, rel=0.05)
+
+
+def test_a_closed_loop_keeps_so_many_in_flight() -> None:
+    flying: list[int] = [0]
+    most: list[int] = []
+
+    async def play(session: Session, at: float | None) -> None:
+        flying[0] += 1
+        most.append(flying[0])
+        await asyncio.sleep(0)
+        flying[0] -= 1
+
+    asyncio.run(closed_loop([Session(i, None, (Turn("a", 1),)) for i in range(20)], 3, play))
+    assert (len(most), max(most), most.count(3)) == (20, 3, 18)
+
+
+def outcome(ttft: float, itl: list[float], tokens: int) -> Outcome:
+    done = Outcome(scheduled_at=0.0, sent_at=0.5, ttft_s=ttft, itl_s=itl, e2e_s=ttft + sum(itl))
+    done.prompt_tokens, done.completion_tokens, done.cached_tokens, done.has_usage = 10, tokens, 2, True
+    return done
+
+
+def test_statistics_of_known_numbers() -> None:
+    two_tokens_a_chunk = outcome(ttft=0.1, itl=[0.2, 0.2], tokens=5)
+    one_token = outcome(ttft=0.3, itl=[], tokens=1)
+    failed = replace(outcome(9.0, [9.0], 9), error="timeout")
+    s = report.summarize([two_tokens_a_chunk, one_token, failed], planned=4, duration_s=2.0)
+    assert (s.successful_requests, s.failed_requests, s.unsent_requests, s.errors) == (2, 1, 1, {"timeout": 1})
+    assert (s.input_tokens, s.generated_tokens, s.cached_tokens) == (20, 6, 4)
+    assert (s.request_throughput, s.input_throughput, s.output_throughput) == (1.0, 10.0, 3.0)
+    assert (s.ttft_ms.mean, s.ttft_ms.median) == pytest.approx((200.0, 200.0))
+    assert (s.ttft_ms.p90, s.ttft_ms.p99) == pytest.approx((280.0, 298.0))
+    assert (s.itl_ms.mean, s.itl_ms.count) == pytest.approx((200.0, 2))
+    assert (s.tpot_ms.mean, s.tpot_ms.count) == pytest.approx((100.0, 1))
+    assert (s.e2e_ms.mean, s.max_send_lag_ms) == pytest.approx((400.0, 500.0))
+
+
+def event(**choice: Any) -> bytes:
+    return b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n"
+
+
+def test_times_are_those_of_chunks() -> None:
+    """The role of a chat's first event, a bare finish and the usage bring no token; a token without text does."""
+    seen = Outcome(scheduled_at=10.0, sent_at=10.0)
+    meter = StreamMeter(seen)
+    meter.feed(event(delta={"role": "assistant", "content": ""}), 11.0)
+    meter.feed(event(delta={"content": "ab"}), 12.0)
+    meter.feed(event(delta={}), 12.5)
+    meter.feed(event(delta={"content": "c"}), 14.0)
+    meter.feed(event(delta={}, finish_reason="stop"), 14.25)
+    meter.feed(b'data: {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 6}}\n\ndata: [DONE]\n\n', 15.0)
+    meter.finish()
+    assert (seen.ttft_s, seen.itl_s, seen.e2e_s) == (2.0, [0.5, 1.5], 4.25)
+    assert (seen.text, seen.prompt_tokens, seen.completion_tokens, seen.cached_tokens) == ("abc", 7, 6, 0)
+
+
+def test_tokens_are_chunks_where_the_server_gives_no_usage() -> None:
+    seen = Outcome(0.0, 0.0)
+    meter = StreamMeter(seen)
+    meter.feed(event(text="a") + event(text="b", finish_reason="length"), 1.0)
+    meter.finish()
+    assert (seen.completion_tokens, seen.has_usage) == (2, False)
+
+
+def test_an_event_that_is_no_json_is_a_stream_error() -> None:
+    with pytest.raises(StreamError) as caught:
+        StreamMeter(Outcome(0.0, 0.0)).feed(b"data: {\n", 1.0)
+    assert caught.value.kind == "malformed event"
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("shape", [("--concurrency", "4"), ("--request-rate", "500")], ids=["closed", "open"])
+def test_a_run_counts_tokens_and_cached_tokens(server: FakeServer, tmp_path: Path, endpoint: str, shape: tuple[str, str]) -> None:
+    flags = ("--endpoint", endpoint, "--num-requests", "12", "--ignore-eos", "--extra-body", '{"top_k": 1}', *shape)
+    status, results, requests = bench(server, tmp_path / "r.jsonl", *flags)
+    assert (status, results["successful_requests"], len(requests)) == (0, 12, 12)
+    assert (results["input_tokens"], results["generated_tokens"], results["cached_tokens"]) == (120, 48, 48)
+    assert results["itl_ms"]["count"] == 36
+    assert all(b["ignore_eos"] and b["top_k"] == 1 and b["model"] == "fake" for b in server.bodies)
+    assert all(r["ttft_ms"] <= r["e2e_ms"] and r["finish_reason"] == "length" for r in requests)
+
+
+def test_a_chunk_of_several_tokens_is_one_gap(tmp_path: Path) -> None:
+    with FakeServer(tokens_per_chunk=3) as server:
+        _, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--output-len", "8")
+    assert (results["generated_tokens"], results["itl_ms"]["count"]) == (16, 4)
+
+
+def test_token_ids_are_sent_as_they_are(server: FakeServer, tmp_path: Path) -> None:
+    flags = ("--token-ids", "--num-requests", "3", "--input-len", "9", "--id-min", "5", "--id-max", "7")
+    bench(server, tmp_path / "r.jsonl", *flags)
+    assert [len(b["prompt"]) for b in server.bodies] == [9, 9, 9]
+    assert {i for b in server.bodies for i in b["prompt"]} == {5, 6}
+
+
+def test_errors_are_counted_by_class(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.behaviours = ["ok", "503", "503", "truncated", "stream error"]
+    flags = ("--num-requests", "6", "--concurrency", "1")
+    status, results, requests = bench(server, tmp_path / "r.jsonl", *flags)
+    assert (status, results["successful_requests"], results["failed_requests"]) == (1, 2, 4)
+    assert results["errors"] == {"HTTP 503": 2, "truncated stream": 1, "stream: worker_lost": 1}
+    assert [r["error"] for r in requests][:2] == [None, "HTTP 503"]
+    assert "Errors by class" in capsys.readouterr().out
+
+
+def test_errors_can_be_allowed(server: FakeServer, tmp_path: Path) -> None:
+    server.behaviours = ["429"]
+    status, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--allow-errors")
+    assert (status, results["errors"]) == (0, {"HTTP 429": 1})
+
+
+def test_a_server_that_is_not_there_is_an_error_class(server: FakeServer, tmp_path: Path) -> None:
+    server.url = "http://127.0.0.1:1"
+    status, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--model", "m")
+    assert (status, results["errors"]) == (1, {"connect": 2})
+
+
+def test_a_turn_holds_the_answers_before_it(server: FakeServer, tmp_path: Path) -> None:
+    flags = ("--workload", "multi-turn", "--conversations", "1", "--turns", "3", "--endpoint", "chat")
+    _, results, _ = bench(server, tmp_path / "r.jsonl", *flags)
+    assert results["successful_requests"] == 3
+    messages = server.bodies[2]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert [m["content"] for m in messages[1::2]] == [" a0 a1 a2 a3"] * 2
+    assert [b["messages"] for b in server.bodies[:2]] == [messages[:1], messages[:3]]
+
+
+def test_a_turn_of_text_begins_with_the_turn_before(server: FakeServer, tmp_path: Path) -> None:
+    bench(server, tmp_path / "r.jsonl", "--workload", "multi-turn", "--conversations", "1", "--turns", "2")
+    first, second = (b["prompt"] for b in server.bodies)
+    assert second.startswith(first + " a0 a1 a2 a3\n")
+
+
+def test_turns_after_a_failed_one_are_not_sent(server: FakeServer, tmp_path: Path) -> None:
+    server.behaviours = ["ok", "500"]
+    status, results, _ = bench(server, tmp_path / "r.jsonl", "--workload", "multi-turn", "--conversations", "1", "--turns", "4")
+    assert (status, results["successful_requests"], results["failed_requests"], results["unsent_requests"]) == (1, 1, 1, 2)
+
+
+def test_results_say_what_was_run_and_where_and_hold_no_key(server: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "r.jsonl"
+    for _ in range(2):
+        serve.main(["--url", f"{server.url}/v1/", "--num-requests", "1", "--api-key", "sesame", "--output-file", str(path)])
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert [line["kind"] for line in lines] == ["summary", "summary"]
+    assert (lines[0]["parameters"]["workload"], lines[0]["parameters"]["model"]) == ("random", "fake")
+    assert lines[0]["machine"]["cores"] >= 1 and lines[0]["machine"]["cpu"]
+    assert b"sesame" not in path.read_bytes()
+
+
+def test_the_block_has_the_rows_that_the_field_prints(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    serve.main(["--url", server.url, "--num-requests", "3", "--output-len", "5"])
+    out = capsys.readouterr().out
+    assert out.startswith("============ Serving Benchmark Result ============\n")
+    rows = dict(line.split(":", 1) for line in out.splitlines() if ":" in line)
+    assert (rows["Successful requests"].strip(), rows["Total generated tokens"].strip()) == ("3", "15")
+    for name in ("TTFT", "TPOT", "ITL", "E2E"):
+        assert {f"{s} {name} (ms)" for s in ("Mean", "Median", "P90", "P99")} <= rows.keys()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--token-ids", "--endpoint", "chat"), ("--concurrency", "0"), ("--output-details",), ("--request-rate", "-2")],
+    ids=["ids-to-chat", "no-concurrency", "details-of-no-file", "rate"],
+)
+def test_flags_that_make_no_sense_end_with_status_2(flags: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        serve.main(list(flags))
+    assert caught.value.code == 2

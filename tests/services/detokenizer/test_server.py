@@ -1,0 +1,158 @@
+"""The Decode stream over gRPC on loopback, and the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from rootstock.v1 import detokenizer_pb2 as pb
+from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
+from services.detokenizer.metrics import DetokenizerMetrics
+from services.detokenizer.server import DetokenizerServicer
+from services.detokenizer.settings import DetokenizerSettings
+from services.shared import rpc
+from services.shared.hf_tokenizer import HfTokenizer
+from tests.services.tokenizer.model_folders import byte_level
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    tokenizer: HfTokenizer, **settings: int
+) -> AsyncIterator[tuple[pb_grpc.DetokenizerStub, DetokenizerServicer, CollectorRegistry]]:
+    registry = CollectorRegistry()
+    config = DetokenizerSettings(model=Path("."), **settings)  # type: ignore[arg-type]
+    servicer = DetokenizerServicer(tokenizer, config, DetokenizerMetrics(registry))
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    pb_grpc.add_DetokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        yield pb_grpc.DetokenizerStub(channel), servicer, registry  # type: ignore[no-untyped-call]
+    await server.stop(None)
+
+
+def row(
+    handle: int, ids: list[int], finished: bool = False, seq: int = 0, opens: list[pb.DecodeOpen] | None = None
+) -> pb.DecodeBatch:
+    return pb.DecodeBatch(
+        seq=seq, opens=opens or [], handles=[handle], counts=[len(ids)], token_ids=ids, finished=[finished], matched_stops=[""]
+    )
+
+
+@pytest.mark.parametrize("inline_tokens", [0, 2048], ids=["in a thread", "on the loop"])
+def test_every_batch_is_answered_once_in_order(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
+    async def run() -> None:
+        tokenizer = tokenizers["byte_level"]
+        ids = tokenizer.encode_batch(["hello 你好 there"], False)[0]
+        async with serving(tokenizer, inline_tokens=inline_tokens) as (stub, _, registry):
+            call = stub.Decode()
+            await call.write(pb.DecodeBatch(seq=100, opens=[pb.DecodeOpen(handle=5)]))
+            for seq, token_id in enumerate(ids):
+                await call.write(row(5, [token_id], seq=seq))
+            await call.write(row(5, [], finished=True, seq=200))
+            await call.done_writing()
+            answers = [answer async for answer in call]
+            assert [a.seq for a in answers] == [100, *range(len(ids)), 200]
+            assert "".join(text for a in answers for text in a.texts) == "hello 你好 there"
+            assert registry.get_sample_value("rootstock_detokenizer_tokens_total") == len(ids)
+            assert registry.get_sample_value("rootstock_detokenizer_open_requests") == 0
+
+    asyncio.run(run())
+
+
+def test_state_goes_with_the_stream(tokenizers: dict[str, HfTokenizer]) -> None:
+    async def run() -> None:
+        async with serving(tokenizers["byte_level"]) as (stub, _, registry):
+            call = stub.Decode()
+            await call.write(row(1, [10], opens=[pb.DecodeOpen(handle=1), pb.DecodeOpen(handle=2)]))
+            await call.read()
+            assert registry.get_sample_value("rootstock_detokenizer_open_requests") == 2
+            call.cancel()
+            other = stub.Decode()
+            await other.write(row(1, [10]))
+            assert list((await other.read()).unknown) == [1]
+            async with asyncio.timeout(1):
+                while registry.get_sample_value("rootstock_detokenizer_open_requests") != 0:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (pb.DecodeBatch(handles=[1]), grpc.StatusCode.INVALID_ARGUMENT),
+        (pb.DecodeBatch(opens=[pb.DecodeOpen(handle=h) for h in range(3)]), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+def test_a_broken_stream_ends_with_a_status(
+    tokenizers: dict[str, HfTokenizer], message: pb.DecodeBatch, code: grpc.StatusCode
+) -> None:
+    async def run() -> None:
+        async with serving(tokenizers["byte_level"], max_open_requests=2) as (stub, _, _registry):
+            call = stub.Decode()
+            await call.write(message)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call.read()
+            assert raised.value.code() == code
+
+    asyncio.run(run())
+
+
+def test_draining_ends_idle_streams_as_unavailable(tokenizers: dict[str, HfTokenizer]) -> None:
+    async def run() -> None:
+        async with serving(tokenizers["byte_level"]) as (stub, servicer, _):
+            call = stub.Decode()
+            await call.write(row(1, [10], opens=[pb.DecodeOpen(handle=1)]))
+            await call.read()
+            await servicer.drain()
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call.read()
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(run())
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_the_process_becomes_ready_and_stops_on_sigterm(tmp_path: Path) -> None:
+    port, metrics_port = free_port(), free_port()
+    folder = byte_level(tmp_path / "model")
+    args = ["--model", str(folder), "--port", str(port), "--metrics-port", str(metrics_port)]
+    process = subprocess.Popen([sys.executable, "-m", "services.detokenizer", *args], stderr=subprocess.PIPE)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            request = health_pb2.HealthCheckRequest(service="detokenizer")
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20, wait_for_ready=True)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_the_service_runs_where_torch_cannot_be_imported() -> None:
+    forbid = (
+        "import sys\n"
+        "class Forbid:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'transformers'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Forbid())\n"
+        "import services.detokenizer.__main__\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", forbid], check=True, timeout=60)

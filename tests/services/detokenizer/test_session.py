@@ -1,0 +1,160 @@
+"""One stream's requests: rows in order, replay, limits, one request's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from rootstock.v1 import detokenizer_pb2 as pb
+from services.detokenizer import session as session_module
+from services.detokenizer.incremental import IncrementalDetokenizer
+from services.detokenizer.metrics import DetokenizerMetrics
+from services.detokenizer.session import BadBatch, Session, TooManyOpen
+from services.shared.hf_tokenizer import HfTokenizer
+
+Row = tuple[int, list[int], bool, str]
+PLAIN: list[str] = []
+
+
+def new_session(tokenizer: HfTokenizer, max_open: int = 100) -> Session:
+    return Session(tokenizer, max_open, DetokenizerMetrics(CollectorRegistry()))
+
+
+def batch(
+    rows: list[Row], opens: list[pb.DecodeOpen] | None = None, closes: list[int] | None = None, seq: int = 0
+) -> pb.DecodeBatch:
+    return pb.DecodeBatch(
+        seq=seq,
+        opens=opens or [],
+        handles=[handle for handle, *_ in rows],
+        counts=[len(ids) for _, ids, *_ in rows],
+        token_ids=[i for _, ids, *_ in rows for i in ids],
+        finished=[finished for *_, finished, _ in rows],
+        matched_stops=[stop for *_, stop in rows],
+        closes=closes or [],
+    )
+
+
+IDS = st.lists(st.integers(0, 620), max_size=30)
+KINDS = ["byte_level", "byte_fallback", "wordpiece", "unigram"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    ids=IDS, cut=st.integers(0, 30), stops=st.lists(st.sampled_from(["e", " th", "lo", "�"]), max_size=2), step=st.integers(1, 7)
+)
+def test_replay_at_any_point_goes_on_exactly(
+    tokenizers: dict[str, HfTokenizer], kind: str, ids: list[int], cut: int, stops: list[str], step: int
+) -> None:
+    tokenizer = tokenizers[kind]
+    ids = [1000 + i - 360 if kind == "byte_fallback" and i >= 360 else i for i in ids]
+    tail = tokenizer.encode_batch(["tail"], False)[0]
+
+    def run(session: Session, rest: list[int]) -> str:
+        out = ""
+        for at in range(0, len(rest), step):
+            out += session.answer(batch([(1, rest[at : at + step], False, "")])).texts[0]
+        return out
+
+    def finish(session: Session) -> str:
+        return str(session.answer(batch([(1, [], True, "")])).texts[0])
+
+    straight, first, second = (new_session(tokenizer) for _ in range(3))
+    opened = pb.DecodeOpen(handle=1, prompt_tail=tail, stop=stops)
+    straight.answer(batch([], opens=[opened]))
+    first.answer(batch([], opens=[opened]))
+    whole = run(straight, ids) + finish(straight)
+    before = run(first, ids[:cut])
+    opened.replay_ids.extend(ids[:cut])
+    opened.emitted_chars = len(before)
+    second.answer(batch([], opens=[opened]))
+    assert before + run(second, ids[cut:]) + finish(second) == whole
+
+
+def test_a_replay_gives_out_what_was_decoded_and_not_seen(tokenizers: dict[str, HfTokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = tokenizer.encode_batch(["hello there"], False)[0]
+    opened = pb.DecodeOpen(handle=1, replay_ids=ids, emitted_chars=2)
+    session = new_session(tokenizer)
+    assert session.answer(batch([(1, [], False, "")], opens=[opened])).texts == ["llo there"]
+    assert session.answer(batch([(1, [], True, "")])).texts == [""]
+
+
+def test_rows_are_answered_in_order_and_apart(tokenizers: dict[str, HfTokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    one, two = tokenizer.encode_batch(["hello", "Kind"], False)
+    opens = [pb.DecodeOpen(handle=7), pb.DecodeOpen(handle=3)]
+    session = new_session(tokenizer)
+    answer = session.answer(batch([(7, one, False, ""), (9, [1], False, ""), (3, two, False, "")], opens=opens, seq=42))
+    assert (answer.seq, list(answer.handles), list(answer.texts), list(answer.unknown)) == (42, [7, 3], ["hello", "Kind"], [9])
+
+
+def test_finished_and_closed_handles_are_forgotten(tokenizers: dict[str, HfTokenizer]) -> None:
+    registry = CollectorRegistry()
+    session = Session(tokenizers["byte_level"], 10, DetokenizerMetrics(registry))
+    session.answer(batch([], opens=[pb.DecodeOpen(handle=h) for h in range(4)]))
+    session.answer(batch([(0, [], True, ""), (1, [], False, "")], closes=[1, 99]))
+    assert list(session.answer(batch([(h, [], False, "") for h in range(4)])).unknown) == [0, 1]
+    assert registry.get_sample_value("rootstock_detokenizer_open_requests") == 2
+    session.close()
+    assert registry.get_sample_value("rootstock_detokenizer_open_requests") == 0
+
+
+def test_skip_special_tokens_is_the_default_and_can_be_unset(tokenizers: dict[str, HfTokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    opens = [pb.DecodeOpen(handle=1), pb.DecodeOpen(handle=2, skip_special_tokens=False)]
+    texts = new_session(tokenizer).answer(batch([(1, [eos], True, ""), (2, [eos], True, "")], opens=opens)).texts
+    assert list(texts) == ["", "<|im_end|>"]
+
+
+def test_a_finished_row_is_cut_at_its_stop_string(tokenizers: dict[str, HfTokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = tokenizer.encode_batch(["hello, how are you"], False)[0]
+    opens = [pb.DecodeOpen(handle=1, stop=["how"]), pb.DecodeOpen(handle=2, stop=["how"], include_stop=True)]
+    texts = new_session(tokenizer).answer(batch([(1, ids, True, "how"), (2, ids, True, "how")], opens=opens)).texts
+    assert list(texts) == ["hello, ", "hello, how"]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("counts", pb.DecodeBatch(handles=[1], finished=[False], matched_stops=[""])),
+        ("finished", pb.DecodeBatch(handles=[1], counts=[0], matched_stops=[""])),
+        ("matched_stops", pb.DecodeBatch(handles=[1], counts=[0], finished=[False])),
+        ("token_ids", pb.DecodeBatch(handles=[1], counts=[2], token_ids=[1], finished=[False], matched_stops=[""])),
+        ("opens.stop", pb.DecodeBatch(opens=[pb.DecodeOpen(stop=["x"] * 17)])),
+        ("opens.stop", pb.DecodeBatch(opens=[pb.DecodeOpen(stop=["x" * 1025])])),
+    ],
+)
+def test_a_bad_batch_names_its_field(tokenizers: dict[str, HfTokenizer], field: str, message: pb.DecodeBatch) -> None:
+    with pytest.raises(BadBatch, match=f"^{field}: "):
+        new_session(tokenizers["byte_level"]).answer(message)
+
+
+def test_too_many_open_requests(tokenizers: dict[str, HfTokenizer]) -> None:
+    session = new_session(tokenizers["byte_level"], max_open=2)
+    session.answer(batch([], opens=[pb.DecodeOpen(handle=h) for h in (1, 2, 2)]))
+    with pytest.raises(TooManyOpen):
+        session.answer(batch([], opens=[pb.DecodeOpen(handle=3)]))
+
+
+def test_one_request_failing_leaves_the_others(tokenizers: dict[str, HfTokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizers["byte_level"]
+
+    class Failing(IncrementalDetokenizer):
+        def push(self, ids: Sequence[int]) -> str:
+            if ids == [5]:
+                raise RuntimeError("broken")
+            return super().push(ids)
+
+    monkeypatch.setattr(session_module, "IncrementalDetokenizer", Failing)
+    session = new_session(tokenizer)
+    answer = session.answer(batch([(1, [5], False, ""), (2, [6], False, "")], opens=[pb.DecodeOpen(handle=h) for h in (1, 2)]))
+    assert (list(answer.handles), list(answer.unknown)) == ([2], [1])
+    assert list(session.answer(batch([(1, [6], False, "")])).unknown) == [1]

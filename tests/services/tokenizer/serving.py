@@ -1,0 +1,46 @@
+"""The tokenizer service in this process, on a loopback port of the kernel's choice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
+from services.shared import rpc
+from services.shared.hf_tokenizer import load_tokenizer
+from services.tokenizer.metrics import TokenizerMetrics
+from services.tokenizer.server import TokenizerServicer
+from services.tokenizer.settings import TokenizerSettings
+
+
+@dataclass(frozen=True)
+class Serving:
+    stub: Any
+    registry: CollectorRegistry
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"rootstock_tokenizer_{name}", labels) or 0.0
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[Serving]:
+    registry = CollectorRegistry()
+    config = TokenizerSettings(model=folder, **settings)
+    servicer = TokenizerServicer(load_tokenizer(folder), config, TokenizerMetrics(registry))
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    pb_grpc.add_TokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await servicer.start()
+    await server.start()
+    try:
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            yield Serving(pb_grpc.TokenizerStub(channel), registry)  # type: ignore[no-untyped-call]
+    finally:
+        await server.stop(None)
+        await servicer.stop()

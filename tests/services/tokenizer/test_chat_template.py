@@ -1,0 +1,195 @@
+"""What a template may do, what it may not, and what it sees of a message."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jinja2
+import pytest
+
+from services.tokenizer.chat_messages import InvalidField, cut_at_tag, parse, prepare, tag_final
+from services.tokenizer.chat_template import ChatTemplate, OutputTooLong, TemplateRefusal
+from services.tokenizer.render_child import Renderer, TooMuch
+
+
+def render(source: str, **variables: Any) -> str:
+    return ChatTemplate(source).render(variables, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("source", "want"),
+    [
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("  {% if true %}\na\n  {% endif %}\nb", "a\nb"),
+        ("{{ x | tojson }}", '{"a": "<é>&"}'),
+        ("{{ x | tojson(indent=1, ensure_ascii=True) }}", '{\n "a": "<\\u00e9>&"\n}'),
+        ("{% generation %}said{% endgeneration %}", "said"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}", "2"),
+        ("{{ dict(a=1).a }}", "1"),
+        ("{{ missing }}", ""),
+    ],
+)
+def test_hugging_face_semantics(source: str, want: str) -> None:
+    assert render(source, x={"a": "<é>&"}) == want
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ dict.__class__ }}{{ dict.__class__.__subclasses__() }}",
+        "{{ ''|attr('__class__') |attr('__mro__') | list }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_nothing_of_the_interpreter_is_reachable(source: str) -> None:
+    try:
+        text = render(source, messages=[1])
+    except (jinja2.TemplateError, TypeError):
+        return
+    assert "class" not in text and "object" not in text, text
+
+
+def test_raise_exception_speaks_for_itself() -> None:
+    with pytest.raises(TemplateRefusal, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_output_is_stopped_while_it_streams() -> None:
+    template = ChatTemplate("{% for i in range(100000) %}{% for j in range(100000) %}xxxxxxxxxx{% endfor %}{% endfor %}")
+    with pytest.raises(OutputTooLong):
+        template.render({}, 1000)
+
+
+@pytest.mark.parametrize(
+    ("wants_string", "source"),
+    [
+        (True, "{% for m in messages %}{{ m.content }}{% endfor %}"),
+        (True, "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"),
+        (True, "{% set content = messages[0].content %}{% for c in content.split('x') %}{{ c }}{% endfor %}"),
+        (False, "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"),
+        (
+            False,
+            "{% for m in messages %}{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{% endfor %}{% endfor %}",
+        ),
+        (False, "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}"),
+        (False, "{% macro show(content) %}{% for item in content %}{{ item.text }}{% endfor %}{% endmacro %}"),
+    ],
+)
+def test_whether_a_template_wants_content_as_a_string(wants_string: bool, source: str) -> None:
+    assert ChatTemplate(source).wants_string is wants_string
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+def test_content_parts_are_joined_where_the_template_wants_a_string() -> None:
+    message = {"role": "user", "content": PARTS}
+    assert prepare([message], content_as_string=True)[0]["content"] == "a b"
+    assert prepare([message], content_as_string=False)[0]["content"] == PARTS
+
+
+def test_tool_call_arguments_become_objects_where_they_are() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    broken = {"function": {"name": "f", "arguments": "{x"}}
+    calls = prepare([{"role": "assistant", "tool_calls": [call, broken, {}]}], True)[0]["tool_calls"]
+    assert [c.get("function", {}).get("arguments") for c in calls] == [{"x": 1}, "{x", None]
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+
+
+def test_reasoning_is_there_under_every_name() -> None:
+    message = prepare([{"role": "assistant", "reasoning": "hm", "content": None}], True)[0]
+    assert message == {"role": "assistant", "reasoning": "hm", "thinking": "hm", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("field", "messages"),
+    [
+        ("messages:", []),
+        ("messages[0]:", ["secret"]),
+        ("messages[1].role:", [{"role": "user"}, {"content": "secret"}]),
+        ("messages[0].content:", [{"role": "user", "content": 7}]),
+        ("messages[0].content[1]:", [{"role": "user", "content": [PARTS[0], "secret"]}]),
+        ("messages[0].content[0].type:", [{"role": "user", "content": [{"type": "image_url", "image_url": "secret"}]}]),
+        ("messages[0].content[0].text:", [{"role": "user", "content": [{"type": "text", "text": ["secret"]}]}]),
+        ("messages[0].tool_calls:", [{"role": "assistant", "tool_calls": "secret"}]),
+        ("messages[0].tool_calls[0]:", [{"role": "assistant", "tool_calls": ["secret"]}]),
+    ],
+)
+def test_a_bad_message_is_named_and_not_quoted(field: str, messages: list[Any]) -> None:
+    with pytest.raises(InvalidField) as raised:
+        prepare(messages, True)
+    assert str(raised.value).startswith(field) and "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"{", b"\xff", b"[" * 100_000, b"1" * 10_000, b'{"a": 1}', b"null", b'"secret"'],
+    ids=["cut off", "not UTF-8", "deep", "long number", "object", "null", "string"],
+)
+def test_bad_json(data: bytes) -> None:
+    with pytest.raises(InvalidField, match=r"^messages: ") as raised:
+        parse("messages", data, list)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "final", "want"),
+    [
+        ("A{{ messages[-1].content }}<end>", "well, ", "Awell, "),
+        ("A{{ messages[-1].content | trim }}<end>", "well, ", "Awell,"),
+        ("A{{ messages[-1].content }}<end>", "", "A"),
+    ],
+)
+def test_the_final_message_is_left_open(template: str, final: str, want: str) -> None:
+    messages = prepare([{"role": "assistant", "content": final}], True)
+    tag_final(messages)
+    assert cut_at_tag(render(template, messages=messages), final) == want
+
+
+def test_a_final_message_that_the_template_drops() -> None:
+    with pytest.raises(InvalidField, match=r"^continue_final_message: "):
+        cut_at_tag("nothing of it", "secret")
+
+
+def renderer(template: str, **setup: Any) -> Renderer:
+    return Renderer({"templates": {"default": template}, "special_tokens": {}, "max_chars": 100, "max_messages": 3, **setup})
+
+
+HEADER = {"add_generation_prompt": True, "continue_final_message": False}
+HELLO = json.dumps([{"role": "user", "content": "secret"}]).encode()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content + 1 }}", "{{ messages[0].content.nope.nope }}", "{{ [] + messages[0].role }}"]
+)
+def test_the_interpreters_words_are_not_passed_on(template: str) -> None:
+    with pytest.raises(InvalidField, match=r"^messages: the chat template failed with \w+Error$"):
+        renderer(template).render(HEADER, HELLO, b"", b"")
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "add_generation_prompt"])
+def test_template_kwargs_cannot_replace_what_the_request_has(name: str) -> None:
+    with pytest.raises(InvalidField, match=f"^template_kwargs: {name} "):
+        renderer("x").render(HEADER, HELLO, b"", json.dumps({name: "y"}).encode())
+
+
+def test_too_many_messages() -> None:
+    with pytest.raises(TooMuch, match=r"^messages: 4 messages"):
+        renderer("x").render(HEADER, json.dumps([{"role": "user"}] * 4).encode(), b"", b"")
+
+
+def test_template_variables() -> None:
+    child = renderer(
+        "{{ bos_token }}{{ thinking }}{{ add_generation_prompt }}{{ tools is none }}", special_tokens={"bos_token": "<s>"}
+    )
+    assert child.render(HEADER, HELLO, b"", b'{"thinking": 1}') == "<s>1TrueTrue"

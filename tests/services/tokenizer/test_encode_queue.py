@@ -1,0 +1,91 @@
+"""Batches form under load only; each request gets its own ids or its own error."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from services.tokenizer.encode_queue import EncodeQueue
+
+
+class Gate:
+    """An encoder that waits to be let through, and notes what it was given. ids: the lengths of the texts."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str], bool]] = []
+        self.open = threading.Event()
+
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        self.calls.append((list(texts), add_special_tokens))
+        assert self.open.wait(5)
+        if "bad" in texts:
+            raise ValueError("bad")
+        return [[len(text)] for text in texts]
+
+
+def queue(gate: Gate, executor: ThreadPoolExecutor, max_texts: int = 8, max_chars: int = 100) -> EncodeQueue:
+    return EncodeQueue(gate, executor, lanes=1, max_texts=max_texts, max_chars=max_chars, observe_texts=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "jobs", "calls"),
+    [
+        ("all that wait go together", [(["b"], True), (["c", "d"], True)], [["b", "c", "d"]]),
+        ("flags are not mixed", [(["b"], True), (["c"], False), (["d"], True)], [["b"], ["c"], ["d"]]),
+        ("at most max_texts", [(["b"] * 5, True), (["c"] * 5, True)], [["b"] * 5, ["c"] * 5]),
+        ("at most max_chars", [(["b" * 60], True), (["c" * 60], True)], [["b" * 60], ["c" * 60]]),
+        ("a long one goes alone", [(["b" * 500], True), (["c"], True)], [["b" * 500], ["c"]]),
+    ],
+)
+def test_batches(name: str, jobs: list[tuple[list[str], bool]], calls: list[list[str]]) -> None:
+    async def run() -> None:
+        gate = Gate()
+        with ThreadPoolExecutor(1) as executor:
+            waiting = queue(gate, executor)
+            first = asyncio.create_task(waiting.encode(["first"], True))
+            await asyncio.sleep(0)
+            rest = [asyncio.create_task(waiting.encode(*job)) for job in jobs]
+            await asyncio.sleep(0.01)
+            gate.open.set()
+            assert await first == [[5]]
+            assert [await task for task in rest] == [[[len(t)] for t in texts] for texts, _ in jobs], name
+        assert [texts for texts, _ in gate.calls] == [["first"], *calls], name
+
+    asyncio.run(run())
+
+
+def test_one_bad_text_fails_its_own_request_only() -> None:
+    async def run() -> None:
+        gate = Gate()
+        with ThreadPoolExecutor(1) as executor:
+            waiting = queue(gate, executor)
+            tasks = [asyncio.create_task(waiting.encode([text], True)) for text in ("first", "good", "bad", "better")]
+            await asyncio.sleep(0.01)
+            gate.open.set()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [results[0], results[1], results[3]] == [[[5]], [[4]], [[6]]]
+        assert isinstance(results[2], ValueError)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_was_cancelled_is_not_encoded() -> None:
+    async def run() -> None:
+        gate = Gate()
+        with ThreadPoolExecutor(1) as executor:
+            waiting = queue(gate, executor)
+            tasks = [asyncio.create_task(waiting.encode(["first"], True))]
+            await asyncio.sleep(0.01)
+            tasks += [asyncio.create_task(waiting.encode([text], True)) for text in ("gone", "here")]
+            await asyncio.sleep(0.01)
+            tasks[1].cancel()
+            await asyncio.sleep(0)
+            gate.open.set()
+            assert await tasks[2] == [[4]]
+        assert [texts for texts, _ in gate.calls] == [["first"], ["here"]]
+
+    asyncio.run(run())

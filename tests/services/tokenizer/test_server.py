@@ -1,0 +1,211 @@
+"""The Tokenizer service over gRPC on loopback: refusals, hostile templates, batching, the process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rootstock.v1 import tokenizer_pb2 as pb
+from services.shared import limits
+from tests.services.tokenizer.model_folders import byte_level
+from tests.services.tokenizer.serving import Serving, serving
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+FAILED = grpc.StatusCode.FAILED_PRECONDITION
+HELLO = json.dumps([{"role": "user", "content": "secret"}]).encode()
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value.code(), str(raised.value.details())
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "field"),
+    [
+        (pb.EncodeRequest(), INVALID, "texts"),
+        (pb.EncodeRequest(texts=["x"] * (limits.MAX_BATCH_PROMPTS + 1)), EXHAUSTED, "texts"),
+        (pb.EncodeRequest(texts=["secret" * 200]), EXHAUSTED, "texts"),
+        (pb.EncodeRequest(texts=["x"], request_id="r" * 257), INVALID, "request_id"),
+        (pb.EncodeChatRequest(), INVALID, "messages"),
+        (pb.EncodeChatRequest(messages_json=b"[secret"), INVALID, "messages"),
+        (pb.EncodeChatRequest(messages_json=HELLO, tools_json=b"{}"), INVALID, "tools"),
+        (pb.EncodeChatRequest(messages_json=HELLO, template_kwargs_json=b"[]"), INVALID, "template_kwargs"),
+        (pb.EncodeChatRequest(messages_json=b" " * 7000), EXHAUSTED, "messages_json"),
+        (
+            pb.EncodeChatRequest(messages_json=json.dumps([{"role": "user", "content": "secret" * 200}]).encode()),
+            EXHAUSTED,
+            "messages",
+        ),
+        (pb.EncodeChatRequest(messages_json=b'[{"role": "user", "content": "secret\\ud800"}]'), INVALID, "messages"),
+        (
+            pb.EncodeChatRequest(messages_json=HELLO, continue_final_message=True, add_generation_prompt=True),
+            INVALID,
+            "continue_final_message",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field(folders: dict[str, Path], request_: Any, code: grpc.StatusCode, field: str) -> None:
+    async def run() -> None:
+        async with serving(folders["byte_level"], max_request_chars=1000) as service:
+            is_chat = isinstance(request_, pb.EncodeChatRequest)
+            got, details = await refusal((service.stub.EncodeChat if is_chat else service.stub.Encode)(request_))
+            assert got == code and details.startswith(f"{field}: ") and "secret" not in details, details
+            rpc = "EncodeChat" if is_chat else "Encode"
+            assert service.metric("requests_total", rpc=rpc, code=code.name) == 1
+            assert service.metric("in_flight") == 0
+
+    asyncio.run(run())
+
+
+def test_a_templates_own_refusal(folders: dict[str, Path]) -> None:
+    async def run() -> None:
+        async with serving(folders["byte_fallback"]) as service:
+            messages = json.dumps([{"role": "assistant", "content": "x"}]).encode()
+            call = service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=messages))
+            assert await refusal(call) == (INVALID, "messages: Conversation roles must alternate user/assistant")
+
+    asyncio.run(run())
+
+
+LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% if j == -1 %}x{% endif %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "endless loop": (LOOP, EXHAUSTED),
+    "range too long": ("{% for i in range(10**12) %}{% endfor %}", INVALID),
+    "string bomb": ("{{ 'a' * 10**10 }}", EXHAUSTED),
+    "list bomb": ("{{ ([0] * 10**10) | length }}", EXHAUSTED),
+    "doubling": ("{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}", EXHAUSTED),
+    "endless output": ("{% for i in range(100000) %}{% for j in range(100000) %}xxxxxxxx{% endfor %}{% endfor %}", EXHAUSTED),
+    "huge number": ("{{ 10 ** (messages | length * 10 ** 9) }}", EXHAUSTED),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", INVALID),
+    "escape": ("{{ ''.__class__.__base__.__subclasses__() }}", INVALID),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_stops_nobody(tmp_path: Path, name: str) -> None:
+    attack, code = HOSTILE[name]
+    template = "{% if attack %}" + attack + "{% endif %}fine"
+
+    async def run() -> None:
+        async with serving(byte_level(tmp_path / "m", template), render_seconds=0.6, render_processes=2) as service:
+            started = time.monotonic()
+            bad = service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=HELLO, template_kwargs_json=b'{"attack": true}'))
+            good = pb.EncodeChatRequest(messages_json=HELLO)
+            for _ in range(3):
+                assert len((await service.stub.EncodeChat(good)).prompts) == 1
+            got, details = await refusal(bad)
+            assert got == code and "secret" not in details, details
+            assert len((await service.stub.EncodeChat(good)).prompts) == 1
+            assert time.monotonic() - started < 5
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("template", "details"),
+    [
+        (None, "this model has no chat template"),
+        ("{% if %}", "this model's chat template is broken: "),
+        ("{{ x(" * 50_000, "this model's chat template is broken: "),
+        ("{{ 10 ** (10 ** 9) }}", "this model's chat template is broken: "),
+    ],
+    ids=["none", "no Jinja", "nested too deeply", "endless to compile"],
+)
+def test_a_model_without_a_usable_template_still_encodes(tmp_path: Path, template: str | None, details: str) -> None:
+    async def run() -> None:
+        async with serving(byte_level(tmp_path / "m", template), render_seconds=0.6) as service:
+            code, got = await refusal(service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=HELLO)))
+            assert code == FAILED and got.startswith(details), got
+            assert (await service.stub.Encode(pb.EncodeRequest(texts=["x"]))).prompts[0].ids
+
+    asyncio.run(run())
+
+
+def test_concurrent_requests_get_their_own_ids(folders: dict[str, Path]) -> None:
+    texts = [f"hello {n} " * (n % 7 + 1) for n in range(200)]
+
+    async def ids(service: Serving, n: int) -> list[int]:
+        request = pb.EncodeRequest(texts=[texts[n]], add_special_tokens=n % 2 == 0)
+        return list((await service.stub.Encode(request)).prompts[0].ids)
+
+    async def run() -> None:
+        async with serving(folders["wordpiece"]) as service:
+            alone = [await ids(service, n) for n in range(20)]
+            together = await asyncio.gather(*(ids(service, n) for n in range(200)))
+            assert list(together[:20]) == alone
+            assert service.metric("tokens_total") == sum(map(len, alone)) + sum(map(len, together))
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_goes_away_leaves_the_service_well(tmp_path: Path) -> None:
+    template = "{% if attack %}" + LOOP + "{% endif %}fine"
+
+    async def run() -> None:
+        async with serving(byte_level(tmp_path / "m", template), render_seconds=0.5, render_processes=1) as service:
+            bad = pb.EncodeChatRequest(messages_json=HELLO, template_kwargs_json=b'{"attack": true}')
+            for _ in range(2):
+                call = service.stub.EncodeChat(bad)
+                await asyncio.sleep(0.05)
+                call.cancel()
+            assert (await service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=HELLO))).prompts
+            assert service.metric("in_flight") == 0
+
+    asyncio.run(run())
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_the_process_becomes_ready_and_stops_on_sigterm(tmp_path: Path) -> None:
+    port, metrics_port = free_port(), free_port()
+    folder = byte_level(tmp_path / "model")
+    args = ["--model", str(folder), "--port", str(port), "--metrics-port", str(metrics_port)]
+    process = subprocess.Popen([sys.executable, "-m", "services.tokenizer", *args], stderr=subprocess.PIPE)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="tokenizer")
+            deadline = time.monotonic() + 20
+            while health.Check(request, timeout=20, wait_for_ready=True).status != health_pb2.HealthCheckResponse.SERVING:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_the_service_runs_where_torch_cannot_be_imported() -> None:
+    forbid = (
+        "import sys\n"
+        "class Forbid:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'transformers'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Forbid())\n"
+        "import services.tokenizer.__main__, services.tokenizer.render_child\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", forbid], check=True, timeout=60)
+
+
+def test_the_rendering_process_imports_little() -> None:
+    code = "import sys, services.tokenizer.render_child; print(sorted({n.split('.')[0] for n in sys.modules}))"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert not {"grpc", "pydantic", "tokenizers", "numpy", "google", "prometheus_client"} & set(json.loads(out.replace("'", '"')))
