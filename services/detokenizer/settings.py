@@ -13,6 +13,7 @@ class DetokenizerSettings(ServiceSettings):
     """Turns token ids into text for gateways."""
 
     port: int = Field(7002, ge=1, le=65535, description="gRPC port.")
+    metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     metrics_port: int = Field(9102, ge=1, le=65535, description="Port of GET /metrics.")
     model: Path = Field(description="Folder of a Hugging Face model; only its tokenizer files are read.")
     max_open_requests: int = Field(65536, ge=1, description="Requests that one stream may have open; more end the stream.")

@@ -30,7 +30,6 @@ class ServiceSettings(BaseSettings):
     )
 
     host: str = Field("127.0.0.1", description="Address that the service's port listens on.")
-    metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level that is logged.")
     grace_s: float = Field(10.0, ge=0, description="Seconds that work in flight gets after SIGTERM.")
 

@@ -14,6 +14,7 @@ class TokenizerSettings(ServiceSettings):
     """Turns text and chat messages into token ids for gateways."""
 
     port: int = Field(7001, ge=1, le=65535, description="gRPC port.")
+    metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     metrics_port: int = Field(9101, ge=1, le=65535, description="Port of GET /metrics.")
     model: Path = Field(description="Folder of a Hugging Face model; only its tokenizer and template files are read.")
     encode_threads: int = Field(2, ge=1, description="Encoding calls that run at the same time.")

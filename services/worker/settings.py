@@ -11,6 +11,7 @@ from services.shared.settings import ServiceSettings
 
 class WorkerSettings(ServiceSettings):
     port: int = Field(7003, ge=0, le=65535, description="gRPC port: generation and health.")
+    metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     metrics_port: int = Field(9103, ge=0, le=65535, description="HTTP port of /metrics.")
     model: str = Field("models/demo", description="Folder of the model in Hugging Face layout (safetensors).")
     served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")

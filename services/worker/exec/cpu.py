@@ -195,7 +195,7 @@ def build_cpu_executor(
     table = PageTable(max_slots, -(-context // page_size) + 1, page_size)
     cos_sin = rope_table(config.rope, config.head_dim, table.capacity)
     decoder = Decoder(config, weights, cos_sin, kernels)
-    pool = KVPool.allocate(config, pages, page_size, resolved)
+    pool = KVPool.allocate(config, pages, page_size, resolved, kernels)
     sampler = Sampler(max_slots, config.vocab_size, kernels)
     model = _Model(decoder, pool, table, FutureMap(max_slots, check_relay), sampler, config.vocab_size)
     info = ModelInfo(

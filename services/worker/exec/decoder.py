@@ -56,9 +56,7 @@ class Decoder:
             self._mlp(layer, hidden, update)
         return self._logits(residual, update, wanted)
 
-    def _attention(
-        self, index: int, layer: LayerWeights, hidden: Tensor, update: Tensor, rows: RaggedRows, pool: KVPool
-    ) -> None:
+    def _attention(self, index: int, layer: LayerWeights, hidden: Tensor, update: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         config, kernels = self._config, self._kernels
         qkv = self._space.take("qkv", len(hidden), config.q_size + 2 * config.kv_size)
         mixed = self._space.take("mixed", len(hidden), config.q_size)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.ops import Kernels
 from services.worker.core.plan import I32, BatchPlan
 from services.worker.exec.families import DecoderConfig
 
@@ -30,7 +31,7 @@ class KVPool:
     values: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> KVPool:
+    def allocate(cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, kernels: Kernels) -> KVPool:
         shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
         pools = [_lazy_zeros(shape, dtype) for _ in range(2 * config.num_layers)]
         return cls(tuple(pools[0::2]), tuple(pools[1::2]))

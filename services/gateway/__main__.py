@@ -1,0 +1,43 @@
+"""python -m services.gateway: settings, one event loop, one gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+import uvloop
+
+from services.gateway import http_server
+from services.gateway.gateway import SERVICE, Gateway
+from services.gateway.settings import GatewaySettings
+from services.shared import log, settings
+
+logger = logging.getLogger("services.gateway")
+
+
+async def _serve(config: GatewaySettings) -> None:
+    listener = http_server.bind(config.host, config.port)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await Gateway(config).run(listener, stop)
+
+
+def main() -> int:
+    config = settings.load(GatewaySettings, "rootstock-gateway")
+    log.configure(SERVICE, config.log_level)
+    logging.getLogger("uvicorn.error").setLevel("WARNING")
+    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"api_keys"})))
+    try:
+        uvloop.run(_serve(config))
+    except http_server.CannotListen as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The HTTP routes and their documentation. Generation itself is in generate.py; here is only what FastAPI is asked to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from services.gateway.dispatch import Dispatcher
+from services.gateway.errors import ApiError, unknown_model
+from services.gateway.front_door import FrontDoor
+from services.gateway.generate import Exchange, Generator
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest
+from services.gateway.preparation import Preparer
+from services.gateway.readiness import Readiness
+from services.gateway.render import ChatRenderer, CompletionRenderer
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
+_ROUTES = (CHAT, COMPLETIONS, MODELS, "/health", "/readiness", "/metrics", "/docs", "/openapi.json")
+_SCHEMA_REF = "#/components/schemas/{model}"
+
+
+def build(
+    generator: Generator,
+    preparer: Preparer,
+    dispatcher: Dispatcher,
+    readiness: Readiness,
+    metrics: GatewayMetrics,
+) -> ASGIApp:
+    app = FastAPI(title="Rootstock", description="An OpenAI-compatible API.", redoc_url=None)
+    _add_errors(app)
+    _add_generation(app, generator, preparer)
+    _add_models(app, dispatcher)
+    _add_operations(app, readiness, metrics)
+    _document_bodies(app)
+    return FrontDoor(app, _ROUTES, generator.settings.api_keys, metrics)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def _error_response(error: ApiError) -> Response:
+    response = Response(error.json(), error.status)
+    response.raw_headers = error.headers()
+    return response
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def on_http_error(_request: Request, error: Exception) -> Response:
+        """No such route (404) or no such method on it (405)."""
+        assert isinstance(error, HTTPException)
+        return _error_response(ApiError(error.status_code, f"{error.detail}.", code=str(error.detail).lower().replace(" ", "_")))
+
+    async def on_api_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return _error_response(error)
+
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ApiError, on_api_error)
+
+
+def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> None:
+    @app.post(CHAT, tags=["OpenAI"], summary="Chat completion", openapi_extra=_body_of(ChatCompletionRequest))
+    async def chat_completions() -> Response:
+        return Exchange(generator, preparer.chat, ChatRenderer)
+
+    @app.post(COMPLETIONS, tags=["OpenAI"], summary="Completion", openapi_extra=_body_of(CompletionRequest))
+    async def completions() -> Response:
+        return Exchange(generator, preparer.completion, CompletionRenderer)
+
+
+def _add_models(app: FastAPI, dispatcher: Dispatcher) -> None:
+    started = int(time.time())
+
+    def cards() -> list[dict[str, Any]]:
+        if dispatcher.model is None:
+            return []
+        name, context_len = dispatcher.model.name, dispatcher.model.context_len
+        return [{"id": name, "object": "model", "created": started, "owned_by": "rootstock", "max_model_len": context_len}]
+
+    @app.get(MODELS, tags=["OpenAI"], summary="Models that are served")
+    async def models() -> Response:
+        return _json({"object": "list", "data": cards()})
+
+    @app.get(MODELS + "/{model_id:path}", tags=["OpenAI"], summary="One model")
+    async def model(model_id: str) -> Response:
+        found = [card for card in cards() if card["id"] == model_id]
+        if not found:
+            raise unknown_model()
+        return _json(found[0])
+
+
+def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics) -> None:
+    @app.get("/health", tags=["Operations"], summary="Liveness")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/readiness", tags=["Operations"], summary="Whether requests can be answered, and what is missing")
+    async def ready() -> Response:
+        missing = readiness.missing()
+        return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+    @app.get("/metrics", tags=["Operations"], summary="Prometheus metrics")
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": _SCHEMA_REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _document_bodies(app: FastAPI) -> None:
+    """The bodies are read and checked outside FastAPI, so their schemas are added to its document here."""
+    plain: Callable[[], dict[str, Any]] = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        _, definitions = models_json_schema(
+            [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")], ref_template=_SCHEMA_REF
+        )
+        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,104 @@
+"""The whole gateway in one event loop: built from settings, started on its ports, drained and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from services.gateway import app, http_server
+from services.gateway.detok_link import DetokPool
+from services.gateway.dispatch import Dispatcher
+from services.gateway.errors import unavailable
+from services.gateway.generate import Generator
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.preparation import Preparer
+from services.gateway.readiness import Readiness
+from services.gateway.settings import GatewaySettings
+from services.gateway.tokenizer_client import TokenizerClient
+from services.shared import rpc
+from services.shared.log import fields
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "gateway"
+CLOSE_S = 0.4  # for sending the last errors, of the second after the grace period
+
+
+class Gateway:
+    """Built inside the running loop that serves it."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        metrics = GatewayMetrics(CollectorRegistry())
+        handles = itertools.count(1)
+        retry = settings.retry_after_s
+        self.readiness = readiness = Readiness()
+        self.detoks = DetokPool(
+            settings.detokenizers, settings.wait_for_detokenizer_s, retry, handles, metrics, readiness.changed
+        )
+        self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed)
+        self.tokenizer = TokenizerClient(settings.tokenizers, settings.tokenize_timeout_s, retry, metrics, readiness.changed)
+        readiness.watch(
+            {"worker": self.dispatcher.connected, "tokenizer": self.tokenizer.connected, "detokenizer": self.detoks.connected}
+        )
+        self.generator = Generator(settings, self.dispatcher, metrics)
+        preparer = Preparer(self.dispatcher, self.tokenizer, self.detoks)
+        self.app = app.build(self.generator, preparer, self.dispatcher, readiness, metrics)
+        self._http = http_server.build(self.app)
+
+    async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if the health port is taken."""
+        health = rpc.Health(SERVICE)
+        health_server = await self._start_health(health)
+        links = [asyncio.create_task(run()) for run in (self.dispatcher.run, self.detoks.run, self.tokenizer.run)]
+        links.append(asyncio.create_task(self.readiness.publish(health)))
+        serving = asyncio.create_task(self._http.serve([listener]))
+        host, port = listener.getsockname()[:2]
+        logger.info("listening", extra=fields(host=host, port=port))
+        try:
+            await self._until(stop, [*links, serving])
+            self.readiness.stop()
+            await health.set_ready(False)
+            await self._drain(serving)
+        finally:
+            for task in links:
+                task.cancel()
+            await asyncio.wait(links)
+            await health_server.stop(0)
+
+    async def _start_health(self, health: rpc.Health) -> grpc.aio.Server:
+        host, port = self._settings.host, self._settings.health_port
+        try:
+            return await rpc.start_server(host, port, health, lambda server: None)
+        except RuntimeError:
+            raise http_server.CannotListen(f"cannot listen on port {port} of {host}: Address already in use") from None
+
+    @staticmethod
+    async def _until(stop: asyncio.Event, endless: list[asyncio.Task[None]]) -> None:
+        """Returns when `stop` is set. A task that ends before that is a fault, and is raised: the process must be restarted."""
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([stopped, *endless], return_when=asyncio.FIRST_COMPLETED)
+        if not stopped.done():
+            stopped.cancel()
+            for task in endless:
+                if task.done():
+                    task.result()
+                    raise RuntimeError("a task of the gateway has ended by itself")
+
+    async def _drain(self, serving: asyncio.Task[None]) -> None:
+        """No new connections; requests in flight get grace_s; what is left then ends with an error."""
+        self._http.should_exit = True
+        await asyncio.wait((serving,), timeout=self._settings.grace_s)
+        if not serving.done():
+            logger.warning("grace period is over, ending what is left")
+            self.generator.end_all(unavailable("The server is shutting down.", self._settings.retry_after_s, "shutting_down"))
+            await asyncio.wait((serving,), timeout=CLOSE_S)
+        if not serving.done():
+            self._http.force_exit = True
+            serving.cancel()
+            await asyncio.wait((serving,), timeout=CLOSE_S)

@@ -1,0 +1,212 @@
+"""A generation request from its first byte to its last, as one plain ASGI answer: read, check, tokenize, dispatch, render.
+
+The connection is watched from the moment the body is read. When the client goes, the request's task is cancelled wherever it
+stands, and closing the request frees everything downstream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.body import ClientGone, read_body, until_gone
+from services.gateway.dispatch import Dispatcher
+from services.gateway.errors import CLIENT_CLOSED, ApiError, internal, timed_out, unavailable
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.preparation import Plan
+from services.gateway.render import DONE, Renderer, sse_error, usage_of
+from services.gateway.request_state import ClientRequest, Phase
+from services.gateway.settings import GatewaySettings
+from services.shared.log import fields
+
+logger = logging.getLogger(__name__)
+
+ERROR_SEND_S = 0.5  # for telling an error to a client that may have stopped reading
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+Prepare = Callable[[bytes, str], Awaitable[Plan]]  # body, request id
+MakeRenderer = Callable[[ClientRequest, int, str], Renderer]  # request, created (Unix seconds), model
+
+
+class Generator:
+    """Knows all generation requests that are open. One per process."""
+
+    def __init__(self, settings: GatewaySettings, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+        self.settings = settings
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self._open: dict[Exchange, None] = {}
+        metrics.in_flight.set_function(lambda: float(len(self._open)))
+
+    def admit(self, exchange: Exchange) -> None:
+        """Raises ApiError when too many requests are open."""
+        if len(self._open) >= self.settings.max_concurrent_requests:
+            raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
+        self._open[exchange] = None
+
+    def forget(self, exchange: Exchange) -> None:
+        self._open.pop(exchange, None)
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
+
+    def end_all(self, error: ApiError) -> None:
+        """Ends every open request with this error."""
+        for exchange in list(self._open):
+            exchange.interrupt(error)
+
+
+class Exchange(Response):
+    """One request and its answer. FastAPI hands it the raw ASGI channel, because it returns it as a response."""
+
+    background = None
+
+    def __init__(self, generator: Generator, prepare: Prepare, make_renderer: MakeRenderer) -> None:
+        # Not Response.__init__: there is no content yet, and headers are written with the first byte.
+        self._generator = generator
+        self._prepare = prepare
+        self._make_renderer = make_renderer
+        self._started = False  # the answer's status is out
+        self._work: asyncio.Task[None] | None = None
+        self._request: ClientRequest | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generator = self._generator
+        request = ClientRequest(scope["state"]["request_id"], generator.dispatcher, generator.metrics)
+        self._request = request
+        try:
+            generator.admit(self)
+            body = await read_body(scope, receive, generator.settings.max_body_bytes, generator.settings.body_timeout_s)
+        except ApiError as error:
+            await self._tell(error, send)
+        except ClientGone:
+            self._client_gone(scope)
+        else:
+            await self._answer(scope, body, receive, send)
+        finally:
+            generator.forget(self)
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        self._work = work = asyncio.create_task(self._serve(scope, body, send))
+        gone = asyncio.create_task(until_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                self._client_gone(scope)
+                work.cancel()
+        await asyncio.wait((work,))
+        if not work.cancelled():
+            work.result()
+
+    def _client_gone(self, scope: Scope) -> None:
+        assert self._request is not None
+        scope["state"]["code"] = CLIENT_CLOSED
+        self._generator.metrics.aborts.labels(self._request.phase.value).inc()
+        logger.info("client gone", extra=fields(request_id=self._request.request_id, phase=self._request.phase.value))
+        self._request.close()
+
+    def interrupt(self, error: ApiError) -> None:
+        """Ends the request with `error`, whatever it is waiting for."""
+        if self._request is not None:
+            self._request.fail(error)
+            if self._work is not None and self._request.phase is Phase.ACCEPTED:
+                self._work.cancel()
+
+    async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
+        request = self._request
+        assert request is not None
+        error: ApiError | None = None
+        try:
+            async with asyncio.timeout(self._generator.settings.request_timeout_s):
+                await self._generate(scope, request, body, send)
+        except ApiError as failure:
+            error = failure
+        except TimeoutError:
+            error = timed_out()
+        except asyncio.CancelledError:
+            if request.error is None:
+                raise
+            error = request.error  # interrupted, and the client is still there
+        except Exception:
+            logger.exception("request failed", extra=fields(request_id=request.request_id))
+            error = internal()
+        finally:
+            request.close()
+        if error is not None:
+            await self._tell(error, send)
+
+    async def _generate(self, scope: Scope, request: ClientRequest, body: bytes, send: Send) -> None:
+        plan = await self._prepare(body, request.request_id)
+        scope["state"]["model"] = plan.model.name
+        if request.error is not None:
+            raise request.error
+        request.begin(plan.generation, plan.prompts, plan.model.context_len, plan.prefixes)
+        renderer = self._make_renderer(request, int(time.time()), plan.model.name)
+        self._generator.dispatcher.start(request)
+        if plan.generation.stream:
+            await self._stream(request, renderer, send)
+        else:
+            await self._send_document(request, renderer, send)
+
+    async def _stream(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
+        """The status goes out with the first chunk, so that an error before it is a plain HTTP error."""
+        last = False
+        while not last:
+            deltas = [delta for choice in await request.news() if (delta := choice.take()) is not None]
+            pieces = [renderer.chunk(delta) for delta in deltas]
+            last = request.complete
+            if last:
+                pieces += [renderer.usage_chunk()] if request.generation.include_usage else []
+                pieces.append(DONE)
+                self._count(request)
+            if not pieces:
+                continue
+            if not self._started:
+                await self._start(200, _SSE_HEADERS, send)
+            await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": not last})
+
+    async def _send_document(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
+        await request.news()
+        deltas = [delta for choice in request.choices if (delta := choice.take()) is not None]
+        self._count(request)
+        document = renderer.document(deltas)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(document))]
+        await self._start(200, headers, send)
+        await send({"type": "http.response.body", "body": document, "more_body": False})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]], send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _tell(self, error: ApiError, send: Send) -> None:
+        """As HTTP if nothing is out yet, else as the stream's last event."""
+        try:
+            async with asyncio.timeout(ERROR_SEND_S):
+                if self._started:
+                    await send({"type": "http.response.body", "body": sse_error(error), "more_body": False})
+                else:
+                    await self._start(error.status, error.headers(), send)
+                    await send({"type": "http.response.body", "body": error.json(), "more_body": False})
+        except TimeoutError:
+            logger.warning("client does not read its error", extra=fields(status=error.status))
+
+    def _count(self, request: ClientRequest) -> None:
+        metrics, usage = self._generator.metrics, usage_of(request)
+        metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        metrics.output_tokens.inc(usage["completion_tokens"])
+        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        metrics.e2e_latency.observe(request.clock() - request.arrived)
+        logger.info("answered", extra=fields(request_id=request.request_id, choices=len(request.choices), usage=usage))

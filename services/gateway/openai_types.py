@@ -1,0 +1,103 @@
+"""The request bodies of the OpenAI endpoints, with the extensions that vLLM and SGLang share. They validate and document.
+
+Ranges come from services/shared/limits.py. Unknown fields are ignored, because clients send new ones. Every optional field
+accepts null as "not given". What a type cannot say is checked in validation.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from services.shared import limits
+
+INT32 = (-(1 << 31), (1 << 31) - 1)
+INT64 = (-(1 << 63), (1 << 63) - 1)
+UINT32_MAX = (1 << 32) - 1
+
+_STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}], "title": "Stop"}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ],
+    "title": "Prompt",
+}
+_MESSAGES_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": limits.MAX_CHAT_MESSAGES,
+    "title": "Messages",
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string"},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+        },
+    },
+}
+
+# Checked by hand: the answer names the exact element, and a long list of ids is checked at C speed.
+Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
+Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=(), frozen=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = Field(None, description="One more chunk before [DONE], with the usage of the whole request.")
+
+
+class GenerationBody(_Body):
+    """What chat and plain completions have in common."""
+
+    model: str = Field(description="A name that /v1/models lists.")
+    stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=limits.MAX_N, description="Choices per prompt. Default 1.")
+    stop: Stop = Field(None, description=f"Up to {limits.MAX_STOP_STRINGS} strings that end the answer.")
+    seed: int | None = Field(None, ge=INT64[0], le=INT64[1], description="Choice i samples with seed + i.")
+    temperature: float | None = Field(None, ge=limits.TEMPERATURE_RANGE[0], le=limits.TEMPERATURE_RANGE[1])
+    top_p: float | None = Field(None, gt=limits.TOP_P_RANGE[0], le=limits.TOP_P_RANGE[1], description="Default 1.")
+    top_k: int | None = Field(None, ge=-1, le=limits.MAX_TOP_K, description="0 or -1: all tokens.")
+    min_p: float | None = Field(None, ge=limits.MIN_P_RANGE[0], le=limits.MIN_P_RANGE[1])
+    frequency_penalty: float | None = Field(None, ge=limits.FREQUENCY_PENALTY_RANGE[0], le=limits.FREQUENCY_PENALTY_RANGE[1])
+    presence_penalty: float | None = Field(None, ge=limits.PRESENCE_PENALTY_RANGE[0], le=limits.PRESENCE_PENALTY_RANGE[1])
+    repetition_penalty: float | None = Field(None, gt=limits.REPETITION_PENALTY_RANGE[0], le=limits.REPETITION_PENALTY_RANGE[1])
+    logit_bias: dict[str, float] | None = Field(
+        None, max_length=limits.MAX_LOGIT_BIAS_ENTRIES, description="Token id → value added to its logit."
+    )
+    max_tokens: int | None = Field(None, ge=1, description="Tokens of an answer at most; never more than the context leaves.")
+    min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="No end of sequence before so many tokens.")
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=limits.MAX_STOP_TOKEN_IDS)
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    include_stop_str_in_output: bool | None = Field(None, description="Default false.")
+    return_token_ids: bool | None = Field(None, description="Choices carry token_ids, and the prompt's ids come with them.")
+    user: str | None = Field(None, description="Accepted and not used.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
+    )
+    priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0.")
+
+
+class ChatCompletionRequest(GenerationBody):
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, description="Goes before max_tokens. Default: up to the context.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="none: the template does not see the tools.")
+    add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")
+    continue_final_message: bool | None = Field(None, description="The answer continues the last message. Default false.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+
+
+class CompletionRequest(GenerationBody):
+    prompt: Prompt
+    echo: bool | None = Field(None, description="The text begins with the prompt.")

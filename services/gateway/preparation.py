@@ -1,0 +1,114 @@
+"""From a body to all that dispatch needs: checks first, then the tokenizer, then the checks that need lengths.
+
+Cancelling a preparation leaves nothing behind. Nothing is asked of a worker here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway import prompts
+from services.gateway.decoding import Decoding
+from services.gateway.detok_link import DetokPool
+from services.gateway.dispatch import Dispatcher
+from services.gateway.errors import ApiError, bad_request, unknown_model
+from services.gateway.prompts import Prompt
+from services.gateway.tokenizer_client import TokenizerClient
+from services.gateway.validation import (
+    Generation,
+    ModelInfo,
+    chat_generation,
+    check_prompt_length,
+    completion_generation,
+    parse_chat,
+    parse_completion,
+    parse_json,
+)
+from services.shared import limits
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A valid request with its prompts as token ids. `prefixes` are what the texts begin with (echo), one per prompt."""
+
+    model: ModelInfo
+    generation: Generation
+    prompts: list[Prompt]
+    prefixes: list[str]
+
+
+class Preparer:
+    """Every method raises ApiError."""
+
+    def __init__(self, dispatcher: Dispatcher, tokenizer: TokenizerClient, detoks: DetokPool) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._detoks = detoks
+
+    async def chat(self, body: bytes, request_id: str) -> Plan:
+        request = parse_chat(parse_json(body))
+        call = prompts.chat_call(request, request_id)
+        model = await self._model(request.model)
+        generation = chat_generation(request, model.vocab_size)
+        prompt = await prompts.of_chat(call, self._tokenizer)
+        check_prompt_length(len(prompt.ids), model.context_len, "messages")
+        return Plan(model, generation, [prompt], [""])
+
+    async def completion(self, body: bytes, request_id: str) -> Plan:
+        request = parse_completion(parse_json(body))
+        model = await self._model(request.model)
+        generation = completion_generation(request, model.vocab_size)
+        checked = await prompts.of_completion(request.prompt, model.vocab_size, self._tokenizer, request_id)
+        if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
+            raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
+        for prompt in checked:
+            check_prompt_length(len(prompt.ids), model.context_len, "prompt")
+        prefixes = [""] * len(checked)
+        if request.echo:
+            prefixes = [await self._text_of(prompt, generation, request_id) for prompt in checked]
+        return Plan(model, generation, checked, prefixes)
+
+    async def _model(self, name: str) -> ModelInfo:
+        info = await self._dispatcher.wait_for_model()
+        if name != info.name:
+            raise unknown_model()
+        return info
+
+    async def _text_of(self, prompt: Prompt, generation: Generation, request_id: str) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return await decode_once(self._detoks, request_id, prompt.ids, generation.skip_special_tokens)
+
+
+async def decode_once(detoks: DetokPool, request_id: str, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """The text of ids that are all there. Raises ApiError; cancelling it frees the handle."""
+    sink = _WholeText()
+    decoding = Decoding(sink, request_id, list(ids), skip_special_tokens=skip_special_tokens)
+    sink.decoding = decoding
+    decoding.finish("")
+    detoks.touch(decoding)
+    try:
+        return await sink.text
+    finally:
+        detoks.drop(decoding)
+
+
+class _WholeText:
+    """Collects the text of one Decoding."""
+
+    decoding: Decoding
+
+    def __init__(self) -> None:
+        self.text: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._parts: list[str] = []
+
+    def on_text(self, text: str, count: int) -> None:
+        self._parts.append(text)
+        if self.decoding.done and not self.text.done():
+            self.text.set_result("".join(self._parts))
+
+    def on_decode_failed(self, error: ApiError) -> None:
+        if not self.text.done():
+            self.text.set_exception(error)

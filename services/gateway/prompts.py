@@ -1,0 +1,114 @@
+"""What a request asks the model to go on from: checked messages and prompts → token ids, by way of the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rootstock.v1 import tokenizer_pb2
+from services.gateway.errors import bad_request, internal
+from services.gateway.openai_types import ChatCompletionRequest
+from services.gateway.tokenizer_client import TokenizerClient
+from services.gateway.validation import check_token_ids, dump_json
+from services.shared import limits
+
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding."""
+
+    ids: Sequence[int]
+    text: str | None
+
+
+async def of_chat(call: tokenizer_pb2.EncodeChatRequest, tokenizer: TokenizerClient) -> Prompt:
+    response = await tokenizer.encode_chat(call)
+    if len(response.prompts) != 1:
+        raise internal("The tokenizer answered with the wrong number of prompts.")
+    return Prompt(response.prompts[0].ids, None)
+
+
+def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.EncodeChatRequest:
+    """The tokenizer's call for checked messages. Raises ApiError."""
+    _check_messages(request.messages)
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise bad_request("continue_final_message", "'continue_final_message' and 'add_generation_prompt' exclude each other.")
+    generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    kwargs = request.chat_template_kwargs
+    return tokenizer_pb2.EncodeChatRequest(
+        request_id=request_id,
+        messages_json=dump_json(request.messages, "messages"),
+        tools_json=dump_json(request.tools, "tools") if request.tools and request.tool_choice != "none" else b"",
+        template_kwargs_json=dump_json(kwargs, "chat_template_kwargs") if kwargs else b"",
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continues,
+    )
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages", "'messages' must be a list with at least one message.")
+    if len(messages) > limits.MAX_CHAT_MESSAGES:
+        raise bad_request("messages", f"'messages' may have at most {limits.MAX_CHAT_MESSAGES} messages.")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise bad_request(where, f"'{where}' must be an object.")
+    if not isinstance(message.get("role"), str) or message["role"] not in _ROLES:
+        raise bad_request(f"{where}.role", f"'{where}.role' must be one of {', '.join(sorted(_ROLES))}.")
+    content = message.get("content")
+    if content is None:
+        if message["role"] != "assistant":
+            raise bad_request(f"{where}.content", f"'{where}.content' is required.")
+    elif isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(part, f"{where}.content[{index}]")
+    elif not isinstance(content, str):
+        raise bad_request(f"{where}.content", f"'{where}.content' must be a string or a list of content parts.")
+
+
+def _check_part(part: Any, where: str) -> None:
+    if not isinstance(part, dict):
+        raise bad_request(where, f"'{where}' must be an object.")
+    if part.get("type") != "text":
+        raise bad_request(f"{where}.type", "Only content parts of type 'text' are supported.", "unsupported_parameter")
+    if not isinstance(part.get("text"), str):
+        raise bad_request(f"{where}.text", f"'{where}.text' must be a string.")
+
+
+async def of_completion(prompt: Any, vocab_size: int, tokenizer: TokenizerClient, request_id: str) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return await _of_texts([prompt], tokenizer, request_id)
+    if not isinstance(prompt, list) or not prompt:
+        raise bad_request("prompt", "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists.")
+    kind = type(prompt[0])
+    if kind is not int and len(prompt) > limits.MAX_BATCH_PROMPTS:
+        raise bad_request("prompt", f"'prompt' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
+    if kind is str:
+        if not all(isinstance(item, str) for item in prompt):
+            raise bad_request("prompt", "'prompt' must hold strings only, or token ids only.")
+        return await _of_texts(prompt, tokenizer, request_id)
+    if kind is int:
+        return [_of_ids(prompt, vocab_size, "prompt")]
+    return [_of_ids(ids, vocab_size, f"prompt[{index}]") for index, ids in enumerate(prompt)]
+
+
+def _of_ids(ids: Any, vocab_size: int, where: str) -> Prompt:
+    if not isinstance(ids, list):
+        raise bad_request("prompt", "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists.")
+    check_token_ids(ids, vocab_size, where)
+    return Prompt(tokenizer_pb2.TokenIds(ids=ids).ids, None)
+
+
+async def _of_texts(texts: list[str], tokenizer: TokenizerClient, request_id: str) -> list[Prompt]:
+    response = await tokenizer.encode(tokenizer_pb2.EncodeRequest(request_id=request_id, texts=texts))
+    if len(response.prompts) != len(texts):
+        raise internal("The tokenizer answered with the wrong number of prompts.")
+    return [Prompt(encoded.ids, text) for encoded, text in zip(response.prompts, texts, strict=True)]

@@ -1,0 +1,289 @@
+"""Small servicers that stand for the other services on real gRPC. Token id = code point; id 0 is the end of sequence.
+
+They live on the event loop of System (system.py); tests read their plain attributes and change them through System.call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import orjson
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+EOS = 0
+VOCAB_SIZE = 0x20000
+CONTEXT_LEN = 512
+MODEL = "test-model"
+
+
+def ids_of(text: str) -> list[int]:
+    return [ord(char) for char in text]
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(chr(token) for token in ids if token != EOS)
+
+
+def chat_text(messages: list[dict[str, Any]], generation_prompt: bool = True) -> str:
+    """The fake chat template."""
+    return "".join(f"<{m['role']}>{m['content']}" for m in messages) + ("<assistant>" if generation_prompt else "")
+
+
+class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failures: list[tuple[grpc.StatusCode, str]] = []  # of the next calls
+        self.calls: list[Any] = []
+        self.cancelled = 0
+
+    async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
+        await self._begin(request, context)
+        return tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenIds(ids=ids_of(text)) for text in request.texts])
+
+    async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
+        await self._begin(request, context)
+        text = chat_text(orjson.loads(request.messages_json), request.add_generation_prompt)
+        return tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenIds(ids=ids_of(text))])
+
+    async def _begin(self, request: Any, context: Any) -> None:
+        self.calls.append(request)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.failures:
+            await context.abort(*self.failures.pop(0))
+
+
+@dataclass
+class Row:
+    """One handle of a fake detokenizer's stream."""
+
+    stop: list[str]
+    include_stop: bool
+    skip_special: bool
+    ids: list[int] = field(default_factory=list)
+    emitted: int = 0
+
+    def advance(self, finished: bool, matched: str) -> str:
+        text = text_of(self.ids) if self.skip_special else "".join(chr(i) if i else "<eos>" for i in self.ids)
+        if finished:
+            if matched and not self.include_stop:
+                text = text[: text.rindex(matched)]
+        else:
+            held = max((n for s in self.stop for n in range(1, len(s) + 1) if text.endswith(s[:n])), default=0)
+            text = text[: len(text) - held]
+        new, self.emitted = text[self.emitted :], max(self.emitted, len(text))
+        return new
+
+
+class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
+    def __init__(self) -> None:
+        self.batches: list[detokenizer_pb2.DecodeBatch] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.open: dict[int, Row] = {}  # of the newest stream
+        self.forget = 0  # before so many batches more, forget every handle
+        self.contexts: list[Any] = []
+
+    async def Decode(
+        self, batches: AsyncIterator[detokenizer_pb2.DecodeBatch], context: Any
+    ) -> AsyncIterator[detokenizer_pb2.TextBatch]:
+        rows: dict[int, Row] = {}
+        self.open = rows
+        self.contexts.append(context)
+        async for batch in batches:
+            if batch.handles or batch.closes:
+                self.batches.append(batch)
+            await self.gate.wait()
+            if self.forget and batch.handles:
+                self.forget -= 1
+                rows.clear()
+                batch.ClearField("opens")
+            yield self._answer(rows, batch)
+
+    @staticmethod
+    def _answer(rows: dict[int, Row], batch: detokenizer_pb2.DecodeBatch) -> detokenizer_pb2.TextBatch:
+        for o in batch.opens:
+            assert o.handle not in rows, "handles are unique on a stream"
+            skip_special = o.skip_special_tokens if o.HasField("skip_special_tokens") else True
+            rows[o.handle] = Row(list(o.stop), o.include_stop, skip_special, list(o.replay_ids), o.emitted_chars)
+        known: list[int] = []
+        texts: list[str] = []
+        unknown: list[int] = []
+        position = 0
+        columns = (batch.handles, batch.counts, batch.finished, batch.matched_stops)
+        for handle, count, finished, matched in zip(*columns, strict=True):
+            ids = batch.token_ids[position : position + count]
+            position += count
+            if handle not in rows:
+                unknown.append(handle)
+                continue
+            known.append(handle)
+            rows[handle].ids += ids
+            texts.append(rows[handle].advance(finished, matched))
+            if finished:
+                del rows[handle]
+        for handle in batch.closes:
+            rows.pop(handle, None)
+        return detokenizer_pb2.TextBatch(seq=batch.seq, handles=known, texts=texts, unknown=unknown)
+
+
+@dataclass
+class Running:
+    """One request of a fake worker."""
+
+    submit: worker_pb2.Submit
+    script: list[int]
+    made: list[int] = field(default_factory=list)
+
+    def next(self) -> tuple[int, worker_pb2.Finish | None]:
+        token = self.script[len(self.made)] if len(self.made) < len(self.script) else EOS
+        self.made.append(token)
+        return token, self._finish(token)
+
+    def _finish(self, token: int) -> worker_pb2.Finish | None:
+        sampling = self.submit.sampling
+        finish = worker_pb2.Finish(
+            handle=self.submit.handle,
+            prompt_tokens=len(self.submit.prompt_ids),
+            cached_tokens=min(3, len(self.submit.prompt_ids)),
+            completion_tokens=len(self.made),
+        )
+        matched = [stop for stop in sampling.stop if text_of(self.made).endswith(stop)]
+        if len(self.made) >= sampling.max_new_tokens:
+            finish.reason = pb.FINISH_REASON_LENGTH
+        elif (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+            finish.reason, finish.matched_token = pb.FINISH_REASON_MATCHED_TOKEN, token
+        elif matched:
+            finish.reason, finish.matched_stop = pb.FINISH_REASON_MATCHED_STRING, matched[0]
+        else:
+            return None
+        return finish
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """One step is one token for every request. `tokens_per_gate` None: steps run freely; else only that many more."""
+
+    def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:
+        self.info = worker_pb2.WorkerInfo(worker_id=name, generation=1, model=model)
+        self.info.context_len, self.info.vocab_size = CONTEXT_LEN, VOCAB_SIZE
+        self.answer: Callable[[worker_pb2.Submit], str] = lambda submit: "Hello, world!"
+        self.refuse: list[tuple[int, str]] = []  # ABORT finishes for the next submits: error code, message
+        self.steps_left: int | None = None
+        self.submits: list[worker_pb2.Submit] = []
+        self.messages: list[worker_pb2.GenerateRequest] = []
+        self.aborted: list[int] = []
+        self.running: dict[int, Running] = {}  # of the newest stream
+        self.contexts: list[Any] = []
+        self.steps = 0
+        self._steps = itertools.count(1)
+        self._kick = asyncio.Event()
+
+    def allow(self, steps: int | None) -> None:
+        self.steps_left = steps
+        self._kick.set()
+
+    async def Generate(
+        self, requests: AsyncIterator[worker_pb2.GenerateRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        running: dict[int, Running] = {}
+        refused: list[worker_pb2.Finish] = []
+        self.running = running
+        self.contexts.append(context)
+        yield worker_pb2.GenerateResponse(hello=self.info)
+        reader = asyncio.create_task(self._read(requests, running, refused))
+        try:
+            while True:
+                if refused or (running and self.steps_left != 0):
+                    yield worker_pb2.GenerateResponse(step=self._step(running, refused))
+                    await asyncio.sleep(0.001)
+                else:
+                    self._kick.clear()
+                    await self._kick.wait()
+        finally:
+            reader.cancel()
+            running.clear()
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.GenerateRequest], running: dict[int, Running], refused: list[Any]
+    ) -> None:
+        async for message in requests:
+            self.messages.append(message)
+            for submit in message.submits:
+                assert submit.handle not in running, "handles are unique on a stream"
+                self.submits.append(submit)
+                if self.refuse:
+                    code, text = self.refuse.pop(0)
+                    reason = pb.FINISH_REASON_ABORT
+                    refused.append(worker_pb2.Finish(handle=submit.handle, reason=reason, error=code, message=text))
+                else:
+                    running[submit.handle] = Running(submit, ids_of(self.answer(submit)))
+            for handle in message.aborts:
+                self.aborted.append(handle)
+                running.pop(handle, None)
+            self._kick.set()
+
+    def _step(self, running: dict[int, Running], refused: list[worker_pb2.Finish]) -> worker_pb2.StepOutput:
+        self.steps += 1
+        step = worker_pb2.StepOutput(step_id=next(self._steps), finishes=refused)
+        refused.clear()
+        if self.steps_left == 0:
+            return step
+        if self.steps_left is not None:
+            self.steps_left -= 1
+        for handle, request in list(running.items()):
+            token, finish = request.next()
+            step.handles.append(handle)
+            step.counts.append(1)
+            step.token_ids.append(token)
+            if finish is not None:
+                step.finishes.append(finish)
+                del running[handle]
+        return step
+
+
+SERVICERS: dict[type, Callable[[Any, grpc.aio.Server], None]] = {
+    FakeTokenizer: tokenizer_pb2_grpc.add_TokenizerServicer_to_server,
+    FakeDetokenizer: detokenizer_pb2_grpc.add_DetokenizerServicer_to_server,
+    FakeWorker: worker_pb2_grpc.add_WorkerServicer_to_server,
+}
+
+
+class Host:
+    """A fake on its own port, which it keeps over stop() and start()."""
+
+    def __init__(self, servicer: Any) -> None:
+        self.servicer = servicer
+        self.port = 0
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        SERVICERS[type(self.servicer)](self.servicer, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """As a killed process: calls end at once."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    async def reserve(self) -> None:
+        """Fixes the port without serving on it."""
+        await self.start()
+        await self.stop()

@@ -1,0 +1,169 @@
+"""A gateway with fake peers, all on real sockets, on one event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import httpx
+import orjson
+import uvloop
+from openai import OpenAI
+
+from services.gateway import http_server
+from services.gateway.gateway import Gateway
+from services.gateway.settings import GatewaySettings
+
+from .fakes import MODEL, FakeDetokenizer, FakeTokenizer, FakeWorker, Host
+
+T = TypeVar("T")
+WAIT_S = 15.0
+
+
+def wait_until(condition: Callable[[], bool], what: str = "condition") -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.005)
+
+
+class System:
+    def __init__(
+        self, workers: int = 1, detokenizers: int = 1, tokenizers: int = 1, down: tuple[str, ...] = (), **settings: Any
+    ) -> None:
+        """`down` names services that are not started: "worker", "tokenizer", "detokenizer"."""
+        self._sizes = (workers, detokenizers, tokenizers)
+        self._down = down
+        self._overrides = {"wait_for_worker_s": 10.0, "wait_for_detokenizer_s": 10.0, "grace_s": 0.2, **settings}
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> System:
+        self._thread.start()
+        self.call(self._start())
+        if not self._down:
+            wait_until(lambda: self.get("/readiness").status_code == 200, "readiness")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+
+    async def _start(self) -> None:
+        workers, detokenizers, tokenizers = self._sizes
+        self.workers = [Host(FakeWorker(f"worker-{i}")) for i in range(workers)]
+        self.detokenizers = [Host(FakeDetokenizer()) for _ in range(detokenizers)]
+        self.tokenizers = [Host(FakeTokenizer()) for _ in range(tokenizers)]
+        for service, hosts in (("worker", self.workers), ("detokenizer", self.detokenizers), ("tokenizer", self.tokenizers)):
+            for host in hosts:
+                await (host.reserve() if service in self._down else host.start())
+        config = GatewaySettings(
+            port=0,
+            health_port=0,
+            workers=",".join(host.address for host in self.workers),
+            detokenizers=",".join(host.address for host in self.detokenizers),
+            tokenizers=",".join(host.address for host in self.tokenizers),
+            **self._overrides,
+        )
+        listener = http_server.bind("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.stop = asyncio.Event()
+        self.gateway = Gateway(config)
+        self.serving = asyncio.create_task(self.gateway.run(listener, self.stop))
+
+    async def _stop(self) -> None:
+        self.stop.set()
+        await self.serving
+        for host in (*self.workers, *self.detokenizers, *self.tokenizers):
+            await host.stop()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the system's loop and waits for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    def do(self, action: Callable[[], Any]) -> None:
+        """Runs a plain function on the system's loop."""
+
+        async def run() -> None:
+            action()
+
+        self.call(run())
+
+    @property
+    def worker(self) -> FakeWorker:
+        return self.workers[0].servicer
+
+    @property
+    def detokenizer(self) -> FakeDetokenizer:
+        return self.detokenizers[0].servicer
+
+    @property
+    def tokenizer(self) -> FakeTokenizer:
+        return self.tokenizers[0].servicer
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return httpx.get(self.url(path), timeout=WAIT_S, **kwargs)
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else orjson.dumps(body)
+        return httpx.post(self.url(path), content=content, timeout=WAIT_S, **kwargs)
+
+    def chat(self, **body: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **body})
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"model": MODEL, "prompt": "Hi", **body})
+
+    def openai(self, **kwargs: Any) -> OpenAI:
+        return OpenAI(**{"base_url": self.url("/v1"), "api_key": "none", "max_retries": 0, "timeout": WAIT_S, **kwargs})
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of /metrics; 0 if it does not exist yet."""
+        for line in self.get("/metrics").text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.partition("{")[0] == name and all(f'{key}="{label}"' in sample for key, label in labels.items()):
+                return float(value)
+        return 0.0
+
+
+class RawClient:
+    """A bare socket that can stop reading, or vanish, at any moment."""
+
+    def __init__(self, system: System, path: str, body: dict[str, Any]) -> None:
+        content = orjson.dumps({"model": MODEL, **body})
+        self._socket = socket.create_connection(("127.0.0.1", system.port), timeout=WAIT_S)
+        head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(content)}\r\n\r\n"
+        self._socket.sendall(head.encode() + content)
+        self.received = b""
+
+    def read_until(self, text: bytes) -> None:
+        while text not in self.received:
+            data = self._socket.recv(65536)
+            assert data, f"closed before {text!r}: {self.received!r}"
+            self.received += data
+
+    def read_to_end_of_stream(self) -> bytes:
+        self.read_until(b"\r\n0\r\n\r\n")
+        return self.received
+
+    def vanish(self) -> None:
+        self._socket.close()
+
+
+def events(text: str) -> list[Any]:
+    """The JSON of a stream's events, without [DONE], which must be there and last."""
+    lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]", lines[-1]
+    return [orjson.loads(line) for line in lines[:-1]]
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi"}], **fields}
