@@ -69,7 +69,8 @@ class Timing:
         step = self.decode_s / (self.num_out - 1)
         total = self.batch * self.num_out / (self.prefill_s + self.decode_s)
         prefill = self.batch * self.num_in / self.prefill_s
-        return f"{name:>14} batch {self.batch:3}: prefill {prefill:7.0f} tok/s, decode step {step * 1e3:7.1f} ms, output {total:6.1f} tok/s"
+        speeds = f"prefill {prefill:7.0f} tok/s, decode step {step * 1e3:7.1f} ms, output {total:6.1f} tok/s"
+        return f"{name:>14} batch {self.batch:3}: {speeds}"
 
 
 def prompts(batch: int, length: int) -> torch.Tensor:

@@ -1,0 +1,108 @@
+"""Drives an executor with hand-made plans, as a scheduler would, without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.worker.core.plan import BatchPlan, ForwardMode, RowLogprobs, SlotParams
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec.protocol import Executor
+
+
+@dataclass
+class Sequence:
+    """One request: its slot, the pages it holds in order, and the tokens it got."""
+
+    prompt: list[int]
+    slot: int
+    params: SamplingParams
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    named_pages: int = 0
+    output: list[int] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    stop_token_ids: tuple[int, ...] = ()
+    admitted: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+def greedy(max_new_tokens: int = 64, top_logprobs: int = -1) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, top_logprobs=top_logprobs)
+
+
+def i32(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+class Driver:
+    def __init__(self, executor: Executor, page_size: int) -> None:
+        self.executor = executor
+        self.page_size = page_size
+        self.next_page = 0
+        self.step_id = 0
+
+    def plan(self, rows: list[tuple[Sequence, int]]) -> BatchPlan:
+        """rows: (sequence, tokens to compute); sequences past their prompt decode. Extend rows must come first."""
+        extends = [sequence.computed < len(sequence.prompt) for sequence, _ in rows]
+        assert extends == sorted(extends, reverse=True)
+        updates = [update for sequence, count in rows if (update := self._new_pages(sequence, count))]
+        ids = [t for (s, n), extend in zip(rows, extends, strict=True) if extend for t in s.prompt[s.computed : s.computed + n]]
+        admitted = tuple(self._admit(sequence) for sequence, _ in rows if not sequence.admitted)
+        self.step_id += 1
+        plan = BatchPlan(
+            step_id=self.step_id,
+            mode=ForwardMode.MIXED,
+            num_extend=sum(extends),
+            slots=i32([sequence.slot for sequence, _ in rows]),
+            starts=i32([sequence.computed for sequence, _ in rows]),
+            num_tokens=i32([count for _, count in rows]),
+            input_ids=i32(ids),
+            sample=np.array([s.computed + n >= len(s.prompt) for s, n in rows], dtype=np.bool_),
+            admitted=admitted,
+            table_slots=i32([slot for slot, _, _ in updates]),
+            table_firsts=i32([first for _, first, _ in updates]),
+            table_counts=i32([len(pages) for _, _, pages in updates]),
+            table_pages=i32([page for _, _, pages in updates for page in pages]),
+        )
+        for sequence, count in rows:
+            sequence.computed += count
+        return plan
+
+    def _new_pages(self, sequence: Sequence, count: int) -> tuple[int, int, list[int]] | None:
+        needed = -(-(sequence.computed + count) // self.page_size)
+        while len(sequence.pages) < needed:
+            sequence.pages.append(self.next_page)
+            self.next_page += 1
+        first, sequence.named_pages = sequence.named_pages, max(needed, sequence.named_pages)
+        return (sequence.slot, first, sequence.pages[first:needed]) if needed > first else None
+
+    def _admit(self, sequence: Sequence) -> SlotParams:
+        sequence.admitted = True
+        return SlotParams(sequence.slot, len(sequence.prompt), sequence.params, sequence.stop_token_ids, i32(sequence.prompt))
+
+    def step(self, rows: list[tuple[Sequence, int]]) -> None:
+        """Plans, runs, and hands out one step's tokens."""
+        run = self.executor.forward(self.plan(rows))
+        self.executor.sample(run)
+        result = self.executor.wait(run)
+        assert not result.faults
+        for row, (sequence, _) in enumerate(rows):
+            if run.plan.sample[row]:
+                sequence.output.append(int(result.tokens[row]))
+            if row in result.logprobs:
+                sequence.logprobs.append(result.logprobs[row])
+
+    def prefill(self, sequences: list[Sequence], chunk: int = 1 << 30) -> None:
+        """Extends all sequences together, at most chunk tokens of each in a step, until every prompt is computed."""
+        while pending := [s for s in sequences if s.computed < len(s.prompt)]:
+            self.step([(s, min(chunk, len(s.prompt) - s.computed)) for s in pending])
+
+    def decode(self, sequences: list[Sequence], num_tokens: int) -> None:
+        """Decodes until each sequence has num_tokens outputs."""
+        while pending := [s for s in sequences if len(s.output) < num_tokens]:
+            self.step([(s, 1) for s in pending])

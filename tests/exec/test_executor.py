@@ -1,0 +1,176 @@
+"""The executor's contract beyond numbers: failures, stale rows, loading errors, what it says of the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.worker.exec.checkpoint import CheckpointError
+from services.worker.exec.cpu import CpuExecutor, build_cpu_executor
+from services.worker.exec.families import UnsupportedModel
+from services.worker.exec.model_info import ModelInfo
+from services.worker.exec.pools import PoolTooSmall
+from services.worker.exec.protocol import ExecutorError
+from tests.exec.driver import Driver, Sequence, greedy, i32
+from tests.exec.tiny_models import MODELS
+
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+def build(
+    folder: Path, dtype: str = "auto", num_pages: int | None = 64, check: bool = True, fraction: float = 0.01
+) -> tuple[CpuExecutor, ModelInfo]:
+    return build_cpu_executor(str(folder), dtype, 4, 8, num_pages, fraction, 64, 1, lambda _: None, check_relay=check)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    MODELS["llama-untied"].build(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def executor(folder: Path) -> Iterator[CpuExecutor]:
+    built, _ = build(folder)
+    yield built
+    built.close()
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, drop: str = "", reshape: str = "") -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items() if not drop or drop not in name}
+    if reshape:
+        tensors[reshape] = tensors[reshape][1:].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_model_info(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
+    executor, info = build(folder)
+    executor.close()
+    assert (info.architecture, info.vocab_size, info.context_len, info.dtype) == ("LlamaForCausalLM", 257, 64, "float32")
+    assert info.eos_token_ids == (9, 5)
+    assert (info.num_pages, info.page_size, info.kv_bytes_per_token) == (64, 4, 2 * 3 * 2 * 16 * 4)
+    assert info.weight_bytes >= (folder / "model.safetensors").stat().st_size * 0.99
+
+
+def test_pool_fills_the_given_share_of_memory(folder: Path) -> None:
+    executor, info = build(folder, num_pages=None, fraction=0.001)
+    executor.close()
+    assert info.num_pages > 64
+    with pytest.raises(PoolTooSmall, match="no room"):
+        build(folder, num_pages=None, fraction=0.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(folder: Path, dtype: str) -> None:
+    outputs = []
+    for name in ("float32", dtype):
+        executor, info = build(folder, name)
+        assert info.dtype == name
+        sequence = Sequence(list(range(20)), 0, greedy(1, top_logprobs=5))
+        Driver(executor, 4).prefill([sequence])
+        executor.close()
+        outputs.append(sequence.logprobs[0])
+    assert list(outputs[0].top) == pytest.approx(list(outputs[1].top), abs=0.4)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "error", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, {}, UnsupportedModel, "GPT2LMHeadModel is not supported; supported: Llama"),
+        ({"hidden_act": "gelu"}, {}, UnsupportedModel, "hidden_act gelu"),
+        ({"rope_parameters": DYNAMIC_ROPE}, {}, UnsupportedModel, "rope type dynamic"),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, CheckpointError, "quantised"),
+        ({}, {"drop": "layers.1.mlp.up_proj"}, CheckpointError, "lacks 1 tensors: model.layers.1.mlp.up_proj.weight"),
+        ({}, {"drop": "lm_head"}, CheckpointError, "lm_head.weight"),
+        ({}, {"drop": "layers"}, CheckpointError, r"lacks 27 tensors.*\.\.\."),
+        ({}, {"reshape": "model.norm.weight"}, CheckpointError, r"model.norm.weight .* shape \(63,\).* \(64,\)"),
+    ],
+    ids=["architecture", "activation", "rope", "quantised", "one-missing", "head-missing", "many-missing", "shape"],
+)
+def test_loading_errors(
+    folder: Path, config: dict[str, object], tensors: dict[str, str], error: type[Exception], message: str
+) -> None:
+    if config:
+        edit_config(folder, **config)
+    if tensors:
+        edit_tensors(folder, **tensors)
+    with pytest.raises(error, match=message):
+        build(folder)
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        build(tmp_path)
+
+
+def test_folder_without_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="only safetensors"):
+        build(folder)
+
+
+def test_unknown_dtype(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="int8 is not supported"):
+        build(folder, "int8")
+
+
+def test_two_steps_in_flight_relay_on_the_device(executor: CpuExecutor) -> None:
+    sequence, twin = Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy())
+    driver = Driver(executor, 4)
+    driver.prefill([twin])
+    driver.decode([twin], 6)
+    runs = []
+    for count in (3, 1, 1, 1, 1, 1):
+        plan = driver.plan([(sequence, count)])
+        if count == 1:
+            plan = replace(plan, num_extend=0, input_ids=i32([]))
+        run = executor.forward(plan)
+        executor.sample(run)
+        runs.append(run)
+    assert [int(executor.wait(run).tokens[0]) for run in runs] == twin.output
+
+
+def test_a_failed_step_fails_its_waiter_and_no_other(executor: CpuExecutor) -> None:
+    driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
+    unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
+    bad = executor.forward(unwritten)
+    executor.sample(bad)
+    driver.prefill([sequence])
+    with pytest.raises(ExecutorError, match=r"step 1 failed.*slots \[5\]"):
+        executor.wait(bad)
+    assert len(sequence.output) == 1
+
+
+def test_an_empty_plan_gives_an_empty_result(executor: CpuExecutor) -> None:
+    run = executor.forward(Driver(executor, 4).plan([]))
+    executor.sample(run)
+    assert len(executor.wait(run).tokens) == 0
+
+
+@pytest.mark.parametrize("start", [0, 3, 63, 64, 67, 1000], ids=lambda start: f"at-{start}")
+def test_stale_rows_hurt_nobody(folder: Path, start: int) -> None:
+    executor, _ = build(folder, check=False)
+    driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
+    driver.prefill([sequence])
+    before = [pool.view(torch.int32).clone() for pool in executor._model._pool.keys]  # as bits: unwritten memory may be NaN
+    row = {"slots": i32([6]), "starts": i32([start]), "num_tokens": i32([1]), "sample": np.array([True])}
+    run = executor.forward(replace(driver.plan([]), num_extend=0, **row))
+    executor.sample(run)
+    executor.wait(run)
+    after = [pool.view(torch.int32) for pool in executor._model._pool.keys]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    executor.close()

@@ -1,0 +1,160 @@
+"""The CPU executor computes what transformers computes, however a request is cut into steps, pages and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.exec.cpu import build_cpu_executor
+from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.tiny_models import MODELS
+
+NUM_NEW = 64
+
+
+@dataclass(frozen=True)
+class Reference:
+    folder: Path
+    model: Any
+
+    def generate(self, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
+        """Greedy, past any end-of-sequence token."""
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new, min_new_tokens=num_new,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    return {}
+
+
+@pytest.fixture
+def reference(request: pytest.FixtureRequest, references: dict[str, Reference], tmp_path_factory: Any) -> Reference:
+    name = request.param
+    if name not in references:
+        folder = tmp_path_factory.mktemp(name)
+        references[name] = Reference(folder, MODELS[name].build(folder))
+    return references[name]
+
+
+every_model = pytest.mark.parametrize("reference", list(MODELS), indirect=True)
+one_model = pytest.mark.parametrize("reference", ["qwen3"], indirect=True)
+
+
+@contextmanager
+def driver(reference: Reference, page_size: int = 16, num_pages: int = 2048) -> Iterator[Driver]:
+    executor, _ = build_cpu_executor(
+        str(reference.folder), "auto", page_size, 32, num_pages, 0.5, None, 2, lambda _: None, check_relay=True
+    )
+    try:
+        yield Driver(executor, page_size)
+    finally:
+        executor.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, 257, (length,), generator=generator).tolist()
+
+
+def run_alone(driving: Driver, prompt: list[int], chunk: int = 1 << 30, slot: int = 3) -> list[int]:
+    sequence = Sequence(prompt, slot, greedy())
+    driving.prefill([sequence], chunk)
+    driving.decode([sequence], NUM_NEW)
+    return sequence.output
+
+
+@every_model
+def test_greedy_tokens_equal_transformers(reference: Reference) -> None:
+    prompt = prompt_of(50)
+    expected = reference.generate(prompt)
+    assert len(set(expected)) > 8, "the checkpoint's output must be varied"
+    with driver(reference) as driving:
+        assert run_alone(driving, prompt) == expected
+
+
+@every_model
+def test_top_logprobs_equal_transformers(reference: Reference) -> None:
+    prompt = prompt_of(37)
+    sequence = Sequence(prompt, 0, greedy(8, top_logprobs=20))
+    with driver(reference) as driving:
+        driving.prefill([sequence])
+        driving.decode([sequence], 8)
+    with torch.inference_mode():
+        logits = reference.model(torch.tensor([sequence.tokens])).logits[0].float()
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    for step, row in enumerate(sequence.logprobs):
+        assert row.sampled == pytest.approx(float(expected[step, sequence.output[step]]), abs=1e-4)
+        assert list(row.top) == pytest.approx(expected[step].topk(20).values.tolist(), abs=1e-4)
+        assert [float(expected[step, i]) for i in row.top_ids] == pytest.approx(list(row.top), abs=1e-4)
+
+
+@pytest.mark.parametrize("reference", ["llama-untied", "mistral-window", "qwen3"], indirect=True)
+def test_sixteen_ragged_requests_at_once(reference: Reference) -> None:
+    prompts = [prompt_of(1 + 7 * index, index) for index in range(16)]
+    with driver(reference) as driving:
+        sequences = [Sequence(prompt, 15 - index, greedy()) for index, prompt in enumerate(prompts)]
+        driving.prefill(sequences)
+        driving.decode(sequences, NUM_NEW)
+    assert [s.output for s in sequences] == [reference.generate(prompt) for prompt in prompts]
+
+
+@one_model
+def test_decode_rows_ride_along_with_chunks(reference: Reference) -> None:
+    early, late = Sequence(prompt_of(20, 1), 1, greedy()), Sequence(prompt_of(100, 2), 2, greedy())
+    with driver(reference) as driving:
+        driving.prefill([early])
+        while late.computed < len(late.prompt):
+            driving.step([(late, min(16, len(late.prompt) - late.computed)), (early, 1)])
+        driving.decode([early, late], NUM_NEW)
+    assert [early.output, late.output] == [reference.generate(early.prompt), reference.generate(late.prompt)]
+
+
+@pytest.mark.parametrize("reference", ["mistral-window", "qwen3"], indirect=True)
+@pytest.mark.parametrize("chunk", [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48])
+def test_prompt_in_chunks(reference: Reference, chunk: int) -> None:
+    prompt = prompt_of(45)
+    with driver(reference, page_size=4) as driving:
+        assert run_alone(driving, prompt, chunk) == reference.generate(prompt)
+
+
+@one_model
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_page_sizes(reference: Reference, page_size: int) -> None:
+    prompt = prompt_of(33)
+    with driver(reference, page_size) as driving:
+        assert run_alone(driving, prompt) == reference.generate(prompt)
+
+
+@one_model
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_prefix_pages_shared_between_rows(reference: Reference, page_size: int) -> None:
+    prefix = prompt_of(32)
+    first, second = Sequence(prefix + prompt_of(9, 1), 0, greedy()), Sequence(prefix + prompt_of(5, 2), 1, greedy())
+    with driver(reference, page_size) as driving:
+        driving.prefill([first])
+        second.pages = first.pages[: 32 // page_size]
+        second.computed = 32
+        driving.step([(second, 5), (first, 1)])
+        driving.decode([first, second], NUM_NEW)
+    assert [first.output, second.output] == [reference.generate(first.prompt), reference.generate(second.prompt)]
+
+
+@one_model
+def test_pages_in_any_order(reference: Reference) -> None:
+    prompt = prompt_of(60)
+    sequence = Sequence(prompt, 0, greedy(), pages=[40, 0, 39, 7, 21, 3, 2, 30])
+    with driver(reference) as driving:
+        driving.prefill([sequence], 16)
+        driving.decode([sequence], NUM_NEW)
+    assert sequence.output == reference.generate(prompt)

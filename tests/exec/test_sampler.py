@@ -1,0 +1,214 @@
+"""What the sampler may draw, from which distribution, and what edits the logits first; against plain numpy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import reference
+from services.worker.core.plan import RowFault, SlotParams
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec.draw import largest, support, uniforms
+from services.worker.exec.sampler import Sampler
+
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+LOGITS = [1.0, 4.0, 2.0, 4.5, 0.5, 3.0, -1.0, 2.5]
+
+
+def slot_params(
+    slot: int, params: SamplingParams, history: list[int], num_prompt: int, stops: tuple[int, ...] = ()
+) -> SlotParams:
+    return SlotParams(slot, num_prompt, params, stops, np.array(history, dtype=np.int32))
+
+
+def sampler_of(params: SamplingParams, history: list[int] | None = None, num_prompt: int = 0, **rest: Any) -> Sampler:
+    """A sampler whose slot 0 holds params, over a vocabulary of 8."""
+    sampler = Sampler(4, len(LOGITS), reference)
+    sampler.admit(slot_params(0, params, history or [], num_prompt, **rest))
+    return sampler
+
+
+def sample_one(sampler: Sampler, logits: list[float], position: int = 10, slot: int = 0) -> int:
+    result = sampler.sample(torch.tensor([logits]), np.array([slot], np.int32), np.array([position], np.int32))
+    assert not result.faults
+    return int(result.tokens[0])
+
+
+def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    kept = order[:top_k] if top_k > 0 else order
+    chances = np.exp(logits[kept] - logits.max())
+    chances /= chances.sum()
+    kept = [token for token, before in zip(kept, np.cumsum(chances) - chances, strict=True) if before < top_p]
+    return {token for token in kept if np.exp(logits[token] - logits.max()) >= min_p}
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(-1, 1.0, 0.0), (1, 1.0, 0.0), (3, 1.0, 0.0), (-1, 0.5, 0.0), (-1, 0.95, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.1),
+     (4, 0.8, 0.0), (4, 0.99, 0.3), (100, 0.9, 0.05)],
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_support(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+    logits = np.array(LOGITS) / temperature
+    kept = support(torch.tensor(logits, dtype=torch.float32), top_k, top_p, min_p)
+    found = set(range(len(LOGITS))) if kept is None else set(kept.tolist())
+    assert found == (expected_support(logits, top_k, top_p, min_p) if top_p > 0 else {3})
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.7, 0.999])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0], ids=["flat", "normal", "peaked"])
+def test_nucleus_of_a_large_vocabulary(top_p: float, spread: float) -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * spread
+    kept = support(logits, -1, top_p, 0.0)
+    assert kept is not None
+    chances = np.sort(logits.double().softmax(0).numpy())[::-1]
+    assert len(kept) == int((np.cumsum(chances) - chances < top_p).sum())
+    assert kept.tolist() == sorted(kept.tolist())
+
+
+def test_top_k_takes_the_lowest_of_equals() -> None:
+    assert largest(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0]), 3).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(8, temperature=1.0, seed=3),
+        SamplingParams(8, temperature=0.5, seed=4),
+        SamplingParams(8, temperature=1.5, top_k=4, seed=5),
+        SamplingParams(8, temperature=1.0, top_p=0.8, seed=6),
+        SamplingParams(8, temperature=1.0, min_p=0.2, seed=2**64 - 1),
+    ],
+    ids=["plain", "cold", "top-k", "top-p", "min-p"],
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    sampler, draws = sampler_of(params), 4000
+    counts = Counter(sample_one(sampler, LOGITS, position) for position in range(draws))
+    scaled = np.array(LOGITS) / params.temperature
+    kept = expected_support(scaled, params.top_k, params.top_p, params.min_p)
+    chances = np.where([i in kept for i in range(len(LOGITS))], np.exp(scaled), 0.0)
+    chances /= chances.sum()
+    assert set(counts) <= kept
+    assert [counts[i] / draws for i in range(len(LOGITS))] == pytest.approx(chances.tolist(), abs=0.025)
+
+
+def test_uniforms_depend_on_seed_and_position_alone() -> None:
+    seeds, positions = np.arange(500, dtype=np.uint64), np.arange(500, dtype=np.int32)
+    together = uniforms(seeds, positions)
+    assert [float(uniforms(seeds[i : i + 1], positions[i : i + 1])[0]) for i in range(500)] == together.tolist()
+    grid = uniforms(np.repeat(seeds[:100], 100), np.tile(positions[:100], 100))
+    assert len(set(grid.tolist())) == 10_000
+    assert grid.min() >= 0.0 and grid.max() < 1.0
+    assert np.histogram(grid, bins=10, range=(0, 1))[0].tolist() == pytest.approx([1000] * 10, abs=120)
+
+
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    params = SamplingParams(8, temperature=1.0, top_p=0.9, seed=11)
+    sampler = Sampler(4, len(LOGITS), reference)
+    for slot, other in enumerate([params, GREEDY, replace(params, seed=5), replace(params, frequency_penalty=1.0)]):
+        sampler.admit(slot_params(slot, other, [], 0))
+    alone = [sample_one(sampler, LOGITS, position) for position in range(50)]
+    batch = torch.tensor([LOGITS[::-1], LOGITS, LOGITS, LOGITS])
+    slots = np.array([1, 3, 0, 2], np.int32)
+    mixed = [int(sampler.sample(batch, slots, np.array([7, 7, p, 7], np.int32)).tokens[2]) for p in range(50)]
+    assert mixed == alone
+
+
+@pytest.mark.parametrize(
+    ("params", "history", "num_prompt", "expected"),
+    [
+        (GREEDY, [], 0, 3),
+        (replace(GREEDY, frequency_penalty=0.3), [3, 3], 0, 1),
+        (replace(GREEDY, frequency_penalty=0.3), [3, 3], 2, 3),
+        (replace(GREEDY, presence_penalty=0.6), [3, 3], 0, 1),
+        (replace(GREEDY, presence_penalty=0.6), [3, 3], 2, 3),
+        (replace(GREEDY, repetition_penalty=1.2), [3], 1, 1),
+        (replace(GREEDY, repetition_penalty=1.2), [3], 0, 1),
+        (replace(GREEDY, logit_bias=((6, 100.0),)), [], 0, 6),
+        (replace(GREEDY, logit_bias=((3, -1.0), (99, 5.0))), [], 0, 1),
+    ],
+    ids=["none", "frequency-counts-output", "frequency-not-prompt", "presence-output", "presence-not-prompt",
+         "repetition-prompt", "repetition-output", "bias", "bias-outside-vocabulary"],
+)  # fmt: skip
+def test_edited_greedy(params: SamplingParams, history: list[int], num_prompt: int, expected: int) -> None:
+    assert sample_one(sampler_of(params, history, num_prompt), LOGITS) == expected
+
+
+def test_repetition_penalty_pushes_negative_logits_down() -> None:
+    sampler = sampler_of(replace(GREEDY, repetition_penalty=2.0), [0], 1)
+    assert sample_one(sampler, [-1.0, -1.5, *[-9.0] * 6]) == 1
+
+
+def test_sampled_tokens_count_for_penalties() -> None:
+    sampler = sampler_of(replace(GREEDY, frequency_penalty=0.4))
+    assert [sample_one(sampler, LOGITS) for _ in range(5)] == [3, 3, 1, 3, 1]
+
+
+def test_admission_forgets_the_last_holder() -> None:
+    sampler = sampler_of(replace(GREEDY, frequency_penalty=5.0), [3, 1], 0)
+    assert sample_one(sampler, LOGITS) == 5
+    sampler.admit(slot_params(0, GREEDY, [], 0))
+    assert sample_one(sampler, LOGITS) == 3
+
+
+@pytest.mark.parametrize(("position", "expected"), [(4, 1), (5, 1), (6, 3), (7, 3)])
+def test_stop_tokens_wait_for_min_new_tokens(position: int, expected: int) -> None:
+    sampler = sampler_of(replace(GREEDY, min_new_tokens=2), num_prompt=4, stops=(3, 77))
+    assert sample_one(sampler, LOGITS, position) == expected
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    assert sample_one(sampler_of(GREEDY), [0.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]) == 1
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(8), replace(GREEDY, logit_bias=((1, 1.0),))])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_nan_faults_its_row_alone(params: SamplingParams, poison: float) -> None:
+    sampler = sampler_of(params)
+    sampler.admit(slot_params(1, GREEDY, [], 0))
+    logits = torch.tensor([LOGITS, LOGITS, LOGITS])
+    logits[1, 5] = poison
+    result = sampler.sample(logits, np.array([1, 0, 1], np.int32), np.array([3, 3, 3], np.int32))
+    assert result.faults == {1: RowFault.NAN_LOGITS}
+    assert result.tokens.tolist() == [3, 0, 3]
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-3])
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
+    assert sample_one(sampler_of(SamplingParams(8, temperature=temperature)), [1e4, *[-1e4] * 6, 9999.0]) == 0
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    sampler = sampler_of(SamplingParams(8, temperature=0.1, top_k=1, logit_bias=((6, 100.0),), top_logprobs=3))
+    sampler.admit(slot_params(1, replace(GREEDY, top_logprobs=0), [], 0))
+    result = sampler.sample(torch.tensor([LOGITS] * 3), np.array([0, 1, 2], np.int32), np.array([1, 1, 1], np.int32))
+    expected = torch.tensor(LOGITS).log_softmax(0)
+    assert result.tokens.tolist() == [6, 3, 3]
+    assert result.logprobs[0].sampled == pytest.approx(float(expected[6]), abs=1e-6)
+    assert result.logprobs[0].top_ids == (3, 1, 5)
+    assert list(result.logprobs[0].top) == pytest.approx([float(expected[i]) for i in (3, 1, 5)], abs=1e-6)
+    assert result.logprobs[1].top_ids == () and result.logprobs[1].sampled == pytest.approx(float(expected[3]), abs=1e-6)
+    assert 2 not in result.logprobs
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(8, temperature=1.0)])
+def test_allowed_tokens(params: SamplingParams) -> None:
+    mask = {0: torch.tensor([1 << 2 | 1 << 4], dtype=torch.int32)}
+    sampler = sampler_of(params)
+    drawn = {
+        int(sampler.sample(torch.tensor([LOGITS]), np.array([0], np.int32), np.array([p], np.int32), mask).tokens[0])
+        for p in range(60)
+    }
+    assert drawn == ({2} if params is GREEDY else {2, 4})
+
+
+def test_the_input_logits_are_left_alone() -> None:
+    logits = torch.tensor([LOGITS])
+    sampler_of(SamplingParams(8, frequency_penalty=1.0), [1], 0).sample(logits, np.array([0], np.int32), np.array([2], np.int32))
+    assert logits.tolist() == [LOGITS]

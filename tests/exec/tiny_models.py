@@ -1,0 +1,68 @@
+"""Tiny random checkpoints, written by transformers, whose greedy output is varied and free of ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SHAPE = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 5,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    family: str
+    options: dict[str, Any]
+    shard_size: str = "5GB"
+
+    def build(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        """Saves the checkpoint to the folder and returns the transformers model, in eval mode."""
+        torch.manual_seed(7)
+        config = getattr(transformers, f"{self.family}Config")(**{**SHAPE, **self.options})
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{self.family}ForCausalLM")(config).to(dtype)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight", "layernorm.weight")):
+                torch.nn.init.normal_(parameter.data, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+        model.save_pretrained(folder, max_shard_size=self.shard_size)
+        return model.eval()
+
+
+MODELS = {
+    "llama-untied": TinyModel("Llama", {"tie_word_embeddings": False}),
+    "llama-tied": TinyModel("Llama", {"tie_word_embeddings": True}),
+    "llama-sharded": TinyModel("Llama", {"tie_word_embeddings": False}, shard_size="100KB"),
+    "llama-biases": TinyModel("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": TinyModel("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-yarn-rope": TinyModel("Llama", {"rope_parameters": YARN_ROPE}),
+    "llama-linear-rope": TinyModel("Llama", {"rope_parameters": LINEAR_ROPE}),
+    "mistral": TinyModel("Mistral", {"sliding_window": None}),
+    "mistral-window": TinyModel("Mistral", {"sliding_window": 24}),
+    "qwen2": TinyModel("Qwen2", {}),
+    "qwen2-window": TinyModel("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3": TinyModel("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+}
