@@ -165,7 +165,6 @@ class Dispatcher:
         token_ids = list(step.token_ids)
         if len(step.handles) != len(step.counts) or sum(step.counts) != len(token_ids):
             raise StreamBroken("a step whose arrays do not fit")
-        finishes = {finish.handle: finish for finish in step.finishes}
         position = 0
         for handle, count in zip(step.handles, step.counts, strict=True):
             begin, position = position, position + count
@@ -173,12 +172,9 @@ class Dispatcher:
             if choice is None:
                 continue  # aborted here, and the worker did not know yet
             choice.output_ids += token_ids[begin:position]
-            if handle in finishes:
-                self._finish(link, choice, finishes.pop(handle))
-            else:
-                self._detoks.touch(choice.decoding)
-        for handle, finish in finishes.items():
-            choice = link.open.get(handle)
+            self._detoks.touch(choice.decoding)
+        for finish in step.finishes:
+            choice = link.open.get(finish.handle)
             if choice is not None:
                 self._finish(link, choice, finish)
 

@@ -33,7 +33,7 @@ class System:
         port, *ports = free_ports(1 + 64)
         self.port = port
         self.url = f"http://{HOST}:{port}"
-        values = {"model": str(DEMO), "port": port, "num_threads": 1, "dtype": "float32", "log_level": "debug", **settings}
+        values = {"model": str(DEMO), "port": port, "num_threads": 1, "log_level": "debug", **settings}
         local = LocalSettings(_cli_parse_args=False, **values)  # type: ignore[call-arg]
         self.parts: dict[str, Part] = {p.command.name: p for p in parts(local, values["model"], ports[: num_ports(local)])}
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -180,6 +180,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.answer: Callable[[worker_pb2.Submit], str] = lambda submit: "Hello, world!"
         self.refuse: list[tuple[int, str]] = []  # ABORT finishes for the next submits: error code, message
         self.steps_left: int | None = None
+        self.merge = 1  # steps in one message, as a worker sends them to a slow front end
         self.submits: list[worker_pb2.Submit] = []
         self.messages: list[worker_pb2.GenerateRequest] = []
         self.aborted: list[int] = []
@@ -205,7 +206,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         try:
             while True:
                 if refused or (running and self.steps_left != 0):
-                    yield worker_pb2.GenerateResponse(step=self._step(running, refused))
+                    step = self._step(running, refused)
+                    for _ in range(self.merge - 1):
+                        step.MergeFrom(self._step(running, refused))
+                    yield worker_pb2.GenerateResponse(step=step)
                     await asyncio.sleep(0.001)
                 else:
                     self._kick.clear()

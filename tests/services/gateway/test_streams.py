@@ -43,6 +43,22 @@ def test_stream_equals_whole(shared: System, answers: Any, path: str, text: str)
     assert all(piece["finish_reason"] is None for piece in pieces[:-1])
 
 
+@pytest.mark.parametrize("merge", [2, 5, 100])
+@pytest.mark.parametrize("stream", [True, False])
+def test_steps_that_came_merged_lose_no_token(shared: System, merge: int, stream: bool) -> None:
+    shared.worker.merge = merge
+    try:
+        answer = shared.chat(stream=stream, return_token_ids=True)
+    finally:
+        shared.worker.merge = 1
+    choices = [chunk["choices"][0] for chunk in events(answer.text)] if stream else answer.json()["choices"]
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == [*ids_of(ANSWER), EOS]
+    assert (
+        "".join(choice.get("delta", choice.get("message"))["content"] for choice in choices if stream is False or choice["delta"])
+        == ANSWER
+    )
+
+
 def test_usage_is_null_before_the_last_chunk(shared: System) -> None:
     *chunks, last = events(shared.chat(stream=True, stream_options={"include_usage": True}).text)
     assert all("usage" in chunk and chunk["usage"] is None for chunk in chunks)
