@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from google.protobuf.descriptor import EnumDescriptor, FileDescriptor
+
 from rootstock.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2, worker_pb2
 
 GOLDEN = Path(__file__).with_name("protos.json")

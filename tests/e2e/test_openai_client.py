@@ -122,7 +122,8 @@ def check_text(
         assert text == decoded
 
 
-async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many prompts passed the check: all of them, or the first failure is raised."""
     client = client_of(system)
     limit = asyncio.Semaphore(16)
 
@@ -132,11 +133,12 @@ async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 
     await asyncio.gather(*(one(seed) for seed in range(NUM_PROMPTS)))
     await client.close()
+    return NUM_PROMPTS
 
 
 @pytest.mark.parametrize("check", [chat_both_ways, completion_both_ways])
 def test_streams_equal_whole_answers_and_usage_is_true(system: System, check: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    asyncio.run(each_of(system, check, tokenizer))
+    assert asyncio.run(each_of(system, check, tokenizer)) == NUM_PROMPTS
 
 
 @pytest.mark.parametrize("question", ["What is 17 + 25?", "Count from 3 to 9.", "Spell the word lantern."])

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.sampling import largest, support
 from services.worker.core.plan import RowFault, SlotParams
 from services.worker.core.sampling import SamplingParams
-from services.worker.exec.draw import largest, support, uniforms
 from services.worker.exec.sampler import Sampler
+from services.worker.exec.uniform import uniforms
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 LOGITS = [1.0, 4.0, 2.0, 4.5, 0.5, 3.0, -1.0, 2.5]

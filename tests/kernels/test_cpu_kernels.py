@@ -10,7 +10,7 @@ from kernels import reference
 from kernels.cpu import load_kernels
 from kernels.cpu.build import BuildFailed, built_library
 from kernels.cpu.library import CpuKernels
-from kernels.ops import RaggedRows
+from kernels.ops import Draws, RaggedRows
 
 DTYPES = [torch.float32, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -207,6 +207,27 @@ def test_argmax_cases(kernels: CpuKernels, row: list[float], place: int) -> None
 def test_argmax(kernels: CpuKernels, size: int) -> None:
     logits = random(5, size)
     assert torch.equal(kernels.argmax(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 5001])
+@pytest.mark.parametrize("temperature", [1e-6, 0.5, 3.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(-1, 1.0, 0.0), (5, 1.0, 0.0), (200, 1.0, 0.0), (-1, 0.9, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.05), (40, 0.8, 0.01)],
+)
+def test_draw(kernels: CpuKernels, size: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    logits, count = (random(4, size) * 3).round(decimals=1), 50  # rounded: ties at every cut
+    logits[2, 1:] = -torch.inf
+    draws = Draws(
+        rows=torch.arange(count) % 4,
+        temperatures=torch.full((count,), temperature),
+        top_ks=torch.full((count,), top_k),
+        top_ps=torch.full((count,), top_p),
+        min_ps=torch.full((count,), min_p),
+        uniforms=torch.linspace(0.001, 0.9999, count, dtype=torch.float64),
+    )
+    found, expected = kernels.draw(logits, draws), reference.draw(logits, draws)
+    assert int((found != expected).sum()) <= 1, "only rounding at a boundary between two tokens may differ"
 
 
 def test_without_a_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

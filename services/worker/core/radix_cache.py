@@ -60,20 +60,7 @@ class RadixCache:
 
     def match(self, namespace: str, key: bytes) -> Match:
         """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
-        self._clock += 1
-        node = self._roots.get(namespace)
-        if node is None:
-            return Match(self.root(namespace), _NO_PAGES)
-        pages: list[I32] = []
-        at = 0
-        while child := node.children.get(key[at : at + self._page_bytes]):
-            common = self._common_pages(child.key, key, at)
-            if common < len(child.pages):
-                child = self._split(child, common)
-            child.stamp = self._clock
-            pages.append(child.pages)
-            node = child
-            at += len(child.key)
+        node, _, pages = self._walk(self.root(namespace), key)
         return Match(node, np.concatenate(pages) if pages else _NO_PAGES)
 
     def insert(self, node: TreeNode, key: bytes, pages: I32) -> tuple[TreeNode, I32]:
@@ -82,17 +69,7 @@ class RadixCache:
         Returns the node at their end and int32[n], the tree's pages for them: equal to `pages` where the tree took
         those over, different where it had others already (the caller keeps and frees its own there).
         """
-        self._clock += 1
-        out: list[I32] = []
-        at = 0
-        while at < len(key) and (child := node.children.get(key[at : at + self._page_bytes])):
-            common = self._common_pages(child.key, key, at)
-            if common < len(child.pages):
-                child = self._split(child, common)
-            child.stamp = self._clock
-            out.append(child.pages)
-            node = child
-            at += len(child.key)
+        node, at, out = self._walk(node, key)
         if at < len(key):
             node = self._append(node, key[at:], pages[at // self._page_bytes :])
             out.append(node.pages)
@@ -145,6 +122,22 @@ class RadixCache:
                 out.append(node)
             stack.extend(node.children.values())
         return out
+
+    def _walk(self, node: TreeNode, key: bytes) -> tuple[TreeNode, int, list[I32]]:
+        """Down from `node` along `key` as far as whole pages agree, splitting where they stop: the last node, the bytes of
+        `key` that were used, and the pages passed."""
+        self._clock += 1
+        pages: list[I32] = []
+        at = 0
+        while child := node.children.get(key[at : at + self._page_bytes]):
+            common = self._common_pages(child.key, key, at)
+            if common < len(child.pages):
+                child = self._split(child, common)
+            child.stamp = self._clock
+            pages.append(child.pages)
+            node = child
+            at += len(child.key)
+        return node, at, pages
 
     def _common_pages(self, a: bytes, key: bytes, at: int) -> int:
         """Whole pages that `a` and key[at:] share; the first one is known to be equal."""

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import detokenizer_pb2 as pb
@@ -23,7 +18,6 @@ from services.detokenizer.server import DetokenizerServicer
 from services.detokenizer.settings import DetokenizerSettings
 from services.shared import rpc
 from services.shared.hf_tokenizer import HfTokenizer
-from tests.services.tokenizer.model_folders import byte_level
 
 
 @contextlib.asynccontextmanager
@@ -122,37 +116,3 @@ def test_draining_ends_idle_streams_as_unavailable(tokenizers: dict[str, HfToken
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(run())
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def test_the_process_becomes_ready_and_stops_on_sigterm(tmp_path: Path) -> None:
-    port, metrics_port = free_port(), free_port()
-    folder = byte_level(tmp_path / "model")
-    args = ["--model", str(folder), "--port", str(port), "--metrics-port", str(metrics_port)]
-    process = subprocess.Popen([sys.executable, "-m", "services.detokenizer", *args], stderr=subprocess.PIPE)
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            request = health_pb2.HealthCheckRequest(service="detokenizer")
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20, wait_for_ready=True)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-
-
-def test_the_service_runs_where_torch_cannot_be_imported() -> None:
-    forbid = (
-        "import sys\n"
-        "class Forbid:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('torch', 'transformers'): raise ImportError(name)\n"
-        "sys.meta_path.insert(0, Forbid())\n"
-        "import services.detokenizer.__main__\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", forbid], check=True, timeout=60)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock.v1 import tokenizer_pb2 as pb
 from services.shared import limits
@@ -166,43 +163,6 @@ def test_a_caller_that_goes_away_leaves_the_service_well(tmp_path: Path) -> None
             assert service.metric("in_flight") == 0
 
     asyncio.run(run())
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def test_the_process_becomes_ready_and_stops_on_sigterm(tmp_path: Path) -> None:
-    port, metrics_port = free_port(), free_port()
-    folder = byte_level(tmp_path / "model")
-    args = ["--model", str(folder), "--port", str(port), "--metrics-port", str(metrics_port)]
-    process = subprocess.Popen([sys.executable, "-m", "services.tokenizer", *args], stderr=subprocess.PIPE)
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service="tokenizer")
-            deadline = time.monotonic() + 20
-            while health.Check(request, timeout=20, wait_for_ready=True).status != health_pb2.HealthCheckResponse.SERVING:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-
-
-def test_the_service_runs_where_torch_cannot_be_imported() -> None:
-    forbid = (
-        "import sys\n"
-        "class Forbid:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('torch', 'transformers'): raise ImportError(name)\n"
-        "sys.meta_path.insert(0, Forbid())\n"
-        "import services.tokenizer.__main__, services.tokenizer.render_child\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", forbid], check=True, timeout=60)
 
 
 def test_the_rendering_process_imports_little() -> None:

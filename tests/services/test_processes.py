@@ -1,0 +1,60 @@
+"""Each gRPC service as a process: ready by its health service, and gone within its grace period after SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.local.ports import HOST, free_ports
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+FLAGS = {"tokenizer": [], "detokenizer": [], "worker": ["--executor", "fake"]}
+
+
+def start(service: str, port: int, metrics_port: int, model: Path = DEMO) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", f"services.{service}", "--model", str(model), "--port", str(port)]
+    argv += ["--metrics-port", str(metrics_port), *FLAGS[service]]
+    return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+
+
+def wait_serving(health: health_pb2_grpc.HealthStub, service: str) -> None:
+    deadline = time.monotonic() + 30
+    request = health_pb2.HealthCheckRequest(service=service)
+    while health.Check(request, timeout=30, wait_for_ready=True).status != health_pb2.HealthCheckResponse.SERVING:
+        assert time.monotonic() < deadline, f"{service} is not ready"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("service", FLAGS)
+def test_ready_and_live_then_gone_on_sigterm(service: str) -> None:
+    port, metrics_port = free_ports(2)
+    process = start(service, port, metrics_port)
+    try:
+        with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            wait_serving(health, service)
+            wait_serving(health, "")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert "Traceback" not in process.communicate()[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("service", FLAGS)
+def test_a_folder_without_a_model_is_one_clear_line(service: str, tmp_path: Path) -> None:
+    process = start(service, *free_ports(2), model=tmp_path)
+    try:
+        stderr = process.communicate(timeout=30)[1]
+        assert process.returncode == 1
+        assert str(tmp_path) in stderr and "Traceback" not in stderr
+    finally:
+        process.kill()
