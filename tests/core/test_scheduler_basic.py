@@ -7,15 +7,15 @@ from tests.core.harness import Engine
 
 
 def make(overlap: bool = True, **changes: object) -> Engine:
-    values: dict[str, object] = dict(
-        num_pages=64,
-        page_size=4,
-        context_len=128,
-        vocab_size=1000,
-        max_running_requests=8,
-        chunked_prefill_size=16,
-        eos_token_ids=(7,),
-    )
+    values: dict[str, object] = {
+        "num_pages": 64,
+        "page_size": 4,
+        "context_len": 128,
+        "vocab_size": 1000,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 16,
+        "eos_token_ids": (7,),
+    }
     return Engine(SchedulerConfig(**{**values, **changes}), overlap)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,18 @@ class Workspace:
         return buffer[: rows * columns].view(rows, columns)
 
 
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """What the layers of one pass share, [T, columns] each."""
+
+    residual: Tensor
+    hidden: Tensor
+    update: Tensor
+    qkv: Tensor
+    mixed: Tensor
+    activated: Tensor
+
+
 class Decoder:
     """Runs layers over buffers of its own. One thread at a time."""
 
@@ -41,43 +55,46 @@ class Decoder:
 
         input_ids: int64[T], inside the vocabulary; wanted: int64[W], indices into T. The result is valid until the next call.
         """
-        config, kernels, num_tokens = self._config, self._kernels, len(input_ids)
-        residual = self._space.take("residual", num_tokens, config.hidden_size)
-        hidden = self._space.take("hidden", num_tokens, config.hidden_size)
-        update = self._space.take("update", num_tokens, config.hidden_size)
-        torch.index_select(self._weights.embedding, 0, input_ids, out=residual)
+        eps, kernels = self._config.rms_norm_eps, self._kernels
+        held = self._activations(len(input_ids))
+        torch.index_select(self._weights.embedding, 0, input_ids, out=held.residual)
         for index, layer in enumerate(self._weights.layers):
             if index == 0:
-                kernels.rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
+                kernels.rms_norm(held.hidden, held.residual, layer.input_norm, eps)
             else:
-                kernels.fused_add_rms_norm(hidden, update, residual, layer.input_norm, config.rms_norm_eps)
-            self._attention(index, layer, hidden, update, rows, pool)
-            kernels.fused_add_rms_norm(hidden, update, residual, layer.post_norm, config.rms_norm_eps)
-            self._mlp(layer, hidden, update)
-        return self._logits(residual, update, wanted)
+                kernels.fused_add_rms_norm(held.hidden, held.update, held.residual, layer.input_norm, eps)
+            self._attention(index, layer, held, rows, pool)
+            kernels.fused_add_rms_norm(held.hidden, held.update, held.residual, layer.post_norm, eps)
+            kernels.gated_linear(held.activated, held.hidden, layer.gate_up)
+            kernels.linear(held.update, held.activated, layer.down)
+        return self._logits(held, wanted)
 
-    def _attention(self, index: int, layer: LayerWeights, hidden: Tensor, update: Tensor, rows: RaggedRows, pool: KVPool) -> None:
+    def _activations(self, num_tokens: int) -> _Activations:
+        config = self._config
+        widths = {
+            "residual": config.hidden_size,
+            "hidden": config.hidden_size,
+            "update": config.hidden_size,
+            "qkv": config.q_size + 2 * config.kv_size,
+            "mixed": config.q_size,
+            "activated": config.intermediate_size,
+        }
+        return _Activations(**{name: self._space.take(name, num_tokens, width) for name, width in widths.items()})
+
+    def _attention(self, index: int, layer: LayerWeights, held: _Activations, rows: RaggedRows, pool: KVPool) -> None:
         config, kernels = self._config, self._kernels
-        qkv = self._space.take("qkv", len(hidden), config.q_size + 2 * config.kv_size)
-        mixed = self._space.take("mixed", len(hidden), config.q_size)
         keys, values = pool.keys[index], pool.values[index]
-        kernels.linear(qkv, hidden, layer.qkv)
-        kernels.rope_write_kv(qkv, layer.qk_norms, config.rms_norm_eps, self._cos_sin, rows, keys, values)
-        kernels.paged_attention(mixed, qkv, keys, values, rows, config.head_dim**-0.5, config.windows[index])
-        kernels.linear(update, mixed, layer.o)
+        kernels.linear(held.qkv, held.hidden, layer.qkv)
+        kernels.rope_write_kv(held.qkv, layer.qk_norms, config.rms_norm_eps, self._cos_sin, rows, keys, values)
+        kernels.paged_attention(held.mixed, held.qkv, keys, values, rows, config.head_dim**-0.5, config.windows[index])
+        kernels.linear(held.update, held.mixed, layer.o)
 
-    def _mlp(self, layer: LayerWeights, hidden: Tensor, update: Tensor) -> None:
-        size = self._config.intermediate_size
-        activated = self._space.take("activated", len(hidden), size)
-        self._kernels.gated_linear(activated, hidden, layer.gate_up)
-        self._kernels.linear(update, activated, layer.down)
-
-    def _logits(self, residual: Tensor, update: Tensor, wanted: Tensor) -> Tensor:
+    def _logits(self, held: _Activations, wanted: Tensor) -> Tensor:
         config, count = self._config, len(wanted)
         logits = self._space.take("logits", count, config.vocab_size, torch.float32)
         if count:
             normed = self._space.take("normed", count, config.hidden_size)
-            last = residual[wanted]
-            self._kernels.fused_add_rms_norm(normed, update[wanted], last, self._weights.norm, config.rms_norm_eps)
+            last, update = held.residual[wanted], held.update[wanted]
+            self._kernels.fused_add_rms_norm(normed, update, last, self._weights.norm, config.rms_norm_eps)
             self._kernels.linear(logits, normed, self._weights.lm_head)
         return logits

@@ -1,31 +1,13 @@
-"""Which tokens a row may draw, and the draw itself. Pure functions of one row's logits and its seed."""
+"""Which tokens a row may draw, and the draw itself, in plain torch: the twin of the C++ draw. See kernels.ops.Draws."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FIRST_CANDIDATES = 256  # of the likeliest tokens tried for top-p before the whole vocabulary is sorted
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:
-    """float64[n] in [0, 1), a function of (seed, absolute position of the token drawn) and of nothing else."""
-    with np.errstate(over="ignore"):
-        streams = _mixed(seeds + GOLDEN)
-        bits = _mixed(streams + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
@@ -78,7 +60,7 @@ def support(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor | 
     return ids
 
 
-def draw(logits: Tensor, ids: Tensor | None, uniform: float) -> int:
+def draw_token(logits: Tensor, ids: Tensor | None, uniform: float) -> int:
     """Inverse CDF over ids (None: all) in ascending order: the first id whose cumulated mass exceeds uniform * total."""
     kept = logits if ids is None else logits[ids]
     mass = (kept - kept.max()).exp_().cumsum(0, dtype=torch.float64)

@@ -1,0 +1,146 @@
+"""Times each CPU kernel against its torch twin at the shapes of a 0.6B model: python -m kernels.bench [--threads N]."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu import load_kernels
+from kernels.ops import Kernels, RaggedRows
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 1024, 3072, 16, 8, 128, 16, 151936
+Case = Callable[[Kernels], Callable[[], object]]
+
+
+def best_of(work: Callable[[], object], seconds: float = 0.3) -> float:
+    """Seconds of the fastest run."""
+    work()
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until or best == float("inf"):
+        begun = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def linear_case(tokens: int, ins: int, outs: int, gated: bool = False) -> Case:
+    x, weight = torch.randn(tokens, ins).bfloat16(), torch.randn(outs, ins).bfloat16()
+    out = torch.empty(tokens, outs // 2 if gated else outs, dtype=torch.bfloat16)
+
+    def prepare(kernels: Kernels) -> Callable[[], object]:
+        packed = kernels.pack_gated(weight, None) if gated else kernels.pack_linear(weight, None)
+        return (lambda: kernels.gated_linear(out, x, packed)) if gated else (lambda: kernels.linear(out, x, packed))
+
+    return prepare
+
+
+def rows_of(batch: int, start: int, count: int) -> RaggedRows:
+    width = -(-(start + count) // PAGE_SIZE)
+    positions = (torch.arange(count) + start).repeat(batch)
+    table = torch.randperm(batch * width).view(batch, width).int()
+    owners = torch.arange(batch).repeat_interleave(count)
+    return RaggedRows(
+        page_table=table,
+        slots=torch.arange(batch, dtype=torch.int32),
+        starts=torch.full((batch,), start, dtype=torch.int32),
+        num_tokens=torch.full((batch,), count, dtype=torch.int32),
+        offsets=torch.arange(batch, dtype=torch.int32) * count,
+        positions=positions.int(),
+        locations=table[owners, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE,
+        max_context=start + count,
+    )
+
+
+def _pools(kernels: Kernels, rows: RaggedRows) -> tuple[Tensor, Tensor]:
+    shape = (rows.page_table.numel(), KV_HEADS, PAGE_SIZE, HEAD_DIM)
+    pools = kernels.allocate_pool(shape, torch.bfloat16), kernels.allocate_pool(shape, torch.bfloat16)
+    for pool in pools:
+        pool.normal_()
+    return pools
+
+
+def attention_case(batch: int, start: int, count: int) -> Case:
+    rows = rows_of(batch, start, count)
+    qkv = torch.randn(batch * count, (HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
+    out = torch.empty(batch * count, HEADS * HEAD_DIM, dtype=torch.bfloat16)
+
+    def prepare(kernels: Kernels) -> Callable[[], object]:
+        keys, values = _pools(kernels, rows)
+        return lambda: kernels.paged_attention(out, qkv, keys, values, rows, HEAD_DIM**-0.5, 0)
+
+    return prepare
+
+
+def rope_case(batch: int, start: int, count: int) -> Case:
+    rows = rows_of(batch, start, count)
+    qkv = torch.randn(batch * count, (HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
+    norms = (torch.ones(HEAD_DIM).bfloat16(), torch.ones(HEAD_DIM).bfloat16())
+    cos_sin = torch.randn(start + count, HEAD_DIM)
+
+    def prepare(kernels: Kernels) -> Callable[[], object]:
+        keys, values = _pools(kernels, rows)
+        return lambda: kernels.rope_write_kv(qkv, norms, 1e-6, cos_sin, rows, keys, values)
+
+    return prepare
+
+
+def norm_case(tokens: int) -> Case:
+    x, residual, weight = (torch.randn(n, HIDDEN).bfloat16() for n in (tokens, tokens, 1))
+    out = torch.empty_like(x)
+    return lambda kernels: lambda: kernels.fused_add_rms_norm(out, x, residual, weight[0], 1e-6)
+
+
+def silu_case(tokens: int) -> Case:
+    x, out = torch.randn(tokens, 2 * INNER).bfloat16(), torch.empty(tokens, INNER, dtype=torch.bfloat16)
+    return lambda kernels: lambda: kernels.silu_and_mul(out, x)
+
+
+def argmax_case(rows: int) -> Case:
+    logits = torch.randn(rows, VOCAB)
+    return lambda kernels: lambda: kernels.argmax(logits)
+
+
+def cases() -> dict[str, Callable[[], Case]]:
+    """Made one at a time: together they would not fit a small machine."""
+    found: dict[str, Callable[[], Case]] = {}
+    for tokens in (1, 8, 32, 256, 2048):
+        shapes = {"qkv": (HIDDEN, 4096), "o": (2048, HIDDEN), "down": (INNER, HIDDEN)}
+        for name, (ins, outs) in shapes.items():
+            found[f"linear {name} {tokens}"] = lambda t=tokens, i=ins, o=outs: linear_case(t, i, o)  # type: ignore[misc]
+        found[f"gated_linear {tokens}"] = lambda t=tokens: linear_case(t, HIDDEN, 2 * INNER, gated=True)  # type: ignore[misc]
+        found[f"fused_add_rms_norm {tokens}"] = lambda t=tokens: norm_case(t)  # type: ignore[misc]
+        found[f"silu_and_mul {tokens}"] = lambda t=tokens: silu_case(t)  # type: ignore[misc]
+    for rows in (1, 8, 32):
+        found[f"linear lm_head {rows}"] = lambda r=rows: linear_case(r, HIDDEN, VOCAB)  # type: ignore[misc]
+        found[f"argmax {rows}"] = lambda r=rows: argmax_case(r)  # type: ignore[misc]
+        found[f"rope_write_kv {rows}x1 at 300"] = lambda r=rows: rope_case(r, 299, 1)  # type: ignore[misc]
+        found[f"paged_attention {rows}x1 at 300"] = lambda r=rows: attention_case(r, 299, 1)  # type: ignore[misc]
+    found["rope_write_kv 8x256"] = lambda: rope_case(8, 0, 256)
+    found["paged_attention 8x256"] = lambda: attention_case(8, 0, 256)
+    found["paged_attention 1x2048"] = lambda: attention_case(1, 0, 2048)
+    found["paged_attention 1x512 at 4096"] = lambda: attention_case(1, 4096 - 512, 512)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    kernels = load_kernels(options.threads, torch.bfloat16)
+    print(f"{'kernel':34} {'ours us':>10} {'torch us':>10} {'ratio':>7}")
+    for name, make in cases().items():
+        if options.only in name:
+            case = make()
+            ours, theirs = best_of(case(kernels)), best_of(case(reference))
+            print(f"{name:34} {ours * 1e6:10.1f} {theirs * 1e6:10.1f} {theirs / ours:7.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Builds the C++ kernels into a shared library on first use and keeps it, keyed by sources, compiler, flags and CPU.
+
+Two processes may build at once: each compiles into a folder of its own and renames the result into place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "src"
+PROJECT = Path(__file__).parents[2]
+COMPILERS = ("g++", "c++", "clang++")
+# No -ffast-math: NaN and infinity must survive. The last two warnings are false ones from GCC's own vector headers.
+FLAGS = (
+    "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default",
+    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+)  # fmt: skip
+COMPILE_TIMEOUT_S = 300
+
+
+class BuildFailed(RuntimeError):
+    """There is no compiler, or it failed; the message says which and how."""
+
+
+def _cpu_identity() -> str:
+    """What native code depends on: architecture and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    model = next((line for line in lines if line.startswith(("model name", "CPU part"))), "")
+    return f"{platform.machine()} {model} {flags}"
+
+
+def _native_flag() -> str:
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
+def _torch_openmp() -> Path | None:
+    """The OpenMP runtime that torch loads: ours must be the same, or two thread pools would fight for the cores."""
+    folder = Path(torch.__file__).parent
+    found = sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])
+    return found[0] if found else None
+
+
+def _run(command: list[str], folder: Path) -> None:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildFailed(f"{command[0]}: {error}") from error
+    if done.returncode != 0:
+        raise BuildFailed(f"{command[0]} exited with {done.returncode}: {done.stderr[-2000:]}")
+
+
+def _cache_folders() -> list[Path]:
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rootstock" / "kernels"
+    return [PROJECT / "build" / "kernels", user] if (PROJECT / "pyproject.toml").is_file() else [user]
+
+
+def _writable(folders: list[Path]) -> Path:
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    raise BuildFailed(f"no folder for built kernels can be written: {', '.join(map(str, folders))}")
+
+
+def _compile(compiler: str, target: Path) -> None:
+    openmp = _torch_openmp()
+    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        work = Path(name)
+        _run([compiler, *FLAGS, _native_flag(), "-c", *sources], work)
+        objects = [path.name for path in sorted(work.glob("*.o"))]
+        runtime = [str(openmp), f"-Wl,-rpath,{openmp.parent}"] if openmp else ["-fopenmp"]
+        _run([compiler, "-shared", "-o", target.name, *objects, *runtime], work)
+        (work / target.name).rename(target)
+
+
+def built_library() -> Path:
+    """Path of the shared library for this machine, compiled if need be. Raises BuildFailed."""
+    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h"))
+    described = "\n".join([*FLAGS, _native_flag(), _cpu_identity(), str(_torch_openmp())]).encode()
+    name = f"rootstock-{hashlib.sha256(sources + described).hexdigest()[:16]}.so"
+    folders = _cache_folders()
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    if compiler is None:
+        raise BuildFailed(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
+    target, begun = _writable(folders) / name, time.monotonic()
+    _compile(compiler, target)
+    logger.info("built CPU kernels with %s in %.1f s: %s", compiler, time.monotonic() - begun, target)
+    return target

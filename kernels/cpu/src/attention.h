@@ -1,0 +1,41 @@
+// What the attention kernels are given: a ragged batch over a paged pool. See kernels/ops.py for shapes.
+#pragma once
+
+#include <algorithm>
+
+#include "numeric.h"
+
+namespace rootstock {
+
+template <typename T> struct Attention {
+    T* out;          // [tokens, heads * head_dim]
+    const T* qkv;    // [tokens, (heads + 2 kv_heads) * head_dim]
+    const T* keys;   // [pages, kv_heads, page_size, head_dim]
+    const T* values;
+    const int32_t* page_table;  // [slots, table_width]
+    const int32_t* slots;
+    const int32_t* starts;
+    const int32_t* num_tokens;
+    const int32_t* offsets;
+    int64_t rows, table_width, heads, kv_heads, head_dim, page_size, window;
+    float scale;
+
+    int64_t group() const { return heads / kv_heads; }
+    const T* query(int64_t token, int64_t head) const {
+        return qkv + token * (heads + 2 * kv_heads) * head_dim + head * head_dim;
+    }
+    T* result(int64_t token, int64_t head) const { return out + (token * heads + head) * head_dim; }
+
+    // Element offset in the pools of one position of a row.
+    int64_t place(int64_t row, int64_t position, int64_t kv_head) const {
+        const int64_t page = std::max(page_table[slots[row] * table_width + position / page_size], 0);
+        return ((page * kv_heads + kv_head) * page_size + position % page_size) * head_dim;
+    }
+    // First position that a token at `position` sees.
+    int64_t first_seen(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
+};
+
+// The bfloat16 kernels with dot products: true if they took the job (the CPU has them and the head size suits them).
+bool attend_bf16(const Attention<bf16>& job, int threads);
+
+}  // namespace rootstock

@@ -1,0 +1,152 @@
+// Drawing tokens: temperature, top-k, top-p, min-p and the inverse of the cumulated mass, one row per piece of work.
+
+#include <vector>
+
+#include "numeric.h"
+#include "schedule.h"
+
+namespace rootstock {
+namespace {
+
+constexpr int64_t kBlock = 64;
+constexpr int64_t kLikely = 256;  // of the likeliest tokens tried for top-p before all are ranked
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+struct Rule {
+    float temperature;
+    int64_t top_k;  // below 1: all
+    float top_p, min_p;
+    double uniform;
+};
+
+// One row at work: mass[i] = exp((x[i] - peak) / temperature), block by block with its sums and highest logits.
+struct Row {
+    const float* x;
+    int64_t size;
+    std::vector<float> mass, highest;
+    std::vector<double> sums;
+    double total = 0.0;
+};
+
+void weigh(Row& row, float temperature) {
+    const int64_t blocks = (row.size + kBlock - 1) / kBlock;
+    row.mass.resize(row.size), row.highest.resize(blocks), row.sums.resize(blocks);
+    float peak = kNone;
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t end = std::min(row.size, (block + 1) * kBlock);
+        float most = kNone;
+#pragma omp simd reduction(max : most)
+        for (int64_t i = block * kBlock; i < end; ++i) most = row.x[i] > most ? row.x[i] : most;
+        row.highest[block] = most;
+        peak = std::max(peak, most);
+    }
+    row.total = 0.0;
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t end = std::min(row.size, (block + 1) * kBlock);
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = block * kBlock; i < end; ++i) {
+            row.mass[i] = exponential((row.x[i] - peak) / temperature);
+            sum += row.mass[i];
+        }
+        row.sums[block] = sum;
+        row.total += sum;
+    }
+}
+
+// The first place whose cumulated mass exceeds the target; the last with any mass where rounding leaves none.
+int64_t draw_from_all(const Row& row, double uniform) {
+    const double target = uniform * row.total;
+    double before = 0.0;
+    int64_t last = 0;
+    for (int64_t block = 0; block < static_cast<int64_t>(row.sums.size()); ++block) {
+        if (row.sums[block] <= 0.0) continue;
+        double within = before;
+        for (int64_t i = block * kBlock; before + row.sums[block] > target && i < std::min(row.size, (block + 1) * kBlock); ++i) {
+            within += row.mass[i];
+            if (row.mass[i] > 0.0f) last = i;
+            if (within > target) return i;
+        }
+        before += row.sums[block];
+        if (before <= target) {
+            for (int64_t i = block * kBlock; i < std::min(row.size, (block + 1) * kBlock); ++i) last = row.mass[i] > 0.0f ? i : last;
+        }
+    }
+    return last;
+}
+
+// The k-th largest of the block maxima: at least k logits are no smaller.
+float bound_of_top(const Row& row, int64_t k) {
+    if (k >= static_cast<int64_t>(row.highest.size())) return kNone;
+    std::vector<float> highest = row.highest;
+    std::nth_element(highest.begin(), highest.begin() + k - 1, highest.end(), std::greater<float>());
+    return highest[k - 1];
+}
+
+// Ids of logits from bound on that may survive, likeliest first, lower ids first among equals. What lies under the least mass sums to less than
+// top_p leaves out, so it cannot be in the nucleus.
+std::vector<int64_t> candidates(const Row& row, const Rule& rule, bool ranked, float bound) {
+    const double outside = (1.0 - rule.top_p) * row.total / static_cast<double>(row.size) * 0.999;
+    const double least = ranked ? 0.0 : std::max<double>(outside, rule.min_p);
+    std::vector<int64_t> ids;
+    for (int64_t block = 0; block < static_cast<int64_t>(row.highest.size()); ++block) {
+        if (row.highest[block] < bound) continue;
+        for (int64_t i = block * kBlock; i < std::min(row.size, (block + 1) * kBlock); ++i) {
+            if (row.x[i] >= bound && row.mass[i] >= least) ids.push_back(i);
+        }
+    }
+    std::sort(ids.begin(), ids.end(), [&](int64_t a, int64_t b) { return row.x[a] != row.x[b] ? row.x[a] > row.x[b] : a < b; });
+    if (ranked) ids.resize(std::min<size_t>(ids.size(), rule.top_k));
+    return ids;
+}
+
+double mass_of(const Row& row, const std::vector<int64_t>& ids) {
+    double sum = 0.0;
+    for (const int64_t id : ids) sum += row.mass[id];
+    return sum;
+}
+
+int64_t draw_filtered(const Row& row, const Rule& rule) {
+    const bool ranked = rule.top_k > 0 && rule.top_k < row.size;
+    std::vector<int64_t> ids = candidates(row, rule, ranked, bound_of_top(row, ranked ? rule.top_k : kLikely));
+    double total = mass_of(row, ids), before = 0.0;
+    if (!ranked) {
+        if (total < rule.top_p * row.total || rule.top_p >= 1.0f) ids = candidates(row, rule, ranked, kNone);
+        total = row.total;
+    }
+    size_t kept = 0;
+    while (kept < ids.size() && (kept == 0 || rule.top_p >= 1.0f || before < rule.top_p * total)) before += row.mass[ids[kept++]];
+    ids.resize(kept);
+    std::sort(ids.begin(), ids.end());
+    double mass = 0.0, reached = 0.0;
+    for (const int64_t id : ids) mass += row.mass[id] >= rule.min_p ? row.mass[id] : 0.0f;
+    int64_t last = ids.front();
+    for (const int64_t id : ids) {
+        if (row.mass[id] < rule.min_p || row.mass[id] <= 0.0f) continue;
+        reached += row.mass[id];
+        last = id;
+        if (reached > rule.uniform * mass) return id;
+    }
+    return last;
+}
+
+int64_t draw_row(Row& row, const Rule& rule) {
+    weigh(row, rule.temperature);
+    const bool ranked = rule.top_k > 0 && rule.top_k < row.size;
+    return ranked || rule.top_p < 1.0f || rule.min_p > 0.0f ? draw_filtered(row, rule) : draw_from_all(row, rule.uniform);
+}
+
+}  // namespace
+}  // namespace rootstock
+
+// out[i]: the token drawn from logits [any, size] at row rows[i]. Logits have a finite maximum; temperatures are above 0.
+extern "C" void rootstock_draw(int64_t* out, const float* logits, const int64_t* rows, const float* temperatures,
+                               const int64_t* top_ks, const float* top_ps, const float* min_ps, const double* uniforms,
+                               int64_t count, int64_t size, int threads) {
+    rootstock::for_each_piece(count, threads, [&](int64_t i, int64_t) {
+        thread_local rootstock::Row row;
+        row.x = logits + rows[i] * size;
+        row.size = size;
+        out[i] = rootstock::draw_row(row, {temperatures[i], top_ks[i], top_ps[i], min_ps[i], uniforms[i]});
+    });
+}

@@ -1,0 +1,181 @@
+// Norms, gated activation, rotary embedding with the write into the paged pool, argmax. Memory-bound; plain loops.
+
+#include <algorithm>
+#include <vector>
+
+#include "numeric.h"
+
+namespace rootstock {
+namespace {
+
+constexpr int64_t kParallelElements = 1 << 14;  // below this a parallel region costs more than it saves
+
+template <typename T> float inverse_rms(const T* x, int64_t size, float eps) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) {
+        const float value = widen(x[i]);
+        sum += value * value;
+    }
+    return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+}
+
+template <typename T> void scale_row(T* out, const T* x, const T* weight, int64_t size, float scale) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) out[i] = narrow<T>(widen(x[i]) * scale * widen(weight[i]));
+}
+
+template <typename T>
+void rms_norm(T* out, const T* x, T* residual, const T* weight, int64_t rows, int64_t size, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1 && rows * size > kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* source = x + row * size;
+        if (residual != nullptr) {
+            T* sum = residual + row * size;
+#pragma omp simd
+            for (int64_t i = 0; i < size; ++i) sum[i] = narrow<T>(widen(sum[i]) + widen(source[i]));
+            source = sum;
+        }
+        scale_row(out + row * size, source, weight, size, inverse_rms(source, size, eps));
+    }
+}
+
+template <typename T> void silu_and_mul(T* out, const T* x, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > 1 && rows * size > kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* gate = x + row * 2 * size;
+        const T* up = gate + size;
+        T* target = out + row * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) target[i] = narrow<T>(silu(widen(gate[i])) * widen(up[i]));
+    }
+}
+
+struct RopeShape {
+    int64_t heads, kv_heads, head_dim, page_size;
+    float eps;
+};
+
+// One head: norm if NORMED, then rotation of its two halves. to may be from.
+template <bool NORMED, typename T>
+void rotate(T* to, const T* from, const T* norm, const float* cos_sin, int64_t dim, float eps) {
+    const int64_t half = dim / 2;
+    const float scale = NORMED ? inverse_rms(from, dim, eps) : 1.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+        const float low = NORMED ? widen(from[i]) * scale * widen(norm[i]) : widen(from[i]);
+        const float high = NORMED ? widen(from[half + i]) * scale * widen(norm[half + i]) : widen(from[half + i]);
+        to[i] = narrow<T>(low * cos_sin[i] - high * cos_sin[half + i]);
+        to[half + i] = narrow<T>(high * cos_sin[i] + low * cos_sin[half + i]);
+    }
+}
+
+template <typename T> void rotate(T* to, const T* from, const T* norm, const float* cos_sin, int64_t dim, float eps) {
+    if (norm != nullptr) {
+        rotate<true>(to, from, norm, cos_sin, dim, eps);
+    } else {
+        rotate<false>(to, from, norm, cos_sin, dim, eps);
+    }
+}
+
+template <typename T>
+void rope_token(T* token, const T* q_norm, const T* k_norm, const float* cos_sin, int64_t location, T* keys, T* values,
+                const RopeShape& shape) {
+    const int64_t dim = shape.head_dim;
+    for (int64_t head = 0; head < shape.heads; ++head) {
+        rotate(token + head * dim, token + head * dim, q_norm, cos_sin, dim, shape.eps);
+    }
+    if (location < 0) return;
+    const int64_t page = location / shape.page_size, offset = location % shape.page_size;
+    const T* k = token + shape.heads * dim;
+    const T* v = k + shape.kv_heads * dim;
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+        const int64_t place = ((page * shape.kv_heads + head) * shape.page_size + offset) * dim;
+        rotate(keys + place, k + head * dim, k_norm, cos_sin, dim, shape.eps);
+        std::memcpy(values + place, v + head * dim, dim * sizeof(T));
+    }
+}
+
+template <typename T>
+void rope_write_kv(T* qkv, const T* q_norm, const T* k_norm, const float* cos_sin, const int32_t* positions,
+                   const int64_t* locations, T* keys, T* values, int64_t tokens, const RopeShape& shape, int threads) {
+    const int64_t width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 1 && tokens * width > kParallelElements)
+    for (int64_t t = 0; t < tokens; ++t) {
+        const float* angles = cos_sin + positions[t] * shape.head_dim;
+        rope_token(qkv + t * width, q_norm, k_norm, angles, locations[t], keys, values, shape);
+    }
+}
+
+// Lowest index of the largest value; the first NaN wins over all. Chunks keep the second look inside the cache.
+int64_t argmax_row(const float* x, int64_t size) {
+    constexpr int64_t kChunk = 4096;
+    float best = -std::numeric_limits<float>::infinity();
+    int64_t place = 0;
+    for (int64_t begin = 0; begin < size; begin += kChunk) {
+        const int64_t count = std::min(kChunk, size - begin);
+        const float* chunk = x + begin;
+        float peak = -std::numeric_limits<float>::infinity();
+        int nans = 0;
+#pragma omp simd reduction(max : peak) reduction(+ : nans)
+        for (int64_t i = 0; i < count; ++i) {
+            peak = chunk[i] > peak ? chunk[i] : peak;
+            nans += chunk[i] != chunk[i];
+        }
+        if (nans > 0) return begin + (std::find_if(chunk, chunk + count, [](float v) { return v != v; }) - chunk);
+        if (peak > best) {
+            best = peak;
+            place = begin + (std::find(chunk, chunk + count, peak) - chunk);
+        }
+    }
+    return place;
+}
+
+}  // namespace
+}  // namespace rootstock
+
+using rootstock::bf16;
+
+extern "C" {
+
+// bfloat16 is 1 where the tensors are bfloat16, 0 where they are float32. residual may be null.
+void rootstock_rms_norm(void* out, const void* x, void* residual, const void* weight, int64_t rows, int64_t size, float eps,
+                        int bfloat16, int threads) {
+    if (bfloat16) {
+        rootstock::rms_norm(static_cast<bf16*>(out), static_cast<const bf16*>(x), static_cast<bf16*>(residual),
+                            static_cast<const bf16*>(weight), rows, size, eps, threads);
+    } else {
+        rootstock::rms_norm(static_cast<float*>(out), static_cast<const float*>(x), static_cast<float*>(residual),
+                            static_cast<const float*>(weight), rows, size, eps, threads);
+    }
+}
+
+void rootstock_silu_and_mul(void* out, const void* x, int64_t rows, int64_t size, int bfloat16, int threads) {
+    if (bfloat16) {
+        rootstock::silu_and_mul(static_cast<bf16*>(out), static_cast<const bf16*>(x), rows, size, threads);
+    } else {
+        rootstock::silu_and_mul(static_cast<float*>(out), static_cast<const float*>(x), rows, size, threads);
+    }
+}
+
+void rootstock_rope_write_kv(void* qkv, const void* q_norm, const void* k_norm, const float* cos_sin, const int32_t* positions,
+                             const int64_t* locations, void* keys, void* values, int64_t tokens, int64_t heads,
+                             int64_t kv_heads, int64_t head_dim, int64_t page_size, float eps, int bfloat16, int threads) {
+    const rootstock::RopeShape shape{heads, kv_heads, head_dim, page_size, eps};
+    if (bfloat16) {
+        rootstock::rope_write_kv(static_cast<bf16*>(qkv), static_cast<const bf16*>(q_norm), static_cast<const bf16*>(k_norm),
+                                 cos_sin, positions, locations, static_cast<bf16*>(keys), static_cast<bf16*>(values), tokens,
+                                 shape, threads);
+    } else {
+        rootstock::rope_write_kv(static_cast<float*>(qkv), static_cast<const float*>(q_norm),
+                                 static_cast<const float*>(k_norm), cos_sin, positions, locations,
+                                 static_cast<float*>(keys), static_cast<float*>(values), tokens, shape, threads);
+    }
+}
+
+void rootstock_argmax(int64_t* out, const float* logits, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
+    for (int64_t row = 0; row < rows; ++row) out[row] = rootstock::argmax_row(logits + row * size, size);
+}
+
+}  // extern "C"

@@ -1,0 +1,49 @@
+// Loops over equal pieces of work: each thread walks a range of its own in order, then helps the others with theirs.
+// In order, so that fetching the piece that follows pays; with help, so that a thread that lost its core delays nobody.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace rootstock {
+
+struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+};
+
+// Calls work(index, last): each index below count once, on any thread; last is the end of the range that index is of.
+template <typename Work> void for_each_piece(int64_t count, int threads, Work&& work) {
+    const int team = static_cast<int>(std::min<int64_t>(threads, count));
+    if (team <= 1) {
+        for (int64_t index = 0; index < count; ++index) work(index, count);
+        return;
+    }
+    std::vector<Range> ranges(team);
+    for (int t = 0; t < team; ++t) {
+        ranges[t].next = count * t / team;
+        ranges[t].end = count * (t + 1) / team;
+    }
+#pragma omp parallel num_threads(team)
+    {
+#if defined(_OPENMP)
+        const int self = omp_get_thread_num();
+#else
+        const int self = 0;
+#endif
+        for (int turn = 0; turn < team; ++turn) {
+            Range& range = ranges[(self + turn) % team];
+            for (int64_t index; (index = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
+                work(index, range.end);
+            }
+        }
+    }
+}
+
+}  // namespace rootstock

@@ -1,0 +1,68 @@
+// The inner kernel of every bfloat16 matrix product: a few rows times one block of 64 packed columns, in dot products of pairs.
+//
+// Packed block: [K / 2][64][2], so that one 64-byte load holds a pair of k for 16 columns and a 32-bit broadcast of a row
+// holds the pair it meets. Accumulators: rows x 4 vectors of 16 float32.
+#pragma once
+
+#include "numeric.h"
+
+#if ROOTSTOCK_DOT_BF16
+#include <immintrin.h>
+
+namespace rootstock {
+
+constexpr int kTileRows = 6;   // 6 x 4 accumulators, 4 columns vectors and a broadcast fit the 32 registers
+constexpr int kTileCols = 64;
+constexpr int kVectors = kTileCols / 16;
+
+inline __m512bh pair_at(const bf16* row, int64_t pair) {
+    int32_t bits;
+    std::memcpy(&bits, row + 2 * pair, sizeof(bits));
+    return reinterpret_cast<__m512bh>(_mm512_set1_epi32(bits));
+}
+
+inline __m512bh load_pairs(const bf16* source) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(source)); }
+
+// What to bring into the second-level cache while a tile is computed on: `lines` cache lines per pair, from `next` on.
+struct Ahead {
+    const bf16* next = nullptr;
+    int lines = 0;
+};
+
+// sums[r][v] += a[r] . w[:, v] over `pairs` pairs.
+template <int ROWS>
+inline void multiply_tile(__m512 (&sums)[ROWS][kVectors], const bf16* a, int64_t stride, const bf16* w, int64_t pairs,
+                          Ahead ahead = {}) {
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+        __m512bh columns[kVectors];
+        for (int v = 0; v < kVectors; ++v) columns[v] = load_pairs(w + (pair * kVectors + v) * 32);
+        for (int line = 0; line < ahead.lines; ++line, ahead.next += 32) {
+            _mm_prefetch(reinterpret_cast<const char*>(ahead.next), _MM_HINT_T1);
+        }
+        for (int row = 0; row < ROWS; ++row) {
+            const __m512bh value = pair_at(a + row * stride, pair);
+            for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], columns[v], value);
+        }
+    }
+}
+
+template <int ROWS> inline void clear(__m512 (&sums)[ROWS][kVectors]) {
+    for (int row = 0; row < ROWS; ++row) {
+        for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_setzero_ps();
+    }
+}
+
+// Calls work.template operator()<ROWS>() with the constant that equals rows, 1 to kTileRows.
+template <typename Work> inline void with_rows(int64_t rows, Work&& work) {
+    switch (rows) {
+        case 1: work.template operator()<1>(); break;
+        case 2: work.template operator()<2>(); break;
+        case 3: work.template operator()<3>(); break;
+        case 4: work.template operator()<4>(); break;
+        case 5: work.template operator()<5>(); break;
+        default: work.template operator()<kTileRows>(); break;
+    }
+}
+
+}  // namespace rootstock
+#endif

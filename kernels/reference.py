@@ -1,0 +1,121 @@
+"""Every kernel in plain torch: what the others are measured against, and what runs where no compiler is. See kernels.ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Draws, PackedLinear, RaggedRows
+from kernels.sampling import draw_token, support
+
+
+def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """Keeps the weight as it is."""
+    return PackedLinear(weight.contiguous(), bias, weight.shape[1], weight.shape[0], False)
+
+
+def linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
+    if out.dtype == x.dtype and weight.bias is None:
+        torch.mm(x, weight.data.t(), out=out)
+    else:
+        out.copy_(torch.nn.functional.linear(x, weight.data, weight.bias))
+
+
+def pack_gated(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    return pack_linear(weight, bias)
+
+
+def gated_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
+    both = torch.empty((len(x), weight.out_features), dtype=x.dtype)
+    linear(both, x, weight)
+    silu_and_mul(out, both)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    out.copy_(_normed(x, weight, eps))
+
+
+def fused_add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    residual.add_(x)
+    rms_norm(out, residual, weight, eps)
+
+
+def silu_and_mul(out: Tensor, x: Tensor) -> None:
+    gate, up = x.float().chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: float32[T, heads, D]; cos, sin: float32[T, 1, D / 2]."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos_sin: Tensor,
+    rows: RaggedRows,
+    k_pool: Tensor,
+    v_pool: Tensor,
+) -> None:
+    _, kv_heads, page_size, head_dim = k_pool.shape
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * kv_heads
+    q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
+    q_wide, k_wide = (_normed(q, norms[0], eps), _normed(k, norms[1], eps)) if norms else (q.float(), k.float())
+    cos, sin = cos_sin[rows.positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    keys = _rotated(k_wide, cos, sin).to(k_pool.dtype)
+    q.copy_(_rotated(q_wide, cos, sin))
+    kept = rows.locations >= 0
+    pages, offsets = rows.locations[kept] // page_size, rows.locations[kept] % page_size
+    k_pool[pages, :, offsets] = keys[kept]
+    v_pool[pages, :, offsets] = v[kept]
+
+
+def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
+    """Keys or values of one sequence, float32[G, length, D]."""
+    picked = pool[pages].transpose(0, 1)
+    return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, :length].float()
+
+
+def paged_attention(
+    out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+) -> None:
+    _, kv_heads, page_size, head_dim = k_pool.shape
+    num_heads = out.shape[1] // head_dim
+    for row in range(len(rows.slots)):
+        start, count, offset = int(rows.starts[row]), int(rows.num_tokens[row]), int(rows.offsets[row])
+        length = start + count
+        pages = rows.page_table[int(rows.slots[row]), : -(-length // page_size)].clamp(min=0).long()
+        keys, values = _sequence(k_pool, pages, length), _sequence(v_pool, pages, length)
+        q = qkv[offset : offset + count, : num_heads * head_dim].float().view(count, kv_heads, -1, head_dim)
+        scores = torch.einsum("tghd,gsd->gths", q, keys) * scale
+        distance = torch.arange(start, length)[:, None] - torch.arange(length)[None, :]
+        hidden = (distance < 0) | (distance >= window) if window else distance < 0
+        weights = scores.masked_fill(hidden[None, :, None, :], -torch.inf).softmax(-1)
+        mixed = torch.einsum("gths,gsd->tghd", weights, values)
+        out[offset : offset + count] = mixed.reshape(count, -1).to(out.dtype)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def draw(logits: Tensor, draws: Draws) -> Tensor:
+    columns = (draws.rows, draws.temperatures, draws.top_ks, draws.top_ps, draws.min_ps, draws.uniforms)
+    tokens = []
+    for row, temperature, top_k, top_p, min_p, uniform in zip(*(column.tolist() for column in columns), strict=True):
+        scaled = (logits[row] - logits[row].max()) / temperature  # the peak first: a tiny temperature must not overflow
+        tokens.append(draw_token(scaled, support(scaled, top_k, top_p, min_p), uniform))
+    return torch.tensor(tokens, dtype=torch.int64)

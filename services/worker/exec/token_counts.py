@@ -1,0 +1,38 @@
+"""How often each token has occurred, kept sparse: a few hundred numbers per request instead of one per vocabulary entry."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.plan import I32
+
+
+class TokenCounts:
+    """Distinct tokens and their counts, in parallel arrays that grow. Tokens are inside the vocabulary."""
+
+    def __init__(self, tokens: NDArray[np.int64]) -> None:
+        ids, counts = np.unique(tokens, return_counts=True)
+        self._size = len(ids)
+        self._ids = np.concatenate((ids, np.zeros(16, dtype=np.int64)))
+        self._counts = np.concatenate((counts.astype(np.int32), np.zeros(16, dtype=np.int32)))
+        self._place = {int(token): place for place, token in enumerate(ids)}
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> I32:
+        return self._counts[: self._size]
+
+    def add(self, token: int) -> None:
+        place = self._place.get(token)
+        if place is not None:
+            self._counts[place] += 1
+            return
+        if self._size == len(self._ids):
+            self._ids, self._counts = np.resize(self._ids, 2 * self._size), np.resize(self._counts, 2 * self._size)
+        self._place[token] = self._size
+        self._ids[self._size], self._counts[self._size] = token, 1
+        self._size += 1
