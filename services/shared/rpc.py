@@ -24,6 +24,8 @@ _MESSAGE_OPTIONS = [
 SERVER_OPTIONS = [
     *_MESSAGE_OPTIONS,
     ("grpc.so_reuseport", 0),  # a second process on the same port is told so, instead of sharing it
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),

@@ -85,6 +85,7 @@ async def serve(settings: WorkerSettings) -> None:
     info = _info(settings, engine, model_name, secrets.randbits(63))
     worker_metrics = WorkerMetrics(model_name, info.page_size, info.num_pages, info.max_running_requests)
     registry.register(worker_metrics)
+    presence = _presence(settings, info, registry)
 
     watchdog = Watchdog(
         settings.watchdog_timeout_s,
@@ -108,7 +109,7 @@ async def serve(settings: WorkerSettings) -> None:
     )
     thread.start()
     watchdog.start()
-    presence = asyncio.create_task(_keep_presence(settings, info, registry))
+    keeping = asyncio.create_task(presence.keep()) if presence else None
     await health.set_ready(True)
 
     async def drain() -> None:
@@ -116,13 +117,17 @@ async def serve(settings: WorkerSettings) -> None:
             async with asyncio.timeout(settings.grace_s):
                 await outbox.wait_empty()
         inbox.put(Stop())
-        await asyncio.to_thread(thread.join)
+        await asyncio.to_thread(thread.join, settings.grace_s + 1)
+        if thread.is_alive():
+            logger.critical("the scheduler's loop hangs; leaving without it")
+            logging.shutdown()
+            os._exit(70)
 
     await rpc.serve_until_stopped(server, health, 1.0, drain)
     watchdog.stop()
-    presence.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await presence
+    if keeping is not None:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
     engine.executor.close()
 
 
@@ -140,12 +145,12 @@ def _from_thread(loop: asyncio.AbstractEventLoop, health: rpc.Health, live: bool
     asyncio.run_coroutine_threadsafe(health.set_live(live), loop)
 
 
-async def _keep_presence(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: CollectorRegistry) -> None:
+def _presence(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: CollectorRegistry) -> Presence | None:
     if not settings.redis_url:
-        return
+        return None
     presence = Presence(settings.redis_url, info.worker_id, info.generation)
     registry.register(_PresenceCollector(presence))
-    await presence.keep()
+    return presence
 
 
 class _PresenceCollector:

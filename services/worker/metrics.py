@@ -35,7 +35,7 @@ class WorkerMetrics(Collector):
         self._page_size, self._num_pages, self._max_running = page_size, num_pages, max_running
         self._clock = clock
         self._stats: StepStats | None = None
-        self._samples: deque[tuple[float, int, int, int]] = deque()
+        self._samples: deque[tuple[float, StepStats]] = deque()
         self._arrivals: dict[tuple[int, int], float] = {}
         self._last: dict[tuple[int, int], float] = {}
         self._steps = 0
@@ -57,7 +57,7 @@ class WorkerMetrics(Collector):
         self._stats = stats
         now = self._clock()
         if not self._samples or now - self._samples[-1][0] >= 1.0:
-            self._samples.append((now, stats.generated_tokens_total, stats.prompt_tokens_total, stats.cached_tokens_total))
+            self._samples.append((now, stats))
             while now - self._samples[0][0] > RATE_WINDOW_S:
                 self._samples.popleft()
 
@@ -104,35 +104,36 @@ class WorkerMetrics(Collector):
 
     def _gauges(self, stats: StepStats) -> Iterator[Metric]:
         used = stats.pages_leased + stats.pages_cached - stats.pages_evictable
-        throughput, hit_rate = self._rates(stats)
+        throughput, hit_rate, retracted = self._rates(stats)
         for name, help_text, value in (
-            ("num_running_reqs", "Requests that run.", stats.num_running),
-            ("num_queue_reqs", "Requests that wait.", stats.num_waiting),
-            ("num_retracted_reqs", "Retracted requests that wait to come back.", stats.num_retracted),
-            ("num_used_tokens", "Tokens of KV that running requests use.", used * self._page_size),
-            ("token_usage", "Share of the KV pool that running requests use.", used / self._num_pages),
-            ("max_total_num_tokens", "Size of the KV pool in tokens.", self._num_pages * self._page_size),
-            ("max_running_requests", "Requests that can run at once.", self._max_running),
-            ("cached_tokens_held", "Tokens of KV in the radix tree.", stats.pages_cached * self._page_size),
-            ("evictable_tokens", "Tokens of KV in the radix tree that nothing pins.", stats.pages_evictable * self._page_size),
-            ("gen_throughput", "Output tokens per second lately.", throughput),
-            ("cache_hit_rate", "Share of admitted prompt tokens that were cached, lately.", hit_rate),
-            ("new_token_ratio", "Share of remaining output that admission reserves.", stats.new_token_ratio),
+            ("sglang:num_running_reqs", "Requests that run.", stats.num_running),
+            ("sglang:num_queue_reqs", "Requests that wait.", stats.num_waiting),
+            ("sglang:num_retracted_reqs", "Requests retracted lately.", retracted),
+            ("sglang:num_used_tokens", "Tokens of KV that running requests use.", used * self._page_size),
+            ("sglang:token_usage", "Share of the KV pool that running requests use.", used / self._num_pages),
+            ("sglang:max_total_num_tokens", "Size of the KV pool in tokens.", self._num_pages * self._page_size),
+            ("rootstock_worker_max_running_requests", "Requests that can run at once.", self._max_running),
+            ("sglang:kv_used_tokens", "Tokens of KV that running requests use.", used * self._page_size),
+            ("sglang:kv_available_tokens", "Tokens of KV that nothing holds.", stats.pages_free * self._page_size),
+            ("sglang:kv_evictable_tokens", "Tokens of KV that are cached and unpinned.", stats.pages_evictable * self._page_size),
+            ("sglang:gen_throughput", "Output tokens per second lately.", throughput),
+            ("sglang:cache_hit_rate", "Share of admitted prompt tokens that were cached, lately.", hit_rate),
+            ("sglang:new_token_ratio", "Share of remaining output that admission reserves.", stats.new_token_ratio),
         ):
-            yield self._one(GaugeMetricFamily(f"sglang:{name}", help_text, labels=LABELS), value)
+            yield self._one(GaugeMetricFamily(name, help_text, labels=LABELS), value)
 
     def _counters(self, stats: StepStats) -> Iterator[Metric]:
         for name, help_text, value in (
-            ("num_requests", "Requests that have come.", stats.requests_total),
-            ("num_aborted_requests", "Requests that ended without a whole answer.", stats.aborts_total),
-            ("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens_total),
-            ("generation_tokens", "Output tokens.", stats.generated_tokens_total),
-            ("cached_tokens", "Prompt tokens that a prefix hit gave.", stats.cached_tokens_total),
-            ("num_retracted_requests", "Retractions.", stats.retractions_total),
-            ("evicted_tokens", "Tokens of KV evicted from the radix tree.", stats.evicted_pages_total * self._page_size),
-            ("forward_steps", "Steps that were launched.", self._steps),
+            ("sglang:num_requests", "Requests that have come.", stats.requests_total),
+            ("sglang:num_aborted_requests", "Requests that ended without a whole answer.", stats.aborts_total),
+            ("sglang:prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens_total),
+            ("sglang:generation_tokens", "Output tokens.", stats.generated_tokens_total),
+            ("sglang:cached_tokens", "Prompt tokens that a prefix hit gave.", stats.cached_tokens_total),
+            ("sglang:num_retracted_requests", "Retractions.", stats.retractions_total),
+            ("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", stats.evicted_pages_total * self._page_size),
+            ("rootstock_worker_forward_steps", "Steps that were launched.", self._steps),
         ):
-            yield self._one(CounterMetricFamily(f"sglang:{name}", help_text, labels=LABELS), value)
+            yield self._one(CounterMetricFamily(name, help_text, labels=LABELS), value)
         tokens = CounterMetricFamily("sglang:realtime_tokens", "Tokens as they are computed.", labels=(*LABELS, "mode"))
         for mode, value in (
             ("prefill_compute", self._prefill_tokens),
@@ -146,12 +147,13 @@ class WorkerMetrics(Collector):
         family.add_metric(self._label_values, value)
         return family
 
-    def _rates(self, stats: StepStats) -> tuple[float, float]:
-        """Output tokens per second and hit rate since the oldest sample that is no older than the window."""
+    def _rates(self, stats: StepStats) -> tuple[float, float, int]:
+        """Output tokens per second, hit rate and retractions since the oldest sample that is no older than the window."""
         now = self._clock()
-        for at, generated, prompt, cached in list(self._samples):
+        for at, then in list(self._samples):
             if now - at <= RATE_WINDOW_S and now > at:
-                new_prompt = stats.prompt_tokens_total - prompt
-                hits = (stats.cached_tokens_total - cached) / new_prompt if new_prompt else 0.0
-                return (stats.generated_tokens_total - generated) / (now - at), hits
-        return 0.0, 0.0
+                prompt = stats.prompt_tokens_total - then.prompt_tokens_total
+                hits = (stats.cached_tokens_total - then.cached_tokens_total) / prompt if prompt else 0.0
+                generated = stats.generated_tokens_total - then.generated_tokens_total
+                return generated / (now - at), hits, stats.retractions_total - then.retractions_total
+        return 0.0, 0.0, 0

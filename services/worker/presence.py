@@ -18,7 +18,7 @@ RENEW_S = 3.0
 
 
 class Presence:
-    """`reachable` is for metrics: whether the last renewal got through."""
+    """Raises ValueError if the URL is none. `reachable` is for metrics: whether the last renewal got through."""
 
     def __init__(self, url: str, worker_id: str, generation: int) -> None:
         self._client = redis.asyncio.from_url(url, socket_timeout=RENEW_S, socket_connect_timeout=RENEW_S)
@@ -48,7 +48,8 @@ class Presence:
 
     async def _give_up(self) -> None:
         try:
-            await self._client.delete(self._key)
+            if await self._client.get(self._key) == str(self._generation).encode():
+                await self._client.delete(self._key)
         except (redis.exceptions.RedisError, OSError) as error:
             logger.info("the lease is left to expire: %s", type(error).__name__)
         await self._client.aclose()

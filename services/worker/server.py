@@ -23,17 +23,23 @@ from services.worker.wire import InvalidRequest, ModelLimits, output_to_pb, refu
 logger = logging.getLogger(__name__)
 
 
+class ProtocolError(Exception):
+    """A front end broke the contract; its stream ends, and with it all that came over it."""
+
+
 class PeerStream:
     """Messages on their way to one front end. While the front end is slow they merge, so memory follows requests, not steps."""
 
     def __init__(self) -> None:
         self._pending: worker_pb2.StepOutput | None = None
         self._ready = asyncio.Event()
-        self.num_open = 0
+        self.open: set[int] = set()
 
-    def opened(self) -> None:
-        """A request has come; `StreamOutbox` counts it out again with its terminal output."""
-        self.num_open += 1
+    def opened(self, handle: int) -> None:
+        """A request has come; it is open until its terminal output. Raises ProtocolError if the handle is open already."""
+        if handle in self.open:
+            raise ProtocolError(f"handle {handle} is in use")
+        self.open.add(handle)
 
     def put(self, message: worker_pb2.StepOutput) -> None:
         if self._pending is None:
@@ -75,7 +81,7 @@ class StreamOutbox:
     @property
     def num_open(self) -> int:
         """Requests whose terminal output is still to come, over all front ends."""
-        return sum(stream.num_open for stream in self._streams.values())
+        return sum(len(stream.open) for stream in self._streams.values())
 
     def send(self, output: StepOutput) -> None:
         """From the loop's thread."""
@@ -84,7 +90,7 @@ class StreamOutbox:
     def _deliver(self, peers: tuple[PeerOutput, ...]) -> None:
         for output in peers:
             if stream := self._streams.get(output.peer):
-                stream.num_open -= len(output.finishes)
+                stream.open.difference_update(finish.handle for finish in output.finishes)
                 self._left.set()
                 stream.put(output_to_pb(output))
 
@@ -113,6 +119,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         peer = next(self._peers)
         stream = self._outbox.open(peer)
         reader = asyncio.create_task(self._read(request_iterator, peer, stream))
+        taking: asyncio.Task[worker_pb2.StepOutput] | None = None
         logger.info("front end connected", extra=fields(peer=peer, address=context.peer()))
         try:
             yield worker_pb2.GenerateResponse(hello=self._info)
@@ -120,12 +127,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 taking = asyncio.create_task(stream.take())
                 await asyncio.wait((taking, reader), return_when=asyncio.FIRST_COMPLETED)
                 if not taking.done():
-                    taking.cancel()
                     break
                 yield worker_pb2.GenerateResponse(step=taking.result())
             await reader
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             reader.cancel()
+            if taking is not None:
+                taking.cancel()
             self._outbox.close(peer)
             self._inbox.put(PeerGone(peer))
             logger.info("front end gone", extra=fields(peer=peer))
@@ -145,6 +155,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             logger.info("refused: %s", error, extra=fields(request_id=message.request_id))
             stream.put(worker_pb2.StepOutput(finishes=[refusal_to_pb(message, error)]))
             return
+        stream.opened(message.handle)
         self._on_arrival(peer, message.handle)
-        stream.opened()
         self._inbox.put(submit)

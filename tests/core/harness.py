@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,17 +43,17 @@ class Engine:
         self.idle_turns = 0
 
     def submit(
-        self, handle: int, prompt: Sequence[int], peer: int = 0, stream: bool = True, salt: str = "", **params: object
+        self,
+        handle: int,
+        prompt: Sequence[int],
+        peer: int = 0,
+        stream: bool = True,
+        salt: str = "",
+        timeout_s: float = 0.0,
+        **params: Any,
     ) -> None:
-        message = Submit(
-            peer,
-            handle,
-            f"r{handle}",
-            np.array(prompt, dtype=np.int32),
-            SamplingParams(**params),
-            stream,
-            salt,  # type: ignore[arg-type]
-        )
+        ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
+        message = Submit(peer, handle, f"r{handle}", ids, sampling, stream, salt, timeout_s=timeout_s)
         self.submitted[handle] = message
         self.core.submit(message, self.now)
         self.check()

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
 from services.worker.core.config import SchedulerConfig
-from tests.core.harness import Engine
+from services.worker.core.finish import check_finished
+from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.core.plan import RowFault
+from services.worker.core.request import Request
+from services.worker.core.sampling import SamplingParams
+from tests.core.harness import Engine, LetterDecoder
 
 
 def make(overlap: bool = True, **changes: object) -> Engine:
@@ -19,6 +27,10 @@ def make(overlap: bool = True, **changes: object) -> Engine:
     return Engine(SchedulerConfig(**{**values, **changes}), overlap)  # type: ignore[arg-type]
 
 
+def finish_of(engine: Engine, handle: int) -> tuple[FinishReason, ErrorCode]:
+    return engine.finishes[handle].reason, engine.finishes[handle].error
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_requests_get_the_models_tokens(overlap: bool, mixed: bool) -> None:
@@ -28,3 +40,121 @@ def test_requests_get_the_models_tokens(overlap: bool, mixed: bool) -> None:
     engine.drain()
     for handle in range(20):
         engine.check_answer(handle)
+
+
+class TestTimeouts:
+    def test_two_deadlines_that_pass_together_end_a_request_once(self) -> None:
+        engine = make(max_running_requests=1, waiting_timeout_s=1, running_timeout_s=1)
+        engine.submit(0, [1] * 8, timeout_s=1, max_new_tokens=100, ignore_eos=True)
+        engine.submit(1, [2] * 8, timeout_s=1, max_new_tokens=100)
+        engine.turn()
+        engine.now += 2
+        engine.drain()
+        assert finish_of(engine, 0) == finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.TIMEOUT)
+
+    def test_waiting_counts_only_until_the_first_step(self) -> None:
+        engine = make(max_running_requests=1, waiting_timeout_s=0.1)
+        engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)
+        engine.submit(1, [2] * 8, max_new_tokens=5)
+        engine.drain()
+        assert engine.finishes[0].reason is FinishReason.LENGTH
+        assert engine.finishes[1].error is ErrorCode.TIMEOUT
+
+    def test_ended_requests_leave_no_deadline_behind(self) -> None:
+        engine = make(max_queued_requests=1000)
+        for handle in range(600):
+            engine.submit(handle, [1] * 4, timeout_s=3600, max_new_tokens=1)
+            engine.drain()
+        assert len(engine.core.table._deadlines) < 100
+
+
+class TestFaults:
+    def test_a_decoder_that_raises_ends_its_request_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = make()
+        monkeypatch.setattr(LetterDecoder, "decode", raising)
+        engine.submit(0, [1] * 8, max_new_tokens=9, ignore_eos=True)
+        engine.submit(1, [2] * 8, max_new_tokens=9, stop=("zzz",))
+        engine.drain()
+        assert finish_of(engine, 0) == (FinishReason.LENGTH, ErrorCode.NONE)
+        assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.INTERNAL)
+
+    @pytest.mark.parametrize("fault", RowFault)
+    def test_a_faulty_row_ends_alone_and_its_pages_are_not_shared(self, fault: RowFault) -> None:
+        engine = make()
+        engine.executor.row_faults = {1: {0: fault}}
+        engine.submit(0, [1] * 12, max_new_tokens=9)
+        engine.submit(1, [2] * 3, max_new_tokens=9, ignore_eos=True)
+        engine.drain()
+        assert finish_of(engine, 0) == (FinishReason.ABORT, ErrorCode.INTERNAL)
+        assert engine.finishes[0].completion_tokens == 0
+        assert finish_of(engine, 1) == (FinishReason.LENGTH, ErrorCode.NONE)
+        engine.submit(2, [1] * 12, max_new_tokens=2)
+        engine.drain()
+        assert engine.finishes[2].cached_tokens == 0
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_a_failing_step_ends_its_own_requests(self, overlap: bool) -> None:
+        engine = make(overlap)
+        engine.submit(0, [1] * 8, max_new_tokens=20, ignore_eos=True)
+        for _ in range(4):
+            engine.turn()
+        engine.submit(1, [2] * 8, max_new_tokens=5, ignore_eos=True)
+        failing = engine.plans[-1].step_id
+        if engine.prev is not None:
+            engine.executor.wait(engine.prev)
+            engine.core.fail(failing, "broken", engine.now)
+            engine.prev = None
+        engine.drain()
+        assert finish_of(engine, 0)[0] is (FinishReason.ABORT if engine.finishes[0].error else FinishReason.LENGTH)
+        engine.check_answer(1)
+        assert engine.core.table.memory.num_leased == 0
+
+
+class TestOutput:
+    @pytest.mark.parametrize(("stream", "interval"), [(True, 1), (True, 4), (False, 1)])
+    def test_retraction_at_every_step_holds_no_output_back(self, stream: bool, interval: int) -> None:
+        engine = make(retract_interval=1)
+        engine.submit(0, [1] * 8, stream=stream, max_new_tokens=100, ignore_eos=True, stream_interval=interval)
+        due = interval if stream else 50
+        for _ in range(60):
+            engine.turn()
+            request = engine.core.table.by_key[0, 0]
+            assert len(request.output_ids) - len(engine.outputs.get(0, [])) < due
+        engine.drain()
+        engine.check_answer(0)
+
+    def test_a_stop_string_is_found_across_tokens_that_show_no_text(self) -> None:
+        decoder = SilentBelowTen()
+        request = Request(
+            1, 0, 0, "r", np.array([1], dtype=np.int32), SamplingParams(99, stop=("abc",)), (), "", 0, 1, 0.0, 1.0, 4
+        )
+        request.output_ids = [5 + 26, 0 + 26, 1, 2, 3, 4, 5, 1 + 26, 2 + 26]
+        ending = check_finished(request, decoder)
+        assert ending is not None and ending.matched_stop == "abc"
+
+
+def raising(decoder: LetterDecoder, ids: Sequence[int]) -> str:
+    raise OverflowError("no text")
+
+
+class SilentBelowTen(LetterDecoder):
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode([i for i in ids if i >= 10])
+
+
+class TestBudgets:
+    def test_without_chunking_no_prompt_is_cut(self) -> None:
+        engine = make(chunked_prefill_size=0, max_prefill_tokens=64)
+        for handle, length in enumerate((40, 100, 20)):
+            engine.submit(handle, [handle] * length, max_new_tokens=3)
+        engine.drain()
+        extends = [plan for plan in engine.plans if plan.num_extend]
+        assert [plan.num_tokens[: plan.num_extend].tolist() for plan in extends] == [[40], [100], [20]]
+        assert all(plan.sample.all() for plan in extends)
+
+    def test_a_request_that_outgrew_the_pool_while_it_waited_is_told_so(self) -> None:
+        engine = make(num_pages=16, retract_interval=1, eos_token_ids=())
+        engine.submit(0, [1] * 48, max_new_tokens=60)
+        engine.drain()
+        assert engine.finishes[0].error is ErrorCode.OUT_OF_MEMORY
+        assert len(engine.outputs[0]) >= 15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,8 +22,8 @@ def random_prompt(rng: random.Random) -> list[int]:
     return stem + [rng.randrange(50) for _ in range(rng.randrange(0, 24))]
 
 
-def random_params(rng: random.Random, prompt_len: int) -> dict[str, object]:
-    params: dict[str, object] = {"max_new_tokens": rng.randrange(1, CONTEXT - prompt_len + 1)}
+def random_params(rng: random.Random, prompt_len: int) -> dict[str, Any]:
+    params: dict[str, Any] = {"max_new_tokens": rng.randrange(1, CONTEXT - prompt_len + 1)}
     if rng.random() < 0.3:
         params["ignore_eos"] = True
     if rng.random() < 0.2:
@@ -46,7 +47,9 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool) -> Engi
         while rng.random() < rate:
             prompt = random_prompt(rng)
             salt = rng.choice(("", "", "", "tenant"))
-            engine.submit(handle, prompt, stream=rng.random() < 0.8, salt=salt, **random_params(rng, len(prompt)))
+            timeout_s = rng.choice((0.0, 0.0, 0.0, 0.3))
+            params = random_params(rng, len(prompt))
+            engine.submit(handle, prompt, stream=rng.random() < 0.8, salt=salt, timeout_s=timeout_s, **params)
             handle += 1
         if handle and rng.random() < 0.05:
             engine.abort(rng.randrange(max(0, handle - 12), handle))
@@ -70,7 +73,7 @@ def check_run(engine: Engine) -> None:
     assert memory.tree.num_evictable == memory.tree.num_pages
 
 
-def config_of(page_size: int, pool_tokens: int, slots: int, chunk: int, **more: object) -> SchedulerConfig:
+def config_of(page_size: int, pool_tokens: int, slots: int, chunk: int, **more: Any) -> SchedulerConfig:
     return SchedulerConfig(
         num_pages=pool_tokens // page_size,
         page_size=page_size,
@@ -81,7 +84,7 @@ def config_of(page_size: int, pool_tokens: int, slots: int, chunk: int, **more: 
         max_queued_requests=1000,
         max_prefill_tokens=64,
         chunked_prefill_size=chunk,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 
@@ -93,12 +96,14 @@ configs = st.builds(
     chunk=st.sampled_from([0, 16, 32]),
     enable_mixed_chunk=st.booleans(),
     enable_radix_cache=st.booleans(),
-    retract_interval=st.sampled_from([0, 0, 3, 5]),
+    retract_interval=st.sampled_from([0, 0, 1, 5]),
+    waiting_timeout_s=st.sampled_from([0.0, 0.0, 0.3]),
+    running_timeout_s=st.sampled_from([0.0, 0.0, 0.3]),
     schedule_conservativeness=st.sampled_from([0.3, 1.0]),
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_every_request_gets_its_answer_once_and_nothing_leaks(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     check_run(drive(config, seed, 120, overlap))

@@ -31,17 +31,18 @@ class Committer:
         live = columns.epoch[plan.slots] == step.epochs
         if not live.all():
             self._commit_gone(step, result, ~live, now)
-        columns.committed[plan.slots[live]] = (plan.starts + plan.num_tokens)[live]
-        self._publish_extends(step, live)
+        sound = live & ~np.isin(np.arange(plan.num_rows), list(result.faults)) if result.faults else live
+        columns.committed[plan.slots[sound]] = (plan.starts + plan.num_tokens)[sound]
+        self._publish_extends(step, sound)
         rows = np.flatnonzero(plan.sample & live)
         if len(rows):
             self._commit_tokens(step, result, rows, now)
 
-    def _publish_extends(self, step: Step, live: Mask) -> None:
-        """Prompts are shared as soon as their pages are computed, and never before."""
+    def _publish_extends(self, step: Step, sound: Mask) -> None:
+        """Prompts are shared as soon as their pages are computed, never before, and not where the computation went wrong."""
         for row in range(step.plan.num_extend):
             request = step.requests[row]
-            if live[row] and request.lease is not None:
+            if sound[row] and request.lease is not None:
                 committed = int(self._table.columns.committed[request.lease.slot])
                 self._table.memory.publish(request.lease, request.key[: committed * TOKEN_BYTES])
 
@@ -89,7 +90,8 @@ class Committer:
     ) -> None:
         """Rows that go on and are due: every `interval` tokens, and the first token at once."""
         columns = self._table.columns
-        due = (count % columns.interval[slots] == 0) | (count == 1)
+        sent = columns.sent[slots]
+        due = (count - sent >= columns.interval[slots]) | (sent == 0)
         if endings:
             due[list(endings)] = False
         at = np.flatnonzero(due)
@@ -122,3 +124,11 @@ class Committer:
                 ending = check_finished(request, self._decoder)
             if ending is not None:
                 self._table.end(request, ending, now)
+            else:
+                self._emit_waiting(request)
+
+    def _emit_waiting(self, request: Request) -> None:
+        fresh = len(request.output_ids) - request.num_sent
+        if fresh >= request.interval or request.num_sent == 0:
+            request.num_sent += fresh
+            self._table.outputs.add_rows(request.peer, [request.handle], [fresh], request.output_ids[-fresh:])

@@ -47,11 +47,29 @@ def check_finished(request: Request, decoder: TailDecoder) -> Ending | None:
     token = request.output_ids[-1]
     if count >= params.min_new_tokens and token in request.stop_token_ids:
         return Ending(FinishReason.MATCHED_TOKEN, matched_token=token)
-    if params.stop:
-        matched = first_stop(decoder.decode(request.output_ids[-request.tail_tokens :]), params.stop)
-        if matched is not None:
-            return Ending(FinishReason.MATCHED_STRING, matched_stop=matched)
-    return None
+    return _check_stop_strings(request, decoder) if params.stop else None
+
+
+def _check_stop_strings(request: Request, decoder: TailDecoder) -> Ending | None:
+    """One request's undecodable output is that request's error; the others of its step go on."""
+    try:
+        text = _tail_text(request, decoder)
+    except Exception as error:
+        message = f"the output could not be searched for stop strings: {type(error).__name__}"
+        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+    matched = first_stop(text, request.params.stop)
+    return None if matched is None else Ending(FinishReason.MATCHED_STRING, matched_stop=matched)
+
+
+def _tail_text(request: Request, decoder: TailDecoder) -> str:
+    """Enough of the output's end to hold any stop string. Special tokens give no text, so the first guess may be too short."""
+    ids, count = request.output_ids, request.tail_tokens
+    longest = max(map(len, request.params.stop))
+    text = decoder.decode(ids[-count:])
+    while len(text) < longest and count < len(ids):
+        count *= 2
+        text = decoder.decode(ids[-count:])
+    return text
 
 
 def first_stop(text: str, stops: Sequence[str]) -> str | None:
@@ -65,5 +83,5 @@ def first_stop(text: str, stops: Sequence[str]) -> str | None:
 
 
 def tail_tokens(stops: Sequence[str]) -> int:
-    """How many last tokens surely hold any stop string that the newest token completes: a token is at least one byte."""
+    """How many last tokens hold any stop string that the newest token completes, where each is at least one byte of text."""
     return max((len(stop.encode()) for stop in stops), default=0) + 1

@@ -145,6 +145,11 @@ class Planner:
         if result is not AddResult.CONTINUE:
             table.memory.unlock(match)
             return result
+        if not table.memory.num_available:
+            # Its own cached pages fill the pool, and it needs one more.
+            table.memory.unlock(match)
+            table.end(request, self._too_small(), now)
+            return result
         lease = table.begin(request, match, now)
         added = self._add_extend(request, start, count, adder, rows)
         assert added, "admission without a page to begin with"
@@ -241,6 +246,8 @@ class Planner:
 
     def _raise_ratio(self) -> None:
         rows = self._table.decoding
+        if not rows:
+            return
         decoded = sum(len(r.output_ids) for r in rows)
         self.ratio.raise_on_retract(decoded, len(rows), sum(r.params.max_new_tokens for r in rows))
 

@@ -51,8 +51,10 @@ class PrefillAdder:
 
     def chunk(self, start: int, remaining: int) -> int:
         """Tokens of an extend at `start` that this step takes: all that remain, or a page-aligned part, or 0."""
-        room = self._input if self._chunk is None else min(self._input, self._chunk)
-        if remaining <= room or (self._chunk is None and self._empty):
+        if self._chunk is None:
+            return remaining if remaining <= self._input or self._empty else 0
+        room = min(self._input, self._chunk)
+        if remaining <= room:
             return remaining
         end = (start + room) // self._page_size * self._page_size
         return max(end - start, 0)

@@ -141,18 +141,18 @@ class RequestTable:
         self.outputs.add_finish(peer, finish, ())
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
-        """Requests whose waiting or running time is over, each with what to tell the client."""
-        out: list[tuple[Request, str]] = []
+        """Requests whose waiting or running time is over, each once, with what to tell the client."""
+        out: dict[int, tuple[Request, str]] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             _, seq, peer, handle, kind = heapq.heappop(self._deadlines)
             request = self.by_key.get((peer, handle))
             if request is None or request.seq != seq:
                 continue
             if kind == _RUNNING:
-                out.append((request, "the request's time is over"))
+                out.setdefault(seq, (request, "the request's time is over"))
             elif request.queue_s < 0:
-                out.append((request, "the request waited too long in the queue"))
-        return out
+                out.setdefault(seq, (request, "the request waited too long in the queue"))
+        return list(out.values())
 
     def _new_memory(self) -> KVMemory:
         config = self._config
@@ -198,3 +198,7 @@ class RequestTable:
 
     def _watch(self, at: float, request: Request, kind: int) -> None:
         heapq.heappush(self._deadlines, (at, request.seq, request.peer, request.handle, kind))
+        if len(self._deadlines) > 4 * len(self.by_key) + 64:
+            alive = {r.seq for r in self.by_key.values()}
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in alive]
+            heapq.heapify(self._deadlines)

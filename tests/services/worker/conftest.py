@@ -94,12 +94,14 @@ async def serving(step_s: float = 0.001, config: SchedulerConfig = CONFIG, overl
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     thread.start()
-    async with rpc.channel(f"127.0.0.1:{port}") as channel:
-        yield Serving(worker_pb2_grpc.WorkerStub(channel), core, executor, metrics)
-    inbox.put(Stop())
-    await asyncio.to_thread(thread.join, 5)
+    try:
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            yield Serving(worker_pb2_grpc.WorkerStub(channel), core, executor, metrics)
+    finally:
+        inbox.put(Stop())
+        await asyncio.to_thread(thread.join, 5)
+        await server.stop(0)
     assert not thread.is_alive()
-    await server.stop(0)
 
 
 def run(test: Callable[[], object]) -> None:

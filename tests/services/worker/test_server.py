@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -126,7 +127,7 @@ def test_a_front_end_that_goes_away_leaves_nothing_behind() -> None:
             first, second = FrontEnd(worker), FrontEnd(worker)
             await first.hello()
             await second.hello()
-            await first.send(*[submit(handle, max_new_tokens=240) for handle in range(40)])
+            await first.send(*[submit(handle, max_new_tokens=240) for handle in range(36)])
             await second.send(submit(1, max_new_tokens=30))
             await first.until(lambda: len(first.tokens) > 3)
             first.call.cancel()
@@ -256,5 +257,21 @@ def test_metrics_carry_sglangs_names_and_true_counts() -> None:
                 "sglang:max_total_num_tokens": 1024,
             }.items():
                 assert float(lines[name + labels]) == value, name
+
+    run(check)
+
+
+def test_a_handle_that_is_in_use_ends_the_stream_and_what_came_over_it() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.005) as worker:
+            front = FrontEnd(worker)
+            await front.hello()
+            await front.send(submit(1, max_new_tokens=200))
+            await front.until(lambda: len(front.tokens[1]) > 1)
+            await front.send(submit(1))
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await front.ended(1)
+            assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert (await worker.idle()).pages_leased == 0
 
     run(check)
