@@ -41,19 +41,28 @@ class EncodeQueue:
         self._max_chars = max_chars
         self._observe_texts = observe_texts
         self._waiting: deque[_Job] = deque()
-        self._working: set[asyncio.Task[None]] = set()
+        self._working = 0  # lanes that will look at the queue again before they end
+        self._tasks: set[asyncio.Task[None]] = set()  # so that none is collected while it works
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """One list of ids per text. Raises what the tokenizer raises."""
         done: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Job(texts, add_special_tokens, sum(map(len, texts)), done))
-        if len(self._working) < self._lanes:
+        if self._working < self._lanes:
+            self._working += 1
             lane = asyncio.create_task(self._work())
-            self._working.add(lane)
-            lane.add_done_callback(self._working.discard)
+            self._tasks.add(lane)
+            lane.add_done_callback(self._tasks.discard)
         return await done
 
     async def _work(self) -> None:
+        # Counted out in the same tick in which the queue was seen empty: a job that comes later starts a lane of its own.
+        try:
+            await self._drain()
+        finally:
+            self._working -= 1
+
+    async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         while batch := self._take():
             texts = [text for job in batch for text in job.texts]

@@ -20,4 +20,4 @@ def test_ten_thousand_steps(page_size: int, overlap: bool, mixed: bool, retract:
     engine = drive(config, 1000 + seed, 10_000, overlap)
     check_run(engine)
     stats = engine.core.stats()
-    assert stats.retractions_total > 50 and stats.evicted_pages_total > 50, "the pool was never short: nothing was tested"
+    assert stats.retractions_total > 20 and stats.evicted_pages_total > 50, "the pool was never short: nothing was tested"

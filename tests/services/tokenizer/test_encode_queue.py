@@ -89,3 +89,20 @@ def test_a_request_that_was_cancelled_is_not_encoded() -> None:
         assert [texts for texts, _ in gate.calls] == [["first"], ["here"]]
 
     asyncio.run(run())
+
+
+def test_a_job_that_comes_as_a_lane_ends_is_not_forgotten() -> None:
+    async def client(waiting: EncodeQueue) -> int:
+        for number in range(1500):
+            assert await waiting.encode(["x" * (number % 7)], True) == [[number % 7]]
+        return 1500
+
+    async def run() -> list[int]:
+        gate = Gate()
+        gate.open.set()
+        with ThreadPoolExecutor(2) as executor:
+            waiting = queue(gate, executor)
+            async with asyncio.timeout(20):
+                return await asyncio.gather(*(client(waiting) for _ in range(3)))
+
+    assert asyncio.run(run()) == [1500] * 3
