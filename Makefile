@@ -21,8 +21,10 @@ env: $(ENV) $(PROTOS)  ## the virtual environment and the generated protos
 $(ENV): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "Python 3.11 to 3.13 is needed; choose one with PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "First: sudo apt-get install python3-venv"; exit 1; }
+	@echo "making $(VENV) and installing what pyproject.toml lists (the first time this takes minutes; torch is large)"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'
+	$(PY) -m pip install -q --disable-pip-version-check --progress-bar on -e '.[dev]'
 	@touch $@
 
 $(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)

@@ -88,6 +88,7 @@ class DetokLink:
             self.connected = True
             logger.info("detokenizer connected", extra=fields(address=self.address))
             writer = asyncio.create_task(self._write(call))
+            writer.add_done_callback(lambda _: call.cancel())
             self._on_up(self)
             while True:
                 self._answered(await self._read(call))
@@ -253,9 +254,11 @@ class DetokPool:
 
     def _down(self, orphans: list[Decoding]) -> None:
         self._changed()
+        # Those that go on first: a failure drops its siblings, wherever they are by then.
+        for decoding in orphans:
+            if decoding.lost <= MAX_LOST:
+                self._retries.inc()
+                self._house(decoding)
         for decoding in orphans:
             if decoding.lost > MAX_LOST:
                 decoding.sink.on_decode_failed(internal("The detokenizer cannot decode this answer."))
-                continue
-            self._retries.inc()
-            self._house(decoding)

@@ -75,6 +75,7 @@ class GenerationBody(_Body):
         None, max_length=limits.MAX_LOGIT_BIAS_ENTRIES, description="Token id → value added to its logit."
     )
     max_tokens: int | None = Field(None, ge=1, description="Tokens of an answer at most; never more than the context leaves.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Goes before max_tokens.")
     min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="No end of sequence before so many tokens.")
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=limits.MAX_STOP_TOKEN_IDS)
@@ -90,7 +91,6 @@ class GenerationBody(_Body):
 
 class ChatCompletionRequest(GenerationBody):
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1, description="Goes before max_tokens. Default: up to the context.")
     tools: list[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
     tool_choice: Literal["none", "auto"] | None = Field(None, description="none: the template does not see the tools.")
     add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")

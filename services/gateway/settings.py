@@ -19,7 +19,7 @@ CommaSeparated = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_com
 
 
 class GatewaySettings(ServiceSettings):
-    """Metrics are on the HTTP port, at /metrics; `metrics_host` has no effect here."""
+    """Metrics are on the HTTP port, at /metrics."""
 
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP API. 0 takes a free one.")
     health_port: int = Field(7000, ge=0, le=65535, description="Port of the gRPC health service.")

@@ -98,7 +98,7 @@ class TokenizerClient:
             try:
                 return await call(self._next().stub, left)
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     raise self._translate(error, request_id, param) from None
             pause = min(max(FIRST_PAUSE_S, 2 * pause), LONGEST_PAUSE_S)
         raise unavailable("No tokenizer is available.", self._retry_after_s)
@@ -114,10 +114,10 @@ class TokenizerClient:
         code, details = error.code(), (error.details() or "")[:MAX_DETAIL_CHARS]
         if code in _REFUSED:
             return bad_request(param, details or f"'{param}' was refused by the tokenizer.")
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
-            return ApiError(413, "The request is too large to be tokenized.", param=param, code="request_too_large")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return unavailable("The tokenizer is overloaded.", self._retry_after_s)
+            own_words = "larger than max" not in details  # else gRPC's, about its message
+            message = details if details and own_words else "The request is too large to be tokenized."
+            return ApiError(413, message, param=param, code="request_too_large")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return timed_out("Tokenizing took longer than this server allows.")
         logger.error("tokenizer failed", extra=fields(request_id=request_id, code=code.name))

@@ -50,6 +50,14 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "ebnf": (),
     "stop_regex": (),
     "lora_path": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "add_special_tokens": (True,),
+    "chat_template": (),
+    "length_penalty": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "return_hidden_states": (False,),
 }
 
 B = TypeVar("B", bound=GenerationBody)
@@ -156,7 +164,7 @@ def chat_generation(request: ChatCompletionRequest, vocab_size: int) -> Generati
 
 
 def completion_generation(request: CompletionRequest, vocab_size: int) -> Generation:
-    return _generation(request, vocab_size, request.max_tokens or DEFAULT_COMPLETION_TOKENS)
+    return _generation(request, vocab_size, request.max_completion_tokens or request.max_tokens or DEFAULT_COMPLETION_TOKENS)
 
 
 def _generation(request: GenerationBody, vocab_size: int, max_tokens: int | None) -> Generation:
@@ -194,6 +202,7 @@ def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
         repetition_penalty=request.repetition_penalty,
         min_new_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
+        skip_special_tokens=request.skip_special_tokens,
         logit_bias_ids=bias.keys(),
         logit_bias_values=bias.values(),
         stop_token_ids=request.stop_token_ids,

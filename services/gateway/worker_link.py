@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MESSAGE_BYTES = 4 << 20  # of submits in one message: far below what gRPC accepts, for a burst of long prompts is large
+
 Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
@@ -79,6 +81,7 @@ class WorkerLink:
             self.info, self.draining = first.hello, False
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
             writer = asyncio.create_task(self._write(call))
+            writer.add_done_callback(lambda _: call.cancel())
             self._events.on_hello(self)
             while True:
                 self._events.on_step(self, (await self._read(call)).step)
@@ -103,15 +106,23 @@ class WorkerLink:
             raise StreamBroken("ended by peer")
         return message
 
+    def _next_message(self) -> worker_pb2.GenerateRequest:
+        """All aborts, and submits up to about MESSAGE_BYTES, the first one in any case."""
+        message = worker_pb2.GenerateRequest(aborts=self._aborts)
+        self._aborts.clear()
+        size = 0
+        while self._submits and size < MESSAGE_BYTES:
+            submit = self._submits.pop(next(iter(self._submits)))
+            size += submit.ByteSize()
+            message.submits.append(submit)
+        return message
+
     async def _write(self, call: Call) -> None:
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                if self._submits or self._aborts:
-                    message = worker_pb2.GenerateRequest(submits=self._submits.values(), aborts=self._aborts)
-                    self._submits.clear()
-                    self._aborts.clear()
-                    await call.write(message)
+                while self._submits or self._aborts:
+                    await call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, with its reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import logging
 import sys
 import time
@@ -43,7 +44,7 @@ async def run(settings: LocalSettings) -> int:
     print(f"\nstopped {len(supervisor.children)} processes in {time.monotonic() - begun:.1f} s")
     if isinstance(failure, asyncio.CancelledError):
         return 0
-    print(f"cannot serve: {failure or 'not every process was ready in time'}", file=sys.stderr)
+    print(f"cannot serve: {str(failure) or 'not every process was ready in time'}", file=sys.stderr)
     return 1
 
 
@@ -58,11 +59,19 @@ async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[
     try:
         if settings.demo:
             print(f"\n  {demo.QUESTION}\n  ", end="", flush=True)
-            await asyncio.to_thread(demo.ask, settings.port, served_name(settings))
+            await _ask(settings)
         _print_urls(settings, started)
         await keeping
     finally:
         keeping.cancel()
+
+
+async def _ask(settings: LocalSettings) -> None:
+    """A question without an answer is no reason to stop: the model may have no chat template, or be slow."""
+    try:
+        await asyncio.to_thread(demo.ask, settings.port, served_name(settings))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        print(f"(no answer: {error})")
 
 
 async def _until_ready(part: Part, child: Child) -> None:

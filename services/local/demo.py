@@ -28,7 +28,10 @@ def ask(port: int, model: str, question: str = QUESTION) -> str:
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
-        for choice in json.loads(line[6:])["choices"]:
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise ValueError(event["error"]["message"])
+        for choice in event["choices"]:
             piece = choice["delta"].get("content") or ""
             print(piece, end="", flush=True)
             answer += piece

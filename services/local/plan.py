@@ -14,6 +14,7 @@ from services.local.settings import LocalSettings
 from services.local.supervisor import Command
 
 GRACE_S = 2.0
+MEM_FRACTION = 0.5  # of the free memory, for the KV pools of all workers together
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def _service(service: str, port: int, metrics_port: int, flags: list[str], name:
 def _worker_flags(settings: LocalSettings, model_path: str, index: int, redis_port: int) -> list[str]:
     threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) // settings.workers)
     flags = ["--model", model_path, "--dtype", settings.dtype, "--num-threads", str(threads), "--worker-id", f"worker-{index}"]
+    flags += ["--mem-fraction-static", str(MEM_FRACTION / settings.workers)]
     flags += ["--served-model-name", served_name(settings)]
     flags += ["--redis-url", f"redis://{HOST}:{redis_port}/0", "--max-total-tokens", str(settings.max_total_tokens)]
     return flags + shlex.split(settings.worker_flags)

@@ -7,11 +7,13 @@ launcher die without stopping it. Single owner of every child's handle.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 STOP_S = 4.0  # from SIGTERM to SIGKILL
 RESTART_S = 0.5
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,12 @@ class Child:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
+    def kill_group(self) -> None:
+        """Kills what the process has started and left behind: a compiler, say."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def last_lines(self, count: int) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
@@ -85,6 +94,7 @@ class Supervisor:
             await asyncio.sleep(RESTART_S)
             for child in self.children:
                 if (code := child.exit_code) is not None:
+                    child.kill_group()
                     logger.warning("%s ended with code %d; starting it again", child.command.name, code)
                     child.start()
 
@@ -98,9 +108,11 @@ class Supervisor:
                 for child in self.children:
                     child.signal(signal.SIGKILL)
             await asyncio.sleep(0.02)
+        for child in self.children:
+            child.kill_group()
 
 
 def _die_with_parent() -> None:
     """In the child, before exec. Linux only; elsewhere a killed launcher leaves its children."""
-    if os.uname().sysname == "Linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

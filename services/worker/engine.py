@@ -22,13 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 class StopTextDecoder:
-    """The core's TailDecoder over the model's own tokenizer."""
+    """The core's TailDecoder over the model's own tokenizer.
+
+    Tokenizers that write a space into the next word's token drop it at the start of a text: an anchor token stands before
+    the tail, and its text is cut off again.
+    """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._anchor = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
+        self._anchor_chars = len(tokenizer.decode(self._anchor, False))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode([*self._anchor, *ids], skip_special_tokens)[self._anchor_chars :]
 
 
 @dataclass(frozen=True, slots=True)

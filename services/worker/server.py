@@ -148,13 +148,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 self._inbox.put(Abort(peer, handle))
 
     def _submit(self, message: worker_pb2.Submit, peer: int, stream: PeerStream) -> None:
+        stream.opened(message.handle)
         logger.debug("submitted", extra=fields(request_id=message.request_id, prompt_tokens=len(message.prompt_ids)))
         try:
             submit = submit_from_pb(message, peer, self._model, secrets.randbits(64))
         except InvalidRequest as error:
             logger.info("refused: %s", error, extra=fields(request_id=message.request_id))
+            stream.open.discard(message.handle)
             stream.put(worker_pb2.StepOutput(finishes=[refusal_to_pb(message, error)]))
             return
-        stream.opened(message.handle)
         self._on_arrival(peer, message.handle)
         self._inbox.put(submit)

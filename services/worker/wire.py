@@ -79,6 +79,7 @@ def _sampling_from_pb(pb: common_pb2.SamplingParams, prompt_len: int, model: Mod
         stop_token_ids=tuple(pb.stop_token_ids),
         stop=tuple(pb.stop),
         seed=pb.seed if pb.HasField("seed") else random_seed,
+        skip_special_tokens=pb.skip_special_tokens if pb.HasField("skip_special_tokens") else True,
         stream_interval=max(pb.stream_interval, 1) if pb.HasField("stream_interval") else DEFAULT_STREAM_INTERVAL,
     )
 

@@ -17,7 +17,7 @@ from services.worker.core.scheduler import Scheduler
 
 
 class NoText:
-    def decode(self, ids: object) -> str:
+    def decode(self, ids: object, skip_special_tokens: bool) -> str:
         return ""
 
 

@@ -20,7 +20,7 @@ from services.worker.exec.fake import FakeExecutor, FakeRun, hashed_token
 class LetterDecoder:
     """Token t is the letter a + t mod 26."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(97 + i % 26) for i in ids)
 
 

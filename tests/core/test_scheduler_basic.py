@@ -133,12 +133,12 @@ class TestOutput:
         assert ending is not None and ending.matched_stop == "abc"
 
 
-def raising(decoder: LetterDecoder, ids: Sequence[int]) -> str:
+def raising(decoder: LetterDecoder, ids: Sequence[int], skip_special_tokens: bool) -> str:
     raise OverflowError("no text")
 
 
 class SilentBelowTen(LetterDecoder):
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return super().decode([i for i in ids if i >= 10])
 
 

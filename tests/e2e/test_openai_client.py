@@ -169,3 +169,25 @@ def test_n_choices_models_and_errors(system: System) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="demo", prompt="word " * 5000)
     assert long.value.code == "context_length_exceeded"
+
+
+def test_a_stop_string_may_be_a_special_token_where_those_are_shown(system: System) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}
+    shown = {**body, "ignore_eos": True, "skip_special_tokens": False, "stop": "<|im_end|>", "max_tokens": 200}
+    status, answer = system.post("/v1/chat/completions", shown)
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == (
+        "3, 4, 5, 6, 7, 8, 9",
+        "stop",
+        "<|im_end|>",
+    )
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_both_names_of_the_limit_limit(system: System, field: str, path: str) -> None:
+    asked = {"prompt": "Hi"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    status, answer = system.post(f"/v1/{path}", {"model": "demo", field: 3, "ignore_eos": True, **asked})
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 3

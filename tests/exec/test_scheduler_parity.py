@@ -31,7 +31,7 @@ PROMPTS = [[RNG.randrange(6, 257) for _ in range(length)] for length in (1, 2, 3
 
 
 class NoText:
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
 

@@ -15,9 +15,9 @@ from services.worker.core.request import Request
 
 
 class TailDecoder(Protocol):
-    """Turns the last output ids of a request into text, special tokens left out. Pure; may return U+FFFD at the edges."""
+    """Turns the last output ids of a request into text. Pure; may return U+FFFD at the edges."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ def _check_stop_strings(request: Request, decoder: TailDecoder) -> Ending | None
 
 def _tail_text(request: Request, decoder: TailDecoder) -> str:
     """Enough of the output's end to hold any stop string. Special tokens give no text, so the first guess may be too short."""
-    ids, count = request.output_ids, request.tail_tokens
+    ids, count, skip = request.output_ids, request.tail_tokens, request.params.skip_special_tokens
     longest = max(map(len, request.params.stop))
-    text = decoder.decode(ids[-count:])
+    text = decoder.decode(ids[-count:], skip)
     while len(text) < longest and count < len(ids):
         count *= 2
-        text = decoder.decode(ids[-count:])
+        text = decoder.decode(ids[-count:], skip)
     return text
 
 

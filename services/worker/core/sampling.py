@@ -34,3 +34,4 @@ class SamplingParams:
     seed: int = 0
     top_logprobs: int = -1
     stream_interval: int = DEFAULT_STREAM_INTERVAL
+    skip_special_tokens: bool = True

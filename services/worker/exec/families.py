@@ -95,6 +95,13 @@ def decoder_config(config: Any) -> DecoderConfig:
         raise UnsupportedModel(f"architecture {architecture} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     if config.hidden_act != "silu":
         raise UnsupportedModel(f"hidden_act {config.hidden_act} is not supported; supported: silu")
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
+            raise UnsupportedModel(f"{name} {getattr(config, name)} is no positive number")
+    if config.num_attention_heads % (config.num_key_value_heads or config.num_attention_heads):
+        raise UnsupportedModel(
+            f"{config.num_attention_heads} heads are no multiple of {config.num_key_value_heads} key/value heads"
+        )
     rope = dict(config.rope_parameters or {})
     if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")

@@ -5,7 +5,6 @@ KVPool and PageTable are written by the executor's forward thread alone.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +32,8 @@ class KVPool:
     @classmethod
     def allocate(cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, kernels: Kernels) -> KVPool:
         shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
-        pools = [_lazy_zeros(shape, dtype) for _ in range(2 * config.num_layers)]
+        pools = [kernels.allocate_pool(shape, dtype) for _ in range(2 * config.num_layers)]
         return cls(tuple(pools[0::2]), tuple(pools[1::2]))
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose memory the kernel maps at the first write: a large pool costs nothing until it is used."""
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:

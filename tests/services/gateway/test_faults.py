@@ -265,7 +265,7 @@ class TestTokenizer:
         [
             (grpc.StatusCode.INVALID_ARGUMENT, 400),
             (grpc.StatusCode.FAILED_PRECONDITION, 400),
-            (grpc.StatusCode.RESOURCE_EXHAUSTED, 503),
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, 413),
             (grpc.StatusCode.INTERNAL, 500),
             (grpc.StatusCode.UNKNOWN, 500),
         ],

@@ -1,0 +1,58 @@
+"""A folder that cannot be served is one ValueError that says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.exec.cpu import build_cpu_executor
+from tests.exec.tiny_models import MODELS
+
+CASES: dict[str, dict[str, Any]] = {
+    "vocabulary is text": {"vocab_size": "x"},
+    "vocabulary below zero": {"vocab_size": -3},
+    "no hidden size": {"hidden_size": None},
+    "no layers": {"num_hidden_layers": 0},
+    "heads do not divide": {"num_attention_heads": 5, "num_key_value_heads": 2},
+    "another architecture": {"architectures": ["GPT2LMHeadModel"]},
+    "quantised": {"quantization_config": {"quant_method": "awq"}},
+    "another shape than the weights": {"intermediate_size": 100},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    MODELS["qwen3"].build(path)
+    return path
+
+
+def build(folder: Path) -> None:
+    executor, _ = build_cpu_executor(str(folder), "auto", 4, 2, 8, 0.5, None, 1, lambda _: None)
+    executor.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_configs(folder: Path, tmp_path: Path, name: str) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text()) | CASES[name]
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"\w"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [[1], {"a": 3}, {"a": "../x.safetensors"}, {}, "x"], ids=str)
+def test_wrong_indexes(folder: Path, tmp_path: Path, weight_map: Any) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"\w"):
+        build(tmp_path)
+
+
+def test_the_good_folder_is_served(folder: Path) -> None:
+    assert build(folder) is None

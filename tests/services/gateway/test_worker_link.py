@@ -1,0 +1,27 @@
+"""What one message to a worker holds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rootstock.v1 import worker_pb2
+from services.gateway.worker_link import MESSAGE_BYTES, WorkerLink
+from services.shared.limits import MAX_MESSAGE_BYTES
+
+
+def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
+    async def run() -> list[worker_pb2.GenerateRequest]:
+        choice: Any = object()
+        link = WorkerLink("127.0.0.1:1", choice)
+        for handle in range(700):
+            link.submit(choice, worker_pb2.Submit(handle=handle, prompt_ids=[150_000] * 40_000))
+        link.abort(3)
+        messages = []
+        while link._submits or link._aborts:
+            messages.append(link._next_message())
+        return messages
+
+    messages = asyncio.run(run())
+    assert [s.handle for m in messages for s in m.submits] == [h for h in range(700) if h != 3]
+    assert max(m.ByteSize() for m in messages) < 2 * MESSAGE_BYTES < MAX_MESSAGE_BYTES

@@ -1,0 +1,62 @@
+"""Children and what they started are gone when the launcher says so; a failed demo question is no reason to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from services.local.plan import num_ports, parts
+from services.local.settings import LocalSettings
+from services.local.supervisor import Command, Supervisor
+from tests.e2e.system import processes_with, wait_until
+
+NEST = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("code", [NEST, STUBBORN], ids=["grandchild", "ignores-sigterm"])
+def test_stop_leaves_nothing(tmp_path: Path, code: str) -> None:
+    marker = f"ROOTSTOCK_TEST_MARKER={uuid.uuid4().hex}"
+    supervisor = Supervisor(tmp_path)
+    supervisor.start(Command("child", [sys.executable, "-c", code], dict([marker.split("=")])))
+    wait_until(lambda: len(processes_with(marker)) == (2 if code == NEST else 1), 10, "the child to be up")
+    if code == STUBBORN:
+        wait_until(lambda: "up" in supervisor.children[0].log.read_text(), 10, "its handler to be set")
+    asyncio.run(supervisor.stop())
+    wait_until(lambda: not processes_with(marker), 2, "all to be gone")
+
+
+def test_what_ends_is_started_again(tmp_path: Path) -> None:
+    async def run() -> tuple[int, int]:
+        supervisor = Supervisor(tmp_path)
+        child = supervisor.start(Command("child", [sys.executable, "-c", "import time; time.sleep(60)"]))
+        keeping = asyncio.create_task(supervisor.keep_running())
+        first = child.pid
+        child.signal(9)
+        async with asyncio.timeout(10):
+            while child.pid == first:
+                await asyncio.sleep(0.05)
+        second = child.pid
+        keeping.cancel()
+        await supervisor.stop()
+        return first, second
+
+    first, second = asyncio.run(run())
+    assert first != second
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_share_the_memory_and_the_gateway_knows_them_all(workers: int) -> None:
+    settings = LocalSettings(_cli_parse_args=False, workers=workers, worker_flags="--mem-fraction-static 0.1")  # type: ignore[call-arg]
+    ports = list(range(9000, 9000 + num_ports(settings)))
+    plan = {part.command.name: part.command.argv for part in parts(settings, "models/demo", ports)}
+    assert len(plan) == 4 + workers and len(set(ports)) == len(ports)
+    argv = plan["worker-0"]
+    fractions = [float(argv[i + 1]) for i, flag in enumerate(argv) if flag == "--mem-fraction-static"]
+    assert fractions == [0.5 / workers, 0.1], "a user's flag comes last and wins"
+    gateway = plan["gateway"]
+    assert len(gateway[gateway.index("--workers") + 1].split(",")) == workers
