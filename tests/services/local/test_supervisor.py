@@ -28,6 +28,7 @@ def test_stop_leaves_nothing(tmp_path: Path, code: str) -> None:
         wait_until(lambda: "up" in supervisor.children[0].log.read_text(), 10, "its handler to be set")
     asyncio.run(supervisor.stop())
     wait_until(lambda: not processes_with(marker), 2, "all to be gone")
+    assert supervisor.children[0].exit_code is not None
 
 
 def test_what_ends_is_started_again(tmp_path: Path) -> None:
