@@ -100,12 +100,11 @@ class TestFaults:
             engine.turn()
         engine.submit(1, [2] * 8, max_new_tokens=5, ignore_eos=True)
         failing = engine.plans[-1].step_id
-        if engine.prev is not None:
-            engine.executor.wait(engine.prev)
-            engine.core.fail(failing, "broken", engine.now)
-            engine.prev = None
+        assert engine.prev is not None and engine.prev.plan.step_id == failing
+        engine.core.fail(failing, "broken", engine.now)
+        engine.prev = None
         engine.drain()
-        assert finish_of(engine, 0)[0] is (FinishReason.ABORT if engine.finishes[0].error else FinishReason.LENGTH)
+        assert finish_of(engine, 0) == (FinishReason.ABORT, ErrorCode.INTERNAL)
         engine.check_answer(1)
         assert engine.core.table.memory.num_leased == 0
 

@@ -81,7 +81,6 @@ class StepStats:
 
     num_running: int
     num_waiting: int
-    num_retracted: int
     pages_leased: int
     pages_cached: int
     pages_evictable: int

@@ -50,10 +50,6 @@ class RequestTable:
         return len(self._fresh) + len(self._retracted)
 
     @property
-    def num_retracted(self) -> int:
-        return len(self._retracted)
-
-    @property
     def num_running(self) -> int:
         return len(self.extending) + len(self.decoding)
 

@@ -130,7 +130,6 @@ class Scheduler:
         return StepStats(
             num_running=table.num_running,
             num_waiting=table.num_waiting,
-            num_retracted=table.num_retracted,
             pages_leased=memory.num_leased,
             pages_cached=memory.tree.num_pages,
             pages_evictable=memory.tree.num_evictable,
