@@ -6,7 +6,6 @@ They live on the event loop of System (system.py); tests read their plain attrib
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,7 +186,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.running: dict[int, Running] = {}  # of the newest stream
         self.contexts: list[Any] = []
         self.steps = 0
-        self._steps = itertools.count(1)
         self._kick = asyncio.Event()
 
     def allow(self, steps: int | None) -> None:
@@ -239,7 +237,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def _step(self, running: dict[int, Running], refused: list[worker_pb2.Finish]) -> worker_pb2.StepOutput:
         self.steps += 1
-        step = worker_pb2.StepOutput(step_id=next(self._steps), finishes=refused)
+        step = worker_pb2.StepOutput(finishes=refused)
         refused.clear()
         if self.steps_left == 0:
             return step
