@@ -70,7 +70,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
 
 
 def _cpu(settings: WorkerSettings) -> tuple[Executor, ModelInfo]:
-    from services.worker.exec.cpu import build_cpu_executor  # torch is imported only where it is wanted
+    from services.worker.exec.build import build_cpu_executor  # torch is imported only where it is wanted
 
     return build_cpu_executor(
         model_path=settings.model,

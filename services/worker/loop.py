@@ -80,7 +80,7 @@ class Loop:
             stuck = flight is None and prev is None
             self._commit(prev)
             if flight is not None and flight.run is not None:
-                self._executor.sample(flight.run)
+                self._executor.sample(flight.run, {})
             self._tell(busy=not stuck)
             prev = flight
         self._commit(prev)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-import services.worker.exec.cpu as cpu
+import services.worker.exec.build as build
 from services.worker.core.sampling import SamplingParams
 from tests.exec.driver import Driver, Sequence
 
@@ -133,11 +133,11 @@ def main() -> None:
         timers.append(TimedKernels(load(num_threads, dtype)))
         return timers[0]
 
-    load, cpu.load_kernels = cpu.load_kernels, timed_kernels
+    load, build.load_kernels = build.load_kernels, timed_kernels
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
         pages = max(options.batches) * (-(-(options.num_in + options.num_out) // PAGE_SIZE) + 1)
-        executor, info = cpu.build_cpu_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, options.threads, print)
+        executor, info = build.build_cpu_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, options.threads, print)
     print(info)
     driver, timer = Driver(executor, PAGE_SIZE), timers[0]
     run_ours(driver, 1, 32, 4, options.chunk_tokens)

@@ -77,7 +77,7 @@ class Engine:
         if self.overlap:
             self._commit()
         if run is not None:
-            self.executor.sample(run)
+            self.executor.sample(run, {})
         self.prev = run
         self.check()
         self._take()

@@ -85,7 +85,8 @@ class TestFaults:
         engine.submit(0, [1] * 12, max_new_tokens=9)
         engine.submit(1, [2] * 3, max_new_tokens=9, ignore_eos=True)
         engine.drain()
-        assert finish_of(engine, 0) == (FinishReason.ABORT, ErrorCode.INTERNAL)
+        error = ErrorCode.INVALID_ARGUMENT if fault is RowFault.NO_TOKEN_ALLOWED else ErrorCode.INTERNAL
+        assert finish_of(engine, 0) == (FinishReason.ABORT, error)
         assert engine.finishes[0].completion_tokens == 0
         assert finish_of(engine, 1) == (FinishReason.LENGTH, ErrorCode.NONE)
         engine.submit(2, [1] * 12, max_new_tokens=2)

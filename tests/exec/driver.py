@@ -63,6 +63,10 @@ class Driver:
             num_tokens=i32([count for _, count in rows]),
             input_ids=i32(ids),
             sample=np.array([s.computed + n >= len(s.prompt) for s, n in rows], dtype=np.bool_),
+            mask_rows=i32([]),
+            prompt_logprob_rows=i32([]),
+            prompt_logprob_offsets=i32([]),
+            prompt_logprob_nexts=i32([]),
             admitted=admitted,
             table_slots=i32([slot for slot, _, _ in updates]),
             table_firsts=i32([first for _, first, _ in updates]),
@@ -88,7 +92,7 @@ class Driver:
     def step(self, rows: list[tuple[Sequence, int]]) -> None:
         """Plans, runs, and hands out one step's tokens."""
         run = self.executor.forward(self.plan(rows))
-        self.executor.sample(run)
+        self.executor.sample(run, {})
         result = self.executor.wait(run)
         assert not result.faults
         for row, (sequence, _) in enumerate(rows):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.exec.cpu import build_cpu_executor
+from services.worker.exec.build import build_cpu_executor
 from tests.exec.tiny_models import MODELS
 
 CASES: dict[str, dict[str, Any]] = {

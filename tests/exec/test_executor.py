@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.checkpoint import CheckpointError
-from services.worker.exec.cpu import CpuExecutor, build_cpu_executor
+from services.worker.exec.cpu import CpuExecutor
 from services.worker.exec.families import UnsupportedModel
 from services.worker.exec.model_info import ModelInfo
 from services.worker.exec.pools import PoolTooSmall
@@ -139,7 +140,7 @@ def test_two_steps_in_flight_relay_on_the_device(executor: CpuExecutor) -> None:
         if count == 1:
             plan = replace(plan, num_extend=0, input_ids=i32([]))
         run = executor.forward(plan)
-        executor.sample(run)
+        executor.sample(run, {})
         runs.append(run)
     assert [int(executor.wait(run).tokens[0]) for run in runs] == twin.output
 
@@ -148,7 +149,7 @@ def test_a_failed_step_fails_its_waiter_and_no_other(executor: CpuExecutor) -> N
     driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
     unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
     bad = executor.forward(unwritten)
-    executor.sample(bad)
+    executor.sample(bad, {})
     driver.prefill([sequence])
     with pytest.raises(ExecutorError, match=r"step 1 failed.*slots \[5\]"):
         executor.wait(bad)
@@ -157,7 +158,7 @@ def test_a_failed_step_fails_its_waiter_and_no_other(executor: CpuExecutor) -> N
 
 def test_an_empty_plan_gives_an_empty_result(executor: CpuExecutor) -> None:
     run = executor.forward(Driver(executor, 4).plan([]))
-    executor.sample(run)
+    executor.sample(run, {})
     assert len(executor.wait(run).tokens) == 0
 
 
@@ -169,7 +170,7 @@ def test_stale_rows_hurt_nobody(folder: Path, start: int) -> None:
     before = [pool.view(torch.int32).clone() for pool in executor._model._pool.keys]  # as bits: unwritten memory may be NaN
     row = {"slots": i32([6]), "starts": i32([start]), "num_tokens": i32([1]), "sample": np.array([True])}
     run = executor.forward(replace(driver.plan([]), num_extend=0, **row))
-    executor.sample(run)
+    executor.sample(run, {})
     executor.wait(run)
     after = [pool.view(torch.int32) for pool in executor._model._pool.keys]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.exec.cpu import build_cpu_executor
+from services.worker.exec.build import build_cpu_executor
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.tiny_models import MODELS
 

@@ -63,7 +63,9 @@ def test_free_memory_of_this_machine() -> None:
 def update(slots: list[int], firsts: list[int], counts: list[int], pages: list[int]) -> BatchPlan:
     columns = [np.array(values, dtype=np.int32) for values in (slots, firsts, counts, pages)]
     empty = np.zeros(0, dtype=np.int32)
-    return BatchPlan(0, ForwardMode.IDLE, 0, empty, empty, empty, empty, empty.astype(np.bool_), (), *columns)
+    return BatchPlan(
+        0, ForwardMode.IDLE, 0, empty, empty, empty, empty, empty.astype(np.bool_), empty, empty, empty, empty, (), *columns
+    )
 
 
 def test_page_table_applies_updates_in_order() -> None:

@@ -17,7 +17,7 @@ from services.worker.core.messages import FinishReason, Submit
 from services.worker.core.plan import BatchPlan
 from services.worker.core.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.cpu import build_cpu_executor
+from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.fake import FakeExecutor
 from services.worker.exec.protocol import Executor, Run
 from tests.exec.tiny_models import MODELS
@@ -103,7 +103,7 @@ class Served:
             run = self.executor.forward(plan)
         self._commit(prev)
         if run is not None:
-            self.executor.sample(run)
+            self.executor.sample(run, {})
         assert not violations(self.core.table)
         return run
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.plan import PromptLogprobs, RowLogprobs
 from services.worker.core.sampling import SamplingParams
 
 
@@ -19,6 +20,8 @@ class FinishReason(enum.IntEnum):
     MATCHED_TOKEN = 2
     MATCHED_STRING = 3
     ABORT = 4
+    MATCHED_REGEX = 5
+    EMBEDDED = 6  # a vector was asked for, and computed
 
 
 class ErrorCode(enum.IntEnum):
@@ -33,8 +36,24 @@ class ErrorCode(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """Where in a session a request goes on. parent: request id of an earlier turn, "" for the session's start (its first
+    turn's, where there is one and nothing is replaced: the latest turn). offset: tokens of the parent's context that are
+    kept, -1 for all. replace: the parent's later turns are forgotten. drop_previous_output: of the parent only its prompt counts.
+    """
+
+    session_id: str
+    parent: str = ""
+    offset: int = -1
+    replace: bool = False
+    drop_previous_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
-    """prompt_ids: int32[n], n >= 1. timeout_s: from arrival to the last token, 0 for none. salt: cache namespace."""
+    """prompt_ids: int32[n], n >= 1; in a session, what this turn adds. timeout_s: from arrival to the last token, 0 for none.
+    salt, lora: cache namespace. routing_key: requests of one key share a cache elsewhere; the routing-key policy groups them.
+    """
 
     peer: int
     handle: int
@@ -45,11 +64,15 @@ class Submit:
     salt: str = ""
     priority: int = 0
     timeout_s: float = 0.0
+    lora: str = ""
+    routing_key: str = ""
+    session: SessionTurn | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none."""
+    """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none.
+    matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED."""
 
     handle: int
     request_id: str
@@ -62,17 +85,25 @@ class Finish:
     cached_tokens: int = 0
     completion_tokens: int = 0
     queue_s: float = 0.0
+    retractions: int = 0
+    embedding: NDArray[np.float32] | None = None
 
 
 @dataclass(slots=True)
 class PeerOutput:
-    """One step's news for one front end: parallel columns. handles[i] got counts[i] new tokens; tokens is flat."""
+    """One step's news for one front end: parallel columns. handles[i] got counts[i] new tokens; tokens is flat.
+
+    logprobs: (handle, values of each of that row's new tokens), for rows whose request wants them. prompt_logprobs:
+    (handle, values) of the next prompt tokens, in order of position.
+    """
 
     peer: int
     handles: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finishes: list[Finish] = field(default_factory=list)
+    logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ read them from its own thread until the step's result has been committed.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ class RowFault(enum.IntEnum):
 
     NAN_LOGITS = 1
     OUT_OF_VOCAB = 2
+    NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave nothing to sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class BatchPlan:
     input_ids: tokens of the extend rows, flat, in row order. The one input token of a decode row is gathered by the
         executor from FutureMap[slot], where the step before (or an earlier one) has left it.
     sample: bool[rows]; False for a chunk that is not its request's last.
+    mask_rows: rows, of those with sample set, whose grammar's mask must be given to the executor's sample().
+    prompt_logprob_rows: extend rows that give logprobs of prompt tokens; in parallel, prompt_logprob_offsets: index into the
+        row's tokens of the first that predicts a wanted one (token i of a row predicts token i + 1 of its sequence), and
+        prompt_logprob_nexts: the prompt token after the row's last, -1 where that one is not part of the prompt.
     admitted: parameters of slots that begin with this step; they hold for later steps too.
     table_slots, table_firsts, table_counts: [updates]; table_pages: flat. For update u, logical pages
         firsts[u] .. firsts[u] + counts[u] - 1 of slot slots[u] become the next counts[u] ids of table_pages.
@@ -69,6 +74,10 @@ class BatchPlan:
     num_tokens: I32
     input_ids: I32
     sample: NDArray[np.bool_]
+    mask_rows: I32
+    prompt_logprob_rows: I32
+    prompt_logprob_offsets: I32
+    prompt_logprob_nexts: I32
     admitted: tuple[SlotParams, ...]
     table_slots: I32
     table_firsts: I32
@@ -82,18 +91,35 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Log probabilities (natural, fp32) of one sampled token: its own, and the top ones in falling order."""
+    """Log probabilities (natural, fp32, of the raw logits) of one sampled token: its own, the top ones in falling order, and
+    those of params.logprob_token_ids in their order."""
 
     sampled: float
     top_ids: tuple[int, ...]
     top: tuple[float, ...]
+    chosen: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The same for n consecutive prompt tokens. values: float32[n]; top_ids: int32[n, k]; top: float32[n, k], falling;
+    chosen: float32[n, m]. The last row predicts prompt_logprob_nexts, and is left out where that is -1."""
+
+    values: NDArray[np.float32]
+    top_ids: I32
+    top: NDArray[np.float32]
+    chosen: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """tokens: int32[rows], meaningful where plan.sample. faults: row -> fault. logprobs: row -> values, where asked."""
+    """tokens: int32[rows], meaningful where plan.sample and the request generates. faults: row -> fault. logprobs,
+    prompt_logprobs: row -> values, where asked. embeddings: row -> float32[dimensions], for rows with sample set whose
+    request wants a vector."""
 
     step_id: int
     tokens: I32
-    faults: dict[int, RowFault]
-    logprobs: dict[int, RowLogprobs]
+    faults: dict[int, RowFault] = field(default_factory=dict)
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)

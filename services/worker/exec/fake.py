@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.plan import BatchPlan, RowFault, StepResult
-from services.worker.exec.protocol import ExecutorError, Run
+from services.worker.exec.protocol import ExecutorError, Masks, Run
 
 I32 = NDArray[np.int32]
 
@@ -105,7 +105,7 @@ class FakeExecutor:
         tokens = np.full(plan.num_rows, -1, dtype=np.int32)
         return FakeRun(plan, tokens, self._busy_until, self.row_faults.get(plan.step_id, {}))
 
-    def sample(self, run: Run) -> None:
+    def sample(self, run: Run, masks: Masks) -> None:
         run = _own(run)
         plan = run.plan
         assert not run.sampled, "a step is sampled once"

@@ -5,9 +5,15 @@ Called from the loop's thread only. Device work of all calls runs in call order 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.worker.core.plan import BatchPlan, StepResult
+
+Masks = Mapping[int, NDArray[np.uint32]]
 
 
 class Run(Protocol):
@@ -22,6 +28,9 @@ class Executor(Protocol):
 
     forward: launches the forward pass and returns at once. Reads the plan until wait() has returned.
     sample: launches sampling for a launched step, exactly once per run, after its forward and before the next forward.
+        masks: row -> uint32[ceil(V / 32)], bit i of word w set where token 32 w + i may be sampled, for rows of
+        plan.mask_rows; read until wait() has returned. A mask row without a mask here is sampled unmasked: its request
+        has left since the step was planned.
     wait: blocks until the step's result is on the host. Raises ExecutorError if the device work failed; the step's
         effects are then undefined, and the slots in it must not be read again.
     close: ends threads and frees device memory; no call may follow.
@@ -29,7 +38,7 @@ class Executor(Protocol):
 
     def forward(self, plan: BatchPlan) -> Run: ...
 
-    def sample(self, run: Run) -> None: ...
+    def sample(self, run: Run, masks: Masks) -> None: ...
 
     def wait(self, run: Run) -> StepResult: ...
 
