@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from services.worker.core.cache_events import CacheEventLog
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.finish import first_stop
 from services.worker.core.invariants import violations
-from services.worker.core.messages import ErrorCode, Finish, FinishReason, Submit
+from services.worker.core.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
 from services.worker.core.plan import BatchPlan
 from services.worker.core.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.fake import FakeExecutor, FakeRun, hashed_token
+from services.worker.exec.fake import FakeExecutor, FakeRun, fake_embedding, first_allowed, hashed_token
+from tests.core.fake_grammar import SlowBook
 
 
 class LetterDecoder:
     """Token t is the letter a + t mod 26."""
+
+    def search(self, pattern: str, text: str) -> bool:
+        return re.search(pattern, text) is not None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(97 + i % 26) for i in ids)
@@ -29,7 +37,9 @@ class Engine:
 
     def __init__(self, config: SchedulerConfig, overlap: bool = True) -> None:
         self.config = config
-        self.core = Scheduler(config, LetterDecoder())
+        self.book = SlowBook(config.vocab_size)
+        self.events = CacheEventLog(config.page_size, chained, lambda namespace: namespace.encode())
+        self.core = Scheduler(config, LetterDecoder(), self.book, self.events)
         self.executor = FakeExecutor(
             config.num_pages, config.page_size, config.max_running_requests, config.max_pages_per_request, config.vocab_size
         )
@@ -40,6 +50,12 @@ class Engine:
         self.submitted: dict[int, Submit] = {}
         self.outputs: dict[int, list[int]] = {}
         self.finishes: dict[int, Finish] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.prompt_logprobs: dict[int, list[float]] = {}
+        self.index: set[bytes] = set()
+        self.contexts: dict[tuple[str, str], list[int]] = {}
+        self.latest: dict[str, str] = {}
+        self.turns_of_open_session: set[int] = set()
         self.idle_turns = 0
 
     def submit(
@@ -50,13 +66,51 @@ class Engine:
         stream: bool = True,
         salt: str = "",
         timeout_s: float = 0.0,
+        priority: int = 0,
+        session: SessionTurn | None = None,
+        routing_key: str = "",
         **params: Any,
     ) -> None:
         ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
-        message = Submit(peer, handle, f"r{handle}", ids, sampling, stream, salt, timeout_s=timeout_s)
-        self.submitted[handle] = message
+        message = Submit(
+            peer, handle, f"r{handle}", ids, sampling, stream, salt, priority, timeout_s, routing_key=routing_key, session=session
+        )
+        self.submitted[handle] = self._whole(message)
+        if session is not None:
+            self.turns_of_open_session.add(handle)
         self.core.submit(message, self.now)
         self.check()
+
+    def _whole(self, message: Submit) -> Submit:
+        """What a session's turn stands for, by this harness's own book-keeping."""
+        turn = message.session
+        if turn is None:
+            return message
+        parent = turn.parent or self.latest.get(turn.session_id, "")
+        before = self.contexts.get((turn.session_id, parent), [])
+        before = before if turn.offset < 0 else before[: turn.offset]
+        prompt = np.concatenate([np.array(before, dtype=np.int32), message.prompt_ids])
+        room = max(self.config.context_len - len(prompt), 1)
+        params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, room))
+        return replace(message, prompt_ids=prompt, params=params)
+
+    def open_session(self, name: str, capacity: int = 0, ttl_s: float = 0.0) -> bool:
+        """A session that opens begins empty, and turns of an older one of that name are not its own."""
+        refused = self.core.open_session(name, capacity, ttl_s, self.now)
+        if not refused:
+            self.contexts = {key: ids for key, ids in self.contexts.items() if key[0] != name}
+            self.latest.pop(name, None)
+            mine = {h for h in self.turns_of_open_session if (t := self.submitted[h].session) and t.session_id == name}
+            self.turns_of_open_session -= mine
+        return not refused
+
+    def compile(self, count: int = 1) -> None:
+        """Lets that many pending grammars become ready."""
+        for spec in list(self.book.pending)[:count]:
+            del self.book.pending[spec]
+            self.book.ready.add(spec)
+            self.core.grammar_ready(spec)
+            self.check()
 
     def abort(self, handle: int) -> None:
         self.core.abort(0, handle, self.now)
@@ -77,15 +131,17 @@ class Engine:
         if self.overlap:
             self._commit()
         if run is not None:
-            self.executor.sample(run, {})
+            self.executor.sample(run, {row: matcher.mask() for row, matcher in self.core.matchers()})
         self.prev = run
         self.check()
         self._take()
-        self.idle_turns = 0 if busy or self.core.idle else self.idle_turns + 1
+        waits_for_compiler = self.book.pending and self.core.stats().num_running == 0
+        self.idle_turns = 0 if busy or self.core.idle or waits_for_compiler else self.idle_turns + 1
         return busy
 
     def drain(self, limit: int = 100_000) -> None:
         for _ in range(limit):
+            self.compile()
             self.turn()
             if self.core.idle and self.prev is None:
                 return
@@ -98,26 +154,53 @@ class Engine:
         params = message.params
         eos = () if params.ignore_eos else self.config.eos_token_ids
         out: list[int] = []
+        matcher = self.book.matcher(params.grammar) if params.grammar else None
         while True:
             context = np.concatenate([message.prompt_ids, np.array(out, dtype=np.int32)])
             token = hashed_token(context, self.config.vocab_size)
+            if matcher is not None:
+                token = first_allowed(token, matcher.mask(), self.config.vocab_size)
+                assert matcher.accept(token)
             out.append(token)
-            if len(out) >= params.max_new_tokens:
+            if len(out) >= params.max_new_tokens or (matcher is not None and matcher.terminated):
                 return out
             if len(out) >= params.min_new_tokens and token in (*params.stop_token_ids, *eos):
                 return out
             if params.stop and first_stop(LetterDecoder().decode(out), params.stop):
                 return out
+            if any(re.search(pattern, LetterDecoder().decode(out)) for pattern in params.stop_regex):
+                return out
 
     def check_answer(self, handle: int) -> None:
-        finish = self.finishes[handle]
+        finish, message = self.finishes[handle], self.submitted[handle]
+        if finish.reason is FinishReason.EMBEDDED:
+            assert finish.embedding is not None
+            assert finish.embedding.tolist() == fake_embedding(message.prompt_ids).tolist()
+            assert finish.completion_tokens == 0 and handle not in self.outputs
+            return
+        if finish.error is ErrorCode.INVALID_ARGUMENT:
+            assert message.session is not None, finish
+            return
         got, want = self.outputs.get(handle, []), self.expected(handle)
+        self._check_logprobs(handle, got)
         if finish.reason is FinishReason.ABORT:
-            assert finish.error in (ErrorCode.CANCELLED, ErrorCode.OUT_OF_MEMORY, ErrorCode.TIMEOUT), finish
+            expected = (ErrorCode.CANCELLED, ErrorCode.OUT_OF_MEMORY, ErrorCode.TIMEOUT, ErrorCode.QUEUE_FULL)
+            assert finish.error in expected, finish
             assert got == want[: len(got)]
         else:
             assert got == want, f"request {handle}: {got} is not {want}"
             assert finish.completion_tokens == len(want)
+
+    def _check_logprobs(self, handle: int, got: list[int]) -> None:
+        """The fake's are minus the token ids: each has to stand beside its token."""
+        message = self.submitted[handle]
+        params = message.params
+        if params.top_logprobs >= 0:
+            assert self.logprobs.get(handle, []) == [-float(token) for token in got]
+        if params.prompt_logprobs_from >= 0:
+            want = [-float(token) for token in message.prompt_ids[max(params.prompt_logprobs_from, 1) :]]
+            seen = self.prompt_logprobs.get(handle, [])
+            assert seen == (want if got else want[: len(seen)])
 
     def check(self) -> None:
         found = violations(self.core.table)
@@ -125,6 +208,17 @@ class Engine:
         for node in self.core.table.memory.tree.nodes():
             held = self.executor.kv[node.pages].reshape(-1)
             assert held.tobytes() == node.key, "a cached page holds other tokens than those that lead to it"
+        self._check_index()
+
+    def _check_index(self) -> None:
+        """Whoever follows the events knows which whole blocks are cached."""
+        events = self.core.take_cache_events()
+        if events is not None:
+            assert not self.index & set(events.stored) and not set(events.removed) - self.index
+            self.index = (set() if events.cleared else self.index) - set(events.removed) | set(events.stored)
+        nodes = self.core.table.memory.tree.nodes()
+        assert self.index == {name for node in nodes for name in node.blocks}
+        assert len(self.index) == sum(len(node.blocks) for node in nodes)
 
     def _commit(self) -> None:
         if self.prev is not None:
@@ -142,6 +236,24 @@ class Engine:
                 self.outputs.setdefault(handle, []).extend(peer.tokens[at : at + count])
                 at += count
             assert at == len(peer.tokens)
+            for handle, rows in peer.logprobs:
+                self.logprobs.setdefault(handle, []).extend(row.sampled for row in rows)
+            for handle, values in peer.prompt_logprobs:
+                self.prompt_logprobs.setdefault(handle, []).extend(values.values.tolist())
             for finish in peer.finishes:
                 assert finish.handle not in self.finishes, "two terminal outputs"
                 self.finishes[finish.handle] = finish
+                self._remember_turn(finish)
+
+    def _remember_turn(self, finish: Finish) -> None:
+        message = self.submitted[finish.handle]
+        if finish.handle not in self.turns_of_open_session:
+            return
+        if message.session is not None and finish.reason is not FinishReason.ABORT:
+            context = [*message.prompt_ids.tolist(), *self.outputs.get(finish.handle, [])]
+            self.contexts[message.session.session_id, message.request_id] = context
+            self.latest[message.session.session_id] = message.request_id
+
+
+def chained(before: bytes, tokens: bytes) -> bytes:
+    return hashlib.blake2b(tokens, key=before[:64], digest_size=8).digest()

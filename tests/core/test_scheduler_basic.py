@@ -126,7 +126,7 @@ class TestOutput:
     def test_a_stop_string_is_found_across_tokens_that_show_no_text(self) -> None:
         decoder = SilentBelowTen()
         request = Request(
-            1, 0, 0, "r", np.array([1], dtype=np.int32), SamplingParams(99, stop=("abc",)), (), "", 0, 1, 0.0, 1.0, 4
+            1, 0, 0, "r", np.array([1], dtype=np.int32), SamplingParams(99, stop=("abc",)), (), "", 0, 0, 1, 0.0, 1.0, 4, 0
         )
         request.output_ids = [5 + 26, 0 + 26, 1, 2, 3, 4, 5, 1 + 26, 2 + 26]
         ending = check_finished(request, decoder)

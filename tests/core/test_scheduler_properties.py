@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.core.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from services.worker.core.messages import ErrorCode, FinishReason, SessionTurn
+from services.worker.core.sampling import EmbeddingParams
+from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 
 CONTEXT = 96
@@ -34,7 +36,35 @@ def random_params(rng: random.Random, prompt_len: int) -> dict[str, Any]:
         params["min_new_tokens"] = rng.randrange(0, 8)
     if rng.random() < 0.2:
         params["stream_interval"] = rng.randrange(1, 6)
+    if rng.random() < 0.2:
+        params["grammar"] = spec(rng.randrange(4), rng.randrange(1, 30))
+    if rng.random() < 0.15:
+        params["stop_regex"] = (rng.choice("abcdefg") + "+" + rng.choice("hijklmn"),)
+    if rng.random() < 0.2:
+        params["top_logprobs"] = rng.randrange(0, 3)
+    if rng.random() < 0.2:
+        params["prompt_logprobs_from"] = rng.randrange(prompt_len)
+    if rng.random() < 0.1:
+        return {"embedding": EmbeddingParams(), "max_new_tokens": 1}
     return params
+
+
+def random_turn(rng: random.Random, engine: Engine) -> SessionTurn | None:
+    """A turn of one of a few sessions, which may be closed, may have no turns yet, and may lack the parent named."""
+    if rng.random() < 0.75:
+        return None
+    name = rng.choice(("s0", "s1", "s2"))
+    turns = [rid for session, rid in engine.contexts if session == name]
+    parent = rng.choice(["", "", *turns])
+    return SessionTurn(name, parent, rng.choice((-1, -1, rng.randrange(40))), rng.random() < 0.2)
+
+
+def session_traffic(rng: random.Random, engine: Engine) -> None:
+    name = rng.choice(("s0", "s1", "s2"))
+    if rng.random() < 0.05:
+        engine.open_session(name, rng.choice((0, 300)), rng.choice((0.0, 1.0)))
+    elif rng.random() < 0.005:
+        engine.core.close_session(name)
 
 
 def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool) -> Engine:
@@ -49,8 +79,15 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool) -> Engi
             salt = rng.choice(("", "", "", "tenant"))
             timeout_s = rng.choice((0.0, 0.0, 0.0, 0.3))
             params = random_params(rng, len(prompt))
-            engine.submit(handle, prompt, stream=rng.random() < 0.8, salt=salt, timeout_s=timeout_s, **params)
-            handle += 1
+            more = {"priority": rng.randrange(-2, 3), "routing_key": rng.choice(("", "a", "b"))}
+            turn = random_turn(rng, engine)
+            for _ in range(rng.choice((1, 1, 1, 3)) if turn is None else 1):  # n > 1: the same prompt at once
+                stream = rng.random() < 0.8
+                engine.submit(handle, prompt, stream=stream, salt=salt, timeout_s=timeout_s, session=turn, **more, **params)
+                handle += 1
+        session_traffic(rng, engine)
+        if rng.random() < 0.3:
+            engine.compile()
         if handle and rng.random() < 0.05:
             engine.abort(rng.randrange(max(0, handle - 12), handle))
         if rng.random() < 0.002:
@@ -71,6 +108,7 @@ def check_run(engine: Engine) -> None:
     assert memory.num_leased == 0
     assert memory.slots.num_free == engine.config.max_running_requests
     assert memory.tree.num_evictable == memory.tree.num_pages
+    assert not len(engine.core.table.gate) and not engine.core.table.sessions.running_turns()
 
 
 def config_of(page_size: int, pool_tokens: int, slots: int, chunk: int, **more: Any) -> SchedulerConfig:
@@ -100,6 +138,17 @@ configs = st.builds(
     waiting_timeout_s=st.sampled_from([0.0, 0.0, 0.3]),
     running_timeout_s=st.sampled_from([0.0, 0.0, 0.3]),
     schedule_conservativeness=st.sampled_from([0.3, 1.0]),
+    schedule_policy=st.sampled_from(SchedulePolicy),
+    eviction_policy=st.sampled_from(EvictionPolicy),
+    enable_priority_scheduling=st.booleans(),
+    schedule_low_priority_values_first=st.booleans(),
+    priority_preemption_threshold=st.integers(0, 2),
+    adaptive_chunk_rows=st.sampled_from([0, 1, 64]),
+    max_extend_steps=st.integers(0, 2),
+    prefill_max_requests=st.integers(0, 2),
+    max_prompt_logprob_tokens=st.sampled_from([16, 4096]),
+    pooling_reuses_prefix=st.booleans(),
+    max_sessions=st.integers(1, 3),
 )
 
 
@@ -114,7 +163,7 @@ def test_every_request_gets_its_answer_once_and_nothing_leaks(config: SchedulerC
 def test_the_same_log_gives_the_same_plans(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     first, second = drive(config, seed, 80, overlap), drive(config, seed, 80, overlap)
     assert [repr(plan) for plan in first.plans] == [repr(plan) for plan in second.plans]
-    assert first.finishes == second.finishes
+    assert repr(first.finishes) == repr(second.finishes)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

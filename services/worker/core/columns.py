@@ -15,7 +15,8 @@ class SlotColumns:
     epoch: changes whenever the slot is given back, so that a step in flight can tell its rows from later ones.
     computed, committed: tokens whose KV is or will be written by steps planned / committed so far. target: tokens to
     extend at this admission. planned_out, num_out, sent: output tokens planned / committed / told to the front end.
-    special: the finish rules need more than stop_ids.
+    special: the finish rules need more than stop_ids. masked: sampling needs the grammar's mask. wants_logprobs: of outputs.
+    redundant: the token that the step in flight samples is known already and was counted.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -35,6 +36,10 @@ class SlotColumns:
         self.peer = column()
         self.handle = np.zeros(num_slots, dtype=np.uint64)
         self.special = np.zeros(num_slots, dtype=np.bool_)
+        self.masked = np.zeros(num_slots, dtype=np.bool_)
+        self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)
+        self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
+        self.redundant = np.zeros(num_slots, dtype=np.bool_)
         self.stop_ids = np.full((num_slots, STOP_IDS), -1, dtype=np.int64)
 
     def begin(self, slot: int, request: Request, num_cached: int) -> None:
@@ -50,7 +55,13 @@ class SlotColumns:
         self.peer[slot] = request.peer
         self.handle[slot] = request.handle
         ids = request.stop_token_ids
-        self.special[slot] = bool(request.params.stop) or len(ids) > STOP_IDS
+        params = request.params
+        self.masked[slot] = params.grammar is not None
+        self.wants_logprobs[slot] = request.wants_logprobs
+        self.redundant[slot] = False
+        self.ignore_eos[slot] = params.ignore_eos
+        strings = bool(params.stop or params.stop_regex)
+        self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or params.embedding is not None
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
 

@@ -8,33 +8,38 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.finish import Ending, TailDecoder, check_fault, check_finished
-from services.worker.core.plan import RowFault, StepResult
-from services.worker.core.planner import Step
+from services.worker.core.finish import Ending, TextRules, check_fault
+from services.worker.core.intake import Intake
+from services.worker.core.plan import StepResult
 from services.worker.core.radix_cache import TOKEN_BYTES
 from services.worker.core.request import Phase, Request
 from services.worker.core.request_table import RequestTable
+from services.worker.core.step_rows import Step
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
 class Committer:
-    def __init__(self, config: SchedulerConfig, table: RequestTable, decoder: TailDecoder) -> None:
-        self._config = config
+    def __init__(self, table: RequestTable, rules: TextRules) -> None:
         self._table = table
-        self._decoder = decoder
+        self._intake = Intake(table.config.vocab_size, rules)
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         plan, columns = step.plan, self._table.columns
         live = columns.epoch[plan.slots] == step.epochs
-        if not live.all():
-            self._commit_gone(step, result, ~live, now)
         sound = live & ~np.isin(np.arange(plan.num_rows), list(result.faults)) if result.faults else live
         columns.committed[plan.slots[sound]] = (plan.starts + plan.num_tokens)[sound]
+        self._commit_prompt_logprobs(step, result, sound)
+        if not live.all():
+            self._commit_gone(step, result, ~live, now)
         self._publish_extends(step, sound)
-        rows = np.flatnonzero(plan.sample & live)
+        fresh = plan.sample & live
+        redundant = fresh & columns.redundant[plan.slots]
+        if redundant.any():
+            fresh &= ~redundant
+            self._drop_redundant(step, result, np.flatnonzero(redundant), now)
+        rows = np.flatnonzero(fresh)
         if len(rows):
             self._commit_tokens(step, result, rows, now)
 
@@ -46,6 +51,24 @@ class Committer:
                 committed = int(self._table.columns.committed[request.lease.slot])
                 self._table.memory.publish(request.lease, request.key[: committed * TOKEN_BYTES])
 
+    def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
+        """A chunk that its request lost is computed again, unless the token sampled after it counts."""
+        for row in step.plan.prompt_logprob_rows.tolist():
+            request = step.requests[row]
+            counts = request.phase is Phase.WAITING and request.flight_step == result.step_id and row not in result.faults
+            if (sound[row] or counts) and row in result.prompt_logprobs:
+                values = result.prompt_logprobs[row]
+                request.logprob_done += len(values.values)
+                request.logprob_planned = max(request.logprob_planned, request.logprob_done)
+                self._table.outputs.add_prompt_logprobs(request, values)
+
+    def _drop_redundant(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
+        """Rows that sampled a token which was known before: only that they went well counts."""
+        self._table.columns.redundant[step.plan.slots[rows]] = False
+        for row in rows.tolist():
+            if row in result.faults and (ending := check_fault(0, 1, result.faults[row])):
+                self._table.end(step.requests[row], ending, now)
+
     def _commit_tokens(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
         columns = self._table.columns
         slots = step.plan.slots[rows]
@@ -54,36 +77,19 @@ class Committer:
         count = columns.num_out[slots] + 1
         look = (count >= columns.max_new[slots]) | columns.special[slots]
         look |= (columns.stop_ids[slots] == tokens[:, None]).any(axis=1) & (count >= columns.min_new[slots])
-        look |= (tokens < 0) | (tokens >= self._config.vocab_size)
+        look |= (tokens < 0) | (tokens >= self._table.config.vocab_size)
         if result.faults:
             look |= np.isin(rows, list(result.faults))
-        endings = self._take_tokens(requests, tokens, look, rows, result.faults)
+        taken = self._intake.take(requests, tokens, look, rows, result)
         columns.num_out[slots] = count
-        self._table.generated_tokens_total += len(rows)
-        self._emit(slots, tokens, count, requests, endings)
-        for at, ending in endings.items():
+        self._table.generated_tokens_total += taken.num_tokens
+        for at in taken.jumped:
+            self._table.resume_extend(requests[at])
+        if taken.jumped:
+            count = columns.num_out[slots]
+        self._emit(slots, tokens, count, requests, taken.endings)
+        for at, ending in taken.endings.items():
             self._table.end(requests[at], ending, now)
-
-    def _take_tokens(
-        self, requests: list[Request], tokens: NDArray[np.int32], look: Mask, rows: I64, faults: dict[int, RowFault]
-    ) -> dict[int, Ending]:
-        """Appends the tokens; returns the requests that end, by their place in `requests`."""
-        endings: dict[int, Ending] = {}
-        for at in np.flatnonzero(look).tolist():
-            ending = check_fault(int(tokens[at]), self._config.vocab_size, faults.get(int(rows[at])))
-            if ending is not None:
-                endings[at] = ending
-        if endings:
-            for at, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
-                if at not in endings:
-                    request.output_ids.append(token)
-        else:
-            for request, token in zip(requests, tokens.tolist(), strict=True):
-                request.output_ids.append(token)
-        for at in np.flatnonzero(look).tolist():
-            if at not in endings and (ending := check_finished(requests[at], self._decoder)):
-                endings[at] = ending
-        return endings
 
     def _emit(
         self, slots: NDArray[np.int32], tokens: NDArray[np.int32], count: I64, requests: list[Request], endings: dict[int, Ending]
@@ -109,26 +115,19 @@ class Committer:
             mine = np.flatnonzero(peers == peer)
             flat = tokens[mine].tolist() if parts is None else [t for i in mine.tolist() for t in parts[i]]
             self._table.outputs.add_rows(peer, columns.handle[slots[mine]].tolist(), fresh[mine].tolist(), flat)
+        for i in np.flatnonzero(columns.wants_logprobs[slots]).tolist():
+            self._table.outputs.add_logprobs(requests[int(at[i])], int(count[i] - fresh[i]), int(count[i]))
 
     def _commit_gone(self, step: Step, result: StepResult, gone: Mask, now: float) -> None:
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
             request = step.requests[row]
             if request.phase is not Phase.WAITING or request.flight_step != result.step_id:
                 continue
-            token = int(result.tokens[row])
-            ending = check_fault(token, self._config.vocab_size, result.faults.get(row))
-            if ending is None:
-                request.output_ids.append(token)
-                request.rekey()
-                self._table.generated_tokens_total += 1
-                ending = check_finished(request, self._decoder)
-            if ending is not None:
-                self._table.end(request, ending, now)
-            else:
-                self._emit_waiting(request)
-
-    def _emit_waiting(self, request: Request) -> None:
-        fresh = len(request.output_ids) - request.num_sent
-        if fresh >= request.interval or request.num_sent == 0:
-            request.num_sent += fresh
-            self._table.outputs.add_rows(request.peer, [request.handle], [fresh], request.output_ids[-fresh:])
+            request.flight_step = -1
+            taken = self._intake.take_one(request, int(result.tokens[row]), row, result)
+            self._table.generated_tokens_total += taken.num_tokens
+            request.rekey()
+            if taken.endings:
+                self._table.end(request, taken.endings[0], now)
+            elif len(request.output_ids) - request.num_sent >= request.interval or request.num_sent == 0:
+                self._table.outputs.add_news(request)

@@ -9,15 +9,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.worker.core.messages import ErrorCode, FinishReason
 from services.worker.core.plan import RowFault
 from services.worker.core.request import Request
 
+REGEX_TAIL_TOKENS = 256  # a stop pattern is sought in so many last tokens,
+REGEX_TAIL_CHARS = 1024  # and at most so many characters
 
-class TailDecoder(Protocol):
-    """Turns the last output ids of a request into text. Pure; may return U+FFFD at the edges."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+class TextRules(Protocol):
+    """What the stop rules need to know of text. Pure."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of the last output ids of a request; may have U+FFFD at its edges."""
+        ...
+
+    def search(self, pattern: str, text: str) -> bool:
+        """Whether the pattern, which was checked when its request came in, matches anywhere. Time linear in the text."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +39,7 @@ class Ending:
     matched_token: int = -1
     error: ErrorCode = ErrorCode.NONE
     message: str = ""
+    embedding: NDArray[np.float32] | None = None
 
 
 def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> Ending | None:
@@ -41,37 +54,46 @@ def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> Ending |
     return None
 
 
-def check_finished(request: Request, decoder: TailDecoder) -> Ending | None:
-    """Length, then stop token ids, then stop strings, for the newest of request.output_ids. None: it goes on."""
+def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> Ending | None:
+    """Looks at the newest of request.output_ids. None: it goes on."""
     params = request.params
     count = len(request.output_ids)
     if count >= params.max_new_tokens:
         return Ending(FinishReason.LENGTH)
     token = request.output_ids[-1]
-    if count >= params.min_new_tokens and token in request.stop_token_ids:
+    is_stop = token in request.stop_token_ids
+    if grammar_done:
+        return Ending(FinishReason.MATCHED_TOKEN, matched_token=token if is_stop else -1)
+    if count >= params.min_new_tokens and is_stop:
         return Ending(FinishReason.MATCHED_TOKEN, matched_token=token)
-    return _check_stop_strings(request, decoder) if params.stop else None
+    return _check_text(request, rules) if params.stop or params.stop_regex else None
 
 
-def _check_stop_strings(request: Request, decoder: TailDecoder) -> Ending | None:
+def _check_text(request: Request, rules: TextRules) -> Ending | None:
     """One request's undecodable output is that request's error; the others of its step go on."""
+    params = request.params
     try:
-        text = _tail_text(request, decoder)
+        matched = first_stop(_tail_text(request, rules), params.stop) if params.stop else None
+        if matched is not None:
+            return Ending(FinishReason.MATCHED_STRING, matched_stop=matched)
+        if not params.stop_regex:
+            return None
+        text = rules.decode(request.output_ids[-REGEX_TAIL_TOKENS:], params.skip_special_tokens)[-REGEX_TAIL_CHARS:]
+        pattern = next((pattern for pattern in params.stop_regex if rules.search(pattern, text)), None)
     except Exception as error:
         message = f"the output could not be searched for stop strings: {type(error).__name__}"
         return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
-    matched = first_stop(text, request.params.stop)
-    return None if matched is None else Ending(FinishReason.MATCHED_STRING, matched_stop=matched)
+    return None if pattern is None else Ending(FinishReason.MATCHED_REGEX, matched_stop=pattern)
 
 
-def _tail_text(request: Request, decoder: TailDecoder) -> str:
+def _tail_text(request: Request, rules: TextRules) -> str:
     """Enough of the output's end to hold any stop string. Special tokens give no text, so the first guess may be too short."""
     ids, count, skip = request.output_ids, request.tail_tokens, request.params.skip_special_tokens
     longest = max(map(len, request.params.stop))
-    text = decoder.decode(ids[-count:], skip)
+    text = rules.decode(ids[-count:], skip)
     while len(text) < longest and count < len(ids):
         count *= 2
-        text = decoder.decode(ids[-count:], skip)
+        text = rules.decode(ids[-count:], skip)
     return text
 
 

@@ -20,8 +20,13 @@ class Matcher(Protocol):
         """The output is complete and nothing may follow."""
         ...
 
+    @property
+    def fault(self) -> str:
+        """Why it accepts nothing any more, for the client; empty while all is well."""
+        ...
+
     def accept(self, token: int) -> bool:
-        """Advances by one sampled token. False: the grammar does not allow it here; the state is as before."""
+        """Advances by one sampled token. False: the grammar does not allow it here, or there is a fault."""
         ...
 
     def forced(self) -> Sequence[int]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from services.worker.core.memory import KVMemory
+from services.worker.core.radix_cache import TreeNode
 from services.worker.core.request import Phase
 from services.worker.core.request_table import RequestTable
 
 
 def violations(table: RequestTable) -> list[str]:
     """One sentence for each thing that does not hold; empty when all is well. O(pool size)."""
-    return _page_states(table) + _leases(table) + _tree(table.memory)
+    return _page_states(table) + _leases(table) + _tree(table.memory) + _sessions(table)
 
 
 def _page_states(table: RequestTable) -> list[str]:
@@ -63,13 +66,36 @@ def _tree(memory: KVMemory) -> list[str]:
         out.append("the tree miscounts its pages")
     if sum(len(n.pages) for n in nodes if n.lock_ref == 0) != tree.num_evictable:
         out.append("the tree miscounts what is evictable")
+    below: Counter[TreeNode] = Counter()
+    for node in nodes:
+        if node.parent is not None:
+            below[node.parent] += node.lock_ref
+    if any(parent.lock_ref < locks for parent, locks in below.items()):
+        out.append("a locked node's parent has fewer locks")
     for node in nodes:
         parent = node.parent
         assert parent is not None
-        if parent.lock_ref < node.lock_ref or parent.lock_ref < sum(c.lock_ref for c in parent.children.values()):
-            out.append("a locked node's parent has fewer locks")
+        if node.gone:
+            out.append("an evicted node is in the tree")
         if node.depth != parent.depth + len(node.pages):
             out.append("a node's depth is off")
         if not node.pages.size:
             out.append("an empty node")
+    return out
+
+
+def _sessions(table: RequestTable) -> list[str]:
+    """Holds are those of the sessions' turns, and running turns are requests that are here."""
+    out = []
+    expected: Counter[TreeNode] = Counter()
+    for held in table.sessions.held_nodes():
+        walk: TreeNode | None = held
+        while walk is not None:
+            expected[walk] += 1
+            walk = walk.parent
+    if any(node.holds != expected[node] for node in table.memory.tree.nodes()):
+        out.append("a node's holds are not those of the sessions' turns")
+    here = {(r.session.session_id, r.request_id) for r in table.by_key.values() if r.session is not None}
+    if table.sessions.running_turns() - here:
+        out.append("a session waits for a turn that has ended")
     return out

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.cache_events import CacheEventLog
+from services.worker.core.config import SchedulerConfig
 from services.worker.core.pools import ReqToTokenPool, TokenToKVPool
 from services.worker.core.radix_cache import TOKEN_BYTES, Match, RadixCache, TreeNode
 
@@ -21,10 +23,12 @@ _EMPTY: I32 = np.empty(0, dtype=np.int32)
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What a running request holds: a slot, the pages in the slot's table row, and a lock on `node`, the shared part's end."""
+    """What a running request holds: a slot, the pages in the slot's table row, and a lock on `node`, the shared part's end.
+    rank: how urgent the request is, for what it leaves in the cache."""
 
     slot: int
     node: TreeNode
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,13 @@ class TableUpdates:
 
 
 class KVMemory:
-    def __init__(self, num_pages: int, page_size: int, num_slots: int, pages_per_request: int, enable_radix_cache: bool) -> None:
-        self.page_size = page_size
-        self.pages = TokenToKVPool(num_pages)
-        self.slots = ReqToTokenPool(num_slots, pages_per_request)
-        self.tree = RadixCache(page_size)
+    def __init__(self, config: SchedulerConfig, events: CacheEventLog | None = None) -> None:
+        self.page_size = config.page_size
+        self.pages = TokenToKVPool(config.num_pages)
+        self.slots = ReqToTokenPool(config.max_running_requests, config.max_pages_per_request)
+        self.tree = RadixCache(config.page_size, config.eviction_policy, events)
         self.evicted_pages_total = 0
-        self._enable_radix_cache = enable_radix_cache
+        self._enable_radix_cache = config.enable_radix_cache
         self._updates: list[tuple[I32, I32, I32, I32]] = []
 
     @property
@@ -56,10 +60,18 @@ class KVMemory:
     def num_leased(self) -> int:
         return self.pages.num_pages - self.pages.num_free - self.tree.num_pages
 
-    def match(self, namespace: str, key: bytes) -> Match:
-        """The longest hit that leaves at least one token of `key` to compute. Allocates nothing."""
-        usable = (len(key) // TOKEN_BYTES - 1) // self.page_size if self._enable_radix_cache else 0
-        return self.tree.match(namespace, key[: usable * self.page_size * TOKEN_BYTES])
+    def match(self, namespace: str, key: bytes, limit: int) -> Match:
+        """The longest hit of at most `limit` tokens that leaves at least one token of `key` to compute. Allocates nothing."""
+        return self.tree.match(namespace, self._usable(key, limit))
+
+    def peek(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
+        """Where such a match would end and how many tokens it has. Changes nothing, recency neither."""
+        node, num_pages = self.tree.peek(namespace, self._usable(key, limit))
+        return node, num_pages * self.page_size
+
+    def _usable(self, key: bytes, limit: int) -> bytes:
+        usable = min(len(key) // TOKEN_BYTES - 1, limit) // self.page_size if self._enable_radix_cache else 0
+        return key[: usable * self.page_size * TOKEN_BYTES]
 
     def lock(self, match: Match) -> None:
         self.tree.lock(match.node)
@@ -67,14 +79,14 @@ class KVMemory:
     def unlock(self, match: Match) -> None:
         self.tree.unlock(match.node)
 
-    def lease(self, match: Match) -> Lease:
+    def lease(self, match: Match, rank: int = 0) -> Lease:
         """A lease on a free slot whose table begins with the hit's pages. `match` is locked; the lease takes over the lock."""
         slot = self.slots.alloc()
         count = len(match.pages)
         self.slots.page_table[slot, :count] = match.pages
         self.slots.num_pages[slot] = self.slots.num_shared[slot] = count
         self._record(slot, 0, match.pages)
-        return Lease(slot, match.node)
+        return Lease(slot, match.node, rank)
 
     def grow(self, lease: Lease, num_tokens: int) -> int:
         """Allocates so that the lease's table covers `num_tokens`, or as many as there are pages for. Returns tokens covered."""
@@ -108,7 +120,7 @@ class KVMemory:
             return
         mine = self.slots.page_table[slot, shared:whole].copy()
         cut = self.page_size * TOKEN_BYTES
-        node, theirs = self.tree.insert(lease.node, key[shared * cut : whole * cut], mine)
+        node, theirs = self.tree.insert(lease.node, key[shared * cut : whole * cut], mine, lease.rank)
         self.tree.lock(node)
         self.tree.unlock(lease.node)
         lease.node = node
@@ -120,8 +132,16 @@ class KVMemory:
             self.slots.page_table[slot, shared + first : whole] = theirs[first:]
             self._record(slot, shared + first, theirs[first:])
 
+    def hold(self, node: TreeNode) -> None:
+        """Asks for the path to `node` to be evicted after everything that nobody holds."""
+        self.tree.hold(node)
+
+    def unhold(self, node: TreeNode) -> None:
+        self.tree.unhold(node)
+
     def release(self, lease: Lease, key: bytes) -> None:
-        """Ends the lease: publishes `key` (may be empty), frees the rest, gives the slot back."""
+        """Ends the lease: publishes `key` (may be empty), frees the rest, gives the slot back. lease.node stays the end of
+        what was published, valid until the next call that may evict, unless it is held."""
         self.publish(lease, key)
         slot = lease.slot
         shared, have = int(self.slots.num_shared[slot]), int(self.slots.num_pages[slot])

@@ -125,6 +125,19 @@ class StepStats:
     evicted_pages_total: int
     requests_total: int
     aborts_total: int
+    num_gated: int = 0
+    num_retracted: int = 0
+    num_sessions: int = 0
+    session_tokens: int = 0
+    preemptions_total: int = 0
+
+
+class PauseMode(enum.StrEnum):
+    """What a pause does to requests that are here. New ones wait until it ends, whatever the mode."""
+
+    ABORT = "abort"  # they end
+    RETRACT = "retract"  # running ones give their memory back and wait; their cached prefixes may be flushed
+    IN_PLACE = "in_place"  # they keep their memory and go on where they were
 
 
 @dataclass(frozen=True, slots=True)

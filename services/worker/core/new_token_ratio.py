@@ -12,6 +12,10 @@ class NewTokenRatio:
     """Starts high, decays linearly with decode steps to a floor, jumps up on retraction, starts over when idle."""
 
     def __init__(self, conservativeness: float) -> None:
+        self.rebase(conservativeness)
+
+    def rebase(self, conservativeness: float) -> None:
+        """Starts over with another factor on the initial ratio."""
         self._init = min(INIT_RATIO * conservativeness, 1.0)
         self._floor = self._init * MIN_RATIO_FACTOR
         self._decay = (self._init - self._floor) / DECAY_STEPS

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from services.worker.core.messages import Finish, PeerOutput
+from services.worker.core.plan import PromptLogprobs
+from services.worker.core.request import Request
 
 
 class Outputs:
@@ -23,14 +23,30 @@ class Outputs:
         output.counts += counts
         output.tokens += tokens
 
-    def add_finish(self, peer: int, finish: Finish, tokens: Sequence[int]) -> None:
-        """The terminal output, with the tokens that were not sent yet."""
-        output = self._peer(peer)
-        if tokens:
-            output.handles.append(finish.handle)
-            output.counts.append(len(tokens))
-            output.tokens.extend(tokens)
-        output.finishes.append(finish)
+    def add_news(self, request: Request) -> None:
+        """One request's tokens that were not told yet, with their logprobs if they are wanted."""
+        tokens = request.output_ids[request.num_sent :]
+        if not tokens:
+            return
+        self.add_rows(request.peer, [request.handle], [len(tokens)], tokens)
+        self.add_logprobs(request, request.num_sent, len(request.output_ids))
+        request.num_sent = len(request.output_ids)
+
+    def add_logprobs(self, request: Request, first: int, end: int) -> None:
+        """Of output tokens first to end; the row that tells these tokens goes out with the same message."""
+        if request.wants_logprobs:
+            self._peer(request.peer).logprobs.append((request.handle, request.logprobs[first:end]))
+
+    def add_prompt_logprobs(self, request: Request, values: PromptLogprobs) -> None:
+        self._peer(request.peer).prompt_logprobs.append((request.handle, values))
+
+    def add_finish(self, request: Request, finish: Finish) -> None:
+        """The terminal output, after the tokens that were not told yet."""
+        self.add_news(request)
+        self._peer(request.peer).finishes.append(finish)
+
+    def add_refusal(self, peer: int, finish: Finish) -> None:
+        self._peer(peer).finishes.append(finish)
 
     def take(self) -> tuple[PeerOutput, ...]:
         peers = tuple(self._peers.values())

@@ -1,7 +1,7 @@
 """PrefillAdder: how much more may be extended in the step that is being planned (reference 2 §5, §9.4).
 
-Three budgets in tokens: total (KV that admitted requests may come to need), input (tokens of this step), chunk (where
-prompts are cut). It answers; the scheduler acts. Made anew for every planning pass.
+Budgets in tokens: total (KV that admitted requests may come to need), input (tokens of this step), chunk (where prompts
+are cut), logprob (prompt tokens whose logprobs are computed). It answers; the scheduler acts. Made anew for every pass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 CLIP_MAX_NEW_TOKENS = 4096
+MIN_CHUNK_SHARE = 8  # however many rows decode, a chunk keeps one part in so many of its full size
 
 
 class AddResult(enum.IntEnum):
@@ -19,47 +23,69 @@ class AddResult(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RunningRow:
-    """remaining: output tokens still to come at most; held: tokens of KV that finishing gives back."""
+class RunningRows:
+    """Columns of running requests. remaining: int64[n], output tokens still to come at most; held: int64[n], tokens of KV that
+    finishing gives back; ignore_eos: bool[n]."""
 
-    remaining: int
-    held: int
-    ignore_eos: bool
+    remaining: NDArray[np.int64]
+    held: NDArray[np.int64]
+    ignore_eos: NDArray[np.bool_]
+
+
+def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, half_at: int) -> int:
+    """The chunk size beside `num_decoding` rows that wait for their next token: half at `half_at` of them (0: never less).
+    Whole pages, one at least; 0 stays 0."""
+    if not chunked_prefill_size or not half_at:
+        return chunked_prefill_size
+    size = max(chunked_prefill_size * half_at // (half_at + num_decoding), chunked_prefill_size // MIN_CHUNK_SHARE)
+    return max(size // page_size * page_size, page_size)
 
 
 class PrefillAdder:
-    """num_decode_rows: decode rows that ride along in this step; they take from the input and chunk budgets, which keep
-    one page at least, so that no number of decodes starves an extend."""
+    """chunked_prefill_size: 0 if prompts are not cut. num_decode_rows: decode rows that ride along in this step; they take
+    from the input and chunk budgets, which keep one page at least, so that no number of decodes starves an extend."""
 
     def __init__(
         self,
         page_size: int,
-        rows: list[RunningRow],
+        rows: RunningRows,
         new_token_ratio: float,
         max_prefill_tokens: int,
         chunked_prefill_size: int,
         num_decode_rows: int,
+        max_requests: int,
+        max_logprob_tokens: int,
     ) -> None:
         self._page_size = page_size
         self._rows = rows
         self._ratio = new_token_ratio
-        self._reserved = sum(min(row.remaining, CLIP_MAX_NEW_TOKENS) for row in rows) * new_token_ratio
+        self._added: list[tuple[int, int, bool]] = []  # remaining, held, ignore_eos of rows of this step
+        self._reserved = float(np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()) * new_token_ratio
         self._input = max(max_prefill_tokens - num_decode_rows, page_size)
         self._chunk = max(chunked_prefill_size - num_decode_rows, page_size) if chunked_prefill_size else None
+        self._logprobs = max_logprob_tokens
+        self._requests_left = max_requests or None
         self._pending = 0
         self._empty = True
 
-    def chunk(self, start: int, remaining: int) -> int:
-        """Tokens of an extend at `start` that this step takes: all that remain, or a page-aligned part, or 0."""
-        if self._chunk is None:
+    def chunk(self, start: int, remaining: int, logprobs: bool) -> int:
+        """Tokens of an extend at `start` that this step takes: all that remain, or a page-aligned part, or 0. logprobs:
+        those of the extended tokens are wanted, so they are cut to that budget too."""
+        if self._requests_left == 0:
+            return 0
+        if self._chunk is None and not logprobs:
             return remaining if remaining <= self._input or self._empty else 0
-        room = min(self._input, self._chunk)
+        room = self._input if self._chunk is None else min(self._input, self._chunk)
+        if logprobs:
+            room = min(room, self._logprobs)
         if remaining <= room:
             return remaining
         end = (start + room) // self._page_size * self._page_size
         return max(end - start, 0)
 
-    def admit(self, available: int, start: int, extend: int, max_new: int, ignore_eos: bool) -> tuple[AddResult, int]:
+    def admit(
+        self, available: int, start: int, extend: int, max_new: int, ignore_eos: bool, logprobs: bool
+    ) -> tuple[AddResult, int]:
         """Whether a waiting request may begin, and with how many tokens.
 
         available: tokens of KV that are free or evictable with the request's hit locked. max_new: outputs to come.
@@ -72,33 +98,39 @@ class PrefillAdder:
             return AddResult.NO_TOKEN, 0
         if self._input <= 0:
             return AddResult.OTHER, 0
-        count = self.chunk(start, extend)
+        count = self.chunk(start, extend, logprobs)
         return (AddResult.CONTINUE, count) if count > 0 else (AddResult.OTHER, 0)
 
-    def added(self, count: int, remaining: int, max_new: int, ignore_eos: bool) -> None:
+    def added(self, count: int, remaining: int, max_new: int, ignore_eos: bool, logprobs: bool) -> None:
         """`count` tokens went into the plan; `remaining` stay to be extended. The KV of `count` is already allocated."""
         self._empty = False
         self._input -= count
+        self._logprobs -= count if logprobs else 0
+        if self._requests_left is not None:
+            self._requests_left -= 1
         if self._chunk is not None:
             self._chunk -= count
         self._reserved += self._ceil(remaining) + min(max_new, CLIP_MAX_NEW_TOKENS)
         self._pending += self._ceil(remaining)
-        self._rows.append(RunningRow(max_new, count + remaining, ignore_eos))
+        self._added.append((max_new, count + remaining, ignore_eos))
 
     @property
     def exhausted(self) -> bool:
-        return self._input <= 0 or (self._chunk is not None and self._chunk <= 0)
+        return self._input <= 0 or (self._chunk is not None and self._chunk <= 0) or self._requests_left == 0
 
     def _fits_until_finishes(self, available: int, extend: int, max_new: int) -> bool:
         """Plays all rows forward: when each finishes (those that may stop early: after `ratio` of what they could still
         give) it returns its KV; at no such moment may the rest have grown beyond what is free."""
-        rows = [(r.remaining if r.ignore_eos else int(r.remaining * self._ratio), r.held) for r in self._rows]
+        running = self._rows
+        steps = np.where(running.ignore_eos, running.remaining, (running.remaining * self._ratio).astype(np.int64))
+        rows = list(zip(steps.tolist(), running.held.tolist(), strict=True))
+        rows += [(left if ignores else int(left * self._ratio), held) for left, held, ignores in self._added]
         rows.append((max_new, extend))
         rows.sort()
         free = available - self._pending - self._ceil(extend)
-        for i, (steps, held) in enumerate(rows):
+        for i, (left, held) in enumerate(rows):
             alive = len(rows) - i
-            if free - steps * alive <= alive * self._page_size:
+            if free - left * alive <= alive * self._page_size:
                 return False
             free += held
         return True

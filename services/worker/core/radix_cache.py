@@ -2,7 +2,8 @@
 
 Keys are int32 token ids as bytes, cut at page boundaries, one tree per namespace. A node's page is *cached*: shared,
 pinned while lock_ref > 0 on the node, evictable at zero. Locks are counted along the whole path to the root, so an
-unlocked node has no locked descendant. Recency is a counter. Single owner: KVMemory.
+unlocked node has no locked descendant. A hold is a wish, counted in the same way: held nodes are evicted after all others.
+Recency is a counter. Single owner: KVMemory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.cache_events import CacheEventLog
+from services.worker.core.config import EvictionPolicy
+from services.worker.core.eviction import KEYS, EvictionKey
+
 I32 = NDArray[np.int32]
 TOKEN_BYTES = 4
 _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
@@ -21,7 +26,10 @@ _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 @dataclass(slots=True, eq=False)
 class TreeNode:
     """key: the tokens of this edge (a root's: its namespace); pages: int32[len(key) / page bytes]; depth: pages from the
-    root to this node's end."""
+    root to this node's end. hits: matches that went through. born, stamp: when made and when last used. rank: of the most
+    urgent request that brought it, lower is more urgent. blocks: hashes of the blocks whose last token lies in this edge.
+    entry: number of its entry in the eviction queue, 0 for none. gone: evicted; `parent` stays, for holds to be taken back.
+    """
 
     parent: TreeNode | None
     key: bytes
@@ -29,8 +37,14 @@ class TreeNode:
     depth: int
     children: dict[bytes, TreeNode] = field(default_factory=dict)
     lock_ref: int = 0
+    holds: int = 0
+    hits: int = 0
+    born: int = 0
     stamp: int = 0
-    queued: bool = False
+    rank: int = 0
+    blocks: tuple[bytes, ...] = ()
+    entry: int = 0
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +56,16 @@ class Match:
 
 
 class RadixCache:
-    def __init__(self, page_size: int) -> None:
+    """events: told of blocks that come and go; None: nobody listens, nothing is hashed."""
+
+    def __init__(self, page_size: int, policy: EvictionPolicy = EvictionPolicy.LRU, events: CacheEventLog | None = None) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
+        self._eviction_key = KEYS[policy]
+        self._events = events
         self._roots: dict[str, TreeNode] = {}
         self._clock = 0
         self._seq = 0
-        self._leaves: list[tuple[int, int, TreeNode]] = []
+        self._leaves: list[tuple[EvictionKey, int, TreeNode]] = []
         self.num_pages = 0
         self.num_evictable = 0
 
@@ -60,19 +78,39 @@ class RadixCache:
 
     def match(self, namespace: str, key: bytes) -> Match:
         """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
-        node, _, pages = self._walk(self.root(namespace), key)
+        root = self.root(namespace)
+        node, _, pages = self._walk(root, key)
+        walk: TreeNode | None = node
+        while walk is not None:
+            walk.hits += 1
+            walk = walk.parent
         return Match(node, np.concatenate(pages) if pages else _NO_PAGES)
 
-    def insert(self, node: TreeNode, key: bytes, pages: I32) -> tuple[TreeNode, I32]:
-        """Puts the tokens `key` with their `pages` below `node`.
+    def peek(self, namespace: str, key: bytes) -> tuple[TreeNode | None, int]:
+        """The node where a match of `key` would end, perhaps inside it, and the pages matched. Changes nothing."""
+        node, num_pages, at = self._roots.get(namespace), 0, 0
+        while node is not None and (child := node.children.get(key[at : at + self._page_bytes])):
+            common = self._common_pages(child.key, key, at)
+            node, num_pages = child, num_pages + common
+            at += len(child.key)
+            if common < len(child.pages):
+                break
+        return node, num_pages
+
+    def insert(self, node: TreeNode, key: bytes, pages: I32, rank: int = 0) -> tuple[TreeNode, I32]:
+        """Puts the tokens `key` with their `pages` below `node`, for a request of this rank.
 
         Returns the node at their end and int32[n], the tree's pages for them: equal to `pages` where the tree took
         those over, different where it had others already (the caller keeps and frees its own there).
         """
         node, at, out = self._walk(node, key)
         if at < len(key):
-            node = self._append(node, key[at:], pages[at // self._page_bytes :])
+            node = self._append(node, key[at:], pages[at // self._page_bytes :], rank)
             out.append(node.pages)
+        walk: TreeNode | None = node
+        while walk is not None and walk.rank > rank:
+            walk.rank = rank
+            walk = walk.parent
         return node, np.concatenate(out) if out else _NO_PAGES
 
     def lock(self, node: TreeNode) -> None:
@@ -95,16 +133,36 @@ class RadixCache:
                 self._drop_empty_root(walk)
             walk = walk.parent
 
+    def hold(self, node: TreeNode) -> None:
+        """Asks to keep the path from the root to `node`; undone by one `unhold` of the same node, evicted or not."""
+        walk: TreeNode | None = node
+        while walk is not None:
+            walk.holds += 1
+            walk = walk.parent
+
+    def unhold(self, node: TreeNode) -> None:
+        walk: TreeNode | None = node
+        while walk is not None:
+            assert walk.holds > 0, "unhold without hold"
+            walk.holds -= 1
+            if walk.holds == 0:
+                walk.entry = 0  # its place in the queue is one of a held node
+                self._queue(walk)
+            root, walk = walk, walk.parent
+        self._drop_empty_root(root)
+
     def evict(self, num_pages: int) -> list[I32]:
-        """Drops least recently used unlocked leaves until `num_pages` are given back, or none is left. Returns their pages."""
+        """Drops unlocked leaves in the policy's order until `num_pages` are given back, or none is left. Returns their pages."""
         freed: list[I32] = []
         count = 0
         while count < num_pages and self._leaves:
-            stamp, _, node = heapq.heappop(self._leaves)
-            node.queued = False
+            key, entry, node = heapq.heappop(self._leaves)
+            if node.entry != entry:
+                continue
+            node.entry = 0
             if not self._is_evictable(node):
                 continue
-            if node.stamp != stamp:
+            if self._eviction_key(node) != key:
                 self._queue(node)
                 continue
             freed.append(node.pages)
@@ -155,19 +213,24 @@ class RadixCache:
         parent = node.parent
         assert parent is not None and 0 < num_pages < len(node.pages)
         upper = TreeNode(parent, node.key[:cut], node.pages[:num_pages], parent.depth + num_pages)
-        upper.lock_ref, upper.stamp = node.lock_ref, node.stamp
+        upper.lock_ref, upper.holds, upper.hits = node.lock_ref, node.holds, node.hits
+        upper.born, upper.stamp, upper.rank = node.born, node.stamp, node.rank
+        if self._events:
+            upper.blocks, node.blocks = self._events.split(node.blocks, upper.depth, node.depth)
         parent.children[upper.key[: self._page_bytes]] = upper
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
-    def _append(self, parent: TreeNode, key: bytes, pages: I32) -> TreeNode:
-        node = TreeNode(parent, key, pages.copy(), parent.depth + len(pages), stamp=self._clock)
+    def _append(self, parent: TreeNode, key: bytes, pages: I32, rank: int) -> TreeNode:
+        node = TreeNode(parent, key, pages.copy(), parent.depth + len(pages), stamp=self._clock, born=self._clock, rank=rank)
         assert len(key) == len(pages) * self._page_bytes
         parent.children[key[: self._page_bytes]] = node
         self.num_pages += len(pages)
         self.num_evictable += len(pages)
         self._queue(node)
+        if self._events:
+            self._events.stored(node)
         return node
 
     def _remove(self, node: TreeNode) -> None:
@@ -176,7 +239,9 @@ class RadixCache:
         del parent.children[node.key[: self._page_bytes]]
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)
-        node.parent = None
+        node.gone = True
+        if self._events:
+            self._events.removed(node)
         if parent.parent is not None:
             self._queue(parent)
         else:
@@ -184,15 +249,16 @@ class RadixCache:
 
     def _drop_empty_root(self, root: TreeNode) -> None:
         """Forgets a namespace with nothing in it, so that salts do not pile up."""
-        if not root.children and root.lock_ref == 0:
+        if not root.children and root.lock_ref == 0 and root.holds == 0:
             self._roots.pop(root.key.decode(), None)
 
     def _is_evictable(self, node: TreeNode) -> bool:
-        return node.parent is not None and node.lock_ref == 0 and not node.children
+        return node.parent is not None and not node.gone and node.lock_ref == 0 and not node.children
 
     def _queue(self, node: TreeNode) -> None:
-        """Every evictable leaf has exactly one entry in the heap, perhaps with an old stamp, which evict() mends."""
-        if not node.queued and self._is_evictable(node):
-            node.queued = True
+        """Every evictable leaf has exactly one valid entry in the heap. A key only rises while the entry stands (evict()
+        mends that); what lowers it sets entry to 0 and queues again."""
+        if not node.entry and self._is_evictable(node):
             self._seq += 1
-            heapq.heappush(self._leaves, (node.stamp, self._seq, node))
+            node.entry = self._seq
+            heapq.heappush(self._leaves, (self._eviction_key(node), node.entry, node))

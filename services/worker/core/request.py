@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.grammar import Matcher
 from services.worker.core.memory import Lease
+from services.worker.core.messages import SessionTurn
+from services.worker.core.plan import RowLogprobs
 from services.worker.core.sampling import SamplingParams
 
 
@@ -17,22 +20,27 @@ class Phase(enum.IntEnum):
     EXTEND = 1
     DECODE = 2
     FINISHED = 3
+    GATED = 4  # a gate makes it wait, beside the queue
 
 
 _LEGAL: dict[Phase, tuple[Phase, ...]] = {
+    Phase.GATED: (Phase.WAITING, Phase.FINISHED),
     Phase.WAITING: (Phase.EXTEND, Phase.FINISHED),
     Phase.EXTEND: (Phase.DECODE, Phase.WAITING, Phase.FINISHED),
-    Phase.DECODE: (Phase.WAITING, Phase.FINISHED),
+    Phase.DECODE: (Phase.EXTEND, Phase.WAITING, Phase.FINISHED),
     Phase.FINISHED: (),
 }
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """seq: order of arrival, unique. num_sent: output tokens already told to the front end. deadline: absolute, or inf.
+    """seq: order of arrival, unique. rank: order of urgency, lower first. num_sent: output tokens already told to the front
+    end. deadline: absolute, or inf. reuse_limit: tokens that a prefix hit may cover.
 
     lease is set exactly in EXTEND and DECODE. flight_step: the step that was uncommitted when the request lost its lease
-    to retraction, whose sampled token still counts (-1: none).
+    to retraction, whose sampled token still counts (-1: none). parked_step: the plan that took its lease; it may not come
+    back in that one. logprob_planned, logprob_done: prompt positions below these have their logprobs planned, committed.
+    logprobs: of each output token, in order, if they are wanted. jump: the grammar may add tokens by itself.
     """
 
     seq: int
@@ -44,22 +52,43 @@ class Request:
     stop_token_ids: tuple[int, ...]
     namespace: str
     priority: int
+    rank: int
     interval: int
     arrival: float
     deadline: float
     tail_tokens: int
+    reuse_limit: int
+    routing_key: str = ""
+    session: SessionTurn | None = None
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     lease: Lease | None = None
+    matcher: Matcher | None = None
     num_sent: int = 0
     num_cached_tokens: int = 0
+    num_retractions: int = 0
     queue_s: float = -1.0
     flight_step: int = -1
+    parked_step: int = -1
+    logprob_planned: int = 0
+    logprob_done: int = 0
     key: bytes = b""
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.params.top_logprobs >= 0
+
+    @property
+    def jump(self) -> bool:
+        """Tokens that nothing sampled have no logprobs and escape penalties, so requests with either sample each one."""
+        params = self.params
+        penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
+        return self.matcher is not None and not self.wants_logprobs and not penalised
 
     def move(self, phase: Phase) -> None:
         if phase not in _LEGAL[self.phase]:
@@ -75,3 +104,9 @@ class Request:
     def rekey(self) -> None:
         """Sets `key`, the bytes that the radix tree compares, to the tokens as they are now."""
         self.key = self.tokens().tobytes()
+
+    def prefix_limit(self) -> int:
+        """Tokens that a prefix hit may cover at this admission: hidden states of later ones are wanted."""
+        if self.logprob_done < self.num_prompt_tokens and self.params.prompt_logprobs_from >= 0:
+            return min(self.reuse_limit, self.logprob_done - 1)
+        return self.reuse_limit

@@ -5,59 +5,58 @@ Every request that comes in leaves through `end`, which frees what it holds and 
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.cache_events import CacheEventLog
 from services.worker.core.columns import SlotColumns
 from services.worker.core.config import SchedulerConfig
+from services.worker.core.deadlines import Deadlines
 from services.worker.core.finish import Ending
+from services.worker.core.grammar import GrammarBook
+from services.worker.core.grammar_gate import GrammarGate
 from services.worker.core.memory import KVMemory, Lease
 from services.worker.core.messages import ErrorCode, Finish, FinishReason
 from services.worker.core.outputs import Outputs
-from services.worker.core.radix_cache import Match
+from services.worker.core.radix_cache import Match, TreeNode
 from services.worker.core.request import Phase, Request
-
-_WAITING, _RUNNING = 0, 1
+from services.worker.core.sessions import SessionTable
+from services.worker.core.waiting_queue import WaitingQueue
 
 
 class RequestTable:
-    """extending, decoding: running requests in order of admission. Waiting ones are served in order of arrival, those that
-    were retracted first.
+    """extending, decoding: running requests in order of admission. waiting, gate: those without a lease.
 
-    batch_is_full: nothing can be admitted until a running request leaves (reference 2 §19).
+    batch_is_full: nothing can be admitted until a running request leaves (reference 2 §19). config may be replaced while
+    running; sizes of pools in it are those of the start.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self.memory = self._new_memory()
+    def __init__(self, config: SchedulerConfig, book: GrammarBook | None, events: CacheEventLog | None) -> None:
+        self.config = config
+        self._events = events
+        self.memory = KVMemory(config, events)
         self.columns = SlotColumns(config.max_running_requests)
         self.outputs = Outputs()
+        self.gate = GrammarGate(book)
+        self.sessions = SessionTable(config)
+        self.waiting = WaitingQueue()
         self.by_key: dict[tuple[int, int], Request] = {}
         self.extending: list[Request] = []
         self.decoding: list[Request] = []
         self.batch_is_full = False
-        self.requests_total = self.aborts_total = self.retractions_total = 0
+        self.requests_total = self.aborts_total = self.retractions_total = self.preemptions_total = 0
         self.prompt_tokens_total = self.cached_tokens_total = self.generated_tokens_total = 0
-        self._fresh: dict[int, Request] = {}
-        self._retracted: list[Request] = []
-        self._deadlines: list[tuple[float, int, int, int, int]] = []
+        self._deadlines = Deadlines()
         self._slots: NDArray[np.int64] | None = None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._fresh) + len(self._retracted)
+        """Those at the gate among them."""
+        return len(self.waiting) + len(self.gate)
 
     @property
     def num_running(self) -> int:
         return len(self.extending) + len(self.decoding)
-
-    def next_waiting(self) -> Request | None:
-        """First in order of service."""
-        if self._retracted:
-            return self._retracted[0]
-        return next(iter(self._fresh.values()), None)
 
     def decoding_slots(self) -> NDArray[np.int64]:
         """int64[n], aligned with `decoding`."""
@@ -65,30 +64,48 @@ class RequestTable:
             self._slots = np.array([r.lease.slot for r in self.decoding if r.lease], dtype=np.int64)
         return self._slots
 
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """From the next plan on. Sizes of pools are as they were."""
+        self.config = self.sessions.config = config
+
     def enqueue(self, request: Request) -> None:
+        """A new request, to the queue or to the gate."""
         self.requests_total += 1
         self.by_key[request.peer, request.handle] = request
-        self._fresh[request.seq] = request
+        if request.session is not None:
+            self.sessions.begin(request.session, request.request_id)
+        if self.gate.admits(request):
+            self.waiting.add(request)
+        else:
+            request.phase = Phase.GATED
+            self.gate.wait(request)
         if request.deadline != float("inf"):
-            self._watch(request.deadline, request, _RUNNING)
-        if self._config.waiting_timeout_s:
-            self._watch(request.arrival + self._config.waiting_timeout_s, request, _WAITING)
+            self._watch(request.deadline, request, waiting=False)
+        if self.config.waiting_timeout_s:
+            self._watch(request.arrival + self.config.waiting_timeout_s, request, waiting=True)
+
+    def ungate(self, request: Request) -> None:
+        """GATED to WAITING."""
+        self.gate.leave(request)
+        request.move(Phase.WAITING)
+        self.waiting.add(request)
 
     def begin(self, request: Request, match: Match, now: float) -> Lease:
         """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
-        self._unqueue(request)
+        self.waiting.remove(request)
         request.move(Phase.EXTEND)
-        lease = request.lease = self.memory.lease(match)
-        cached = len(match.pages) * self._config.page_size
+        lease = request.lease = self.memory.lease(match, request.rank)
+        cached = len(match.pages) * self.config.page_size
         self.columns.begin(lease.slot, request, cached)
+        request.flight_step = -1
         self.extending.append(request)
         if request.queue_s < 0:
             request.queue_s = now - request.arrival
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
             self.prompt_tokens_total += request.num_prompt_tokens
             self.cached_tokens_total += request.num_cached_tokens
-            if self._config.running_timeout_s:
-                self._watch(now + self._config.running_timeout_s, request, _RUNNING)
+            if self.config.running_timeout_s:
+                self._watch(now + self.config.running_timeout_s, request, waiting=False)
         return lease
 
     def decode(self, request: Request) -> None:
@@ -98,81 +115,110 @@ class RequestTable:
         self.decoding.append(request)
         self._slots = None
 
-    def retract(self, request: Request, flight_step: int) -> None:
-        """Back to WAITING with its output kept, its computed pages cached, everything else freed."""
+    def resume_extend(self, request: Request) -> None:
+        """DECODE to EXTEND: tokens have become known that nothing sampled; their KV is still to be computed."""
         assert request.lease is not None
-        request.num_sent = int(self.columns.sent[request.lease.slot])
+        slot, columns = request.lease.slot, self.columns
+        request.move(Phase.EXTEND)
+        request.rekey()
+        columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
+        columns.num_out[slot] = columns.planned_out[slot] = len(request.output_ids)
+        columns.target[slot] = request.num_prompt_tokens + len(request.output_ids)
+        self.decoding.remove(request)
+        self.extending.append(request)
+        self._slots = None
+
+    def retract(self, request: Request, flight_step: int, plan_step: int, preempted: bool = False) -> None:
+        """Back to WAITING with its output kept, its computed pages cached, everything else freed.
+
+        flight_step: the uncommitted step, -1 for none; plan_step: the plan that decides this. preempted: for someone more
+        urgent, not for want of memory.
+        """
+        assert request.lease is not None
+        slot = request.lease.slot
+        sampled_in_flight = self.columns.planned_out[slot] > self.columns.num_out[slot] and not self.columns.redundant[slot]
+        request.num_sent = int(self.columns.sent[slot])
         self._release(request)
         request.move(Phase.WAITING)
         request.rekey()
-        request.flight_step = flight_step
-        self._retracted.append(request)
-        self._retracted.sort(key=lambda r: r.seq)
-        self.retractions_total += 1
+        request.flight_step = flight_step if sampled_in_flight else -1
+        request.parked_step = plan_step
+        request.logprob_planned = request.logprob_done
+        request.num_retractions += 1
+        self.waiting.add(request, back=True)
+        self.preemptions_total += preempted
+        self.retractions_total += not preempted
         self.batch_is_full = False
 
     def end(self, request: Request, ending: Ending, now: float) -> None:
         """The request's one terminal output, from any phase but FINISHED."""
+        node = None
         if request.lease is not None:
-            request.num_sent = int(self.columns.sent[request.lease.slot])
+            lease = request.lease
+            request.num_sent = int(self.columns.sent[lease.slot])
             self._release(request)
+            node = lease.node
             self.batch_is_full = False
+        elif request.phase is Phase.GATED:
+            self.gate.leave(request)
         else:
-            self._unqueue(request)
+            self.waiting.remove(request)
         request.move(Phase.FINISHED)
         del self.by_key[request.peer, request.handle]
-        self.aborts_total += ending.reason is FinishReason.ABORT
-        self.outputs.add_finish(request.peer, self._finish(request, ending, now), request.output_ids[request.num_sent :])
+        aborted = ending.reason is FinishReason.ABORT
+        self.aborts_total += aborted
+        if request.session is not None:
+            self.sessions.end(request, None if aborted else self._context_end(request, node), self.memory, now)
+        self.outputs.add_finish(request, self._finish(request, ending, now))
 
     def reset_memory(self) -> None:
         """Forgets every page, cached ones too. Only while no request is here."""
         assert not self.by_key
-        self.memory = self._new_memory()
+        self.sessions.close_all(self.memory)
+        self.memory = KVMemory(self.config, self._events)
+        if self._events:
+            self._events.cleared()
 
     def refuse(self, peer: int, handle: int, request_id: str, error: ErrorCode, message: str) -> None:
         """The terminal output of a request that never came in."""
         self.requests_total += 1
         self.aborts_total += 1
-        finish = Finish(handle, request_id, FinishReason.ABORT, error=error, message=message)
-        self.outputs.add_finish(peer, finish, ())
+        self.outputs.add_refusal(peer, Finish(handle, request_id, FinishReason.ABORT, error=error, message=message))
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
         """Requests whose waiting or running time is over, each once, with what to tell the client."""
         out: dict[int, tuple[Request, str]] = {}
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, seq, peer, handle, kind = heapq.heappop(self._deadlines)
-            request = self.by_key.get((peer, handle))
-            if request is None or request.seq != seq:
+        for deadline in self._deadlines.due(now):
+            request = self.by_key.get((deadline.peer, deadline.handle))
+            if request is None or request.seq != deadline.seq:
                 continue
-            if kind == _RUNNING:
-                out.setdefault(seq, (request, "the request's time is over"))
+            if not deadline.waiting:
+                out.setdefault(request.seq, (request, "the request's time is over"))
             elif request.queue_s < 0:
-                out.setdefault(seq, (request, "the request waited too long in the queue"))
+                out.setdefault(request.seq, (request, "the request waited too long in the queue"))
         return list(out.values())
 
-    def _new_memory(self) -> KVMemory:
-        config = self._config
-        return KVMemory(
-            config.num_pages,
-            config.page_size,
-            config.max_running_requests,
-            config.max_pages_per_request,
-            config.enable_radix_cache,
-        )
+    def _context_end(self, request: Request, node: TreeNode | None) -> TreeNode:
+        """Where a finished turn's cached context ends: its lease's end, or what the tree has if it ended while waiting."""
+        if node is not None:
+            return node
+        return self.memory.match(request.namespace, request.key, request.reuse_limit).node
 
     def _finish(self, request: Request, ending: Ending, now: float) -> Finish:
         return Finish(
-            request.handle,
-            request.request_id,
-            ending.reason,
-            ending.matched_stop,
-            ending.matched_token,
-            ending.error,
-            ending.message,
-            request.num_prompt_tokens,
-            request.num_cached_tokens,
-            len(request.output_ids),
-            request.queue_s if request.queue_s >= 0 else now - request.arrival,
+            handle=request.handle,
+            request_id=request.request_id,
+            reason=ending.reason,
+            matched_stop=ending.matched_stop,
+            matched_token=ending.matched_token,
+            error=ending.error,
+            message=ending.message,
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=request.num_cached_tokens,
+            completion_tokens=len(request.output_ids),
+            queue_s=request.queue_s if request.queue_s >= 0 else now - request.arrival,
+            retractions=request.num_retractions,
+            embedding=ending.embedding,
         )
 
     def _release(self, request: Request) -> None:
@@ -188,13 +234,7 @@ class RequestTable:
             self.decoding.remove(request)
             self._slots = None
 
-    def _unqueue(self, request: Request) -> None:
-        if self._fresh.pop(request.seq, None) is None:
-            self._retracted.remove(request)
-
-    def _watch(self, at: float, request: Request, kind: int) -> None:
-        heapq.heappush(self._deadlines, (at, request.seq, request.peer, request.handle, kind))
+    def _watch(self, at: float, request: Request, waiting: bool) -> None:
+        self._deadlines.watch(at, request.seq, request.peer, request.handle, waiting)
         if len(self._deadlines) > 4 * len(self.by_key) + 64:
-            alive = {r.seq for r in self.by_key.values()}
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in alive]
-            heapq.heapify(self._deadlines)
+            self._deadlines.keep({r.seq for r in self.by_key.values()})

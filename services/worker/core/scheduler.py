@@ -6,61 +6,68 @@ when a plan is made. The same calls give the same plans. Semantics: docs/archite
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from services.worker.core.admission import Refusal, make_request, refusal
+from services.worker.core.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.committer import Committer
 from services.worker.core.config import SchedulerConfig
-from services.worker.core.finish import Ending, TailDecoder, tail_tokens
+from services.worker.core.finish import Ending, TextRules
+from services.worker.core.grammar import GrammarBook, Matcher
 from services.worker.core.invariants import violations
-from services.worker.core.messages import ErrorCode, FinishReason, StepOutput, StepStats, Submit
+from services.worker.core.messages import ErrorCode, FinishReason, PauseMode, StepOutput, StepStats, Submit
 from services.worker.core.plan import BatchPlan, StepResult
-from services.worker.core.planner import Planner, Step
+from services.worker.core.planner import Planner
 from services.worker.core.request import Request
 from services.worker.core.request_table import RequestTable
-from services.worker.core.sampling import FORCE_STREAM_INTERVAL
+from services.worker.core.sampling import GrammarSpec
+from services.worker.core.step_rows import Step
+from services.worker.core.tunables import Tunable, retuned, tunables
 
 _CANCELLED = Ending(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, decoder: TailDecoder) -> None:
-        self.config = config
-        self.table = RequestTable(config)
-        self._planner = Planner(config, self.table)
-        self._committer = Committer(config, self.table, decoder)
+    """book: compiled grammars, None if structured output is not offered. events: told of cached blocks, None if nobody asks."""
+
+    def __init__(
+        self, config: SchedulerConfig, rules: TextRules, book: GrammarBook | None = None, events: CacheEventLog | None = None
+    ) -> None:
+        self.table = RequestTable(config, book, events)
+        self._events = events
+        self._planner = Planner(self.table)
+        self._committer = Committer(self.table, rules)
         self._flight: list[Step] = []
         self._next_seq = 0
+        self.paused = False
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return self.table.config
 
     @property
     def idle(self) -> bool:
         """No request is here. A step may still be uncommitted."""
         return not self.table.by_key
 
+    @property
+    def num_requests(self) -> int:
+        """In any phase but finished."""
+        return len(self.table.by_key)
+
+    # Messages
+
     def submit(self, message: Submit, now: float) -> None:
         """Queues a request, or ends it at once with an error. Raises ValueError if the peer's handle is in use."""
         if (message.peer, message.handle) in self.table.by_key:
             raise ValueError(f"handle {message.handle} is in use")
-        if refusal := self._refusal(message):
-            self.table.refuse(message.peer, message.handle, message.request_id, *refusal)
+        resolved = self._resolve(message, now)
+        if not isinstance(resolved, Submit):
+            self.table.refuse(message.peer, message.handle, message.request_id, *resolved)
             return
         self._next_seq += 1
-        params = message.params
-        eos = () if params.ignore_eos else self.config.eos_token_ids
-        request = Request(
-            seq=self._next_seq,
-            peer=message.peer,
-            handle=message.handle,
-            request_id=message.request_id,
-            prompt_ids=message.prompt_ids,
-            params=params,
-            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-            namespace=message.salt,
-            priority=message.priority,
-            interval=params.stream_interval if message.stream else FORCE_STREAM_INTERVAL,
-            arrival=now,
-            deadline=now + message.timeout_s if message.timeout_s else float("inf"),
-            tail_tokens=tail_tokens(params.stop),
-        )
-        request.rekey()
-        self.table.enqueue(request)
+        self.table.enqueue(make_request(resolved, self._next_seq, self.config, now))
 
     def abort(self, peer: int, handle: int, now: float) -> None:
         """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before."""
@@ -79,24 +86,38 @@ class Scheduler:
         for request in list(self.table.by_key.values()):
             self.table.end(request, ending, now)
 
-    def self_check(self) -> list[str]:
-        """While idle: what breaks an invariant, after which the memory is made anew. Empty when all is well."""
-        found = violations(self.table)
-        if self.idle and not self._flight:
-            if self.table.memory.num_leased:
-                found.append(f"{self.table.memory.num_leased} pages are leased by nobody")
-            if found:
-                self.table.reset_memory()
-        return found
+    def grammar_ready(self, spec: GrammarSpec) -> None:
+        """A compilation that GrammarBook.open has begun is done. A grammar that was dropped meanwhile is compiled again."""
+        for request in self.table.gate.waiting_for(spec):
+            if self.table.gate.admits(request):
+                self.table.ungate(request)
+
+    def grammar_failed(self, spec: GrammarSpec, reason: str, now: float) -> None:
+        """Ends the requests that wait for it. reason: for their clients."""
+        ending = Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=reason)
+        for request in self.table.gate.waiting_for(spec):
+            self.table.end(request, ending, now)
+
+    def open_session(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
+        """Returns why not, "" if it is open. capacity (tokens over all turns), ttl_s: 0 for the configured default."""
+        return self.table.sessions.open(session_id, capacity, ttl_s, now)
+
+    def close_session(self, session_id: str) -> bool:
+        return self.table.sessions.close(session_id, self.table.memory)
+
+    # Steps
 
     def plan(self, now: float) -> BatchPlan | None:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         for request, message in self.table.expired(now):
             self.table.end(request, Ending(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
+        self.table.sessions.expire(self.table.memory, now)
         if self.idle:
             self._planner.ratio.reset()
             self.table.batch_is_full = False
+            return None
+        if self.paused:
             return None
         step = self._planner.plan(now, self._flight[0].plan.step_id if self._flight else -1)
         if step is None:
@@ -116,14 +137,77 @@ class Scheduler:
             if self.table.by_key.get((request.peer, request.handle)) is request:
                 self.table.end(request, ending, now)
 
+    def matchers(self) -> list[tuple[int, Matcher]]:
+        """(row, matcher) of the newest uncommitted step's rows that are to be sampled under a grammar's mask, with every
+        step before it committed. Rows whose request has left, or whose token is known already, are not there."""
+        if not self._flight:
+            return []
+        step, columns = self._flight[-1], self.table.columns
+        out = []
+        for row in step.plan.mask_rows.tolist():
+            slot, request = int(step.plan.slots[row]), step.requests[row]
+            if columns.epoch[slot] == step.epochs[row] and not columns.redundant[slot] and request.matcher is not None:
+                out.append((row, request.matcher))
+        return out
+
     def take_output(self) -> StepOutput | None:
         """What front ends are to be told since the last call."""
         peers = self.table.outputs.take()
         return StepOutput(peers) if peers else None
 
+    def take_cache_events(self) -> CacheEvents | None:
+        """What the prefix index is to be told since the last call."""
+        return self._events.take() if self._events else None
+
+    # Control
+
+    def pause(self, mode: PauseMode, now: float) -> None:
+        """Plans nothing until resume(). A step in flight is still to be committed."""
+        self.paused = True
+        if mode is PauseMode.ABORT:
+            for request in list(self.table.by_key.values()):
+                self.table.end(request, _CANCELLED, now)
+        elif mode is PauseMode.RETRACT:
+            flight = self._flight[0].plan.step_id if self._flight else -1
+            for request in [*self.table.decoding, *self.table.extending]:
+                self.table.retract(request, flight, -1)
+
+    def resume(self) -> None:
+        self.paused = False
+
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses; returns the number of pages freed."""
         return self.table.memory.flush()
+
+    def reset_memory(self) -> None:
+        """Forgets every page and every session: the pool's content is gone. Only while idle, with nothing in flight."""
+        assert self.idle and not self._flight
+        self.table.reset_memory()
+
+    def tunables(self) -> dict[str, Tunable]:
+        """What retune() takes, as it is."""
+        running = {"max_running_requests": self._planner.extends.running_limit, "new_token_ratio": self._planner.ratio.value}
+        return {**tunables(self.config), **running}
+
+    def retune(self, changes: Mapping[str, Tunable]) -> None:
+        """Changes settings from the next plan on. Raises ValueError naming the field, and then changes none."""
+        changes = dict(changes)
+        ratio = changes.pop("new_token_ratio", None)
+        if ratio is not None and not 0.0 <= float(ratio) <= 1.0:
+            raise ValueError("new_token_ratio: must be within 0 and 1")
+        config = retuned(self.config, changes, len(self.table.memory.slots.num_pages))
+        self._planner.retune(config, None if ratio is None else float(ratio))
+        self.table.reconfigure(replace(config, max_running_requests=self.config.max_running_requests))
+
+    def self_check(self) -> list[str]:
+        """While idle: what breaks an invariant, after which the memory is made anew. Empty when all is well."""
+        found = violations(self.table)
+        if self.idle and not self._flight:
+            if self.table.memory.num_leased:
+                found.append(f"{self.table.memory.num_leased} pages are leased by nobody")
+            if found:
+                self.table.reset_memory()
+        return found
 
     def stats(self) -> StepStats:
         table, memory = self.table, self.table.memory
@@ -143,25 +227,37 @@ class Scheduler:
             evicted_pages_total=memory.evicted_pages_total,
             requests_total=table.requests_total,
             aborts_total=table.aborts_total,
+            num_gated=len(table.gate),
+            num_retracted=table.waiting.num_back,
+            num_sessions=len(table.sessions),
+            session_tokens=table.sessions.num_tokens,
+            preemptions_total=table.preemptions_total,
         )
+
+    def _resolve(self, message: Submit, now: float) -> Submit | Refusal:
+        """The message as it can be queued, or why it cannot."""
+        if message.session is not None:
+            resolved = self.table.sessions.resolve(message)
+            if isinstance(resolved, str):
+                return ErrorCode.INVALID_ARGUMENT, resolved
+            message = resolved
+        if found := refusal(message, self.config, self.table.gate.is_offered):
+            return found
+        if self.table.num_waiting >= self.config.max_queued_requests and not self._displace(message, now):
+            return ErrorCode.QUEUE_FULL, "the request queue is full"
+        return message
+
+    def _displace(self, message: Submit, now: float) -> bool:
+        """In a full queue a more urgent request takes the place of the last one."""
+        last: Request | None = self.table.waiting.last()
+        if last is None or self.config.rank(message.priority) >= last.rank:
+            return False
+        text = "a more urgent request took its place in a full queue"
+        ending = Ending(FinishReason.ABORT, error=ErrorCode.QUEUE_FULL, message=text)
+        self.table.end(last, ending, now)
+        return True
 
     def _take_flight(self, step_id: int) -> Step:
         step = self._flight.pop(0)
         assert step.plan.step_id == step_id, "results come back in the order of their plans"
         return step
-
-    def _refusal(self, message: Submit) -> tuple[ErrorCode, str] | None:
-        config = self.config
-        length = len(message.prompt_ids)
-        if self.table.num_waiting >= config.max_queued_requests:
-            return ErrorCode.QUEUE_FULL, "the request queue is full"
-        if length < 1:
-            return ErrorCode.INVALID_ARGUMENT, "the prompt is empty"
-        if length >= config.context_len:
-            return ErrorCode.INVALID_ARGUMENT, f"the prompt has {length} tokens; the context holds {config.context_len}"
-        if length + message.params.max_new_tokens > config.context_len:
-            return ErrorCode.INVALID_ARGUMENT, "prompt and max_new_tokens together exceed the context"
-        if -(-length // config.page_size) > config.num_pages:
-            size = config.num_pages * config.page_size
-            return ErrorCode.OUT_OF_MEMORY, f"the prompt has {length} tokens; the KV pool holds {size}"
-        return None

@@ -1,0 +1,65 @@
+"""From a message to a request: what is refused at the door, and the defaults that depend on the worker."""
+
+from __future__ import annotations
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.finish import tail_tokens
+from services.worker.core.messages import ErrorCode, Submit
+from services.worker.core.request import Request
+from services.worker.core.sampling import FORCE_STREAM_INTERVAL
+
+_UNLIMITED = 1 << 62
+
+Refusal = tuple[ErrorCode, str]
+
+
+def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> Refusal | None:
+    """Why a request can never run here."""
+    length = len(message.prompt_ids)
+    if length < 1:
+        return ErrorCode.INVALID_ARGUMENT, "the prompt is empty"
+    if length >= config.context_len:
+        return ErrorCode.INVALID_ARGUMENT, f"the prompt has {length} tokens; the context holds {config.context_len}"
+    if length + message.params.max_new_tokens > config.context_len:
+        return ErrorCode.INVALID_ARGUMENT, "prompt and max_new_tokens together exceed the context"
+    if -(-length // config.page_size) > config.num_pages:
+        size = config.num_pages * config.page_size
+        return ErrorCode.OUT_OF_MEMORY, f"the prompt has {length} tokens; the KV pool holds {size}"
+    if message.params.grammar is not None and not offers_grammars:
+        return ErrorCode.INVALID_ARGUMENT, "this worker offers no structured output"
+    return None
+
+
+def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float) -> Request:
+    params = message.params
+    eos = () if params.ignore_eos else config.eos_token_ids
+    reusable = params.embedding is None or config.pooling_reuses_prefix
+    first_logprob = max(params.prompt_logprobs_from, 1)
+    request = Request(
+        seq=seq,
+        peer=message.peer,
+        handle=message.handle,
+        request_id=message.request_id,
+        prompt_ids=message.prompt_ids,
+        params=params,
+        stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+        namespace=namespace(message.lora, message.salt),
+        priority=message.priority,
+        rank=config.rank(message.priority),
+        interval=params.stream_interval if message.stream else FORCE_STREAM_INTERVAL,
+        arrival=now,
+        deadline=now + message.timeout_s if message.timeout_s else float("inf"),
+        tail_tokens=tail_tokens(params.stop),
+        reuse_limit=_UNLIMITED if reusable else 0,
+        routing_key=message.routing_key,
+        session=message.session,
+        logprob_planned=first_logprob,
+        logprob_done=first_logprob,
+    )
+    request.rekey()
+    return request
+
+
+def namespace(lora: str, salt: str) -> str:
+    """What a cached prefix belongs to: requests share KV only within it. Unambiguous whatever the parts contain."""
+    return f"{len(lora)}:{lora}{salt}" if lora or salt else ""

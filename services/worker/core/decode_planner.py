@@ -1,0 +1,88 @@
+"""Which running requests take their next token in this step, and who is retracted where memory has run out (reference 2 §9)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.extend_planner import too_small
+from services.worker.core.new_token_ratio import NewTokenRatio
+from services.worker.core.request_table import RequestTable
+from services.worker.core.retraction import victim_order
+from services.worker.core.step_rows import NO_DECODES, DecodeRows
+
+
+class DecodePlanner:
+    def __init__(self, table: RequestTable, ratio: NewTokenRatio) -> None:
+        self._table = table
+        self._ratio = ratio
+        self._decode_steps = 0
+
+    @property
+    def num_candidates(self) -> int:
+        """Rows that have output to come."""
+        return len(self._candidates()[0].requests)
+
+    def plan(self, now: float, flight_step: int, step_id: int) -> DecodeRows:
+        """Rows that take a decode step, each with room for its token. May retract, and end a request alone."""
+        table = self._table
+        self._retract_for_test(flight_step, step_id)
+        before = table.retractions_total
+        rows, need = self._make_room(now, flight_step, step_id)
+        if table.retractions_total > before:
+            self._raise_ratio()
+        if not rows.requests:
+            return rows
+        if len(need):
+            table.memory.grow_each(need)
+        table.columns.computed[rows.slots] += 1
+        table.columns.planned_out[rows.slots] += 1
+        self._decode_steps += 1
+        if table.retractions_total == before:
+            self._ratio.step()
+        return rows
+
+    def _candidates(self) -> tuple[DecodeRows, NDArray[np.int32]]:
+        """Decode rows that still have output to come, and the slots among them that need one more page."""
+        table, columns = self._table, self._table.columns
+        slots = table.decoding_slots()
+        requests = list(table.decoding)
+        more = columns.planned_out[slots] < columns.max_new[slots]
+        if not more.all():
+            requests = [r for r, m in zip(requests, more.tolist(), strict=True) if m]
+            slots = slots[more]
+        need = slots[columns.computed[slots] >= table.memory.slots.num_pages[slots] * table.config.page_size]
+        return DecodeRows(requests, slots), need.astype(np.int32)
+
+    def _make_room(self, now: float, flight_step: int, step_id: int) -> tuple[DecodeRows, NDArray[np.int32]]:
+        """The rows of the next decode step and the slots that get a page, after retracting until those pages are there.
+
+        Extends are among the victims. The last row stays: it waits while a step is in flight, for that may free something,
+        and is ended if nothing can.
+        """
+        table = self._table
+        while True:
+            rows, need = self._candidates()
+            if len(need) <= table.memory.num_available:
+                return rows, need
+            victims = rows.requests + table.extending
+            if len(victims) > 1:
+                table.retract(min(victims, key=victim_order), flight_step, step_id)
+            elif flight_step >= 0:
+                return NO_DECODES, need[:0]
+            else:
+                table.end(rows.requests[0], too_small(table.config), now)
+
+    def _retract_for_test(self, flight_step: int, step_id: int) -> None:
+        every = self._table.config.retract_interval
+        victims = self._table.decoding
+        if every and victims and self._decode_steps % every == every - 1:
+            self._table.retract(min(victims, key=victim_order), flight_step, step_id)
+            self._decode_steps += 1
+
+    def _raise_ratio(self) -> None:
+        rows = self._table.decoding
+        if not rows:
+            return
+        decoded = sum(len(r.output_ids) for r in rows)
+        self._ratio.raise_on_retract(decoded, len(rows), sum(r.params.max_new_tokens for r in rows))

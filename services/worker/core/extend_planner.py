@@ -1,0 +1,187 @@
+"""Which prompt tokens the next step computes: started extends first, then waiting requests in the policy's order
+(reference 2 §4, §5, §19)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.finish import Ending
+from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.core.plan import SlotParams
+from services.worker.core.policy import service_order
+from services.worker.core.prefill_adder import CLIP_MAX_NEW_TOKENS, AddResult, PrefillAdder, RunningRows, adapted_chunk
+from services.worker.core.radix_cache import TOKEN_BYTES
+from services.worker.core.request import Request
+from services.worker.core.request_table import RequestTable
+from services.worker.core.retraction import preemptible, tokens_needed
+from services.worker.core.step_rows import ExtendRows
+
+_NO_HISTORY = np.empty(0, dtype=np.int32)
+
+
+def too_small(config: SchedulerConfig) -> Ending:
+    message = f"the KV pool of {config.num_pages * config.page_size} tokens cannot hold this request, even alone"
+    return Ending(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
+
+
+class ExtendPlanner:
+    """running_limit: requests that may run at once, at most the number of slots."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._random = np.random.default_rng(table.config.random_seed)
+        self.running_limit = table.config.max_running_requests
+
+    def plan(self, now: float, ratio: float, num_decode_rows: int, flight_step: int, step_id: int, may_admit: bool) -> ExtendRows:
+        """num_decode_rows: those that share this step. may_admit: waiting requests may begin."""
+        rows = ExtendRows()
+        table = self._table
+        if not table.extending and (table.batch_is_full or not len(table.waiting)):
+            return rows
+        adder = self._adder(ratio, num_decode_rows)
+        for request in list(table.extending):
+            self._continue(request, adder, rows, now, flight_step)
+        if may_admit and not table.batch_is_full and not table.extending:
+            self._admit_waiting(adder, rows, now, step_id)
+        return rows
+
+    def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
+        config, decoding = self._table.config, len(self._table.decoding)
+        return PrefillAdder(
+            page_size=config.page_size,
+            rows=self._running_rows(),
+            new_token_ratio=ratio,
+            max_prefill_tokens=config.max_prefill_tokens,
+            chunked_prefill_size=adapted_chunk(
+                config.chunked_prefill_size, config.page_size, decoding, config.adaptive_chunk_rows
+            ),
+            num_decode_rows=num_decode_rows,
+            max_requests=config.prefill_max_requests,
+            max_logprob_tokens=config.max_prompt_logprob_tokens,
+        )
+
+    def _running_rows(self) -> RunningRows:
+        columns = self._table.columns
+        slots = self._table.decoding_slots()
+        left = np.maximum(columns.max_new[slots] - columns.planned_out[slots], 0)
+        return RunningRows(left, columns.computed[slots], columns.ignore_eos[slots])
+
+    # Started extends
+
+    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float, flight_step: int) -> None:
+        lease = request.lease
+        assert lease is not None
+        start = int(self._table.columns.computed[lease.slot])
+        remaining = int(self._table.columns.target[lease.slot]) - start
+        count = adder.chunk(start, remaining, _computes_logprobs(request))
+        if count > 0 and not self._add(request, start, count, adder, rows) and not rows.requests:
+            self._relieve(request, now, flight_step)
+
+    def _relieve(self, request: Request, now: float, flight_step: int) -> None:
+        """No page for a started extend: others will free some, or retracting other extends does, or it cannot run here."""
+        if self._table.num_running > 1 or flight_step >= 0:
+            return
+        self._table.end(request, too_small(self._table.config), now)
+
+    # Waiting requests
+
+    def preempt(self, ratio: float, flight_step: int, step_id: int) -> None:
+        """Lets the most urgent waiting request displace less urgent running ones, if there is no room for it otherwise.
+        Before any row of the step is chosen."""
+        table = self._table
+        request = table.waiting.first()
+        if not table.config.enable_priority_scheduling or request is None:
+            return
+        need = tokens_needed(table.config, request, table.memory)
+        victims = preemptible(table.config, request, table.extending + table.decoding, table.memory)
+        if not victims:
+            return
+        while not self._has_room(need, ratio) and victims:
+            table.retract(victims.pop(0), flight_step, step_id, preempted=True)
+        table.batch_is_full = False
+
+    def _has_room(self, tokens: int, ratio: float) -> bool:
+        """As the adder will see it."""
+        table, columns, slots = self._table, self._table.columns, self._table.decoding_slots()
+        left = (columns.max_new[slots] - columns.planned_out[slots]).clip(0, CLIP_MAX_NEW_TOKENS)
+        available = table.memory.num_available * table.config.page_size
+        return self._free_slots() > 0 and tokens < available - float(left.sum()) * ratio
+
+    def _free_slots(self) -> int:
+        return min(self._table.memory.slots.num_free, self.running_limit - self._table.num_running)
+
+    def _admit_waiting(self, adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
+        table = self._table
+        for request in service_order(table.config, table.waiting, table.decoding, table.memory, self._random):
+            if adder.exhausted or request.parked_step == step_id:
+                return
+            if self._free_slots() <= 0:
+                table.batch_is_full = True
+                return
+            result = self._admit(request, adder, rows, now)
+            if result is AddResult.NO_TOKEN:
+                table.batch_is_full = table.num_running > 0
+            if result is not AddResult.CONTINUE:
+                return
+
+    def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
+        """Two phases: lock the hit, then see whether the rest fits; on failure only the lock has to be undone."""
+        table = self._table
+        page_size = table.config.page_size
+        match = table.memory.match(request.namespace, request.key, request.prefix_limit())
+        table.memory.lock(match)
+        start = len(match.pages) * page_size
+        extend = len(request.key) // TOKEN_BYTES - start
+        max_new = request.params.max_new_tokens - len(request.output_ids)
+        logprobs = _computes_logprobs(request)
+        available = table.memory.num_available * page_size
+        result, count = adder.admit(available, start, extend, max_new, request.params.ignore_eos, logprobs)
+        if result is AddResult.NO_TOKEN and not table.num_running:
+            # Alone it must get its chance: submit() saw to it that the prompt fits the whole pool.
+            result, count = AddResult.CONTINUE, adder.chunk(start, extend, logprobs)
+        if result is not AddResult.CONTINUE:
+            table.memory.unlock(match)
+            return result
+        if not table.memory.num_available:
+            # Its own cached pages fill the pool, and it needs one more.
+            table.memory.unlock(match)
+            table.end(request, too_small(table.config), now)
+            return result
+        lease = table.begin(request, match, now)
+        added = self._add(request, start, count, adder, rows)
+        assert added, "admission without a page to begin with"
+        rows.admitted.append(_slot_params(lease.slot, request))
+        return result
+
+    def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:
+        """Plans tokens start .. start+count of the request, fewer if the pool has not the pages. False: none at all."""
+        table, lease = self._table, request.lease
+        assert lease is not None
+        count = table.memory.grow(lease, start + count) - start
+        if count <= 0:
+            return False
+        columns = table.columns
+        target = int(columns.target[lease.slot])
+        last = start + count == target
+        logprobs = _computes_logprobs(request)
+        rows.add(request, start, count, last)
+        columns.computed[lease.slot] = start + count
+        max_new = request.params.max_new_tokens - len(request.output_ids)
+        adder.added(count, target - start - count, max_new, request.params.ignore_eos, logprobs)
+        if last:
+            columns.planned_out[lease.slot] += 1
+            table.decode(request)
+        return True
+
+
+def _computes_logprobs(request: Request) -> bool:
+    """Prompt tokens to come have their logprobs computed."""
+    return request.params.prompt_logprobs_from >= 0 and request.logprob_planned < request.num_prompt_tokens
+
+
+def _slot_params(slot: int, request: Request) -> SlotParams:
+    params = request.params
+    penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
+    history = np.frombuffer(request.key, dtype=np.int32) if penalised else _NO_HISTORY
+    return SlotParams(slot, request.num_prompt_tokens, params, request.stop_token_ids, history)

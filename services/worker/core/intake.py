@@ -1,0 +1,114 @@
+"""What a sampled token means to its request: output, logprobs, the grammar's next state, the tokens the grammar adds by
+itself, and the request's end. Writes requests; knows no slots and no pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.finish import Ending, TextRules, check_fault, check_finished
+from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.core.plan import StepResult
+from services.worker.core.request import Request
+
+_OUTSIDE_GRAMMAR = Ending(
+    FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token does not fit the request's grammar"
+)
+_NO_VECTOR = Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
+
+
+@dataclass(slots=True)
+class Taken:
+    """endings, jumped: by the request's place in the list that was given. jumped: its grammar added tokens of its own.
+    num_tokens: appended to outputs."""
+
+    endings: dict[int, Ending] = field(default_factory=dict)
+    jumped: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class Intake:
+    def __init__(self, vocab_size: int, rules: TextRules) -> None:
+        self._vocab_size = vocab_size
+        self._rules = rules
+
+    def take(
+        self,
+        requests: list[Request],
+        tokens: NDArray[np.int32],
+        look: NDArray[np.bool_],
+        rows: NDArray[np.int64],
+        result: StepResult,
+    ) -> Taken:
+        """Token i goes to request i, from row rows[i] of the result. Only where look is set may the request end."""
+        taken = Taken()
+        looked = np.flatnonzero(look).tolist()
+        for at in looked:
+            ending = self._before_output(requests[at], int(tokens[at]), int(rows[at]), result)
+            if ending is not None:
+                taken.endings[at] = ending
+        if taken.endings:
+            for at, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
+                if at not in taken.endings:
+                    request.output_ids.append(token)
+        else:
+            for request, token in zip(requests, tokens.tolist(), strict=True):
+                request.output_ids.append(token)
+        taken.num_tokens = len(requests) - len(taken.endings)
+        if result.logprobs:
+            self._take_logprobs(requests, rows, result, taken)
+        for at in looked:
+            if at not in taken.endings:
+                self._after_output(requests[at], at, taken)
+        return taken
+
+    def take_one(self, request: Request, token: int, row: int, result: StepResult) -> Taken:
+        one, here = np.array([token], dtype=np.int32), np.array([row], dtype=np.int64)
+        return self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
+
+    def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> Ending | None:
+        """Endings that add no token: faults, and vectors."""
+        if request.params.embedding is None:
+            return check_fault(token, self._vocab_size, result.faults.get(row))
+        if row in result.faults:
+            return check_fault(0, self._vocab_size, result.faults[row])
+        vector = result.embeddings.get(row)
+        return _NO_VECTOR if vector is None else Ending(FinishReason.EMBEDDED, embedding=vector)
+
+    def _take_logprobs(self, requests: list[Request], rows: NDArray[np.int64], result: StepResult, taken: Taken) -> None:
+        for at, row in enumerate(rows.tolist()):
+            if requests[at].wants_logprobs and at not in taken.endings and row in result.logprobs:
+                requests[at].logprobs.append(result.logprobs[row])
+
+    def _after_output(self, request: Request, at: int, taken: Taken) -> None:
+        matcher = request.matcher
+        if matcher is None:
+            ending = check_finished(request, self._rules)
+        elif not matcher.accept(request.output_ids[-1]):
+            fault = matcher.fault
+            error = ErrorCode.INVALID_ARGUMENT
+            ending = Ending(FinishReason.ABORT, error=error, message=fault) if fault else _OUTSIDE_GRAMMAR
+        else:
+            ending = check_finished(request, self._rules, matcher.terminated)
+            if ending is None and request.jump:
+                ending = self._jump(request, at, taken)
+        if ending is not None:
+            taken.endings[at] = ending
+
+    def _jump(self, request: Request, at: int, taken: Taken) -> Ending | None:
+        """Appends what the grammar leaves no choice about, up to where the request ends."""
+        matcher = request.matcher
+        assert matcher is not None
+        forced = matcher.forced()
+        for place, token in enumerate(forced, 1):
+            request.output_ids.append(token)
+            taken.num_tokens += 1
+            ending = check_finished(request, self._rules, place == len(forced) and matcher.terminated)
+            if ending is not None:
+                return ending
+        if forced:
+            taken.jumped.append(at)
+        return None

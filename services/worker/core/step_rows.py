@@ -1,0 +1,94 @@
+"""The rows of a step while it is being planned, and the plan that they become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.columns import SlotColumns
+from services.worker.core.memory import TableUpdates
+from services.worker.core.plan import I32, BatchPlan, ForwardMode, SlotParams
+from services.worker.core.request import Request
+
+_NONE: I32 = np.empty(0, dtype=np.int32)
+_MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, (True, True): ForwardMode.MIXED}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan with what commit needs to know about its rows. epochs: int64[rows], of the slots when they were planned."""
+
+    plan: BatchPlan
+    requests: list[Request]
+    epochs: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class ExtendRows:
+    """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens."""
+
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    sample: list[bool] = field(default_factory=list)
+    input_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    admitted: list[SlotParams] = field(default_factory=list)
+    logprobs: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, request: Request, start: int, count: int, last: bool) -> None:
+        if request.params.prompt_logprobs_from >= 0:
+            self._add_logprobs(request, start, count)
+        self.requests.append(request)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.sample.append(last)
+        self.input_ids.append(np.frombuffer(request.key, dtype=np.int32)[start : start + count])
+
+    def _add_logprobs(self, request: Request, start: int, count: int) -> None:
+        """The row's token at position p predicts that at p + 1; those of the prompt count."""
+        end, length = start + count, request.num_prompt_tokens
+        if request.logprob_planned >= length or end < request.logprob_planned:
+            return
+        following = int(request.prompt_ids[end]) if end < length else -1
+        self.logprobs.append((len(self.requests), request.logprob_planned - 1 - start, following))
+        request.logprob_planned = min(end, length - 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    requests: list[Request]
+    slots: NDArray[np.int64]
+
+
+NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
+
+
+def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: TableUpdates) -> Step:
+    num_extend, num_decode = len(extends.requests), len(decodes.requests)
+    extend_slots = [r.lease.slot for r in extends.requests if r.lease]
+    slots = np.concatenate([np.array(extend_slots, dtype=np.int64), decodes.slots])
+    starts = np.concatenate([np.array(extends.starts, dtype=np.int64), columns.computed[decodes.slots] - 1])
+    sample = np.array(extends.sample + [True] * num_decode, dtype=np.bool_)
+    logprobs = np.array(extends.logprobs, dtype=np.int32).reshape(-1, 3)
+    plan = BatchPlan(
+        step_id=step_id,
+        mode=_MODES[bool(num_extend), bool(num_decode)],
+        num_extend=num_extend,
+        slots=slots.astype(np.int32),
+        starts=starts.astype(np.int32),
+        num_tokens=np.array(extends.counts + [1] * num_decode, dtype=np.int32),
+        input_ids=np.concatenate(extends.input_ids) if extends.input_ids else _NONE,
+        sample=sample,
+        mask_rows=np.flatnonzero(columns.masked[slots] & sample).astype(np.int32),
+        prompt_logprob_rows=logprobs[:, 0].copy(),
+        prompt_logprob_offsets=logprobs[:, 1].copy(),
+        prompt_logprob_nexts=logprobs[:, 2].copy(),
+        admitted=tuple(extends.admitted),
+        table_slots=updates.slots,
+        table_firsts=updates.firsts,
+        table_counts=updates.counts,
+        table_pages=updates.pages,
+    )
+    return Step(plan, extends.requests + decodes.requests, columns.epoch[slots])

@@ -1,0 +1,76 @@
+"""A grammar for tests: what may stand at output position n is a function of n alone, so an answer can be computed apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.grammar import Matcher
+from services.worker.core.sampling import GrammarKind, GrammarSpec
+
+
+def spec(seed: int, length: int) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.EBNF, f"{seed} {length}")
+
+
+class PositionMatcher:
+    """Positions come in groups of four; of every second group each position allows one token, elsewhere one in three."""
+
+    def __init__(self, seed: int, length: int, vocab_size: int) -> None:
+        self.seed, self.length, self.vocab_size = seed, length, vocab_size
+        self.accepted = 0
+
+    fault = ""
+
+    @property
+    def terminated(self) -> bool:
+        return self.accepted >= self.length
+
+    def allowed(self, position: int) -> NDArray[np.int64]:
+        tokens = np.arange(self.vocab_size)
+        if (position // 4 + self.seed) % 2 == 0:
+            return tokens[[(self.seed + 13 * position) % self.vocab_size]]
+        return tokens[tokens % 3 == position % 3]
+
+    def mask(self) -> NDArray[np.uint32]:
+        bits = np.zeros(-(-self.vocab_size // 32) * 32, dtype=np.uint8)
+        bits[self.allowed(self.accepted)] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def accept(self, token: int) -> bool:
+        if self.terminated or token not in self.allowed(self.accepted):
+            return False
+        self.accepted += 1
+        return True
+
+    def forced(self) -> Sequence[int]:
+        out = []
+        position = self.accepted
+        while position < self.length and len(allowed := self.allowed(position)) == 1:
+            out.append(int(allowed[0]))
+            position += 1
+        if len(out) < 2:
+            return ()
+        self.accepted = position
+        return out
+
+
+class SlowBook:
+    """Compiles when the test says so: specs wait in `pending`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.ready: set[GrammarSpec] = set()
+        self.pending: dict[GrammarSpec, None] = {}
+
+    def open(self, spec: GrammarSpec) -> Matcher | None:
+        if spec not in self.ready:
+            self.pending[spec] = None
+            return None
+        return self.matcher(spec)
+
+    def matcher(self, spec: GrammarSpec) -> PositionMatcher:
+        seed, length = map(int, spec.source.split())
+        return PositionMatcher(seed, length, self.vocab_size)
