@@ -8,6 +8,8 @@ from torch import Tensor
 from kernels.ops import Draws, PackedLinear, RaggedRows
 from kernels.sampling import draw_token, support
 
+MAX_SCORES = 1 << 24  # attention scores in memory at a time, 64 MiB of float32
+
 
 def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
@@ -69,7 +71,7 @@ def rope_write_kv(
     k_pool: Tensor,
     v_pool: Tensor,
 ) -> None:
-    _, kv_heads, page_size, head_dim = k_pool.shape
+    _, kv_heads, _, head_dim = k_pool.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * kv_heads
     q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
@@ -77,10 +79,7 @@ def rope_write_kv(
     cos, sin = cos_sin[rows.positions.long()].unsqueeze(1).chunk(2, dim=-1)
     keys = _rotated(k_wide, cos, sin).to(k_pool.dtype)
     q.copy_(_rotated(q_wide, cos, sin))
-    kept = rows.locations >= 0
-    pages, offsets = rows.locations[kept] // page_size, rows.locations[kept] % page_size
-    k_pool[pages, :, offsets] = keys[kept]
-    v_pool[pages, :, offsets] = v[kept]
+    write_kv(keys, v, rows, k_pool, v_pool)
 
 
 def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
@@ -89,23 +88,69 @@ def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
     return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, :length].float()
 
 
-def paged_attention(
-    out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+def write_kv(keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
+    """keys [T, G, D], values [T, G, E] -> the pools [P, G, S, D] and [P, G, S, E], at rows.locations and nowhere else."""
+    page_size = k_pool.shape[2]
+    kept = rows.locations >= 0
+    pages, offsets = rows.locations[kept] // page_size, rows.locations[kept] % page_size
+    k_pool[pages, :, offsets] = keys[kept]
+    v_pool[pages, :, offsets] = values[kept]
+
+
+def _weights(scores: Tensor, hidden: Tensor, softcap: float, sinks: Tensor | None) -> Tensor:
+    """scores: [t, G, H / G, s]; hidden: bool[t, s]; sinks: float32[G, H / G], scores of a place that holds no value."""
+    capped = softcap * torch.tanh(scores / softcap) if softcap else scores
+    masked = capped.masked_fill(hidden[:, None, None, :], -torch.inf)
+    if sinks is None:
+        return masked.softmax(-1)
+    beside = sinks[None, :, :, None].expand(*masked.shape[:3], 1)
+    return torch.cat((masked, beside), dim=-1).softmax(-1)[..., :-1]
+
+
+def general_attention(
+    out: Tensor,
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    rows: RaggedRows,
+    scale: float,
+    window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
-    _, kv_heads, page_size, head_dim = k_pool.shape
-    num_heads = out.shape[1] // head_dim
+    """paged_attention for more kinds: q [T, H, D], pools [P, G, S, D] and [P, G, S, E], out [T, H, E].
+
+    softcap: scores become softcap * tanh(score / softcap), 0 for none. sinks: [H], joins each softmax with no value of its own.
+    """
+    page_size, kv_heads, num_heads = k_pool.shape[2], k_pool.shape[1], q.shape[1]
+    grouped = None if sinks is None else sinks.float().view(kv_heads, -1)
     for row in range(len(rows.slots)):
         start, count, offset = int(rows.starts[row]), int(rows.num_tokens[row]), int(rows.offsets[row])
         length = start + count
         pages = rows.page_table[int(rows.slots[row]), : -(-length // page_size)].clamp(min=0).long()
         keys, values = _sequence(k_pool, pages, length), _sequence(v_pool, pages, length)
-        q = qkv[offset : offset + count, : num_heads * head_dim].float().view(count, kv_heads, -1, head_dim)
-        scores = torch.einsum("tghd,gsd->gths", q, keys) * scale
-        distance = torch.arange(start, length)[:, None] - torch.arange(length)[None, :]
-        hidden = (distance < 0) | (distance >= window) if window else distance < 0
-        weights = scores.masked_fill(hidden[None, :, None, :], -torch.inf).softmax(-1)
-        mixed = torch.einsum("gths,gsd->tghd", weights, values)
-        out[offset : offset + count] = mixed.reshape(count, -1).to(out.dtype)
+        for first, piece in _pieces(count, max(1, MAX_SCORES // (length * num_heads))):
+            part = slice(offset + first, offset + first + piece)
+            positions = torch.arange(start + first, start + first + piece, device=q.device)
+            distance = positions[:, None] - torch.arange(length, device=q.device)[None, :]
+            hidden = (distance < 0) | (distance >= window) if window else distance < 0
+            scores = torch.einsum("tghd,gsd->tghs", q[part].float().view(piece, kv_heads, -1, q.shape[2]), keys) * scale
+            mixed = torch.einsum("tghs,gse->tghe", _weights(scores, hidden, softcap, grouped), values)
+            out[part] = mixed.reshape(piece, num_heads, -1).to(out.dtype)
+
+
+def _pieces(count: int, size: int) -> list[tuple[int, int]]:
+    """(first, length) of pieces of at most `size`."""
+    return [(first, min(size, count - first)) for first in range(0, count, size)]
+
+
+def paged_attention(
+    out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+) -> None:
+    head_dim = k_pool.shape[3]
+    heads = out.view(out.shape[0], -1, head_dim)
+    q = qkv[:, : out.shape[1]].view(heads.shape)
+    general_attention(heads, q, k_pool, v_pool, rows, scale, window)
 
 
 def argmax(logits: Tensor) -> Tensor:

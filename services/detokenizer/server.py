@@ -1,5 +1,6 @@
-"""The Detokenizer service: one Session per Decode stream. Small batches are answered on the event loop, large ones in a thread.
+"""The Detokenizer service: one Session per Decode stream, and calls for the texts of single tokens.
 
+Small batches are answered on the event loop, large ones in a thread.
 Freed on every end of a stream (client gone, bad batch, shutdown): its session and so all its requests.
 """
 
@@ -17,6 +18,8 @@ from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.session import BadBatch, Session, TooManyOpen
 from services.detokenizer.settings import DetokenizerSettings
+from services.detokenizer.token_texts import TokenTexts
+from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.log import fields
 
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 class DetokenizerServicer(pb_grpc.DetokenizerServicer):
     def __init__(self, tokenizer: HfTokenizer, settings: DetokenizerSettings, metrics: DetokenizerMetrics) -> None:
         self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
         self._settings = settings
         self._metrics = metrics
         self._stopping = asyncio.Event()
@@ -51,6 +55,14 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
             session.close()
             self._metrics.streams.dec()
             logger.info("stream closed", extra=fields(peer=context.peer()))
+
+    async def TokenTexts(self, request: pb.TokenTextsRequest, context: grpc.aio.ServicerContext) -> pb.TokenTextsResponse:
+        ids = request.token_ids
+        if len(ids) > limits.MAX_TOKEN_TEXTS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"token_ids: at most {limits.MAX_TOKEN_TEXTS} in one call")
+        if len(ids) <= self._settings.inline_tokens:
+            return pb.TokenTextsResponse(texts=map(self._texts.of, ids))
+        return await asyncio.to_thread(lambda: pb.TokenTextsResponse(texts=map(self._texts.of, ids)))
 
     async def _answer(self, session: Session, batch: pb.DecodeBatch) -> pb.TextBatch:
         tokens = len(batch.token_ids) + sum(len(opened.replay_ids) for opened in batch.opens)

@@ -10,6 +10,7 @@ import sys
 import uvloop
 
 from services.gateway import http_server
+from services.gateway.admin_listener import admin_listener
 from services.gateway.gateway import SERVICE, Gateway
 from services.gateway.settings import GatewaySettings
 from services.shared import log, settings
@@ -23,14 +24,15 @@ async def _serve(config: GatewaySettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await Gateway(config).run(listener, stop)
+    async with admin_listener(config):
+        await Gateway(config).run(listener, stop)
 
 
 def main() -> int:
     config = settings.load(GatewaySettings, "rootstock-gateway")
     log.configure(SERVICE, config.log_level)
     logging.getLogger("uvicorn.error").setLevel("WARNING")
-    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"api_keys"})))
+    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"api_keys", "control_token"})))
     try:
         uvloop.run(_serve(config))
     except http_server.CannotListen as error:

@@ -14,20 +14,26 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from services.gateway import sglang_routes
 from services.gateway.dispatch import Dispatcher
+from services.gateway.embeddings import EmbeddingRenderer
 from services.gateway.errors import ApiError, unknown_model
 from services.gateway.front_door import FrontDoor
 from services.gateway.generate import Exchange, Generator
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest
+from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from services.gateway.preparation import Preparer
 from services.gateway.readiness import Readiness
 from services.gateway.render import ChatRenderer, CompletionRenderer
+from services.gateway.sglang_routes import NativeApi
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
-_ROUTES = (CHAT, COMPLETIONS, MODELS, "/health", "/readiness", "/metrics", "/docs", "/openapi.json")
+_OPERATIONS = ("/health", "/readiness", "/metrics", "/docs", "/openapi.json")
+_ROUTES = (CHAT, COMPLETIONS, EMBEDDINGS, MODELS, *sglang_routes.ROUTES, *_OPERATIONS)
+_OPENAI_BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
 _SCHEMA_REF = "#/components/schemas/{model}"
 
 
@@ -35,13 +41,15 @@ def build(
     generator: Generator,
     preparer: Preparer,
     dispatcher: Dispatcher,
+    native: NativeApi,
     readiness: Readiness,
     metrics: GatewayMetrics,
 ) -> ASGIApp:
-    app = FastAPI(title="Rootstock", description="An OpenAI-compatible API.", redoc_url=None)
+    app = FastAPI(title="Rootstock", description="An OpenAI-compatible API, and SGLang's own.", redoc_url=None)
     _add_errors(app)
     _add_generation(app, generator, preparer)
     _add_models(app, dispatcher)
+    native.add_routes(app)
     _add_operations(app, readiness, metrics)
     _document_bodies(app)
     return FrontDoor(app, _ROUTES, generator.settings.api_keys, metrics)
@@ -79,6 +87,10 @@ def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> N
     @app.post(COMPLETIONS, tags=["OpenAI"], summary="Completion", openapi_extra=_body_of(CompletionRequest))
     async def completions() -> Response:
         return Exchange(generator, preparer.completion, CompletionRenderer)
+
+    @app.post(EMBEDDINGS, tags=["OpenAI"], summary="Embeddings", openapi_extra=_body_of(EmbeddingRequest))
+    async def embeddings() -> Response:
+        return Exchange(generator, preparer.embedding, EmbeddingRenderer)
 
 
 def _add_models(app: FastAPI, dispatcher: Dispatcher) -> None:
@@ -129,7 +141,8 @@ def _document_bodies(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = plain()
         _, definitions = models_json_schema(
-            [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")], ref_template=_SCHEMA_REF
+            [(model, "validation") for model in (*_OPENAI_BODIES, *sglang_routes.BODIES)],
+            ref_template=_SCHEMA_REF,
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
         return document

@@ -37,6 +37,7 @@ class DetokLink:
     def __init__(self, address: str, on_up: Callable[[DetokLink], None], on_down: Callable[[list[Decoding]], None]) -> None:
         self.address = address
         self.connected = False
+        self.stub: detokenizer_pb2_grpc.DetokenizerStub | None = None  # while run() runs
         self.open: dict[int, Decoding] = {}
         self._on_up = on_up
         self._on_down = on_down
@@ -71,10 +72,11 @@ class DetokLink:
 
     async def run(self) -> None:
         channel = rpc.channel(self.address)
-        stub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[no-untyped-call]
+        self.stub = stub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[no-untyped-call]
         try:
             await keep_connected("detokenizer", self.address, lambda: self._session(stub.Decode(wait_for_ready=True)))
         finally:
+            self.stub = None
             await channel.close()
 
     async def _session(self, call: Call) -> None:
@@ -210,6 +212,10 @@ class DetokPool:
 
     def connected(self) -> int:
         return sum(link.connected for link in self.links)
+
+    def stubs(self) -> list[detokenizer_pb2_grpc.DetokenizerStub]:
+        """Of the connected detokenizers, for calls beside the streams."""
+        return [link.stub for link in self.links if link.connected and link.stub is not None]
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

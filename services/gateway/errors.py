@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -10,6 +11,8 @@ from rootstock.v1 import common_pb2 as pb
 
 MAX_DETAIL_CHARS = 500  # of a message that another service wrote
 CLIENT_CLOSED = 499  # nobody reads it: a label of metrics and logs
+_NAMED_FIELD = re.compile(r"([a-z][a-z_.]*)(?:\[\d+\]|, position \d+)?: ")
+_GRAMMAR_NAMES = frozenset(("grammar", "pattern", *(kind.name for kind in pb.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields)))
 _TYPES = {401: "authentication_error", 408: "timeout_error", 504: "timeout_error"}
 
 
@@ -77,11 +80,11 @@ def internal(message: str = "Internal server error.") -> ApiError:
     return ApiError(500, message, code="internal_error")
 
 
-def from_worker(code: int, message: str, retry_after_s: int) -> ApiError:
-    """The client's error for a Finish with reason ABORT."""
+def from_worker(code: int, message: str, retry_after_s: int, grammar_field: str | None = None) -> ApiError:
+    """The client's error for a Finish with reason ABORT. grammar_field: the client's field that gave the grammar, if one did."""
     text = message[:MAX_DETAIL_CHARS]
     if code == pb.ERROR_CODE_INVALID_ARGUMENT:
-        return bad_request(None, text or "The worker refused the request.")
+        return bad_request(_field_of(text, grammar_field), text or "The worker refused the request.")
     if code == pb.ERROR_CODE_OUT_OF_MEMORY:
         return bad_request(None, text or "The request does not fit the KV pool.", "out_of_memory")
     if code == pb.ERROR_CODE_QUEUE_FULL:
@@ -93,3 +96,11 @@ def from_worker(code: int, message: str, retry_after_s: int) -> ApiError:
     if code == pb.ERROR_CODE_CANCELLED:
         return unavailable("The request was cancelled on the worker.", retry_after_s, "cancelled")
     return internal(text or "The worker failed to compute this request.")
+
+
+def _field_of(message: str, grammar_field: str | None) -> str | None:
+    """Workers begin the message of a refusal with the name of the field, where there is one; a grammar's with its kind."""
+    named = _NAMED_FIELD.match(message)
+    if named is None:
+        return None
+    return grammar_field if grammar_field is not None and named[1] in _GRAMMAR_NAMES else named[1]

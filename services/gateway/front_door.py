@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _CHOICE_SUFFIX_CHARS = 8  # what a choice's number adds to the id on its way to the worker, at most
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOICE_SUFFIX_CHARS))
-_PROTECTED = "/v1/"
+_OPEN_PATHS = frozenset(("/health", "/health_generate", "/readiness", "/metrics", "/docs", "/openapi.json"))
 _MODEL_PATH = "/v1/models/"
 
 
@@ -62,7 +62,7 @@ class FrontDoor:
             self._metrics.requests.labels(self._route(scope["path"]), state.get("model", OTHER), code).inc()
 
     def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or not path.startswith(_PROTECTED):
+        if not self._keys or path in _OPEN_PATHS:
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         # Every key is compared, so that the time tells nothing of which one was near.

@@ -19,6 +19,8 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.preparation import Preparer
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
+from services.gateway.sglang_routes import NativeApi
+from services.gateway.token_texts import TokenTexts
 from services.gateway.tokenizer_client import TokenizerClient
 from services.shared import rpc
 from services.shared.log import fields
@@ -46,9 +48,11 @@ class Gateway:
         readiness.watch(
             {"worker": self.dispatcher.connected, "tokenizer": self.tokenizer.connected, "detokenizer": self.detoks.connected}
         )
-        self.generator = Generator(settings, self.dispatcher, metrics)
+        token_texts = TokenTexts(self.detoks, settings.wait_for_detokenizer_s, retry)
+        self.generator = Generator(settings, self.dispatcher, token_texts, metrics)
         preparer = Preparer(self.dispatcher, self.tokenizer, self.detoks)
-        self.app = app.build(self.generator, preparer, self.dispatcher, readiness, metrics)
+        native = NativeApi(self.generator, self.tokenizer)
+        self.app = app.build(self.generator, preparer, self.dispatcher, native, readiness, metrics)
         self._http = http_server.build(self.app)
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:

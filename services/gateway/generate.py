@@ -16,17 +16,20 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.body import ClientGone, read_body, until_gone
 from services.gateway.dispatch import Dispatcher
-from services.gateway.errors import CLIENT_CLOSED, ApiError, internal, timed_out, unavailable
+from services.gateway.errors import CLIENT_CLOSED, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.preparation import Plan
-from services.gateway.render import DONE, Renderer, sse_error, usage_of
+from services.gateway.render import DONE, Renderer, StreamRenderer, sse_error, usage_of
 from services.gateway.request_state import ClientRequest, Phase
 from services.gateway.settings import GatewaySettings
+from services.gateway.token_texts import TokenTexts
+from services.shared import limits
 from services.shared.log import fields
 
 logger = logging.getLogger(__name__)
 
 ERROR_SEND_S = 0.5  # for telling an error to a client that may have stopped reading
+ROUTING_KEY_HEADER = b"x-smg-routing-key"
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -35,15 +38,18 @@ _SSE_HEADERS = [
 
 
 Prepare = Callable[[bytes, str], Awaitable[Plan]]  # body, request id
-MakeRenderer = Callable[[ClientRequest, int, str], Renderer]  # request, created (Unix seconds), model
+MakeRenderer = Callable[[ClientRequest, int, str, TokenTexts], Renderer]  # request, created (Unix seconds), model
 
 
 class Generator:
     """Knows all generation requests that are open. One per process."""
 
-    def __init__(self, settings: GatewaySettings, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, settings: GatewaySettings, dispatcher: Dispatcher, token_texts: TokenTexts, metrics: GatewayMetrics
+    ) -> None:
         self.settings = settings
         self.dispatcher = dispatcher
+        self.token_texts = token_texts
         self.metrics = metrics
         self._open: dict[Exchange, None] = {}
         metrics.in_flight.set_function(lambda: float(len(self._open)))
@@ -56,6 +62,11 @@ class Generator:
 
     def forget(self, exchange: Exchange) -> None:
         self._open.pop(exchange, None)
+
+    def abort(self, rid: str | None, error: ApiError) -> None:
+        """Ends what has this name, everything for None; see Exchange.abort."""
+        for exchange in list(self._open):
+            exchange.abort(rid, error)
 
     @property
     def idle(self) -> bool:
@@ -125,6 +136,24 @@ class Exchange(Response):
             if self._work is not None and self._request.phase is Phase.ACCEPTED:
                 self._work.cancel()
 
+    def abort(self, rid: str | None, error: ApiError) -> None:
+        """Ends the choices with this name, all for None: what has come so far is their answer. Where there is nothing to show,
+        because there are no choices yet or they are vectors, the request ends with `error`."""
+        request = self._request
+        if request is None:
+            return
+        if request.phase is Phase.ACCEPTED:
+            if rid is None or rid == request.request_id:
+                self.interrupt(error)
+            return
+        for choice in request.choices:
+            if rid is not None and rid not in (request.request_id, choice.part.request_id, choice.request_id):
+                continue
+            if choice.generation.wants_embedding:
+                request.fail(error)
+            else:
+                self._generator.dispatcher.abort(choice)
+
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
         request = self._request
         assert request is not None
@@ -149,25 +178,30 @@ class Exchange(Response):
             await self._tell(error, send)
 
     async def _generate(self, scope: Scope, request: ClientRequest, body: bytes, send: Send) -> None:
+        key = _routing_key(scope)
         plan = await self._prepare(body, request.request_id)
+        if key:
+            plan = plan.routed(key)
         scope["state"]["model"] = plan.model.name
         if request.error is not None:
             raise request.error
-        request.begin(plan.generation, plan.prompts, plan.model.context_len, plan.prefixes)
-        renderer = self._make_renderer(request, int(time.time()), plan.model.name)
+        request.begin(plan.parts, plan.model.context_len)
+        renderer = self._make_renderer(request, int(time.time()), plan.model.name, self._generator.token_texts)
         self._generator.dispatcher.start(request)
-        if plan.generation.stream:
+        if request.generation.stream:
+            assert isinstance(renderer, StreamRenderer)
             await self._stream(request, renderer, send)
         else:
             await self._send_document(request, renderer, send)
 
-    async def _stream(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
+    async def _stream(self, request: ClientRequest, renderer: StreamRenderer, send: Send) -> None:
         """The status goes out with the first chunk, so that an error before it is a plain HTTP error."""
         last = False
         while not last:
             deltas = [delta for choice in await request.news() if (delta := choice.take()) is not None]
+            last = request.complete  # before anything is awaited: what comes from here on has not been taken
+            await renderer.load(deltas)
             pieces = [renderer.chunk(delta) for delta in deltas]
-            last = request.complete
             if last:
                 pieces += [renderer.usage_chunk()] if request.generation.include_usage else []
                 pieces.append(DONE)
@@ -181,6 +215,7 @@ class Exchange(Response):
     async def _send_document(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
         await request.news()
         deltas = [delta for choice in request.choices if (delta := choice.take()) is not None]
+        await renderer.load(deltas)
         self._count(request)
         document = renderer.document(deltas)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(document))]
@@ -210,3 +245,12 @@ class Exchange(Response):
         metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
         metrics.e2e_latency.observe(request.clock() - request.arrived)
         logger.info("answered", extra=fields(request_id=request.request_id, choices=len(request.choices), usage=usage))
+
+
+def _routing_key(scope: Scope) -> str:
+    """Raises ApiError."""
+    key = dict(scope["headers"]).get(ROUTING_KEY_HEADER, b"")
+    if len(key) > limits.MAX_ROUTING_KEY_CHARS:
+        name = ROUTING_KEY_HEADER.decode()
+        raise bad_request(name, f"'{name}' may have at most {limits.MAX_ROUTING_KEY_CHARS} characters.")
+    return str(key, "latin-1")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from services.shared import limits
 
@@ -45,6 +45,9 @@ _MESSAGES_SCHEMA = {
 Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
+Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
+Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
+Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]
 
 
 class _Body(BaseModel):
@@ -55,7 +58,40 @@ class StreamOptions(_Body):
     include_usage: bool | None = Field(None, description="One more chunk before [DONE], with the usage of the whole request.")
 
 
-class GenerationBody(_Body):
+class ConstraintBody(_Body):
+    """What the output must be: at most one of these. vLLM's and SGLang's names beside OpenAI's."""
+
+    response_format: Object = Field(None, description="text, json_object, json_schema or structural_tag.")
+    structured_outputs: Object = Field(None, description="One of json, regex, choice, grammar, json_object, structural_tag.")
+    guided_json: Source = Field(None, description="A JSON Schema, as an object or as text.")
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(
+        None, min_length=1, max_length=limits.MAX_GUIDED_CHOICES, description="One of these texts."
+    )
+    guided_grammar: str | None = Field(None, description="EBNF.")
+    json_schema: Source = Field(None, description="As guided_json.")
+    regex: str | None = Field(None, description="As guided_regex.")
+    ebnf: str | None = Field(None, description="As guided_grammar.")
+    structural_tag: Source = Field(None, description="Tags that begin a structured part, and what follows them.")
+
+
+class DryBody(_Body):
+    """A penalty on continuing a repetition, with llama.cpp's names."""
+
+    dry_multiplier: float | None = Field(
+        None, ge=limits.DRY_MULTIPLIER_RANGE[0], le=limits.DRY_MULTIPLIER_RANGE[1], description="0: none. Default 0."
+    )
+    dry_base: float | None = Field(None, ge=limits.DRY_BASE_RANGE[0], le=limits.DRY_BASE_RANGE[1], description="Default 1.75.")
+    dry_allowed_length: int | None = Field(None, ge=0, le=UINT32_MAX, description="Default 2.")
+    dry_penalty_last_n: int | None = Field(
+        None, ge=-1, le=UINT32_MAX, description="Last tokens looked at. 0: no penalty. -1, the default: all."
+    )
+    dry_sequence_breakers: list[str] | None = Field(
+        None, min_length=1, max_length=limits.MAX_DRY_BREAKERS, description="Default: line feed, colon, quote, asterisk."
+    )
+
+
+class GenerationBody(ConstraintBody, DryBody):
     """What chat and plain completions have in common."""
 
     model: str = Field(description="A name that /v1/models lists.")
@@ -79,6 +115,14 @@ class GenerationBody(_Body):
     min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="No end of sequence before so many tokens.")
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=limits.MAX_STOP_TOKEN_IDS)
+    stop_regex: Stop = Field(
+        None, description=f"Up to {limits.MAX_STOP_REGEXES} patterns (RE2) that end the answer; what they match stays in it."
+    )
+    allowed_token_ids: list[int] | None = Field(None, min_length=1, max_length=limits.MAX_TOKEN_ID_SET)
+    banned_token_ids: list[int] | None = Field(None, max_length=limits.MAX_TOKEN_ID_SET)
+    logprob_token_ids: list[int] | None = Field(
+        None, max_length=limits.MAX_LOGPROB_TOKEN_IDS, description="Further tokens whose log probabilities are wanted."
+    )
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     include_stop_str_in_output: bool | None = Field(None, description="Default false.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids, and the prompt's ids come with them.")
@@ -87,6 +131,9 @@ class GenerationBody(_Body):
         None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
     )
     priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0.")
+    routing_key: str | None = Field(
+        None, max_length=limits.MAX_ROUTING_KEY_CHARS, description="Also as header x-smg-routing-key; the body goes first."
+    )
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -96,8 +143,27 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")
     continue_final_message: bool | None = Field(None, description="The answer continues the last message. Default false.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+    logprobs: bool | None = Field(None, description="Log probabilities of the answer's tokens. Default false.")
+    top_logprobs: int | None = Field(None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Of the likeliest tokens too.")
 
 
 class CompletionRequest(GenerationBody):
     prompt: Prompt
-    echo: bool | None = Field(None, description="The text begins with the prompt.")
+    echo: bool | None = Field(None, description="The text begins with the prompt, and logprobs with the prompt's.")
+    logprobs: Count = Field(
+        None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Log probabilities of the tokens, and of so many likeliest ones."
+    )
+
+
+class EmbeddingRequest(_Body):
+    model: str = Field(description="A name that /v1/models lists.")
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: of little-endian float32. Default float."
+    )
+    dimensions: int | None = Field(None, ge=1, le=UINT32_MAX, description="The first so many numbers. Default: all.")
+    normalize: bool | None = Field(None, description="To length 1. Default: as the model's files say.")
+    user: str | None = Field(None, description="Accepted and not used.")
+    cache_salt: str | None = Field(None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS)
+    priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0.")
+    routing_key: str | None = Field(None, max_length=limits.MAX_ROUTING_KEY_CHARS)

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.gateway import prompts
 from services.gateway.decoding import Decoding
 from services.gateway.detok_link import DetokPool
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import ApiError, bad_request, unknown_model
-from services.gateway.prompts import Prompt
+from services.gateway.generation import Generation, ModelInfo, Part, Prompt
 from services.gateway.tokenizer_client import TokenizerClient
 from services.gateway.validation import (
-    Generation,
-    ModelInfo,
     chat_generation,
+    check_input_length,
     check_prompt_length,
     completion_generation,
+    embedding_generation,
     parse_chat,
     parse_completion,
+    parse_embedding,
     parse_json,
 )
 from services.shared import limits
@@ -31,12 +32,18 @@ from services.shared import limits
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A valid request with its prompts as token ids. `prefixes` are what the texts begin with (echo), one per prompt."""
+    """A valid request with its prompts as token ids."""
 
     model: ModelInfo
-    generation: Generation
-    prompts: list[Prompt]
-    prefixes: list[str]
+    parts: list[Part]
+
+    def routed(self, key: str) -> Plan:
+        """With this routing key wherever the body gave none."""
+        keyed = [
+            replace(part, generation=replace(part.generation, routing_key=part.generation.routing_key or key))
+            for part in self.parts
+        ]
+        return Plan(self.model, keyed)
 
 
 class Preparer:
@@ -50,15 +57,15 @@ class Preparer:
     async def chat(self, body: bytes, request_id: str) -> Plan:
         request = parse_chat(parse_json(body))
         call = prompts.chat_call(request, request_id)
-        model = await self._model(request.model)
+        model = await self._generating_model(request.model)
         generation = chat_generation(request, model.vocab_size)
         prompt = await prompts.of_chat(call, self._tokenizer)
         check_prompt_length(len(prompt.ids), model.context_len, "messages")
-        return Plan(model, generation, [prompt], [""])
+        return Plan(model, [Part(prompt, generation)])
 
     async def completion(self, body: bytes, request_id: str) -> Plan:
         request = parse_completion(parse_json(body))
-        model = await self._model(request.model)
+        model = await self._generating_model(request.model)
         generation = completion_generation(request, model.vocab_size)
         checked = await prompts.of_completion(request.prompt, model.vocab_size, self._tokenizer, request_id)
         if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
@@ -68,7 +75,25 @@ class Preparer:
         prefixes = [""] * len(checked)
         if request.echo:
             prefixes = [await self._text_of(prompt, generation, request_id) for prompt in checked]
-        return Plan(model, generation, checked, prefixes)
+        parts = [Part(prompt, generation, prefix) for prompt, prefix in zip(checked, prefixes, strict=True)]
+        return Plan(model, parts)
+
+    async def embedding(self, body: bytes, request_id: str) -> Plan:
+        request = parse_embedding(parse_json(body))
+        model = await self._model(request.model)
+        if not model.embedding_size:
+            raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
+        generation = embedding_generation(request, model.embedding_size)
+        checked = await prompts.of_completion(request.input, model.vocab_size, self._tokenizer, request_id, "input")
+        for prompt in checked:
+            check_input_length(len(prompt.ids), model.context_len, "input")
+        return Plan(model, [Part(prompt, generation) for prompt in checked])
+
+    async def _generating_model(self, name: str) -> ModelInfo:
+        model = await self._model(name)
+        if not model.generates:
+            raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
+        return model
 
     async def _model(self, name: str) -> ModelInfo:
         info = await self._dispatcher.wait_for_model()

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rootstock.v1 import tokenizer_pb2
-from services.gateway.errors import bad_request, internal
+from services.gateway.errors import ApiError, bad_request, internal
+from services.gateway.generation import Prompt
 from services.gateway.openai_types import ChatCompletionRequest
+from services.gateway.sampling_fields import check_token_ids
 from services.gateway.tokenizer_client import TokenizerClient
-from services.gateway.validation import check_token_ids, dump_json
+from services.gateway.validation import dump_json
 from services.shared import limits
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding."""
-
-    ids: Sequence[int]
-    text: str | None
 
 
 async def of_chat(call: tokenizer_pb2.EncodeChatRequest, tokenizer: TokenizerClient) -> Prompt:
@@ -83,32 +75,40 @@ def _check_part(part: Any, where: str) -> None:
         raise bad_request(f"{where}.text", f"'{where}.text' must be a string.")
 
 
-async def of_completion(prompt: Any, vocab_size: int, tokenizer: TokenizerClient, request_id: str) -> list[Prompt]:
+async def of_completion(
+    prompt: Any, vocab_size: int, tokenizer: TokenizerClient, request_id: str, param: str = "prompt"
+) -> list[Prompt]:
+    """`prompt` in any of OpenAI's four forms, checked; `param` is the client's name for it. Raises ApiError."""
     if isinstance(prompt, str):
-        return await _of_texts([prompt], tokenizer, request_id)
+        return await _of_texts([prompt], tokenizer, request_id, param)
     if not isinstance(prompt, list) or not prompt:
-        raise bad_request("prompt", "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists.")
+        raise _wrong_form(param)
     kind = type(prompt[0])
     if kind is not int and len(prompt) > limits.MAX_BATCH_PROMPTS:
-        raise bad_request("prompt", f"'prompt' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
+        raise bad_request(param, f"'{param}' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
     if kind is str:
         if not all(isinstance(item, str) for item in prompt):
-            raise bad_request("prompt", "'prompt' must hold strings only, or token ids only.")
-        return await _of_texts(prompt, tokenizer, request_id)
+            raise bad_request(param, f"'{param}' must hold strings only, or token ids only.")
+        return await _of_texts(prompt, tokenizer, request_id, param)
     if kind is int:
-        return [_of_ids(prompt, vocab_size, "prompt")]
-    return [_of_ids(ids, vocab_size, f"prompt[{index}]") for index, ids in enumerate(prompt)]
+        return [_of_ids(prompt, vocab_size, param, param)]
+    return [_of_ids(ids, vocab_size, f"{param}[{index}]", param) for index, ids in enumerate(prompt)]
 
 
-def _of_ids(ids: Any, vocab_size: int, where: str) -> Prompt:
+def _wrong_form(param: str) -> ApiError:
+    forms = "a string, a list of strings, a list of token ids or a list of such lists"
+    return bad_request(param, f"'{param}' must be {forms}.")
+
+
+def _of_ids(ids: Any, vocab_size: int, where: str, param: str) -> Prompt:
     if not isinstance(ids, list):
-        raise bad_request("prompt", "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists.")
+        raise _wrong_form(param)
     check_token_ids(ids, vocab_size, where)
     return Prompt(tokenizer_pb2.TokenIds(ids=ids).ids, None)
 
 
-async def _of_texts(texts: list[str], tokenizer: TokenizerClient, request_id: str) -> list[Prompt]:
-    response = await tokenizer.encode(tokenizer_pb2.EncodeRequest(request_id=request_id, texts=texts))
+async def _of_texts(texts: list[str], tokenizer: TokenizerClient, request_id: str, param: str) -> list[Prompt]:
+    response = await tokenizer.encode(tokenizer_pb2.EncodeRequest(request_id=request_id, texts=texts), param)
     if len(response.prompts) != len(texts):
         raise internal("The tokenizer answered with the wrong number of prompts.")
     return [Prompt(encoded.ids, text) for encoded, text in zip(response.prompts, texts, strict=True)]

@@ -6,23 +6,25 @@ Everything about a stream's chunks that does not change is rendered once per req
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
 from services.gateway.errors import ApiError
+from services.gateway.logprob_forms import ChatLogprobs, CompletionLogprobs
 from services.gateway.request_state import ClientRequest, Delta
+from services.gateway.token_texts import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 
 
 def usage_of(request: ClientRequest) -> dict[str, Any]:
     """Prompts count once, however many choices they have; a prompt's cached tokens are those its first choice found."""
-    n = request.generation.n
-    prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)
-    endings = [choice.ending for choice in request.choices]
-    output_tokens = sum(ending.completion_tokens for ending in endings if ending)
-    cached_tokens = sum(ending.cached_tokens for ending in endings[::n] if ending)
+    ended = [(choice, choice.ending) for choice in request.choices if choice.ending]
+    first = [ending for choice, ending in ended if choice.number == 0]
+    prompt_tokens = sum(ending.prompt_tokens for ending in first)
+    output_tokens = sum(ending.completion_tokens for _, ending in ended)
+    cached_tokens = sum(ending.cached_tokens for ending in first)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
@@ -36,14 +38,23 @@ def sse_error(error: ApiError) -> bytes:
 
 
 class Renderer(Protocol):
-    """One request's answer, for one endpoint. Chunks are complete events."""
+    """One request's answer, for one endpoint."""
+
+    async def load(self, deltas: Sequence[Delta]) -> None:
+        """Fetches what rendering exactly these takes besides themselves. Comes before their chunk() or document(). Raises
+        ApiError."""
+
+    def document(self, deltas: Sequence[Delta]) -> bytes:
+        """The whole answer; `deltas` are all choices, by index."""
+
+
+@runtime_checkable
+class StreamRenderer(Renderer, Protocol):
+    """Of an endpoint that can stream. Chunks are complete events."""
 
     def chunk(self, delta: Delta) -> bytes: ...
 
     def usage_chunk(self) -> bytes: ...
-
-    def document(self, deltas: Sequence[Delta]) -> bytes:
-        """The whole answer; `deltas` are all choices, by index."""
 
 
 class _Envelope:
@@ -59,11 +70,12 @@ class _Envelope:
         return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), b"}\n\n"))
 
 
-def _ending_fields(delta: Delta) -> bytes:
+def _ending_fields(delta: Delta, logprobs: bytes) -> bytes:
     if delta.ending is None:
-        return b',"logprobs":null,"finish_reason":null'
+        return b',"logprobs":%s,"finish_reason":null' % logprobs
     reason = orjson.dumps(delta.ending.stop_reason)
-    return b',"logprobs":null,"finish_reason":"%s","stop_reason":%s' % (delta.ending.finish_reason.encode(), reason)
+    finish = delta.ending.finish_reason.encode()
+    return b',"logprobs":%s,"finish_reason":"%s","stop_reason":%s' % (logprobs, finish, reason)
 
 
 def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
@@ -71,12 +83,16 @@ def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
 
 
 class ChatRenderer:
-    def __init__(self, request: ClientRequest, created: int, model: str) -> None:
+    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: TokenTexts) -> None:
         self._request = request
         self._ids = request.generation.return_token_ids
+        self._logprobs = ChatLogprobs(request.generation, token_texts)
         kind = "chat.completion.chunk" if request.generation.stream else "chat.completion"
         self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
         self._began = False
+
+    async def load(self, deltas: Sequence[Delta]) -> None:
+        await self._logprobs.load(deltas)
 
     def chunk(self, delta: Delta) -> bytes:
         role = self._role_chunk(delta) if delta.first else b""
@@ -84,13 +100,14 @@ class ChatRenderer:
             return role
         content = b'{"content":%s}' % orjson.dumps(delta.text) if delta.text else b"{}"
         ids = _ids_field(b"token_ids", delta.token_ids) if self._ids else b""
+        ending = _ending_fields(delta, orjson.dumps(self._logprobs.of(delta)))
         head, tail = self._envelope.head, self._envelope.tail
-        return b'%s%s{"index":%d,"delta":%s%s%s}%s' % (role, head, delta.choice.index, content, _ending_fields(delta), ids, tail)
+        return b'%s%s{"index":%d,"delta":%s%s%s}%s' % (role, head, delta.choice.index, content, ending, ids, tail)
 
     def _role_chunk(self, delta: Delta) -> bytes:
         envelope, prompt = self._envelope, b""
         if self._ids and not self._began:
-            prompt = _ids_field(b"prompt_token_ids", self._request.prompts[0].ids)
+            prompt = _ids_field(b"prompt_token_ids", self._request.parts[0].prompt.ids)
         self._began = True
         choice = (
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % delta.choice.index
@@ -104,19 +121,24 @@ class ChatRenderer:
         answer: dict[str, Any] = {**self._envelope.fields, "choices": [self._choice(delta) for delta in deltas]}
         answer["usage"] = usage_of(self._request)
         if self._ids:
-            answer["prompt_token_ids"] = list(self._request.prompts[0].ids)
+            answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
         return orjson.dumps(answer)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return {"index": delta.choice.index, "message": message, **_choice_fields(delta, self._ids)}
+        fields = _choice_fields(delta, self._logprobs.of(delta), self._ids)
+        return {"index": delta.choice.index, "message": message, **fields}
 
 
 class CompletionRenderer:
-    def __init__(self, request: ClientRequest, created: int, model: str) -> None:
+    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: TokenTexts) -> None:
         self._request = request
         self._ids = request.generation.return_token_ids
+        self._logprobs = CompletionLogprobs(request.generation, token_texts)
         self._envelope = _Envelope(request, "text_completion", "cmpl", created, model)
+
+    async def load(self, deltas: Sequence[Delta]) -> None:
+        await self._logprobs.load(deltas)
 
     def chunk(self, delta: Delta) -> bytes:
         ids = b""
@@ -130,7 +152,7 @@ class CompletionRenderer:
             envelope.head,
             delta.choice.index,
             text,
-            _ending_fields(delta),
+            _ending_fields(delta, orjson.dumps(self._logprobs.of(delta))),
             ids,
             envelope.tail,
         )
@@ -141,18 +163,19 @@ class CompletionRenderer:
     def document(self, deltas: Sequence[Delta]) -> bytes:
         answer: dict[str, Any] = {**self._envelope.fields, "choices": [self._choice(delta) for delta in deltas]}
         answer["usage"] = usage_of(self._request)
-        if self._ids and len(self._request.prompts) == 1:
-            answer["prompt_token_ids"] = list(self._request.prompts[0].ids)
+        if self._ids and len(self._request.parts) == 1:
+            answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
         return orjson.dumps(answer)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        choice = {"index": delta.choice.index, "text": delta.text, **_choice_fields(delta, self._ids)}
+        fields = _choice_fields(delta, self._logprobs.of(delta), self._ids)
+        choice = {"index": delta.choice.index, "text": delta.text, **fields}
         if self._ids:
             choice["prompt_token_ids"] = list(delta.choice.prompt.ids)
         return choice
 
 
-def _choice_fields(delta: Delta, with_ids: bool) -> dict[str, Any]:
+def _choice_fields(delta: Delta, logprobs: dict[str, Any] | None, with_ids: bool) -> dict[str, Any]:
     assert delta.ending is not None
     ids = {"token_ids": list(delta.token_ids)} if with_ids else {}
-    return {"logprobs": None, "finish_reason": delta.ending.finish_reason, "stop_reason": delta.ending.stop_reason, **ids}
+    return {"logprobs": logprobs, "finish_reason": delta.ending.finish_reason, "stop_reason": delta.ending.stop_reason, **ids}

@@ -22,9 +22,9 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.decoding import Decoding
 from services.gateway.errors import ApiError
+from services.gateway.generation import Generation, Part, Prompt
+from services.gateway.logprobs import TokenLogprob, entries_of
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.prompts import Prompt
-from services.gateway.validation import Generation
 
 if TYPE_CHECKING:
     from services.gateway.worker_link import WorkerLink
@@ -46,22 +46,36 @@ class Releaser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A complete answer. `stop_reason` is the matched stop string or stop token id; None for the end of sequence."""
+    """A complete answer. Counts are the worker's own: in a session prompt_tokens are the whole context's.
 
-    finish_reason: str  # "stop" or "length"
+    stop_reason: the matched stop string, stop pattern or stop token id; None for the end of sequence.
+    matched: the same, but with the end of sequence's token id. retractions: how often it lost its memory to others.
+    """
+
+    finish_reason: str  # "stop", "length" or "abort"
     stop_reason: str | int | None
+    matched: str | int | None
+    prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    queue_ms: int
+    retractions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice has for its client since the last take."""
+    """What one choice has for its client since the last take.
+
+    token_ids: where ids or log probabilities are wanted, those whose text this is. A token that gave no text when it came (held
+    back for a stop string, part of a character) waits for the next one that does. logprobs: one entry per token id, where
+    they are wanted.
+    """
 
     choice: Choice
     first: bool
     text: str
     token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
     ending: Ending | None
 
 
@@ -72,29 +86,37 @@ class Choice:
         "_ending",
         "_last_text_at",
         "_parts",
+        "_shown_ids",
         "_taken_ids",
         "attempts",
         "decoding",
         "delivered",
+        "embedding",
         "ending",
+        "generation",
         "handle",
         "index",
         "link",
+        "logprobs",
+        "number",
         "output_ids",
-        "prefix",
+        "part",
         "prompt",
+        "prompt_logprobs",
         "refused_by",
         "request",
         "sampling",
         "waiting",
     )
 
-    def __init__(self, request: ClientRequest, index: int, prompt: Prompt, sampling: pb.SamplingParams, prefix: str) -> None:
+    def __init__(self, request: ClientRequest, index: int, number: int, part: Part, sampling: pb.SamplingParams) -> None:
         self.request = request
-        self.index = index
-        self.prompt = prompt
+        self.index = index  # within the request
+        self.number = number  # within its prompt
+        self.part = part
+        self.prompt: Prompt = part.prompt
+        self.generation: Generation = part.generation
         self.sampling = sampling
-        self.prefix = prefix  # text before the first token: echo
         self.handle = 0  # on the worker's stream; a new one with every submit
         self.link: WorkerLink | None = None
         self.waiting: asyncio.TimerHandle | None = None  # runs while no worker is connected
@@ -104,9 +126,20 @@ class Choice:
         self.ending: Ending | None = None
         self._begin_output()
 
+    @property
+    def request_id(self) -> str:
+        """What a worker knows it by."""
+        own = self.part.request_id
+        if not own:
+            return f"{self.request.request_id}-{self.index}"
+        return f"{own}-{self.number}" if self.generation.n > 1 else own
+
     def _begin_output(self) -> None:
-        generation = self.request.generation
+        generation = self.generation
         self.output_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []  # of output_ids, where wanted
+        self.prompt_logprobs: list[TokenLogprob] = []  # from position max(1, sampling.logprobs.prompt_from) on
+        self.embedding: Sequence[float] | None = None
         self.decoding = Decoding(
             self,
             self.request.request_id,
@@ -116,7 +149,8 @@ class Choice:
             generation.skip_special_tokens,
             generation.include_stop,
         )
-        self._parts = [self.prefix] if self.prefix else []
+        self._parts = [self.part.prefix] if self.part.prefix else []
+        self._shown_ids = 0  # ids whose text has come, not counting those at the end that have given no text yet
         self._taken_ids = 0
         self._ending: Ending | None = None  # becomes `ending` with its last text
         self._last_text_at = 0.0
@@ -130,20 +164,39 @@ class Choice:
         assert self.can_restart
         self._begin_output()
 
+    def add_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
+        """Of the next output tokens. Raises StreamBroken."""
+        self.logprobs += entries_of(rows)
+
+    def add_prompt_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
+        """Of the next prompt tokens. Raises StreamBroken."""
+        self.prompt_logprobs += entries_of(rows)
+
     def finish(self, finish: worker_pb2.Finish) -> None:
         """The worker's terminal output, for an answer that is complete; its text is still to come."""
-        self._ending = _ending_of(finish, self.request.generation.stop_token_ids)
-        self.decoding.finish(finish.matched_stop)
+        self._ending = _ending_of(finish, self.generation.stop_token_ids)
+        # What a stop pattern has matched stays in the text; a stop string is cut off.
+        self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
+        if finish.reason == pb.FINISH_REASON_EMBEDDED:
+            self.embedding = finish.embedding
+            self._end()
 
     def on_text(self, text: str, count: int) -> None:
         if text:
             self._parts.append(text)
         if count:
             self._observe(count)
+        if text or self.decoding.done:
+            self._shown_ids = self.decoding.decoded
         if self.decoding.done:
-            assert self.ending is None and self._ending is not None, "one terminal event per choice"
-            self.ending = self._ending
-            self.request.choice_ended(self)
+            self._end()
+        else:
+            self.request.has_news(self)
+
+    def _end(self) -> None:
+        assert self.ending is None and self._ending is not None, "one terminal event per choice"
+        self.ending = self._ending
+        self.request.choice_ended(self)
         self.request.has_news(self)
 
     def _observe(self, count: int) -> None:
@@ -164,26 +217,41 @@ class Choice:
             return None
         text = "".join(self._parts)
         self._parts.clear()
-        ids = self.output_ids[self._taken_ids : self.decoding.decoded] if self.request.generation.return_token_ids else ()
-        self._taken_ids = self.decoding.decoded
+        new = slice(self._taken_ids, self._shown_ids)
+        self._taken_ids = self._shown_ids
+        generation = self.generation
+        ids = self.output_ids[new] if generation.return_token_ids or generation.wants_logprobs else ()
+        logprobs = self.logprobs[new] if generation.wants_logprobs else ()
         first, self.delivered = not self.delivered, True
-        return Delta(self, first, text, ids, self.ending)
+        return Delta(self, first, text, ids, logprobs, self.ending)
+
+
+_FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
 
 
 def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int]) -> Ending:
-    stop_reason: str | int | None = None
-    if finish.reason == pb.FINISH_REASON_MATCHED_STRING:
-        stop_reason = finish.matched_stop
-    elif finish.reason == pb.FINISH_REASON_MATCHED_TOKEN and finish.matched_token in stop_token_ids:
-        stop_reason = finish.matched_token
-    reason = "length" if finish.reason == pb.FINISH_REASON_LENGTH else "stop"
-    return Ending(reason, stop_reason, finish.cached_tokens, finish.completion_tokens)
+    matched: str | int | None = None
+    if finish.reason in (pb.FINISH_REASON_MATCHED_STRING, pb.FINISH_REASON_MATCHED_REGEX):
+        matched = finish.matched_stop
+    elif finish.reason == pb.FINISH_REASON_MATCHED_TOKEN:
+        matched = finish.matched_token
+    is_end_of_sequence = isinstance(matched, int) and matched not in stop_token_ids
+    return Ending(
+        finish_reason=_FINISH_REASONS.get(finish.reason, "stop"),
+        stop_reason=None if is_end_of_sequence else matched,
+        matched=matched,
+        prompt_tokens=finish.prompt_tokens,
+        cached_tokens=finish.cached_tokens,
+        completion_tokens=finish.completion_tokens,
+        queue_ms=finish.queue_ms,
+        retractions=finish.retractions,
+    )
 
 
 class ClientRequest:
     """Owns its choices from begin() to close(). After fail() or close() it holds nothing anywhere."""
 
-    generation: Generation
+    generation: Generation  # of its first part, for what all parts have in common
 
     def __init__(self, request_id: str, releaser: Releaser, metrics: GatewayMetrics) -> None:
         self.request_id = request_id
@@ -191,7 +259,7 @@ class ClientRequest:
         self.clock = asyncio.get_running_loop().time
         self.arrived = self.clock()
         self.phase = Phase.ACCEPTED
-        self.prompts: list[Prompt] = []
+        self.parts: Sequence[Part] = ()
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
         self._releaser = releaser
@@ -199,14 +267,14 @@ class ClientRequest:
         self._news: dict[int, Choice] = {}  # by index
         self._waker: asyncio.Future[None] | None = None
 
-    def begin(self, generation: Generation, prompts: list[Prompt], context_len: int, prefixes: Sequence[str]) -> None:
-        """Makes the choices: that of prompt p and choice i has index p * n + i."""
-        self.generation = generation
-        self.prompts = prompts
-        for prompt, prefix in zip(prompts, prefixes, strict=True):
-            for number in range(generation.n):
-                sampling = generation.sampling_of(number, len(prompt.ids), context_len)
-                self.choices.append(Choice(self, len(self.choices), prompt, sampling, prefix))
+    def begin(self, parts: Sequence[Part], context_len: int) -> None:
+        """Makes the choices, prompt by prompt. `stream` and `include_usage` are the same in all parts."""
+        self.generation = parts[0].generation
+        self.parts = parts
+        for part in parts:
+            for number in range(part.generation.n):
+                sampling = part.generation.sampling_of(number, len(part.prompt.ids), context_len)
+                self.choices.append(Choice(self, len(self.choices), number, part, sampling))
         self._open = len(self.choices)
         self.phase = Phase.TOKENIZED
 

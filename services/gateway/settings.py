@@ -34,6 +34,18 @@ class GatewaySettings(ServiceSettings):
     )
     model_name: str = Field("", description="Name that clients know the model by. Empty: what the worker says.")
     api_keys: CommaSeparated = Field((), repr=False, description="Accepted bearer tokens, comma separated. Empty: no check.")
+    admin_host: str = Field(
+        "127.0.0.1", description="Address that the operators' HTTP API listens on; others than loopback need control_token."
+    )
+    admin_port: int = Field(0, ge=0, le=65535, description="Port of the operators' HTTP API; 0: none.")
+    worker_control_addresses: CommaSeparated = Field(
+        (), description="Addresses of the workers' control services: comma separated host:port."
+    )
+    control_token: str = Field(
+        "", repr=False, description="Token of the operators' HTTP API and of the workers' control services; empty: none."
+    )
+    control_token_file: str = Field("", description="File that holds the operators' token, instead of control_token.")
+    control_timeout_s: float = Field(60.0, gt=0, description="Seconds that an operation may take on a worker, waiting included.")
     max_concurrent_requests: int = Field(2048, ge=1, description="Generation requests in flight; one more gets 503.")
     max_waiting_requests: int = Field(1024, ge=0, description="Choices that may wait for a worker to connect; one more gets 503.")
     wait_for_worker_s: float = Field(10.0, ge=0, description="Seconds that a request waits for a worker to connect, then 503.")

@@ -73,9 +73,9 @@ class TokenizerClient:
             for replica in self._replicas:
                 await replica.close()
 
-    async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
-        """Raises ApiError."""
-        return await self._call(lambda stub, timeout: stub.Encode(request, timeout=timeout), request.request_id, "prompt")
+    async def encode(self, request: tokenizer_pb2.EncodeRequest, param: str = "prompt") -> tokenizer_pb2.EncodeResponse:
+        """`param` is the client's name for the texts. Raises ApiError."""
+        return await self._call(lambda stub, timeout: stub.Encode(request, timeout=timeout), request.request_id, param)
 
     async def encode_chat(self, request: tokenizer_pb2.EncodeChatRequest) -> tokenizer_pb2.EncodeResponse:
         """Raises ApiError."""

@@ -6,30 +6,27 @@ Error messages never repeat what the client sent.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rootstock.v1 import common_pb2 as pb
+from services.gateway.constraints import constraint_of
 from services.gateway.errors import ApiError, bad_request, context_length_exceeded
-from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest, GenerationBody
-from services.shared import limits
+from services.gateway.generation import Generation
+from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, GenerationBody
+from services.gateway.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings
 from services.shared.log import fields
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
-_UINT64_MASK = (1 << 64) - 1
 
 # Fields that change the answer and are not built yet, and the values of them that ask for nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -39,19 +36,8 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "json_schema": (),
-    "structural_tag": (),
-    "regex": (),
-    "ebnf": (),
-    "stop_regex": (),
     "lora_path": (),
     "bad_words": ([],),
-    "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
     "add_special_tokens": (True,),
     "chat_template": (),
@@ -60,44 +46,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
 }
 
-B = TypeVar("B", bound=GenerationBody)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What the gateway knows of the model that its workers serve. Lengths in tokens."""
-
-    name: str
-    context_len: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A valid request, whatever its endpoint. `sampling` lacks max_new_tokens and seed: they differ by prompt and choice."""
-
-    stream: bool
-    include_usage: bool
-    n: int
-    seed: int | None
-    max_tokens: int | None  # None: up to the context
-    sampling: pb.SamplingParams
-    stop_token_ids: frozenset[int]
-    skip_special_tokens: bool
-    include_stop: bool
-    return_token_ids: bool
-    cache_salt: str
-    priority: int
-
-    def sampling_of(self, choice: int, prompt_tokens: int, context_len: int) -> pb.SamplingParams:
-        """The parameters of one choice: `choice` counts from 0 within its prompt."""
-        params = pb.SamplingParams()
-        params.CopyFrom(self.sampling)
-        room = context_len - prompt_tokens
-        params.max_new_tokens = room if self.max_tokens is None else min(self.max_tokens, room)
-        if self.seed is not None:
-            params.seed = (self.seed + choice) & _UINT64_MASK
-        return params
+B = TypeVar("B", bound=BaseModel)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -124,6 +73,10 @@ def parse_chat(body: dict[str, Any]) -> ChatCompletionRequest:
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     return _parse(CompletionRequest, body)
+
+
+def parse_embedding(body: dict[str, Any]) -> EmbeddingRequest:
+    return _parse(EmbeddingRequest, body)
 
 
 def _parse(model: type[B], body: dict[str, Any]) -> B:
@@ -160,38 +113,79 @@ def _translate(error: ValidationError) -> ApiError:
 
 
 def chat_generation(request: ChatCompletionRequest, vocab_size: int) -> Generation:
-    return _generation(request, vocab_size, request.max_completion_tokens or request.max_tokens)
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+    logprobs = pb.Logprobs(top=request.top_logprobs or 0) if request.logprobs else None
+    return _generation(request, vocab_size, request.max_completion_tokens or request.max_tokens, logprobs)
 
 
 def completion_generation(request: CompletionRequest, vocab_size: int) -> Generation:
-    return _generation(request, vocab_size, request.max_completion_tokens or request.max_tokens or DEFAULT_COMPLETION_TOKENS)
+    """With echo the prompt's log probabilities are wanted too."""
+    most = request.max_completion_tokens or request.max_tokens or DEFAULT_COMPLETION_TOKENS
+    logprobs = None
+    if request.logprobs is not None:
+        logprobs = pb.Logprobs(top=request.logprobs, prompt_from=0 if request.echo else None)
+    return _generation(request, vocab_size, most, logprobs)
 
 
-def _generation(request: GenerationBody, vocab_size: int, max_tokens: int | None) -> Generation:
+def embedding_generation(request: EmbeddingRequest, embedding_size: int) -> Generation:
+    if (request.dimensions or 0) > embedding_size:
+        raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, which is what this model gives.")
+    embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
+    return Generation(
+        stream=False,
+        include_usage=False,
+        n=1,
+        seed=None,
+        max_tokens=1,
+        sampling=pb.SamplingParams(embedding=embedding),
+        stop_token_ids=frozenset(),
+        skip_special_tokens=True,
+        include_stop=False,
+        return_token_ids=False,
+        cache_salt=request.cache_salt or "",
+        priority=request.priority or 0,
+        routing_key=request.routing_key or "",
+        vector_as_base64=request.encoding_format == "base64",
+    )
+
+
+def _generation(request: GenerationBody, vocab_size: int, max_tokens: int | None, logprobs: pb.Logprobs | None) -> Generation:
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise bad_request("min_tokens", "'min_tokens' is greater than the most tokens that are allowed.")
-    stop_token_ids = request.stop_token_ids or []
-    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    constraint = constraint_of(request)
+    sampling = _sampling(request, vocab_size)
+    if logprobs is not None:
+        logprobs.token_ids.extend(request.logprob_token_ids or ())
+        sampling.logprobs.CopyFrom(logprobs)
+    elif request.logprob_token_ids:
+        raise bad_request("logprob_token_ids", "'logprob_token_ids' needs 'logprobs'.")
+    if constraint is not None:
+        sampling.grammar.CopyFrom(constraint[1])
     return Generation(
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         n=request.n or 1,
         seed=request.seed,
         max_tokens=max_tokens,
-        sampling=_sampling(request, vocab_size),
-        stop_token_ids=frozenset(stop_token_ids),
+        sampling=sampling,
+        stop_token_ids=frozenset(request.stop_token_ids or ()),
         skip_special_tokens=request.skip_special_tokens is not False,
         include_stop=bool(request.include_stop_str_in_output),
         return_token_ids=bool(request.return_token_ids),
         cache_salt=request.cache_salt or "",
         priority=request.priority or 0,
+        routing_key=request.routing_key or "",
+        grammar_field=constraint[0] if constraint else None,
     )
 
 
 def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
-    bias = _logit_bias(request.logit_bias or {}, vocab_size)
+    for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logprob_token_ids"):
+        check_token_ids(getattr(request, field) or (), vocab_size, field)
+    bias = logit_bias(request.logit_bias or {}, vocab_size)
     return pb.SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=request.top_p,
@@ -206,48 +200,29 @@ def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
         logit_bias_ids=bias.keys(),
         logit_bias_values=bias.values(),
         stop_token_ids=request.stop_token_ids,
-        stop=_stop_strings(request.stop),
+        stop=stop_strings(request.stop),
+        stop_regex=stop_regexes(request.stop_regex),
+        allowed_token_ids=request.allowed_token_ids,
+        banned_token_ids=request.banned_token_ids,
+        dry=dry(request),
     )
 
 
-def _stop_strings(stop: Any) -> list[str]:
-    if stop is None:
-        return []
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise bad_request("stop", "'stop' must be a string or a list of strings.")
-    if len(strings) > limits.MAX_STOP_STRINGS:
-        raise bad_request("stop", f"'stop' may have at most {limits.MAX_STOP_STRINGS} strings.")
-    if any(not 1 <= len(item) <= limits.MAX_STOP_STRING_CHARS for item in strings):
-        raise bad_request("stop", f"A stop string must have 1 to {limits.MAX_STOP_STRING_CHARS} characters.")
-    return strings
-
-
-def _logit_bias(entries: Mapping[str, float], vocab_size: int) -> dict[int, float]:
-    low, high = limits.LOGIT_BIAS_RANGE
-    bias: dict[int, float] = {}
-    for key, value in entries.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise bad_request("logit_bias", "The keys of 'logit_bias' must be token ids.")
-        if not low <= value <= high:
-            raise bad_request("logit_bias", f"The values of 'logit_bias' must be from {low:g} to {high:g}.")
-        bias[int(key)] = value
-    check_token_ids(list(bias), vocab_size, "logit_bias")
-    return bias
-
-
-def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
-    """Type and range, without a Python loop: prompts have up to millions of ids."""
-    if not ids:
-        return
-    if set(map(type, ids)) != {int}:
-        raise bad_request(param, f"'{param}' must hold integers only.")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise bad_request(param, f"'{param}' holds a token id outside the vocabulary (0 to {vocab_size - 1}).")
-
-
 def check_prompt_length(prompt_tokens: int, context_len: int, param: str) -> None:
-    if prompt_tokens == 0:
-        raise bad_request(param, "The prompt has no tokens.")
+    """At least one token must be left for the answer."""
+    _check_not_empty(prompt_tokens, param)
     if prompt_tokens >= context_len:
         raise context_length_exceeded(param, context_len, prompt_tokens)
+
+
+def check_input_length(input_tokens: int, context_len: int, param: str) -> None:
+    """Of what is only read: it may fill the context."""
+    _check_not_empty(input_tokens, param)
+    if input_tokens > context_len:
+        message = f"This model's maximum context length is {context_len} tokens, and the input has {input_tokens}."
+        raise bad_request(param, message, "context_length_exceeded")
+
+
+def _check_not_empty(tokens: int, param: str) -> None:
+    if tokens == 0:
+        raise bad_request(param, "The prompt has no tokens.")

@@ -38,13 +38,19 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
         _service("detokenizer", detok_port, detok_metrics, ["--model", model_path, *common]),
     ]
     workers: list[str] = []
+    controls: list[str] = []
     for index in range(settings.workers):
-        port, metrics_port = next(take), next(take)
+        port, metrics_port, control_port = next(take), next(take), next(take)
         flags = _worker_flags(settings, model_path, index, redis_port)
+        if settings.admin_port:
+            flags += ["--control-port", str(control_port)]
+            controls.append(f"{HOST}:{control_port}")
         out.append(_service("worker", port, metrics_port, flags + common, f"worker-{index}"))
         workers.append(f"{HOST}:{port}")
     flags = ["--port", str(settings.port), "--health-port", str(gateway_health), "--workers", ",".join(workers)]
     flags += ["--tokenizers", f"{HOST}:{token_port}", "--detokenizers", f"{HOST}:{detok_port}"]
+    if settings.admin_port:
+        flags += ["--admin-port", str(settings.admin_port), "--worker-control-addresses", ",".join(controls)]
     argv = [sys.executable, "-m", "services.gateway", *flags, *common, *shlex.split(settings.gateway_flags)]
     out.append(Part(Command("gateway", argv), "gateway", gateway_health, f"http://{HOST}:{settings.port}/metrics"))
     return out
@@ -57,7 +63,7 @@ def served_name(settings: LocalSettings) -> str:
 
 
 def num_ports(settings: LocalSettings) -> int:
-    return 6 + 2 * settings.workers
+    return 6 + 3 * settings.workers
 
 
 def redis_argv(port: int) -> list[str]:

@@ -17,6 +17,7 @@ class LocalSettings(BaseSettings):
 
     model: str = Field("models/demo", description="Model folder in Hugging Face layout, or a hub id.")
     port: int = Field(8000, ge=1, le=65535, description="HTTP port of the gateway; all other ports are chosen among free ones.")
+    admin_port: int = Field(0, ge=0, le=65535, description="HTTP port for operators (docs/control.md), on loopback; 0: none.")
     workers: int = Field(1, ge=1, le=64, description="Number of worker processes.")
     demo: bool = Field(True, description="Ask one question when all is ready and print the streamed answer.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="Of the workers' weights and KV.")

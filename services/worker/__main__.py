@@ -20,6 +20,7 @@ from prometheus_client.core import GaugeMetricFamily
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared import log, metrics, rpc
 from services.shared.settings import load
+from services.worker.control.server import start_control
 from services.worker.core.messages import StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
 from services.worker.engine import Engine, build_engine
@@ -68,6 +69,8 @@ def _info(settings: WorkerSettings, engine: Engine, model_name: str, generation:
         page_size=engine.info.page_size,
         num_pages=engine.info.num_pages,
         max_running_requests=settings.max_running_requests,
+        generates=engine.info.generates,
+        embedding_size=engine.info.embedding_size,
     )
 
 
@@ -80,7 +83,8 @@ async def serve(settings: WorkerSettings) -> None:
         collector(registry=registry)
     metrics.serve(registry, settings.metrics_host, settings.metrics_port)
 
-    engine = await asyncio.to_thread(build_engine, settings)
+    inbox, outbox = Inbox(), StreamOutbox(loop)
+    engine = await asyncio.to_thread(build_engine, settings, inbox)
     model_name = settings.served_model_name or os.path.basename(os.path.abspath(settings.model))
     info = _info(settings, engine, model_name, secrets.randbits(63))
     worker_metrics = WorkerMetrics(model_name, info.page_size, info.num_pages, info.max_running_requests)
@@ -92,21 +96,30 @@ async def serve(settings: WorkerSettings) -> None:
         lambda: _from_thread(loop, health, live=False),
         lambda: _from_thread(loop, health, live=True),
     )
-    inbox, outbox = Inbox(), StreamOutbox(loop)
     turning = Loop(
         engine.core,
         engine.executor,
         inbox,
         MeasuredOutbox(worker_metrics, outbox),
         LoopObserver(worker_metrics, watchdog),
+        engine.masks,
         settings.enable_overlap,
+        settings.consecutive_prefill_overlap,
     )
     thread = threading.Thread(target=_run_loop, args=(turning,), name="scheduler", daemon=True)
-    limits = ModelLimits(info.context_len, info.vocab_size, settings.allow_auto_truncate)
+    limits = ModelLimits(
+        info.context_len,
+        info.vocab_size,
+        settings.allow_auto_truncate,
+        info.generates,
+        info.embedding_size,
+        lambda text: engine.tokenizer.encode_batch([text], False)[0],
+    )
     servicer = WorkerServicer(inbox, outbox, info, limits, worker_metrics.arrived)
     server = await rpc.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
     )
+    control = await start_control(settings, inbox.put, info.worker_id, model_name)
     thread.start()
     watchdog.start()
     keeping = asyncio.create_task(presence.keep()) if presence else None
@@ -124,6 +137,10 @@ async def serve(settings: WorkerSettings) -> None:
             os._exit(70)
 
     await rpc.serve_until_stopped(server, health, 1.0, drain)
+    if control is not None:
+        await control.stop(1.0)
+    if engine.book is not None:
+        engine.book.close()
     watchdog.stop()
     if keeping is not None:
         keeping.cancel()

@@ -5,68 +5,79 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.fake import FakeExecutor, TimeModel
+from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from services.worker.exec.model_info import ModelInfo
 from services.worker.exec.protocol import Executor
+from services.worker.grammar.book import CompiledBook
+from services.worker.grammar.grammar_limits import GrammarLimits
+from services.worker.grammar.mask_filler import MaskFiller
+from services.worker.grammar.vocabulary import vocabulary_of
+from services.worker.inbox import GrammarFailed, GrammarReady, Inbox
 from services.worker.settings import WorkerSettings
+from services.worker.text_rules import ModelText
 
 logger = logging.getLogger(__name__)
 
 
-class StopTextDecoder:
-    """The core's TailDecoder over the model's own tokenizer.
-
-    Tokenizers that write a space into the next word's token drop it at the start of a text: an anchor token stands before
-    the tail, and its text is cut off again.
-    """
-
-    def __init__(self, tokenizer: HfTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._anchor = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
-        self._anchor_chars = len(tokenizer.decode(self._anchor, False))
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode([*self._anchor, *ids], skip_special_tokens)[self._anchor_chars :]
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
+    """book: None where structured output is off. The caller closes executor and book."""
+
     core: Scheduler
     executor: Executor
     info: ModelInfo
+    tokenizer: HfTokenizer
+    book: CompiledBook | None
+    masks: MaskFiller
 
 
-def build_engine(settings: WorkerSettings) -> Engine:
+def build_engine(settings: WorkerSettings, inbox: Inbox) -> Engine:
     """Loads the model. Raises ValueError with a sentence that says what is wrong with folder or settings."""
     executor, info = _fake(settings) if settings.executor == "fake" else _cpu(settings)
-    config = SchedulerConfig(
-        num_pages=info.num_pages,
-        page_size=info.page_size,
-        context_len=info.context_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        max_running_requests=settings.max_running_requests,
-        max_queued_requests=settings.max_queued_requests,
-        max_prefill_tokens=settings.max_prefill_tokens,
-        chunked_prefill_size=settings.chunked_prefill_size,
-        enable_mixed_chunk=settings.enable_mixed_chunk,
-        enable_radix_cache=settings.enable_radix_cache,
-        schedule_conservativeness=settings.schedule_conservativeness,
-        waiting_timeout_s=settings.waiting_timeout_s,
-        running_timeout_s=settings.running_timeout_s,
-        retract_interval=settings.retract_interval,
-    )
+    tokenizer = load_tokenizer(settings.model)
+    before_text = tokenizer.encode_batch([""], True)[0]
+    config = replace(_scheduler_config(settings, info), bos_token_id=before_text[0] if len(before_text) == 1 else -1)
     logger.info("model ready: %s", info)
     logger.info("scheduler: %s", config)
-    return Engine(Scheduler(config, StopTextDecoder(load_tokenizer(settings.model))), executor, info)
+    book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
+    core = Scheduler(config, ModelText(tokenizer), book)
+    return Engine(core, executor, info, tokenizer, book, MaskFiller(info.vocab_size, settings.max_running_requests))
+
+
+def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerConfig:
+    """Settings that have a field's name give its value; an encoder's prompts are computed whole and share nothing."""
+    shared = {f.name for f in fields(SchedulerConfig)} & set(type(settings).model_fields)
+    values: dict[str, Any] = {name: getattr(settings, name) for name in shared}
+    values |= {name: getattr(info, name) for name in ("num_pages", "page_size", "context_len", "vocab_size", "eos_token_ids")}
+    values["pooling_reuses_prefix"] = info.pooling_reuses_prefix
+    if info.needs_whole_prompt:
+        largest = max(settings.max_prefill_tokens, info.context_len)
+        values |= {"chunked_prefill_size": 0, "enable_radix_cache": False, "max_prefill_tokens": largest}
+    return SchedulerConfig(**values)
+
+
+def _book(settings: WorkerSettings, info: ModelInfo, tokenizer: HfTokenizer, inbox: Inbox) -> CompiledBook:
+    limits = GrammarLimits(
+        compile_s=settings.grammar_compile_timeout_s,
+        memory_mib=settings.grammar_memory_mib,
+        cache_mib=settings.grammar_cache_mib,
+        workers=settings.grammar_workers,
+    )
+    return CompiledBook(
+        tokenizer,
+        vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids),
+        limits,
+        on_ready=lambda spec: inbox.put(GrammarReady(spec)),
+        on_failed=lambda spec, reason: inbox.put(GrammarFailed(spec, reason)),
+        enable_jump_forward=settings.enable_jump_forward,
+    )
 
 
 def _cpu(settings: WorkerSettings) -> tuple[Executor, ModelInfo]:
@@ -100,6 +111,7 @@ def _fake(settings: WorkerSettings) -> tuple[Executor, ModelInfo]:
         dtype="none",
         weight_bytes=0,
         kv_bytes_per_token=0,
+        embedding_size=FAKE_EMBEDDING_SIZE,
     )
     pages_per_request = -(-context_len // settings.page_size)
     time_model = TimeModel(base=settings.fake_step_s)

@@ -1,11 +1,15 @@
-"""What front ends and signals ask of the loop, in order. Written by any thread, read by the loop's thread alone."""
+"""What front ends, signals, operators and the grammar compiler ask of the loop, in order. Written by any thread, read by the
+loop's thread alone."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import queue
 from dataclasses import dataclass
 
+from services.worker.control.barrier import Command
 from services.worker.core.messages import Submit
+from services.worker.core.sampling import GrammarSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +26,42 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenSession:
+    """capacity in tokens, ttl_s: 0 for the configured default. refusal: set to why not, "" if it is open."""
+
+    session_id: str
+    capacity: int
+    ttl_s: float
+    refusal: concurrent.futures.Future[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """closed: set to whether there was one."""
+
+    session_id: str
+    closed: concurrent.futures.Future[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    spec: GrammarSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarFailed:
+    """reason: for the clients that asked for it."""
+
+    spec: GrammarSpec
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop; what still runs ends with UNAVAILABLE."""
 
 
-Message = Submit | Abort | PeerGone | Stop
+Message = Submit | Abort | PeerGone | OpenSession | CloseSession | GrammarReady | GrammarFailed | Command | Stop
 
 
 class Inbox:

@@ -8,26 +8,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.shared.log import fields
+from services.worker.commands import PendingCommands
+from services.worker.control.barrier import Command, Pace
+from services.worker.core.grammar import Matcher
 from services.worker.core.messages import StepOutput, StepStats, Submit
-from services.worker.core.plan import BatchPlan
+from services.worker.core.plan import BatchPlan, ForwardMode
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.protocol import Executor, ExecutorError, Run
-from services.worker.inbox import Abort, Inbox, Message, PeerGone, Stop
+from services.worker.exec.protocol import Executor, ExecutorError, Masks, Run
+from services.worker.inbox import Abort, CloseSession, GrammarFailed, GrammarReady, Inbox, Message, OpenSession, PeerGone, Stop
 
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 1.0  # idle for so long: check the invariants once
+STUCK_WAIT_S = 0.001  # nothing can run just now; what changes that may not be a message
+PAUSED_WAIT_S = 0.05
 
 
 class Outbox(Protocol):
     """Takes outputs off the loop's thread; returns at once."""
 
     def send(self, output: StepOutput) -> None: ...
+
+
+class MaskFiller(Protocol):
+    """Fills grammar masks on the loop's thread, while the step they are for computes. The result is read until that step's
+    wait() has returned."""
+
+    def fill(self, matchers: Sequence[tuple[int, Matcher]]) -> Masks: ...
 
 
 class Observer(Protocol):
@@ -48,6 +60,9 @@ class _Flight:
 
 
 class Loop:
+    """overlap: plan step N+1 before step N is committed. consecutive_prefill_overlap: also where both are extends; without
+    it the first token of step N goes out before step N+1 is launched, for the sake of its latency (reference 2 §20)."""
+
     def __init__(
         self,
         core: Scheduler,
@@ -55,7 +70,9 @@ class Loop:
         inbox: Inbox,
         outbox: Outbox,
         observer: Observer,
+        masks: MaskFiller,
         overlap: bool,
+        consecutive_prefill_overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -63,7 +80,12 @@ class Loop:
         self._inbox = inbox
         self._outbox = outbox
         self._observer = observer
+        self._masks = masks
         self._overlap = overlap
+        self._consecutive_prefill_overlap = consecutive_prefill_overlap
+        self._pace = Pace()
+        self._commands = PendingCommands(core, executor, self._pace)
+        self._launched_at = 0.0
         self._clock = clock
         self._checked = False
 
@@ -72,41 +94,80 @@ class Loop:
         prev: _Flight | None = None
         stuck = False
         while self._drain(prev is None, stuck):
-            if not self._overlap:
+            if not self._overlap or self._commands.wants_drained:
                 self._commit(prev)
                 prev = None
-            plan = self._core.plan(self._clock())
+            self._run_commands(prev is None)
+            plan = self._core.plan(self._clock()) if self._slowed_s() <= 0 else None
+            if plan is not None and prev is not None and not self._may_overlap(prev.plan, plan):
+                self._commit(prev)
+                prev = None
             flight = self._launch(plan) if plan is not None else None
             stuck = flight is None and prev is None
             self._commit(prev)
             if flight is not None and flight.run is not None:
-                self._executor.sample(flight.run, {})
+                matchers = self._core.matchers()
+                self._executor.sample(flight.run, self._masks.fill(matchers) if matchers else {})
             self._tell(busy=not stuck)
             prev = flight
         self._commit(prev)
+        self._commands.end()
         self._tell(busy=False)
+
+    def _may_overlap(self, prev: BatchPlan, plan: BatchPlan) -> bool:
+        return self._consecutive_prefill_overlap or not (prev.mode is ForwardMode.EXTEND and plan.mode is ForwardMode.EXTEND)
+
+    def _run_commands(self, drained: bool) -> None:
+        if not len(self._commands):
+            return
+        now = self._clock()
+        if drained:
+            self._commands.run_drained(now)
+        self._commands.sweep(now)
 
     def _drain(self, may_block: bool, stuck: bool) -> bool:
         """Applies messages; blocks for one while there is nothing to do. False: a Stop was among them."""
-        idle = may_block and self._core.idle
-        wait_s = IDLE_CHECK_S if idle else 0.001 if stuck else 0.0
-        messages = self._inbox.drain(wait_s)
+        idle = may_block and self._core.idle and not len(self._commands)
+        messages = self._inbox.drain(self._wait_s(idle, stuck))
         if idle and not messages:
             self._check_idle()
         return not [message for message in messages if not self._apply(message)]
 
+    def _wait_s(self, idle: bool, stuck: bool) -> float:
+        if idle:
+            return IDLE_CHECK_S
+        slowed = max(self._slowed_s(), 0.0)
+        if not stuck:
+            return slowed
+        return max(slowed, PAUSED_WAIT_S if self._core.paused else STUCK_WAIT_S)
+
+    def _slowed_s(self) -> float:
+        """Seconds that the operator's pace keeps the next step back."""
+        return self._launched_at + self._pace.step_delay_s - self._clock() if self._pace.step_delay_s else 0.0
+
     def _apply(self, message: Message) -> bool:
         now = self._clock()
         self._checked = False
+        core = self._core
         match message:
             case Submit():
                 self._submit(message, now)
             case Abort(peer, handle):
-                self._core.abort(peer, handle, now)
+                core.abort(peer, handle, now)
             case PeerGone(peer):
-                self._core.abort_peer(peer, now)
+                core.abort_peer(peer, now)
+            case GrammarReady(spec):
+                core.grammar_ready(spec)
+            case GrammarFailed(spec, reason):
+                core.grammar_failed(spec, reason, now)
+            case OpenSession(session_id, capacity, ttl_s, refusal):
+                refusal.set_result(core.open_session(session_id, capacity, ttl_s, now))
+            case CloseSession(session_id, closed):
+                closed.set_result(core.close_session(session_id))
+            case Command():
+                self._commands.add(message, now)
             case Stop():
-                self._core.end_all("the worker is stopping", now)
+                core.end_all("the worker is stopping", now)
                 return False
         return True
 
@@ -118,6 +179,7 @@ class Loop:
 
     def _launch(self, plan: BatchPlan) -> _Flight:
         self._observer.planned(plan)
+        self._launched_at = self._clock()
         try:
             return _Flight(plan, self._executor.forward(plan))
         except ExecutorError as error:

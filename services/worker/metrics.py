@@ -79,7 +79,9 @@ class WorkerMetrics(Collector):
                     gaps += [(now - before) / count] * count
                 self._last[key] = now
             self._ended(peer.peer, [f.handle for f in peer.finishes if f.reason is not FinishReason.ABORT], now)
-            self._queue.observe(np.array([f.queue_s for f in peer.finishes if f.completion_tokens]))
+            self._queue.observe(
+                np.array([f.queue_s for f in peer.finishes if f.reason is not FinishReason.ABORT or f.completion_tokens])
+            )
             for finish in peer.finishes:
                 self._arrivals.pop((peer.peer, finish.handle), None)
                 self._last.pop((peer.peer, finish.handle), None)
@@ -109,6 +111,9 @@ class WorkerMetrics(Collector):
             ("sglang:num_running_reqs", "Requests that run.", stats.num_running),
             ("sglang:num_queue_reqs", "Requests that wait.", stats.num_waiting),
             ("sglang:num_retracted_reqs", "Requests retracted lately.", retracted),
+            ("sglang:num_grammar_queue_reqs", "Requests whose grammar is being compiled.", stats.num_gated),
+            ("rootstock_worker_sessions", "Sessions that are open.", stats.num_sessions),
+            ("rootstock_worker_session_tokens", "Tokens of context that sessions hold.", stats.session_tokens),
             ("sglang:num_used_tokens", "Tokens of KV that running requests use.", used * self._page_size),
             ("sglang:token_usage", "Share of the KV pool that running requests use.", used / self._num_pages),
             ("sglang:max_total_num_tokens", "Size of the KV pool in tokens.", self._num_pages * self._page_size),
@@ -130,6 +135,7 @@ class WorkerMetrics(Collector):
             ("sglang:generation_tokens", "Output tokens.", stats.generated_tokens_total),
             ("sglang:cached_tokens", "Prompt tokens that a prefix hit gave.", stats.cached_tokens_total),
             ("sglang:num_retracted_requests", "Retractions.", stats.retractions_total),
+            ("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.", stats.preemptions_total),
             ("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", stats.evicted_pages_total * self._page_size),
             ("rootstock_worker_forward_steps", "Steps that were launched.", self._steps),
         ):

@@ -7,6 +7,7 @@ ends, however it ends, PeerGone goes to the inbox and the scheduler frees everyt
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import logging
 import secrets
@@ -15,9 +16,10 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
+from services.shared.limits import MAX_SESSION_ID_CHARS
 from services.shared.log import fields
 from services.worker.core.messages import PeerOutput, StepOutput
-from services.worker.inbox import Abort, Inbox, PeerGone
+from services.worker.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone
 from services.worker.wire import InvalidRequest, ModelLimits, output_to_pb, refusal_to_pb, submit_from_pb
 
 logger = logging.getLogger(__name__)
@@ -139,6 +141,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._outbox.close(peer)
             self._inbox.put(PeerGone(peer))
             logger.info("front end gone", extra=fields(peer=peer))
+
+    async def OpenSession(
+        self, request: worker_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.OpenSessionResponse:
+        if len(request.session_id) > MAX_SESSION_ID_CHARS:
+            return worker_pb2.OpenSessionResponse(message=f"session_id: longer than {MAX_SESSION_ID_CHARS} characters")
+        refusal: concurrent.futures.Future[str] = concurrent.futures.Future()
+        self._inbox.put(OpenSession(request.session_id, request.capacity_tokens, request.ttl_ms / 1000.0, refusal))
+        message = await asyncio.wrap_future(refusal)
+        return worker_pb2.OpenSessionResponse(opened=not message, message=message)
+
+    async def CloseSession(
+        self, request: worker_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.CloseSessionResponse:
+        closed: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._inbox.put(CloseSession(request.session_id, closed))
+        return worker_pb2.CloseSessionResponse(closed=await asyncio.wrap_future(closed))
 
     async def _read(self, requests: AsyncIterator[worker_pb2.GenerateRequest], peer: int, stream: PeerStream) -> None:
         async for request in requests:

@@ -7,12 +7,22 @@ from typing import Literal
 from pydantic import Field
 
 from services.shared.settings import ServiceSettings
+from services.worker.core.config import EvictionPolicy, SchedulePolicy
 
 
 class WorkerSettings(ServiceSettings):
     port: int = Field(7003, ge=0, le=65535, description="gRPC port: generation and health.")
     metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     metrics_port: int = Field(9103, ge=0, le=65535, description="HTTP port of /metrics.")
+    control_host: str = Field(
+        "127.0.0.1", description="Address that the control service listens on; others than loopback need a token."
+    )
+    control_port: int = Field(0, ge=0, le=65535, description="gRPC port of the control service, for operators; 0: none.")
+    control_token: str = Field(
+        "", repr=False, description="Token that every call to the control service must carry; empty: none."
+    )
+    control_token_file: str = Field("", description="File that holds the control service's token, instead of control_token.")
+    profile_dir: str = Field("build/profiles", description="Folder for the traces of StartProfile.")
     model: str = Field("models/demo", description="Folder of the model in Hugging Face layout (safetensors).")
     served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
     worker_id: str = Field("", description="Name of this worker in logs and metrics; by default host name and port.")
@@ -30,9 +40,32 @@ class WorkerSettings(ServiceSettings):
     max_queued_requests: int = Field(2048, ge=1, description="Requests that wait at once; one more is refused.")
     max_prefill_tokens: int = Field(16384, ge=1, description="Prompt tokens of one step.")
     chunked_prefill_size: int = Field(2048, ge=0, description="Tokens after which a prompt is cut into chunks; 0: never.")
+    adaptive_chunk_rows: int = Field(64, ge=0, description="Decode rows at which chunks are half as long; 0: never shorter.")
+    max_extend_steps: int = Field(4, ge=0, description="Prefill steps in a row while decode rows wait; 0: any number.")
+    prefill_max_requests: int = Field(0, ge=0, description="Prompts of one prefill step; 0: any number.")
+    max_prompt_logprob_tokens: int = Field(4096, ge=256, description="Prompt tokens of one step whose logprobs are computed.")
     enable_mixed_chunk: bool = Field(False, description="Decode rows ride along in prefill steps.")
     enable_radix_cache: bool = Field(True, description="Share the KV of common prefixes.")
+    eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="Which cached prefix is given up first.")
+    schedule_policy: SchedulePolicy = Field(SchedulePolicy.FCFS, description="The order in which waiting requests begin.")
+    lpm_fallback_threshold: int = Field(128, ge=0, description="Waiting requests above which lpm serves as fcfs does.")
+    enable_priority_scheduling: bool = Field(False, description="Serve requests by their priority first.")
+    schedule_low_priority_values_first: bool = Field(False, description="Lower values are more urgent.")
+    priority_preemption_threshold: int = Field(
+        0, ge=0, description="A waiting request displaces running ones whose priority is worse by more than this."
+    )
     enable_overlap: bool = Field(True, description="Plan step N+1 while step N computes.")
+    consecutive_prefill_overlap: bool = Field(
+        True, description="Overlap prefill steps too; off: the first token of one goes out before the next is launched."
+    )
+    max_sessions: int = Field(1024, ge=0, description="Sessions that may be open at once.")
+    session_capacity: int = Field(1 << 20, ge=1, description="Tokens of a session over all its turns, if it names no limit.")
+    session_ttl_s: float = Field(600.0, gt=0, description="Seconds after its last turn that a session stays open.")
+    grammar_compile_timeout_s: float = Field(10.0, gt=0, description="Seconds that compiling a grammar may take.")
+    grammar_memory_mib: int = Field(512, ge=64, description="Memory that compiling a grammar may take, in MiB.")
+    grammar_cache_mib: int = Field(256, ge=0, description="Compiled grammars that are kept, in MiB.")
+    grammar_workers: int = Field(2, ge=0, le=16, description="Grammars compiled at once; 0: no structured output.")
+    enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")
     schedule_conservativeness: float = Field(1.0, gt=0, description="Factor on the KV reserved for running requests' output.")
     allow_auto_truncate: bool = Field(False, description="Cut prompts that exceed the context, instead of refusing them.")
     waiting_timeout_s: float = Field(0.0, ge=0, description="Seconds a request may wait for its first step; 0: no limit.")

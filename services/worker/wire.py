@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
+from numpy.typing import NDArray
 
 from rootstock.v1 import common_pb2, worker_pb2
 from services.shared import limits
-from services.worker.core.messages import Finish, PeerOutput, Submit
-from services.worker.core.sampling import DEFAULT_STREAM_INTERVAL, SamplingParams
+from services.worker.core.messages import Finish, PeerOutput, SessionTurn, Submit
+from services.worker.core.plan import PromptLogprobs, RowLogprobs
+from services.worker.sampling_wire import InvalidRequest, ModelLimits, sampling_from_pb, within
 
-
-class InvalidRequest(ValueError):
-    """A submit that can never run. The message names the field and holds nothing of the prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    context_len: int
-    vocab_size: int
-    allow_auto_truncate: bool
+__all__ = ["InvalidRequest", "ModelLimits", "output_to_pb", "refusal_to_pb", "submit_from_pb"]
 
 
 def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int) -> Submit:
@@ -29,89 +19,49 @@ def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, ra
 
     Raises InvalidRequest.
     """
-    prompt = np.array(message.prompt_ids, dtype=np.uint32).astype(np.int64)
-    if not len(prompt):
-        raise InvalidRequest("prompt_ids: the prompt is empty")
-    if int(prompt.max()) >= model.vocab_size:
-        raise InvalidRequest(f"prompt_ids: a token id is not below the vocabulary's size, {model.vocab_size}")
-    if model.allow_auto_truncate:
-        prompt = prompt[: model.context_len - 1]
-    _within(len(message.request_id), limits.MAX_REQUEST_ID_CHARS, "request_id")
-    _within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
+    within(len(message.request_id), limits.MAX_REQUEST_ID_CHARS, "request_id")
+    within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
+    within(len(message.routing_key), limits.MAX_ROUTING_KEY_CHARS, "routing_key")
+    session = _session_from_pb(message)
+    prompt = _prompt_from_pb(message, model)
     return Submit(
         peer,
         message.handle,
         message.request_id,
-        prompt.astype(np.int32),
-        _sampling_from_pb(message.sampling, len(prompt), model, random_seed),
+        prompt,
+        sampling_from_pb(message.sampling, len(prompt), session is not None, model, random_seed),
         message.stream,
         message.cache_salt,
         message.priority,
         message.timeout_ms / 1000.0,
+        routing_key=message.routing_key,
+        session=session,
     )
 
 
-def _sampling_from_pb(pb: common_pb2.SamplingParams, prompt_len: int, model: ModelLimits, random_seed: int) -> SamplingParams:
-    room = max(model.context_len - prompt_len, 1)
-    if pb.HasField("max_new_tokens") and pb.max_new_tokens < 1:
-        raise InvalidRequest("max_new_tokens: is below 1")
-    max_new = min(pb.max_new_tokens, room) if pb.HasField("max_new_tokens") else room
-    _within(len(pb.stop), limits.MAX_STOP_STRINGS, "stop")
-    for stop in pb.stop:
-        if not 0 < len(stop) <= limits.MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(f"stop: a string has {len(stop)} characters; 1 to {limits.MAX_STOP_STRING_CHARS} are allowed")
-    _within(len(pb.stop_token_ids), limits.MAX_STOP_TOKEN_IDS, "stop_token_ids")
-    top_k = pb.top_k if pb.HasField("top_k") and pb.top_k != 0 else -1
-    if top_k < -1:
-        raise InvalidRequest("top_k: is below -1")
-    return SamplingParams(
-        max_new_tokens=max_new,
-        temperature=_number(pb, "temperature", 1.0, limits.TEMPERATURE_RANGE),
-        top_p=_number(pb, "top_p", 1.0, limits.TOP_P_RANGE, open_low=True),
-        top_k=top_k,
-        min_p=_number(pb, "min_p", 0.0, limits.MIN_P_RANGE),
-        frequency_penalty=_number(pb, "frequency_penalty", 0.0, limits.FREQUENCY_PENALTY_RANGE),
-        presence_penalty=_number(pb, "presence_penalty", 0.0, limits.PRESENCE_PENALTY_RANGE),
-        repetition_penalty=_number(pb, "repetition_penalty", 1.0, limits.REPETITION_PENALTY_RANGE, open_low=True),
-        logit_bias=_logit_bias(pb, model.vocab_size),
-        min_new_tokens=min(pb.min_new_tokens, max_new),
-        ignore_eos=pb.ignore_eos,
-        stop_token_ids=tuple(pb.stop_token_ids),
-        stop=tuple(pb.stop),
-        seed=pb.seed if pb.HasField("seed") else random_seed,
-        skip_special_tokens=pb.skip_special_tokens if pb.HasField("skip_special_tokens") else True,
-        stream_interval=max(pb.stream_interval, 1) if pb.HasField("stream_interval") else DEFAULT_STREAM_INTERVAL,
-    )
+def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
+    """int32[n], n >= 1. Cut to leave room for one token where the model's limits say so; never in a session, whose context
+    only the core knows."""
+    prompt = np.array(message.prompt_ids, dtype=np.uint32)
+    if not len(prompt):
+        raise InvalidRequest("prompt_ids: the prompt is empty")
+    if int(prompt.max()) >= model.vocab_size:
+        raise InvalidRequest(f"prompt_ids: a token id is not below the vocabulary's size, {model.vocab_size}")
+    if model.allow_auto_truncate and not message.HasField("session"):
+        prompt = prompt[: model.context_len - 1]
+    return prompt.astype(np.int32)
 
 
-def _logit_bias(pb: common_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if len(pb.logit_bias_ids) != len(pb.logit_bias_values):
-        raise InvalidRequest("logit_bias: ids and values differ in number")
-    _within(len(pb.logit_bias_ids), limits.MAX_LOGIT_BIAS_ENTRIES, "logit_bias")
-    low, high = limits.LOGIT_BIAS_RANGE
-    for token, value in zip(pb.logit_bias_ids, pb.logit_bias_values, strict=True):
-        if token >= vocab_size:
-            raise InvalidRequest(f"logit_bias: a token id is not below the vocabulary's size, {vocab_size}")
-        if not low <= value <= high:
-            raise InvalidRequest(f"logit_bias: a value is not within {low} to {high}")
-    return tuple(zip(pb.logit_bias_ids, pb.logit_bias_values, strict=True))
-
-
-def _within(count: int, limit: int, field: str) -> None:
-    if count > limit:
-        raise InvalidRequest(f"{field}: {count} is more than the {limit} that are allowed")
-
-
-def _number(
-    pb: common_pb2.SamplingParams, field: str, default: float, bounds: tuple[float, float], open_low: bool = False
-) -> float:
-    if not pb.HasField(field):
-        return default
-    value = float(getattr(pb, field))
-    low, high = bounds
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        raise InvalidRequest(f"{field}: must be within {low} and {high}")
-    return value
+def _session_from_pb(message: worker_pb2.Submit) -> SessionTurn | None:
+    if not message.HasField("session"):
+        return None
+    turn = message.session
+    if not turn.session_id:
+        raise InvalidRequest("session: session_id is empty")
+    within(len(turn.session_id), limits.MAX_SESSION_ID_CHARS, "session.session_id")
+    within(len(turn.parent_request_id), limits.MAX_REQUEST_ID_CHARS, "session.parent_request_id")
+    offset = turn.offset if turn.HasField("offset") else -1
+    return SessionTurn(turn.session_id, turn.parent_request_id, offset, turn.replace, turn.drop_previous_output)
 
 
 def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_pb2.Finish:
@@ -130,6 +80,30 @@ def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:
         counts=output.counts,
         token_ids=output.tokens,
         finishes=[_finish_to_pb(finish) for finish in output.finishes],
+        logprobs=[_rows_to_pb(handle, rows) for handle, rows in output.logprobs],
+        prompt_logprobs=[_prompt_rows_to_pb(handle, rows) for handle, rows in output.prompt_logprobs],
+    )
+
+
+def _rows_to_pb(handle: int, rows: list[RowLogprobs]) -> worker_pb2.LogprobRows:
+    return worker_pb2.LogprobRows(
+        handle=handle,
+        values=[row.sampled for row in rows],
+        k=len(rows[0].top_ids) if rows else 0,
+        top_ids=[token for row in rows for token in row.top_ids],
+        top_values=[value for row in rows for value in row.top],
+        chosen_values=[value for row in rows for value in row.chosen],
+    )
+
+
+def _prompt_rows_to_pb(handle: int, rows: PromptLogprobs) -> worker_pb2.LogprobRows:
+    return worker_pb2.LogprobRows(
+        handle=handle,
+        values=rows.values.tolist(),
+        k=rows.top_ids.shape[1],
+        top_ids=rows.top_ids.ravel().tolist(),
+        top_values=rows.top.ravel().tolist(),
+        chosen_values=rows.chosen.ravel().tolist(),
     )
 
 
@@ -144,6 +118,8 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         cached_tokens=finish.cached_tokens,
         completion_tokens=finish.completion_tokens,
         queue_ms=int(finish.queue_s * 1000),
+        embedding=() if finish.embedding is None else finish.embedding.tolist(),
+        retractions=finish.retractions,
     )
     if finish.matched_token >= 0:
         pb.matched_token = finish.matched_token

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.core.plan import BatchPlan, ForwardMode, RowLogprobs, SlotParams
+from services.worker.core.plan import BatchPlan, ForwardMode, PromptLogprobs, RowLogprobs, SlotParams
 from services.worker.core.sampling import SamplingParams
-from services.worker.exec.protocol import Executor
+from services.worker.exec.protocol import Executor, Masks
 
 
 @dataclass
 class Sequence:
-    """One request: its slot, the pages it holds in order, and the tokens it got."""
+    """One request: its slot, the pages it holds in order, and the tokens it got. num_prompt_tokens: -1 for the whole prompt,
+    fewer where the rest of it is output kept from before."""
 
     prompt: list[int]
     slot: int
@@ -23,8 +24,11 @@ class Sequence:
     named_pages: int = 0
     output: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    embedding: np.ndarray | None = None
     stop_token_ids: tuple[int, ...] = ()
     admitted: bool = False
+    num_prompt_tokens: int = -1
 
     @property
     def tokens(self) -> list[int]:
@@ -37,6 +41,15 @@ def greedy(max_new_tokens: int = 64, top_logprobs: int = -1) -> SamplingParams:
 
 def i32(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int32)
+
+
+def _prompt_scores(row: int, sequence: Sequence, count: int) -> tuple[int, int, int] | None:
+    """(row, offset, next) as a plan has them, None where the row predicts no wanted prompt token."""
+    first, start, size = sequence.params.prompt_logprobs_from, sequence.computed, len(sequence.prompt)
+    offset = max(0, first - 1 - start)
+    if first < 0 or offset >= count or start + offset + 1 >= size:
+        return None
+    return row, offset, sequence.prompt[start + count] if start + count < size else -1
 
 
 class Driver:
@@ -53,6 +66,7 @@ class Driver:
         updates = [update for sequence, count in rows if (update := self._new_pages(sequence, count))]
         ids = [t for (s, n), extend in zip(rows, extends, strict=True) if extend for t in s.prompt[s.computed : s.computed + n]]
         admitted = tuple(self._admit(sequence) for sequence, _ in rows if not sequence.admitted)
+        scored = [scores for row, (s, n) in enumerate(rows) if extends[row] and (scores := _prompt_scores(row, s, n))]
         self.step_id += 1
         plan = BatchPlan(
             step_id=self.step_id,
@@ -64,9 +78,9 @@ class Driver:
             input_ids=i32(ids),
             sample=np.array([s.computed + n >= len(s.prompt) for s, n in rows], dtype=np.bool_),
             mask_rows=i32([]),
-            prompt_logprob_rows=i32([]),
-            prompt_logprob_offsets=i32([]),
-            prompt_logprob_nexts=i32([]),
+            prompt_logprob_rows=i32([row for row, _, _ in scored]),
+            prompt_logprob_offsets=i32([offset for _, offset, _ in scored]),
+            prompt_logprob_nexts=i32([after for _, _, after in scored]),
             admitted=admitted,
             table_slots=i32([slot for slot, _, _ in updates]),
             table_firsts=i32([first for _, first, _ in updates]),
@@ -87,12 +101,13 @@ class Driver:
 
     def _admit(self, sequence: Sequence) -> SlotParams:
         sequence.admitted = True
-        return SlotParams(sequence.slot, len(sequence.prompt), sequence.params, sequence.stop_token_ids, i32(sequence.prompt))
+        size = len(sequence.prompt) if sequence.num_prompt_tokens < 0 else sequence.num_prompt_tokens
+        return SlotParams(sequence.slot, size, sequence.params, sequence.stop_token_ids, i32(sequence.prompt))
 
-    def step(self, rows: list[tuple[Sequence, int]]) -> None:
-        """Plans, runs, and hands out one step's tokens."""
+    def step(self, rows: list[tuple[Sequence, int]], masks: Masks | None = None) -> None:
+        """Plans, runs, and hands out one step's tokens. masks: by row."""
         run = self.executor.forward(self.plan(rows))
-        self.executor.sample(run, {})
+        self.executor.sample(run, masks or {})
         result = self.executor.wait(run)
         assert not result.faults
         for row, (sequence, _) in enumerate(rows):
@@ -100,6 +115,10 @@ class Driver:
                 sequence.output.append(int(result.tokens[row]))
             if row in result.logprobs:
                 sequence.logprobs.append(result.logprobs[row])
+            if row in result.prompt_logprobs:
+                sequence.prompt_logprobs.append(result.prompt_logprobs[row])
+            if row in result.embeddings:
+                sequence.embedding = result.embeddings[row]
 
     def prefill(self, sequences: list[Sequence], chunk: int = 1 << 30) -> None:
         """Extends all sequences together, at most chunk tokens of each in a step, until every prompt is computed."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.core.plan import RowFault
 from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.checkpoint import CheckpointError
 from services.worker.exec.cpu import CpuExecutor
@@ -91,7 +92,7 @@ def test_half_precision_stays_close(folder: Path, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("config", "tensors", "error", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, {}, UnsupportedModel, "GPT2LMHeadModel is not supported; supported: Llama"),
+        ({"architectures": ["GPT2LMHeadModel"]}, {}, UnsupportedModel, "architecture GPT2LMHeadModel is not supported"),
         ({"hidden_act": "gelu"}, {}, UnsupportedModel, "hidden_act gelu"),
         ({"rope_parameters": DYNAMIC_ROPE}, {}, UnsupportedModel, "rope type dynamic"),
         ({"quantization_config": {"quant_method": "awq"}}, {}, CheckpointError, "quantised"),
@@ -154,6 +155,27 @@ def test_a_failed_step_fails_its_waiter_and_no_other(executor: CpuExecutor) -> N
     with pytest.raises(ExecutorError, match=r"step 1 failed.*slots \[5\]"):
         executor.wait(bad)
     assert len(sequence.output) == 1
+
+
+def test_masks_go_to_their_rows(executor: CpuExecutor) -> None:
+    """Rows are the plan's, those that do not sample among them; a row without its mask is sampled without one."""
+    driver, words = Driver(executor, 4), np.zeros(9, dtype=np.uint32)
+    words[250 // 32] = 1 << 250 % 32
+    chunked = Sequence([1, 2, 3, 4, 5, 6, 7, 8], 0, greedy())
+    masked, plain = Sequence([1, 2, 3], 1, greedy()), Sequence([1, 2, 3], 2, greedy())
+    driver.step([(chunked, 4), (masked, 3), (plain, 3)], {1: words, 0: words})
+    assert masked.output == [250] and plain.output != [250] and chunked.output == []
+    driver.step([(chunked, 4), (plain, 1), (masked, 1)], {2: words, 9: words})
+    assert masked.output == [250, 250] and plain.output[1] != 250 and chunked.output != [250]
+
+
+def test_a_row_with_nothing_left_faults_alone(executor: CpuExecutor) -> None:
+    driver = Driver(executor, 4)
+    rows = [(Sequence([1, 2, 3], 0, greedy()), 3), (Sequence([1, 2, 3], 1, greedy()), 3)]
+    run = executor.forward(driver.plan(rows))
+    executor.sample(run, {0: np.zeros(9, dtype=np.uint32)})
+    result = executor.wait(run)
+    assert result.faults == {0: RowFault.NO_TOKEN_ALLOWED} and result.tokens[0] == 0 and result.tokens[1] != 0
 
 
 def test_an_empty_plan_gives_an_empty_result(executor: CpuExecutor) -> None:

@@ -200,7 +200,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(8, temperature=1.0)])
 def test_allowed_tokens(params: SamplingParams) -> None:
-    mask = {0: torch.tensor([1 << 2 | 1 << 4], dtype=torch.int32)}
+    mask = {0: np.array([1 << 2 | 1 << 4], dtype=np.uint32)}
     sampler = sampler_of(params)
     drawn = {
         int(sampler.sample(torch.tensor([LOGITS]), np.array([0], np.int32), np.array([p], np.int32), mask).tokens[0])

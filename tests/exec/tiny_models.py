@@ -38,13 +38,15 @@ class TinyModel:
     family: str
     options: dict[str, Any]
     shard_size: str = "5GB"
+    config: str = ""
+    class_name: str = ""
 
     def build(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         """Saves the checkpoint to the folder and returns the transformers model, in eval mode."""
         torch.manual_seed(7)
-        config = getattr(transformers, f"{self.family}Config")(**{**SHAPE, **self.options})
+        config = getattr(transformers, self.config or f"{self.family}Config")(**{**SHAPE, **self.options})
         config._attn_implementation = "eager"
-        model = getattr(transformers, f"{self.family}ForCausalLM")(config).to(dtype)
+        model = getattr(transformers, self.class_name or f"{self.family}ForCausalLM")(config).to(dtype)
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 torch.nn.init.normal_(parameter.data, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)

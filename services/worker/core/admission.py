@@ -16,17 +16,18 @@ Refusal = tuple[ErrorCode, str]
 def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> Refusal | None:
     """Why a request can never run here."""
     length = len(message.prompt_ids)
+    outputs = 0 if message.params.embedding else message.params.max_new_tokens
     if length < 1:
         return ErrorCode.INVALID_ARGUMENT, "the prompt is empty"
-    if length >= config.context_len:
+    if length + min(outputs, 1) > config.context_len:
         return ErrorCode.INVALID_ARGUMENT, f"the prompt has {length} tokens; the context holds {config.context_len}"
-    if length + message.params.max_new_tokens > config.context_len:
+    if length + outputs > config.context_len:
         return ErrorCode.INVALID_ARGUMENT, "prompt and max_new_tokens together exceed the context"
     if -(-length // config.page_size) > config.num_pages:
         size = config.num_pages * config.page_size
         return ErrorCode.OUT_OF_MEMORY, f"the prompt has {length} tokens; the KV pool holds {size}"
     if message.params.grammar is not None and not offers_grammars:
-        return ErrorCode.INVALID_ARGUMENT, "this worker offers no structured output"
+        return ErrorCode.INVALID_ARGUMENT, "grammar: this worker offers no structured output"
     return None
 
 

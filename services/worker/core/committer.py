@@ -42,6 +42,8 @@ class Committer:
         rows = np.flatnonzero(fresh)
         if len(rows):
             self._commit_tokens(step, result, rows, now)
+        if result.faults:
+            self._end_unsampled(step, result, live & ~plan.sample, now)
 
     def _publish_extends(self, step: Step, sound: Mask) -> None:
         """Prompts are shared as soon as their pages are computed, never before, and not where the computation went wrong."""
@@ -61,6 +63,12 @@ class Committer:
                 request.logprob_done += len(values.values)
                 request.logprob_planned = max(request.logprob_planned, request.logprob_done)
                 self._table.outputs.add_prompt_logprobs(request, values)
+
+    def _end_unsampled(self, step: Step, result: StepResult, rows: Mask, now: float) -> None:
+        """Faults of chunks that are not their request's last."""
+        for row, fault in result.faults.items():
+            if rows[row] and (ending := check_fault(0, 1, fault)):
+                self._table.end(step.requests[row], ending, now)
 
     def _drop_redundant(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
         """Rows that sampled a token which was known before: only that they went well counts."""

@@ -30,6 +30,7 @@ class EvictionPolicy(enum.StrEnum):
 class SchedulerConfig:
     """Lengths and budgets are in tokens, pool sizes in pages, times in seconds; 0 switches a limit off where it says so.
 
+    bos_token_id: what a tokenizer puts before a text, dropped where a session's turn goes on behind another (-1: none).
     chunked_prefill_size: 0 means that prompts are never cut. adaptive_chunk_rows: decode rows at which chunks are half as
     long (0: never shorter). max_extend_steps: extend steps in a row while decode rows wait (0: any number).
     prefill_max_requests: extend rows of one step (0: any number). max_prompt_logprob_tokens: prompt tokens of one step
@@ -46,6 +47,7 @@ class SchedulerConfig:
     context_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int = -1
     max_running_requests: int = 256
     max_queued_requests: int = 4096
     max_prefill_tokens: int = 16384

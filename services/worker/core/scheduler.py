@@ -29,7 +29,8 @@ _CANCELLED = Ending(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the 
 
 
 class Scheduler:
-    """book: compiled grammars, None if structured output is not offered. events: told of cached blocks, None if nobody asks."""
+    """book: compiled grammars, None if structured output is not offered. events: told of cached blocks, None if nobody asks.
+    closed: why new requests are turned away, "" while they are welcome; set by whoever takes away what they need."""
 
     def __init__(
         self, config: SchedulerConfig, rules: TextRules, book: GrammarBook | None = None, events: CacheEventLog | None = None
@@ -41,6 +42,7 @@ class Scheduler:
         self._flight: list[Step] = []
         self._next_seq = 0
         self.paused = False
+        self.closed = ""
 
     @property
     def config(self) -> SchedulerConfig:
@@ -236,6 +238,8 @@ class Scheduler:
 
     def _resolve(self, message: Submit, now: float) -> Submit | Refusal:
         """The message as it can be queued, or why it cannot."""
+        if self.closed:
+            return ErrorCode.UNAVAILABLE, self.closed
         if message.session is not None:
             resolved = self.table.sessions.resolve(message)
             if isinstance(resolved, str):

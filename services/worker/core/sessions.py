@@ -97,19 +97,19 @@ class SessionTable:
         assert turn is not None
         session = self._sessions.get(turn.session_id)
         if session is None:
-            return f"session {turn.session_id} is not open here"
+            return f"session: {turn.session_id} is not open here"
         if message.request_id in session.turns or message.request_id in session.running:
-            return f"session {turn.session_id} has a turn {message.request_id}"
+            return f"session: {turn.session_id} has a turn {message.request_id}"
         parent = turn.parent or next(reversed(session.turns), "")
         if parent and parent not in session.turns:
             state = "is still running" if parent in session.running else "is not there"
-            return f"turn {parent} of session {turn.session_id} {state}"
-        before = self._kept(session.turns[parent], turn) if parent else message.prompt_ids[:0]
-        prompt = np.concatenate([before, message.prompt_ids])
-        if not len(prompt):
-            return "the turn and what it builds on are empty"
+            return f"session: turn {parent} of {turn.session_id} {state}"
+        prompt = message.prompt_ids
+        if parent and len(before := self._kept(session.turns[parent], turn)):
+            starts_anew = len(prompt) > 1 and int(prompt[0]) == self.config.bos_token_id
+            prompt = np.concatenate([before, prompt[1:] if starts_anew else prompt])
         if session.num_tokens + len(prompt) > session.capacity:
-            return f"session {turn.session_id} is full: it holds {session.capacity} tokens over its turns"
+            return f"session: {turn.session_id} is full: it holds {session.capacity} tokens over its turns"
         room = max(self.config.context_len - len(prompt), 1)
         params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, room))
         return replace(message, prompt_ids=prompt, params=params, session=replace(turn, parent=parent))

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in the files
 NAMED_AT_MOST = 8  # missing tensors that an error message lists
 
 
@@ -17,13 +18,26 @@ class CheckpointError(ValueError):
     """The folder cannot be loaded; the message names the file or tensor."""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _parsed(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError if the file is unreadable or holds no object."""
+    content = _parsed(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Raises CheckpointError if the file is unreadable or holds no array."""
+    content = _parsed(path)
+    if not isinstance(content, list):
+        raise CheckpointError(f"{path} does not hold a JSON array")
     return content
 
 
@@ -45,9 +59,15 @@ def read_config(folder: Path) -> Any:
 def eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
     """Every end-of-sequence id that generation_config.json or config.json names, in that order, once each."""
     path = folder / "generation_config.json"
-    named = [_read_json(path).get("eos_token_id") if path.is_file() else None, config.eos_token_id]
+    named = [read_json(path).get("eos_token_id") if path.is_file() else None, config.eos_token_id]
     ids = [token for entry in named for token in (entry if isinstance(entry, list) else [entry]) if token is not None]
     return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def named(tensors: list[str]) -> str:
+    """How many they are, and the first of their names."""
+    listed = ", ".join(tensors[:NAMED_AT_MOST]) + (", ..." if len(tensors) > NAMED_AT_MOST else "")
+    return f"{len(tensors)} tensors: {listed}"
 
 
 class Checkpoint:
@@ -61,7 +81,7 @@ class Checkpoint:
     def _locate(self) -> dict[str, str]:
         index, single = self._folder / "model.safetensors.index.json", "model.safetensors"
         if index.is_file():
-            weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+            weight_map: dict[str, str] = read_json(index).get("weight_map", {})
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise CheckpointError(f"{index} has no weight_map of names to files")
             if any(Path(file).name != file for file in weight_map.values()):
@@ -81,17 +101,22 @@ class Checkpoint:
                 raise CheckpointError(f"cannot open {path}: {error}") from error
         return self._open[file]
 
+    def holds(self, name: str) -> bool:
+        return name in self._file_of
+
     def require(self, names: list[str]) -> None:
         """Raises CheckpointError naming the tensors that are not there."""
         missing = [name for name in names if name not in self._file_of]
         if missing:
-            listed = ", ".join(missing[:NAMED_AT_MOST]) + (", ..." if len(missing) > NAMED_AT_MOST else "")
-            raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {listed}")
+            raise CheckpointError(f"{self._folder} lacks {named(missing)}")
 
-    def dtype(self, name: str) -> torch.dtype:
-        self.require([name])
-        found: torch.dtype = self._file(self._file_of[name]).get_slice(name)[:1].dtype
-        return found
+    def first_dtype(self) -> torch.dtype:
+        """That of the first floating-point tensor. Raises CheckpointError if there is none."""
+        for name, file in self._file_of.items():
+            found = FLOATS.get(self._file(file).get_slice(name).get_dtype())
+            if found is not None:
+                return found
+        raise CheckpointError(f"{self._folder} holds no floating-point tensor")
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The named tensor, converted. Raises CheckpointError if it is missing or has another shape."""

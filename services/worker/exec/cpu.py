@@ -9,34 +9,44 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 
 from services.worker.core.plan import BatchPlan, StepResult
+from services.worker.exec.device_memory import DeviceMemory
+from services.worker.exec.operations import Operation, OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
 from services.worker.exec.protocol import ExecutorError, Masks, Run
 from services.worker.exec.runner import CpuRun, ModelRunner
+from services.worker.exec.step_profile import StepProfile
 
 CLOSE_TIMEOUT_S = 30.0
 
 
 class CpuExecutor:
-    """Implements exec.protocol.Executor. A failed step fails its own waiter; the thread goes on with the next one."""
+    """Implements exec.protocol.Executor. A failed step fails its own waiter; the thread goes on with the next one.
 
-    def __init__(self, model: ModelRunner, num_threads: int) -> None:
+    memory: None where nothing can be released, for it could not be made again.
+    """
+
+    def __init__(self, model: ModelRunner, num_threads: int, memory: DeviceMemory | None = None) -> None:
         self._model = model
-        self._queue: queue.SimpleQueue[tuple[Callable[[CpuRun], None], CpuRun, bool] | None] = queue.SimpleQueue()
+        self._memory = memory
+        self._profile = StepProfile()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(num_threads,), name="cpu-forward", daemon=True)
         self._thread.start()
 
     def forward(self, plan: BatchPlan) -> CpuRun:
         run = CpuRun(plan)
-        self._queue.put((self._model.forward, run, False))
+        self._queue.put(partial(self._step, "forward", self._model.forward, run))
         return run
 
     def sample(self, run: Run, masks: Masks) -> None:
         own = _own(run)
         own.masks = masks
-        self._queue.put((self._model.sample, own, True))
+        self._queue.put(partial(self._last_step, own))
 
     def wait(self, run: Run) -> StepResult:
         own = _own(run)
@@ -44,6 +54,16 @@ class CpuExecutor:
         if own.error is not None or own.result is None:
             raise ExecutorError(f"step {own.plan.step_id} failed: {own.error!r}") from own.error
         return own.result
+
+    def apply(self, operation: Operation) -> None:
+        done: Future[None] = Future()
+        self._queue.put(partial(self._operate, operation, done))
+        try:
+            done.result()
+        except OperationRefused:
+            raise
+        except Exception as error:
+            raise ExecutorError(f"{type(operation).__name__} failed: {error!r}") from error
 
     def close(self) -> None:
         self._queue.put(None)
@@ -53,14 +73,43 @@ class CpuExecutor:
         torch.set_num_threads(num_threads)  # per thread, hence here
         with torch.inference_mode():
             while (task := self._queue.get()) is not None:
-                work, run, last = task
-                try:
-                    if run.error is None:
-                        work(run)
-                except Exception as error:  # of any kind: it belongs to the waiter of this step
-                    run.error = error
-                if last or run.error is not None:
-                    run.done.set()
+                task()
+
+    def _step(self, name: str, work: Callable[[CpuRun], None], run: CpuRun) -> None:
+        try:
+            if run.error is None:
+                self._profile.record(f"{name} {run.plan.step_id}", partial(work, run))
+        except Exception as error:  # of any kind: it belongs to the waiter of this step
+            run.error = error
+            run.done.set()
+
+    def _last_step(self, run: CpuRun) -> None:
+        self._step("sample", self._model.sample, run)
+        run.done.set()
+
+    def _operate(self, operation: Operation, done: Future[None]) -> None:
+        try:
+            self._do(operation)
+        except Exception as error:  # of any kind: it belongs to the operator
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def _do(self, operation: Operation) -> None:
+        match operation:
+            case StartProfile(path):
+                self._profile.start(path)
+            case StopProfile():
+                self._profile.stop()
+            case ReleaseMemory():
+                self._releasable().release(operation)
+            case ResumeMemory():
+                self._releasable().resume(operation)
+
+    def _releasable(self) -> DeviceMemory:
+        if self._memory is None:
+            raise OperationRefused("this model's memory cannot be released")
+        return self._memory
 
 
 def _own(run: Run) -> CpuRun:

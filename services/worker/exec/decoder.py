@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Kernels, RaggedRows
+from services.worker.exec.causal_model import NoVocabulary
 from services.worker.exec.families import DecoderConfig
 from services.worker.exec.pools import KVPool
 from services.worker.exec.weights import DecoderWeights, LayerWeights
@@ -49,12 +50,10 @@ class Decoder:
         self._cos_sin = cos_sin
         self._kernels = kernels
         self._space = Workspace(weights.embedding.dtype)
+        self._held: _Activations | None = None
 
-    def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool, wanted: Tensor) -> Tensor:
-        """Computes every token's keys and values, and logits, float32[W, vocabulary], of the wanted ones.
-
-        input_ids: int64[T], inside the vocabulary; wanted: int64[W], indices into T. The result is valid until the next call.
-        """
+    def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
+        """See CausalModel."""
         eps, kernels = self._config.rms_norm_eps, self._kernels
         held = self._activations(len(input_ids))
         torch.index_select(self._weights.embedding, 0, input_ids, out=held.residual)
@@ -67,7 +66,30 @@ class Decoder:
             kernels.fused_add_rms_norm(held.hidden, held.update, held.residual, layer.post_norm, eps)
             kernels.gated_linear(held.activated, held.hidden, layer.gate_up)
             kernels.linear(held.update, held.activated, layer.down)
-        return self._logits(held, wanted)
+        self._held = held
+
+    def states(self, wanted: Tensor) -> Tensor:
+        """See CausalModel. Normed for the wanted rows alone: the others' are seldom asked for."""
+        held, count = self._computed(), len(wanted)
+        normed = self._space.take("normed", count, self._config.hidden_size)
+        if count:
+            last, update = held.residual[wanted], held.update[wanted]
+            self._kernels.fused_add_rms_norm(normed, update, last, self._weights.norm, self._config.rms_norm_eps)
+        return normed
+
+    def logits(self, wanted: Tensor) -> Tensor:
+        """See CausalModel. Raises NoVocabulary."""
+        if self._weights.lm_head is None:
+            raise NoVocabulary("this model gives vectors and no tokens")
+        logits = self._space.take("logits", len(wanted), self._config.vocab_size, torch.float32)
+        if len(wanted):
+            self._kernels.linear(logits, self.states(wanted), self._weights.lm_head)
+        return logits
+
+    def _computed(self) -> _Activations:
+        if self._held is None:
+            raise RuntimeError("no step has been computed")
+        return self._held
 
     def _activations(self, num_tokens: int) -> _Activations:
         config = self._config
@@ -88,13 +110,3 @@ class Decoder:
         kernels.rope_write_kv(held.qkv, layer.qk_norms, config.rms_norm_eps, self._cos_sin, rows, keys, values)
         kernels.paged_attention(held.mixed, held.qkv, keys, values, rows, config.head_dim**-0.5, config.windows[index])
         kernels.linear(held.update, held.mixed, layer.o)
-
-    def _logits(self, held: _Activations, wanted: Tensor) -> Tensor:
-        config, count = self._config, len(wanted)
-        logits = self._space.take("logits", count, config.vocab_size, torch.float32)
-        if count:
-            normed = self._space.take("normed", count, config.hidden_size)
-            last, update = held.residual[wanted], held.update[wanted]
-            self._kernels.fused_add_rms_norm(normed, update, last, self._weights.norm, config.rms_norm_eps)
-            self._kernels.linear(logits, normed, self._weights.lm_head)
-        return logits

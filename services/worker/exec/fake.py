@@ -9,15 +9,18 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.plan import BatchPlan, RowFault, StepResult
+from services.worker.core.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec.operations import Operation, OperationRefused, ReleaseMemory, StartProfile, StopProfile
 from services.worker.exec.protocol import ExecutorError, Masks, Run
 
 I32 = NDArray[np.int32]
+FAKE_EMBEDDING_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,22 @@ def hashed_token(context: I32, vocab_size: int) -> int:
     return zlib.crc32(context.tobytes()) % vocab_size
 
 
+def first_allowed(token: int, mask: NDArray[np.uint32], vocab_size: int) -> int:
+    """The first token at or after `token`, going round, that the mask allows; `token` itself if it allows none."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
+    allowed = np.flatnonzero(np.roll(bits, -token))
+    return (token + int(allowed[0])) % vocab_size if len(allowed) else token
+
+
+def fake_logprobs(token: int, top: int, chosen: int) -> RowLogprobs:
+    return RowLogprobs(-float(token), (token,) * top, (-float(token),) * top, (-float(token),) * chosen)
+
+
+def fake_embedding(context: I32) -> NDArray[np.float32]:
+    """float32[FAKE_EMBEDDING_SIZE] that depends on every token."""
+    return np.frombuffer(zlib.crc32(context.tobytes()).to_bytes(4, "little"), dtype=np.uint8).astype(np.float32)
+
+
 @dataclass(slots=True)
 class FakeRun:
     plan: BatchPlan
@@ -51,6 +70,9 @@ class FakeRun:
     ready_at: float
     faults: dict[int, RowFault]
     sampled: bool = False
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 def _own(run: Run) -> FakeRun:
@@ -82,6 +104,7 @@ class FakeExecutor:
         self.kv: I32 = np.full((num_pages, page_size), -1, dtype=np.int32)
         self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
+        self._params: dict[int, SamplingParams] = {}
         self.fail_steps: set[int] = set()
         self.row_faults: dict[int, dict[int, RowFault]] = {}
 
@@ -89,6 +112,7 @@ class FakeExecutor:
         self._apply_table(plan)
         for admitted in plan.admitted:
             self.future_map[admitted.slot] = -1
+            self._params[admitted.slot] = admitted.params
         at = 0
         for row in range(plan.num_rows):
             slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.num_tokens[row])
@@ -113,7 +137,17 @@ class FakeExecutor:
         for row in np.flatnonzero(plan.sample).tolist():
             slot = int(plan.slots[row])
             context = self._read(slot, int(plan.starts[row]) + int(plan.num_tokens[row]))
-            run.tokens[row] = self.future_map[slot] = self._next_token(context, self._vocab_size)
+            token = self._next_token(context, self._vocab_size)
+            if row in masks:
+                token = first_allowed(token, masks[row], self._vocab_size)
+            run.tokens[row] = self.future_map[slot] = token
+            params = self._params[slot]
+            if params.top_logprobs >= 0:
+                run.logprobs[row] = fake_logprobs(token, params.top_logprobs, len(params.logprob_token_ids))
+            if params.embedding is not None:
+                run.embeddings[row] = fake_embedding(context)
+        for i, row in enumerate(plan.prompt_logprob_rows.tolist()):
+            run.prompt_logprobs[row] = self._prompt_logprobs(plan, i, row)
 
     def wait(self, run: Run) -> StepResult:
         run = _own(run)
@@ -122,10 +156,30 @@ class FakeExecutor:
             self._sleep(left)
         if run.plan.step_id in self.fail_steps:
             raise ExecutorError("made to fail")
-        return StepResult(run.plan.step_id, run.tokens, run.faults, {})
+        return StepResult(run.plan.step_id, run.tokens, run.faults, run.logprobs, run.prompt_logprobs, run.embeddings)
+
+    def apply(self, operation: Operation) -> None:
+        match operation:
+            case ReleaseMemory(kv=True):
+                self.kv.fill(-1)
+            case StartProfile() | StopProfile():
+                raise OperationRefused("the fake executor computes nothing that a profile could show")
 
     def close(self) -> None:
         self.kv = np.empty((0, self._page_size), dtype=np.int32)
+
+    def _prompt_logprobs(self, plan: BatchPlan, index: int, row: int) -> PromptLogprobs:
+        """The "log probability" of a prompt token is minus its id."""
+        slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.num_tokens[row])
+        first, following = int(plan.prompt_logprob_offsets[index]), int(plan.prompt_logprob_nexts[index])
+        ids = self._read(slot, start + count)[start + first + 1 :]
+        if following >= 0:
+            ids = np.append(ids, np.int32(following))
+        params = self._params[slot]
+        k, chosen = max(params.top_logprobs, 0), len(params.logprob_token_ids)
+        values = -ids.astype(np.float32)
+        top_ids = np.repeat(ids[:, None], k, axis=1)
+        return PromptLogprobs(values, top_ids, np.repeat(values[:, None], k, axis=1), np.repeat(values[:, None], chosen, axis=1))
 
     def _apply_table(self, plan: BatchPlan) -> None:
         at = 0

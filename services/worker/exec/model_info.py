@@ -8,7 +8,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """context_len: tokens, prompt and output together. dtype: of weights and KV. weight_bytes: resident, packed copies
-    included. kv_bytes_per_token: over all layers, keys and values. The KV pool holds num_pages * page_size tokens."""
+    included. kv_bytes_per_token: over all layers, keys and values. The KV pool holds num_pages * page_size tokens.
+
+    generates: has a vocabulary projection, so that tokens can be sampled. embedding_size: numbers in an embedding, 0 where
+    the model gives none. needs_whole_prompt: every prompt has to be one row of one step, without a cached prefix (encoders).
+    pooling_reuses_prefix: an embedding may start behind a cached prefix (last-token pooling); if not, all of its prompt is
+    computed, though it may be cut into chunks.
+    """
 
     architecture: str
     context_len: int
@@ -19,3 +25,7 @@ class ModelInfo:
     dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
+    generates: bool = True
+    embedding_size: int = 0
+    needs_whole_prompt: bool = False
+    pooling_reuses_prefix: bool = True

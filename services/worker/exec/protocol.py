@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.plan import BatchPlan, StepResult
+from services.worker.exec.operations import Operation
 
 Masks = Mapping[int, NDArray[np.uint32]]
 
@@ -33,6 +34,8 @@ class Executor(Protocol):
         has left since the step was planned.
     wait: blocks until the step's result is on the host. Raises ExecutorError if the device work failed; the step's
         effects are then undefined, and the slots in it must not be read again.
+    apply: runs an operation in call order and returns when it is done. No step may be in flight, and none may be launched
+        while KV or weights are released. Raises OperationRefused, and then nothing has changed, or ExecutorError.
     close: ends threads and frees device memory; no call may follow.
     """
 
@@ -41,6 +44,8 @@ class Executor(Protocol):
     def sample(self, run: Run, masks: Masks) -> None: ...
 
     def wait(self, run: Run) -> StepResult: ...
+
+    def apply(self, operation: Operation) -> None: ...
 
     def close(self) -> None: ...
 

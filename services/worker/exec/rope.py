@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.exec.families import UnsupportedModel
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+from services.worker.exec.families import ROPE_TYPES, UnsupportedModel
 
 
 def _base_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:

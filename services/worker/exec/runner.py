@@ -1,4 +1,4 @@
-"""What the forward thread of the CPU executor runs: decoder, pools, relay and sampler, step by step."""
+"""What the forward thread of the CPU executor runs: model, pools, relay, sampler and pooling, step by step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels.ops import RaggedRows
 from services.worker.core.plan import BatchPlan, StepResult
-from services.worker.exec.decoder import Decoder
+from services.worker.exec.causal_model import CausalModel
+from services.worker.exec.embedding_pool import Embedded, EmbeddingPool, PoolingConfig, PoolingKind
 from services.worker.exec.future_map import FutureMap
+from services.worker.exec.logprobs import PromptScores
 from services.worker.exec.pools import KVPool, PageTable
 from services.worker.exec.protocol import Masks
-from services.worker.exec.sampler import Sampler
+from services.worker.exec.sampler import Sampled, Sampler
+
+LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a forward pass leaves for sampling. rows: int64[n], of the plan, that sample; logits: float32[n, V], valid until
+    the next forward pass, None without rows."""
+
+    rows: NDArray[np.int64]
+    logits: torch.Tensor | None
+    prompts: PromptScores
+    embedded: Embedded
 
 
 @dataclass(slots=True)
@@ -24,36 +40,54 @@ class CpuRun:
     plan: BatchPlan
     masks: Masks = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
-    logits: torch.Tensor | None = None
+    computed: Computed | None = None
     result: StepResult | None = None
     error: BaseException | None = None
 
 
 class ModelRunner:
-    """Owned by the forward thread from its first step on."""
+    """Owned by the forward thread from its first step on. pooling: for requests that want a vector. A model whose every
+    request does is never asked for logits."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, table: PageTable, futures: FutureMap, sampler: Sampler, vocab_size: int
+        self,
+        model: CausalModel,
+        pool: KVPool,
+        table: PageTable,
+        futures: FutureMap,
+        sampler: Sampler,
+        vocab_size: int,
+        pooling: PoolingConfig = LAST_TOKEN,
     ) -> None:
-        self._decoder = decoder
+        self._model = model
         self._pool = pool
         self._table = table
         self._futures = futures
         self._sampler = sampler
         self._vocab_size = vocab_size
+        self._embeddings = EmbeddingPool(pooling, len(table.tensor))
 
     def forward(self, run: CpuRun) -> None:
         plan = run.plan
         self._table.update(plan)
-        for slot in plan.admitted:
-            self._sampler.admit(slot)
-        if plan.admitted:
-            self._futures.poison(torch.tensor([slot.slot for slot in plan.admitted]))
+        self._admit(plan)
+        self._sampler.follow(plan)
         if plan.num_rows == 0:
             return
-        rows = self._rows(plan)
-        ends = np.cumsum(plan.num_tokens)[plan.sample] - 1
-        run.logits = self._decoder.forward(self._input_ids(plan), rows, self._pool, torch.from_numpy(ends))
+        self._model.forward(self._input_ids(plan), self._rows(plan), self._pool)
+        run.computed = self._computed(plan)
+
+    def hold(self, model: CausalModel | None, pool: KVPool | None) -> None:
+        """Puts another model, another pool, in the place of its own; None leaves what is there. Between two steps."""
+        self._model = model or self._model
+        self._pool = pool or self._pool
+
+    def _admit(self, plan: BatchPlan) -> None:
+        for slot in plan.admitted:
+            self._sampler.admit(slot)
+            self._embeddings.admit(slot)
+        if plan.admitted:
+            self._futures.poison(torch.tensor([slot.slot for slot in plan.admitted]))
 
     def _input_ids(self, plan: BatchPlan) -> torch.Tensor:
         """int64[T], kept inside the vocabulary: a row that is dropped later may bring anything."""
@@ -78,19 +112,38 @@ class ModelRunner:
             max_context=int((starts + counts).max()),
         )
 
+    def _computed(self, plan: BatchPlan) -> Computed:
+        """Asks for the sampled rows' logits last: each request for logits overwrites the one before."""
+        prompts = self._sampler.prompt_logprobs(plan, self._model.logits)
+        embedded = self._embeddings.pool(plan, self._model.states)
+        rows = np.flatnonzero(plan.sample & ~self._embeddings.wanted(plan.slots))
+        ends = torch.from_numpy(np.cumsum(plan.num_tokens)[rows] - 1)
+        return Computed(rows, self._model.logits(ends) if len(rows) else None, prompts, embedded)
+
     def sample(self, run: CpuRun) -> None:
-        plan, tokens = run.plan, np.zeros(run.plan.num_rows, dtype=np.int32)
-        rows = np.flatnonzero(plan.sample)
-        if run.logits is None or not len(rows):
-            run.result = StepResult(plan.step_id, tokens, {}, {})
+        plan, tokens, computed = run.plan, np.zeros(run.plan.num_rows, dtype=np.int32), run.computed
+        if computed is None:
+            run.result = StepResult(plan.step_id, tokens)
             return
-        sampled = self._sampler.sample(run.logits, plan.slots[rows], (plan.starts + plan.num_tokens)[rows])
-        self._futures.write(torch.from_numpy(plan.slots[rows].astype(np.int64)), sampled.tokens)
+        rows, sampled = computed.rows, self._sampled(run, computed)
         tokens[rows] = sampled.tokens.numpy()
+        faults = {int(rows[index]): fault for index, fault in sampled.faults.items()}
         run.result = StepResult(
             step_id=plan.step_id,
             tokens=tokens,
-            faults={int(rows[index]): fault for index, fault in sampled.faults.items()},
+            faults={**computed.prompts.faults, **computed.embedded.faults, **faults},
             logprobs={int(rows[index]): values for index, values in sampled.logprobs.items()},
+            prompt_logprobs=computed.prompts.logprobs,
+            embeddings=computed.embedded.vectors,
         )
-        run.logits = None
+        run.computed = None
+
+    def _sampled(self, run: CpuRun, computed: Computed) -> Sampled:
+        plan, rows = run.plan, computed.rows
+        if computed.logits is None:
+            return Sampled(torch.empty(0, dtype=torch.int64), {}, {})
+        masks = {index: run.masks[row] for index, row in enumerate(rows.tolist()) if row in run.masks} if run.masks else {}
+        positions = (plan.starts + plan.num_tokens)[rows]
+        sampled = self._sampler.sample(computed.logits, plan.slots[rows], positions, masks)
+        self._futures.write(torch.from_numpy(plan.slots[rows].astype(np.int64)), sampled.tokens)
+        return sampled

@@ -16,7 +16,7 @@ class TokenCounts:
         self._size = len(ids)
         self._ids = np.concatenate((ids, np.zeros(16, dtype=np.int64)))
         self._counts = np.concatenate((counts.astype(np.int32), np.zeros(16, dtype=np.int32)))
-        self._place = {int(token): place for place, token in enumerate(ids)}
+        self._place = dict(zip(ids.tolist(), range(len(ids)), strict=True))
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -24,6 +24,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> I32:
+        """Each at least 1."""
         return self._counts[: self._size]
 
     def add(self, token: int) -> None:
@@ -36,3 +37,15 @@ class TokenCounts:
         self._place[token] = self._size
         self._ids[self._size], self._counts[self._size] = token, 1
         self._size += 1
+
+    def remove(self, token: int) -> None:
+        """Takes back one add() of a token that occurs."""
+        place = self._place[token]
+        self._counts[place] -= 1
+        if self._counts[place]:
+            return
+        self._size -= 1
+        last = int(self._ids[self._size])
+        self._ids[place], self._counts[place] = last, self._counts[self._size]
+        self._place[last] = place
+        del self._place[token]

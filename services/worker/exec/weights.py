@@ -14,7 +14,8 @@ from services.worker.exec.checkpoint import Checkpoint, CheckpointError
 from services.worker.exec.families import DecoderConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +31,17 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embedding: [vocabulary, hidden], also the source of lm_head where the two are tied."""
+    """embedding: [vocabulary, hidden], also the source of lm_head where the two are tied. lm_head: None where the checkpoint
+    is of the model below its vocabulary projection."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    lm_head: PackedLinear
+    lm_head: PackedLinear | None
 
     def num_bytes(self) -> int:
         """Bytes of distinct storage, packed copies included."""
-        tensors = [self.embedding, self.norm, *_linear_tensors(self.lm_head)]
+        tensors = [self.embedding, self.norm, *([] if self.lm_head is None else _linear_tensors(self.lm_head))]
         for layer in self.layers:
             tensors += [layer.input_norm, layer.post_norm, *(layer.qk_norms or ())]
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
@@ -53,9 +55,9 @@ def _linear_tensors(linear: PackedLinear) -> list[Tensor]:
 
 
 def resolve_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """name: "auto" (the config's, else that of the embedding on disk) or a dtype's name. Raises CheckpointError."""
+    """name: "auto" (the config's, else that of the first tensor on disk) or a dtype's name. Raises CheckpointError."""
     if name == "auto":
-        named = getattr(config, "dtype", None) or checkpoint.dtype(EMBEDDING)
+        named = getattr(config, "dtype", None) or checkpoint.first_dtype()
         name = str(named).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name} is not supported; supported: auto, {', '.join(DTYPES)}")
@@ -64,13 +66,16 @@ def resolve_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
+    """prefix: what stands before the names of the tensors below the vocabulary projection."""
+
     checkpoint: Checkpoint
+    prefix: str
     config: DecoderConfig
     dtype: torch.dtype
     kernels: Kernels
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.checkpoint.tensor(name, shape, self.dtype)
+        return self.checkpoint.tensor(self.prefix + name, shape, self.dtype)
 
     def vector(self, name: str, size: int) -> Tensor:
         return self.tensor(name, size).clone()
@@ -85,7 +90,7 @@ class _Reader:
         return self.kernels.pack_linear(*self.stacked(prefix, parts, in_features, bias))
 
     def layer(self, index: int) -> LayerWeights:
-        config, prefix = self.config, f"model.layers.{index}"
+        config, prefix = self.config, f"layers.{index}"
         attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", config.hidden_size
         qkv = [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
         gate_up = [("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)]
@@ -101,7 +106,12 @@ class _Reader:
         )
 
 
-def required_tensors(config: DecoderConfig) -> list[str]:
+def tensor_prefix(checkpoint: Checkpoint) -> str:
+    """ "model." or nothing: checkpoints of embedding models may have been saved from the model below its projection."""
+    return "" if checkpoint.holds(EMBEDDING) else "model."
+
+
+def required_tensors(config: DecoderConfig, prefix: str) -> list[str]:
     """Names of every tensor that load_weights reads."""
     attention = ["q_proj", "k_proj", "v_proj"]
     names = [f"self_attn.{name}.weight" for name in (*attention, "o_proj")]
@@ -111,23 +121,32 @@ def required_tensors(config: DecoderConfig) -> list[str]:
     for name in ("gate_proj", "up_proj", "down_proj"):
         names += [f"mlp.{name}.weight"] + ([f"mlp.{name}.bias"] if config.mlp_bias else [])
     names += ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    layers = [f"model.layers.{index}.{name}" for index in range(config.num_layers) for name in names]
-    return [EMBEDDING, *layers, "model.norm.weight"] + ([] if config.tie_word_embeddings else ["lm_head.weight"])
+    layers = [f"layers.{index}.{name}" for index in range(config.num_layers) for name in names]
+    below = [prefix + name for name in (EMBEDDING, *layers, "norm.weight")]
+    return [*below, HEAD] if config.has_head and not config.tie_word_embeddings else below
 
 
 def load_weights(
     checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, kernels: Kernels, progress: Callable[[str], None]
 ) -> DecoderWeights:
     """Reads, converts, fuses and packs. progress: called with a line now and then. Raises CheckpointError."""
-    checkpoint.require(required_tensors(config))
-    reader = _Reader(checkpoint, config, dtype, kernels)
+    prefix = tensor_prefix(checkpoint)
+    checkpoint.require(required_tensors(config, prefix))
+    reader = _Reader(checkpoint, prefix, config, dtype, kernels)
     embedding = reader.tensor(EMBEDDING, config.vocab_size, config.hidden_size).clone()
     layers = []
     for index in range(config.num_layers):
         layers.append(reader.layer(index))
         if (index + 1) % 8 == 0 or index + 1 == config.num_layers:
             progress(f"loaded layer {index + 1} of {config.num_layers}")
-    tied = config.tie_word_embeddings
-    head = embedding if tied else reader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
-    norm = reader.vector("model.norm.weight", config.hidden_size)
-    return DecoderWeights(embedding, tuple(layers), norm, kernels.pack_linear(head, None))
+    norm = reader.vector("norm.weight", config.hidden_size)
+    return DecoderWeights(embedding, tuple(layers), norm, _head(reader, embedding))
+
+
+def _head(reader: _Reader, embedding: Tensor) -> PackedLinear | None:
+    config = reader.config
+    if not config.has_head:
+        return None
+    if config.tie_word_embeddings:
+        return reader.kernels.pack_linear(embedding, None)
+    return reader.kernels.pack_linear(reader.checkpoint.tensor(HEAD, tuple(embedding.shape), reader.dtype), None)

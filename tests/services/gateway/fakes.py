@@ -6,6 +6,7 @@ They live on the event loop of System (system.py); tests read their plain attrib
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, t
 EOS = 0
 VOCAB_SIZE = 0x20000
 CONTEXT_LEN = 512
+EMBEDDING_SIZE = 4
 MODEL = "test-model"
 
 
@@ -33,6 +35,38 @@ def text_of(ids: list[int]) -> str:
 def chat_text(messages: list[dict[str, Any]], generation_prompt: bool = True) -> str:
     """The fake chat template."""
     return "".join(f"<{m['role']}>{m['content']}" for m in messages) + ("<assistant>" if generation_prompt else "")
+
+
+def logprob_of(token: int) -> float:
+    """What the fake worker says of a token, wherever it stands; exact in float32."""
+    return -(token % 10) / 8
+
+
+def tops_of(token: int, k: int) -> list[tuple[int, float]]:
+    """The fake worker's likeliest tokens where `token` stands: itself and those after it, falling."""
+    return [(token + rank, logprob_of(token) - rank) for rank in range(k)]
+
+
+def chosen_of(token: int) -> float:
+    """What the fake worker says of a token that was asked for by id."""
+    return -(token % 10) / 8 - 20
+
+
+def vector_of(ids: list[int]) -> list[float]:
+    """The fake worker's embedding: EMBEDDING_SIZE numbers, exact in float32."""
+    return [len(ids) / 8, ids[0] / 8, ids[-1] / 8, 0.5]
+
+
+def logprob_rows(handle: int, tokens: list[int], wanted: pb.Logprobs) -> worker_pb2.LogprobRows:
+    tops = [top for token in tokens for top in tops_of(token, wanted.top)]
+    return worker_pb2.LogprobRows(
+        handle=handle,
+        values=[logprob_of(token) for token in tokens],
+        k=wanted.top,
+        top_ids=[token for token, _ in tops],
+        top_values=[value for _, value in tops],
+        chosen_values=[chosen_of(token) for _ in tokens for token in wanted.token_ids],
+    )
 
 
 class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
@@ -93,6 +127,15 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         self.open: dict[int, Row] = {}  # of the newest stream
         self.forget = 0  # before so many batches more, forget every handle
         self.contexts: list[Any] = []
+        self.text_gate = asyncio.Event()
+        self.text_gate.set()
+        self.text_calls: list[list[int]] = []
+        self.bytes_of: dict[int, bytes] = {EOS: b"<eos>"}  # of tokens whose text is not their code point
+
+    async def TokenTexts(self, request: detokenizer_pb2.TokenTextsRequest, context: Any) -> detokenizer_pb2.TokenTextsResponse:
+        self.text_calls.append(list(request.token_ids))
+        await self.text_gate.wait()
+        return detokenizer_pb2.TokenTextsResponse(texts=[self.bytes_of.get(i, chr(i).encode()) for i in request.token_ids])
 
     async def Decode(
         self, batches: AsyncIterator[detokenizer_pb2.DecodeBatch], context: Any
@@ -158,16 +201,36 @@ class Running:
             cached_tokens=min(3, len(self.submit.prompt_ids)),
             completion_tokens=len(self.made),
         )
-        matched = [stop for stop in sampling.stop if text_of(self.made).endswith(stop)]
+        text = text_of(self.made)
+        matched = [stop for stop in sampling.stop if text.endswith(stop)]
+        patterns = [pattern for pattern in sampling.stop_regex if re.search(pattern, text)]
         if len(self.made) >= sampling.max_new_tokens:
             finish.reason = pb.FINISH_REASON_LENGTH
         elif (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids:
             finish.reason, finish.matched_token = pb.FINISH_REASON_MATCHED_TOKEN, token
         elif matched:
             finish.reason, finish.matched_stop = pb.FINISH_REASON_MATCHED_STRING, matched[0]
+        elif patterns:
+            finish.reason, finish.matched_stop = pb.FINISH_REASON_MATCHED_REGEX, patterns[0]
         else:
             return None
         return finish
+
+    def prompt_logprobs(self) -> list[worker_pb2.LogprobRows]:
+        """In two pieces, as of a prompt that was computed in chunks."""
+        wanted = self.submit.sampling.logprobs
+        if not wanted.HasField("prompt_from"):
+            return []
+        ids = list(self.submit.prompt_ids)[max(1, wanted.prompt_from) :]
+        pieces = [piece for piece in (ids[:2], ids[2:]) if piece]
+        return [logprob_rows(self.submit.handle, piece, wanted) for piece in pieces]
+
+    def embedded(self) -> worker_pb2.Finish:
+        ids = list(self.submit.prompt_ids)
+        vector = vector_of(ids)[: self.submit.sampling.embedding.dimensions or EMBEDDING_SIZE]
+        return worker_pb2.Finish(
+            handle=self.submit.handle, reason=pb.FINISH_REASON_EMBEDDED, prompt_tokens=len(ids), embedding=vector
+        )
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -176,6 +239,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:
         self.info = worker_pb2.WorkerInfo(worker_id=name, generation=1, model=model)
         self.info.context_len, self.info.vocab_size = CONTEXT_LEN, VOCAB_SIZE
+        self.info.generates, self.info.embedding_size = True, EMBEDDING_SIZE
         self.answer: Callable[[worker_pb2.Submit], str] = lambda submit: "Hello, world!"
         self.refuse: list[tuple[int, str]] = []  # ABORT finishes for the next submits: error code, message
         self.steps_left: int | None = None
@@ -244,14 +308,26 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.steps_left is not None:
             self.steps_left -= 1
         for handle, request in list(running.items()):
-            token, finish = request.next()
-            step.handles.append(handle)
-            step.counts.append(1)
-            step.token_ids.append(token)
+            finish = self._advance(step, handle, request)
             if finish is not None:
                 step.finishes.append(finish)
                 del running[handle]
         return step
+
+    @staticmethod
+    def _advance(step: worker_pb2.StepOutput, handle: int, request: Running) -> worker_pb2.Finish | None:
+        sampling = request.submit.sampling
+        if sampling.HasField("embedding"):
+            return request.embedded()
+        if not request.made:
+            step.prompt_logprobs.extend(request.prompt_logprobs())
+        token, finish = request.next()
+        step.handles.append(handle)
+        step.counts.append(1)
+        step.token_ids.append(token)
+        if sampling.HasField("logprobs"):
+            step.logprobs.append(logprob_rows(handle, [token], sampling.logprobs))
+        return finish
 
 
 SERVICERS: dict[type, Callable[[Any, grpc.aio.Server], None]] = {

@@ -12,7 +12,7 @@ import pytest
 
 from services.shared import limits
 
-from .fakes import CONTEXT_LEN, MODEL, VOCAB_SIZE
+from .fakes import CONTEXT_LEN, EMBEDDING_SIZE, MODEL, VOCAB_SIZE
 from .system import System, chat_body
 
 SECRET = "s3cr3t-input"
@@ -41,10 +41,49 @@ CHAT: dict[str, tuple[dict[str, Any], str]] = {
     "tool_choice named": ({"tool_choice": {"type": "function"}}, "tool_choice"),
     "both ways to begin": ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     "template kwargs a list": ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-    "response_format json": ({"response_format": {"type": "json_object"}}, "response_format"),
-    "logprobs": ({"logprobs": True}, "logprobs"),
-    "top_logprobs": ({"top_logprobs": 2}, "top_logprobs"),
+    "logprobs a number": ({"logprobs": 1}, "logprobs"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "too many top_logprobs": ({"logprobs": True, "top_logprobs": limits.MAX_TOP_LOGPROBS + 1}, "top_logprobs"),
+    "top_logprobs negative": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     "audio": ({"modalities": ["text", "audio"]}, "modalities"),
+}
+TOO_LARGE = "x" * (limits.MAX_GRAMMAR_BYTES + 1)
+CONSTRAINTS: dict[str, tuple[dict[str, Any], str]] = {
+    "response_format a string": ({"response_format": "json"}, "response_format.type"),
+    "response_format without type": ({"response_format": {}}, "response_format.type"),
+    "response_format unknown": ({"response_format": {"type": SECRET}}, "response_format.type"),
+    "json_schema missing": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    "json_schema without name": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+    ),
+    "json_schema without schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+    ),
+    "json_schema a list": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": [SECRET]}}},
+        "response_format.json_schema.schema",
+    ),
+    "guided_json no JSON": ({"guided_json": SECRET}, "guided_json"),
+    "guided_json a list": ({"guided_json": [1]}, "guided_json"),
+    "guided_json too large": ({"guided_json": TOO_LARGE}, "guided_json"),
+    "guided_regex empty": ({"guided_regex": ""}, "guided_regex"),
+    "guided_regex too large": ({"guided_regex": TOO_LARGE}, "guided_regex"),
+    "guided_grammar a number": ({"guided_grammar": 1}, "guided_grammar"),
+    "guided_choice empty": ({"guided_choice": []}, "guided_choice"),
+    "guided_choice with an empty text": ({"guided_choice": ["a", ""]}, "guided_choice"),
+    "too many choices": ({"guided_choice": ["a"] * (limits.MAX_GUIDED_CHOICES + 1)}, "guided_choice"),
+    "structural_tag no JSON": ({"structural_tag": SECRET}, "structural_tag"),
+    "structured_outputs a list": ({"structured_outputs": []}, "structured_outputs"),
+    "structured choice of numbers": ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+    "structured json_object a string": ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object"),
+    "structured whitespace": (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+    ),
+    "two in structured_outputs": ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+    "two constraints": ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
 }
 BOTH: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": None}, "model"),
@@ -94,7 +133,28 @@ BOTH: dict[str, tuple[dict[str, Any], str]] = {
     "cache_salt empty": ({"cache_salt": ""}, "cache_salt"),
     "cache_salt too long": ({"cache_salt": "x" * (limits.MAX_CACHE_SALT_CHARS + 1)}, "cache_salt"),
     "priority beyond 32 bits": ({"priority": 1 << 31}, "priority"),
-    "guided decoding": ({"guided_regex": "a+"}, "guided_regex"),
+    "routing_key too long": ({"routing_key": "x" * (limits.MAX_ROUTING_KEY_CHARS + 1)}, "routing_key"),
+    "stop_regex a number": ({"stop_regex": 5}, "stop_regex"),
+    "stop_regex empty": ({"stop_regex": [""]}, "stop_regex"),
+    "too many stop_regex": ({"stop_regex": ["a"] * (limits.MAX_STOP_REGEXES + 1)}, "stop_regex"),
+    "stop_regex too long": ({"stop_regex": "a" * (limits.MAX_STOP_REGEX_CHARS + 1)}, "stop_regex"),
+    "allowed_token_ids empty": ({"allowed_token_ids": []}, "allowed_token_ids"),
+    "allowed_token_ids outside": ({"allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids"),
+    "too many allowed_token_ids": ({"allowed_token_ids": [1] * (limits.MAX_TOKEN_ID_SET + 1)}, "allowed_token_ids"),
+    "banned_token_ids outside": ({"banned_token_ids": [-1]}, "banned_token_ids"),
+    "banned_token_ids strings": ({"banned_token_ids": ["1"]}, "banned_token_ids.0"),
+    "logprob_token_ids alone": ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    "logprob_token_ids outside": ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
+    "too many logprob_token_ids": ({"logprob_token_ids": [1] * (limits.MAX_LOGPROB_TOKEN_IDS + 1)}, "logprob_token_ids"),
+    "dry_multiplier negative": ({"dry_multiplier": -1}, "dry_multiplier"),
+    "dry_base below 1": ({"dry_multiplier": 1, "dry_base": 0.5}, "dry_base"),
+    "dry_allowed_length negative": ({"dry_allowed_length": -1}, "dry_allowed_length"),
+    "dry_penalty_last_n": ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"),
+    "dry breakers a string": ({"dry_sequence_breakers": SECRET}, "dry_sequence_breakers"),
+    "dry breaker empty": ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+    "too many dry breakers": ({"dry_sequence_breakers": ["a"] * (limits.MAX_DRY_BREAKERS + 1)}, "dry_sequence_breakers"),
+    "bad_words": ({"bad_words": [SECRET]}, "bad_words"),
+    **CONSTRAINTS,
 }
 COMPLETION: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompt": None}, "prompt"),
@@ -114,22 +174,47 @@ COMPLETION: dict[str, tuple[dict[str, Any], str]] = {
     "too many prompts": ({"prompt": ["x"] * (limits.MAX_BATCH_PROMPTS + 1)}, "prompt"),
     "prompts times n": ({"prompt": ["x"] * limits.MAX_BATCH_PROMPTS, "n": 2}, "n"),
     "suffix": ({"suffix": SECRET}, "suffix"),
-    "logprobs 0": ({"logprobs": 0}, "logprobs"),
+    "logprobs true": ({"logprobs": True}, "logprobs"),
+    "too many logprobs": ({"logprobs": limits.MAX_TOP_LOGPROBS + 1}, "logprobs"),
+    "logprobs negative": ({"logprobs": -1}, "logprobs"),
     "best_of": ({"best_of": 3}, "best_of"),
     "echo a string": ({"echo": "yes"}, "echo"),
+}
+EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, "model"),
+    "no input": ({"input": None}, "input"),
+    "input empty": ({"input": ""}, "input"),
+    "input empty list": ({"input": []}, "input"),
+    "input a number": ({"input": 5}, "input"),
+    "input mixed": ({"input": [SECRET, 5]}, "input"),
+    "input id outside": ({"input": [[1], [VOCAB_SIZE]]}, "input[1]"),
+    "input over the context": ({"input": [1] * (CONTEXT_LEN + 1)}, "input"),
+    "too many inputs": ({"input": ["x"] * (limits.MAX_BATCH_PROMPTS + 1)}, "input"),
+    "encoding_format": ({"encoding_format": "hex"}, "encoding_format"),
+    "dimensions 0": ({"dimensions": 0}, "dimensions"),
+    "dimensions beyond the model's": ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
+    "normalize a string": ({"normalize": "yes"}, "normalize"),
 }
 
 
 CASES = [
+    *((f"embedding: {name}", "/v1/embeddings", *case) for name, case in EMBEDDING.items()),
     *((f"chat: {name}", "/v1/chat/completions", *case) for name, case in (CHAT | BOTH).items()),
     *((f"completion: {name}", "/v1/completions", *case) for name, case in (COMPLETION | BOTH).items()),
 ]
 
 
+OWN: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": SECRET},
+    "/v1/embeddings": {"input": SECRET},
+}
+
+
 @pytest.mark.parametrize(("path", "change", "param"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_bad_field(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     before = len(shared.worker.submits)
-    own = {"messages": USER} if "chat" in path else {"prompt": SECRET}
+    own = OWN[path]
     body = {key: value for key, value in {"model": MODEL, **own, **change}.items() if value is not None}
     answer = shared.post(path, body)
     assert answer.status_code == 400, answer.text
@@ -187,6 +272,7 @@ def test_harmless_values_of_unsupported_fields(shared: System) -> None:
     nulls = dict.fromkeys(("top_logprobs", "n", "stop", "temperature", "stream", "max_tokens"))
     answer = shared.chat(logprobs=False, response_format={"type": "text"}, tool_choice="auto", **nulls)
     assert answer.status_code == 200
+    assert shared.complete(logprobs=False, best_of=1, suffix="").status_code == 200
 
 
 def test_errors_before_a_stream_are_plain_http(shared: System) -> None:

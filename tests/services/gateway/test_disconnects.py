@@ -117,8 +117,10 @@ def test_aborts_of_one_request_share_a_message(system: System) -> None:
 
 
 def test_others_go_on(system: System) -> None:
-    system.do(lambda: system.worker.allow(2))
+    system.do(lambda: system.worker.allow(0))
     leaving, staying = (RawClient(system, CHAT, chat_body(stream=True)) for _ in range(2))
+    wait_until(lambda: len(system.worker.running) == 2, "the submits")
+    system.do(lambda: system.worker.allow(2))
     for client in (leaving, staying):
         client.read_until(b'"role":"assistant"')
     leaving.vanish()

@@ -293,6 +293,9 @@ def test_too_many_requests() -> None:
         wait_until(lambda: len(system.worker.running) == 1, "the first request")
         answer = system.chat()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_full"
+        assert answer.headers["retry-after"] == "1"
+        # What is not generation answers beside it, without queueing.
+        assert [system.get(path).status_code for path in ("/health", "/readiness", "/v1/models", "/metrics")] == [200] * 4
         first.vanish()
         wait_until(lambda: not system.worker.running, "the abort")
         system.do(lambda: system.worker.allow(None))

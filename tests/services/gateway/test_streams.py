@@ -227,3 +227,66 @@ def test_metrics(system: System) -> None:
     assert system.metric("rootstock_gateway_e2e_request_latency_seconds_count") == 1
     for service in ("worker", "tokenizer", "detokenizer"):
         assert system.metric("rootstock_gateway_connected", service=service) == 1
+
+
+class TestStopPatterns:
+    def test_what_a_pattern_matched_stays_and_the_pattern_is_named(self, shared: System) -> None:
+        choice = shared.chat(stop_regex="w[a-z]r").json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, wor", "stop", "w[a-z]r")
+
+    def test_in_a_stream(self, shared: System) -> None:
+        chunks = events(shared.chat(stop_regex=["zz", "l+o"], stream=True).text)
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hello"
+        assert chunks[-1]["choices"][0]["stop_reason"] == "l+o"
+
+    def test_a_bad_one_is_refused_by_the_worker_and_named(self, shared: System) -> None:
+        shared.do(lambda: shared.worker.refuse.append((2, "stop_regex[1]: is no RE2 pattern: missing )")))
+        answer = shared.chat(stop_regex=["a", "("])
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "stop_regex"
+
+
+def test_extensions_that_the_worker_is_given(shared: System) -> None:
+    dry = {"dry_multiplier": 0.5, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 64}
+    answer = shared.chat(
+        **{"allowed_token_ids": [1, 2, 0], "banned_token_ids": [3], "stop_regex": ["a+", "b"], "routing_key": "key"},
+        **{"logprobs": True, "top_logprobs": 4, "logprob_token_ids": [9, 8], **dry, "dry_sequence_breakers": ["\n", "."]},
+    )
+    assert answer.status_code == 200
+    submit = shared.worker.submits[-1]
+    sampling = submit.sampling
+    assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([1, 2, 0], [3])
+    assert list(sampling.stop_regex) == ["a+", "b"]
+    assert (sampling.dry.multiplier, sampling.dry.base, sampling.dry.allowed_length, sampling.dry.window) == (0.5, 2, 3, 64)
+    assert list(sampling.dry.breakers) == ["\n", "."]
+    assert (sampling.logprobs.top, list(sampling.logprobs.token_ids)) == (4, [9, 8])
+    assert not sampling.logprobs.HasField("prompt_from")
+    assert submit.routing_key == "key"
+
+
+@pytest.mark.parametrize("off", [{}, {"dry_multiplier": 0}, {"dry_multiplier": 1, "dry_penalty_last_n": 0}])
+def test_no_dry_penalty(shared: System, off: dict[str, Any]) -> None:
+    assert shared.chat(**off).status_code == 200
+    assert not shared.worker.submits[-1].sampling.HasField("dry")
+
+
+def test_dry_over_the_whole_context_by_default(shared: System) -> None:
+    for window in ({}, {"dry_penalty_last_n": -1}):
+        shared.chat(dry_multiplier=1, **window)
+        assert not shared.worker.submits[-1].sampling.dry.HasField("window")
+
+
+class TestRoutingKey:
+    def test_by_header(self, shared: System) -> None:
+        for path, body in (("/v1/chat/completions", chat_body()), ("/v1/embeddings", {"input": "a"})):
+            answer = shared.post(path, {"model": MODEL, **body}, headers={"x-smg-routing-key": "tenant-7"})
+            assert answer.status_code == 200
+            assert shared.worker.submits[-1].routing_key == "tenant-7"
+
+    def test_the_body_goes_first(self, shared: System) -> None:
+        body = {"model": MODEL, **chat_body(routing_key="body")}
+        shared.post("/v1/chat/completions", body, headers={"x-smg-routing-key": "header"})
+        assert shared.worker.submits[-1].routing_key == "body"
+
+    def test_too_long(self, shared: System) -> None:
+        answer = shared.post("/v1/chat/completions", {"model": MODEL, **chat_body()}, headers={"x-smg-routing-key": "x" * 257})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "x-smg-routing-key"

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -41,6 +42,7 @@ class Serving:
     core: Scheduler
     executor: FakeExecutor
     metrics: WorkerMetrics
+    inbox: Inbox
 
     async def idle(self) -> StepStats:
         """Waits until nothing runs or waits, at most five seconds."""
@@ -61,6 +63,13 @@ class Observer:
 
     def turned(self, stats: StepStats, busy: bool) -> None:
         self._metrics.turned(stats, busy)
+
+
+class PlainMasks:
+    """Of the matchers of tests, which make a fresh mask each time."""
+
+    def fill(self, matchers: Sequence[tuple[int, Any]]) -> dict[int, Any]:
+        return {row: matcher.mask() for row, matcher in matchers}
 
 
 class Tap:
@@ -85,7 +94,7 @@ async def serving(step_s: float = 0.001, config: SchedulerConfig = CONFIG, overl
     )
     metrics = WorkerMetrics("fake", config.page_size, config.num_pages, config.max_running_requests)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
-    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics), overlap)
+    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics), PlainMasks(), overlap)
     thread = threading.Thread(target=loop.run, daemon=True)
     info = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
     servicer = WorkerServicer(inbox, outbox, info, ModelLimits(config.context_len, config.vocab_size, False), metrics.arrived)
@@ -96,7 +105,7 @@ async def serving(step_s: float = 0.001, config: SchedulerConfig = CONFIG, overl
     thread.start()
     try:
         async with rpc.channel(f"127.0.0.1:{port}") as channel:
-            yield Serving(worker_pb2_grpc.WorkerStub(channel), core, executor, metrics)
+            yield Serving(worker_pb2_grpc.WorkerStub(channel), core, executor, metrics, inbox)
     finally:
         inbox.put(Stop())
         await asyncio.to_thread(thread.join, 5)

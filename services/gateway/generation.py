@@ -1,0 +1,99 @@
+"""What a client asks for, whatever endpoint it came to. Plain data, valid by construction: validation.py makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+
+_UINT64_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the gateway knows of the model that its workers serve. Lengths in tokens. embedding_size: numbers in its vectors,
+    0 if it gives none."""
+
+    name: str
+    context_len: int
+    vocab_size: int
+    generates: bool = True
+    embedding_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding."""
+
+    ids: Sequence[int]
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What is asked of one prompt. `sampling` lacks max_new_tokens and seed: they differ by prompt and choice.
+
+    grammar_field: the client's field that `sampling.grammar` came from, for errors. In a session the prompt is what the turn
+    adds to a context that only the worker knows. vector_as_base64: an embedding is answered as its little-endian float32.
+    """
+
+    stream: bool
+    include_usage: bool
+    n: int
+    seed: int | None
+    max_tokens: int | None  # None: up to the context
+    sampling: pb.SamplingParams
+    stop_token_ids: frozenset[int]
+    skip_special_tokens: bool
+    include_stop: bool
+    return_token_ids: bool
+    cache_salt: str
+    priority: int
+    routing_key: str = ""
+    session: worker_pb2.SessionTurn | None = None
+    grammar_field: str | None = None
+    vector_as_base64: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of output tokens; Choice.logprobs then has one entry per output id."""
+        return bool(self.sampling.HasField("logprobs"))
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.wants_logprobs and bool(self.sampling.logprobs.HasField("prompt_from"))
+
+    @property
+    def wants_embedding(self) -> bool:
+        """A vector in place of text."""
+        return bool(self.sampling.HasField("embedding"))
+
+    def sampling_of(self, choice: int, prompt_tokens: int, context_len: int) -> pb.SamplingParams:
+        """The parameters of one choice: `choice` counts from 0 within its prompt."""
+        params = pb.SamplingParams()
+        params.CopyFrom(self.sampling)
+        if self.wants_embedding:
+            params.max_new_tokens = 1
+            return params
+        room = None if self.session is not None else context_len - prompt_tokens
+        lengths = [length for length in (self.max_tokens, room) if length is not None]
+        if lengths:
+            params.max_new_tokens = min(lengths)
+        if self.seed is not None:
+            params.seed = (self.seed + choice) & _UINT64_MASK
+        return params
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One prompt of a request and what is asked of it. prefix: what its text begins with (echo).
+
+    request_id: what workers know it by, "" for one made from the HTTP request's; with n > 1 each choice adds its number.
+    """
+
+    prompt: Prompt
+    generation: Generation
+    prefix: str = ""
+    request_id: str = ""

@@ -1,0 +1,132 @@
+"""One call of /generate or /encode: from its body to what dispatch needs, and to the renderer of its answer.
+
+Made per HTTP request; what it finds out while it prepares is what its renderer goes by. Cancelling it leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rootstock.v1 import tokenizer_pb2
+from services.gateway.dispatch import Dispatcher
+from services.gateway.errors import bad_request, internal, unknown_model
+from services.gateway.generation import ModelInfo, Part, Prompt
+from services.gateway.preparation import Plan
+from services.gateway.request_state import ClientRequest
+from services.gateway.sampling_fields import check_token_ids
+from services.gateway.sglang_abort import Aborter
+from services.gateway.sglang_batch import Form, Inputs, asked_of, common_of, inputs_of, rids_of
+from services.gateway.sglang_render import EncodeRenderer, GenerateRenderer
+from services.gateway.sglang_sampling import embedding_generation, parse
+from services.gateway.sglang_types import NativeEncodeRequest, NativeGenerateRequest, SessionParams
+from services.gateway.token_texts import TokenTexts
+from services.gateway.tokenizer_client import TokenizerClient
+from services.gateway.validation import check_input_length, check_prompt_length, parse_json
+
+
+class PromptSource:
+    """Checked inputs → prompts as token ids. Raises ApiError."""
+
+    def __init__(self, tokenizer: TokenizerClient) -> None:
+        self._tokenizer = tokenizer
+
+    async def prompts(self, inputs: Inputs, model: ModelInfo, request_id: str, add_special_tokens: bool = True) -> list[Prompt]:
+        if inputs.field == "text":
+            return await self._encode(list(inputs.prompts), request_id, add_special_tokens)
+        return [_prompt_of(ids, model.vocab_size, inputs.where(i)) for i, ids in enumerate(inputs.prompts)]
+
+    async def _encode(self, texts: list[str], request_id: str, add_special_tokens: bool) -> list[Prompt]:
+        call = tokenizer_pb2.EncodeRequest(request_id=request_id, texts=texts, add_special_tokens=add_special_tokens)
+        response = await self._tokenizer.encode(call, "text")
+        if len(response.prompts) != len(texts):
+            raise internal("The tokenizer answered with the wrong number of prompts.")
+        return [Prompt(encoded.ids, text) for encoded, text in zip(response.prompts, texts, strict=True)]
+
+
+def _prompt_of(ids: list[Any], vocab_size: int, where: str) -> Prompt:
+    check_token_ids(ids, vocab_size, where)
+    return Prompt(tokenizer_pb2.TokenIds(ids=ids).ids, None)
+
+
+async def _served(dispatcher: Dispatcher, name: str | None) -> ModelInfo:
+    model = await dispatcher.wait_for_model()
+    if name is not None and name != model.name:
+        raise unknown_model()
+    return model
+
+
+class GenerateCall:
+    def __init__(self, dispatcher: Dispatcher, source: PromptSource, aborter: Aborter) -> None:
+        self._dispatcher = dispatcher
+        self._source = source
+        self._aborter = aborter
+        self._many = False
+        self._texts = False  # tokens' texts beside their ids
+        self._forms: list[Form] = []
+
+    async def prepare(self, body: bytes, request_id: str) -> Plan:
+        """Raises ApiError."""
+        request = parse(NativeGenerateRequest, parse_json(body))
+        inputs = inputs_of(request)
+        rids = rids_of(request.rid, inputs, request_id)
+        with self._aborter.preparing(rids):
+            model = await _served(self._dispatcher, request.model)
+            if not model.generates:
+                raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
+            asked = asked_of(request, inputs, model.vocab_size)
+            prompts = await self._source.prompts(inputs, model, request_id, _begins(request.session_params))
+        for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
+            check_prompt_length(len(prompt.ids), model.context_len, inputs.where(index))
+            _check_start(one.form, len(prompt.ids))
+        self._many = inputs.many or asked[0].generation.n > 1
+        self._texts = bool(request.return_text_in_logprobs)
+        self._forms = [one.form for one in asked]
+        generations = (one.generation for one in asked)
+        parts = [Part(prompt, gen, request_id=rid) for prompt, gen, rid in zip(prompts, generations, rids, strict=True)]
+        return Plan(model, parts)
+
+    def renderer(self, request: ClientRequest, _created: int, _model: str, token_texts: TokenTexts) -> GenerateRenderer:
+        return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)
+
+
+def _begins(turn: SessionParams | None) -> bool:
+    """A turn that names its parent goes on in the middle of a context: no token marks a beginning there."""
+    return turn is None or not turn.rid or turn.offset == 0
+
+
+def _check_start(form: Form, prompt_tokens: int) -> None:
+    if form.wish is not None and form.wish.start >= prompt_tokens:
+        raise bad_request("logprob_start_len", "'logprob_start_len' is not a position of the prompt.")
+
+
+class EncodeCall:
+    def __init__(self, dispatcher: Dispatcher, source: PromptSource, aborter: Aborter) -> None:
+        self._dispatcher = dispatcher
+        self._source = source
+        self._aborter = aborter
+        self._many = False
+
+    async def prepare(self, body: bytes, request_id: str) -> Plan:
+        """Raises ApiError."""
+        request = parse(NativeEncodeRequest, parse_json(body))
+        inputs = inputs_of(request)
+        rids = rids_of(request.rid, inputs, request_id)
+        with self._aborter.preparing(rids):
+            model = await _served(self._dispatcher, request.model)
+            _check_dimensions(request.dimensions, model)
+            prompts = await self._source.prompts(inputs, model, request_id)
+        for index, prompt in enumerate(prompts):
+            check_input_length(len(prompt.ids), model.context_len, inputs.where(index))
+        self._many = inputs.many
+        generation = embedding_generation(common_of(request), request.dimensions)
+        return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
+
+    def renderer(self, _request: ClientRequest, _created: int, _model: str, _token_texts: TokenTexts) -> EncodeRenderer:
+        return EncodeRenderer(self._many)
+
+
+def _check_dimensions(dimensions: int | None, model: ModelInfo) -> None:
+    if not model.embedding_size:
+        raise bad_request("model", "This model gives no vectors.", "unsupported_model")
+    if dimensions is not None and dimensions > model.embedding_size:
+        raise bad_request("dimensions", f"'dimensions' may be at most {model.embedding_size}.")

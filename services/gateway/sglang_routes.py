@@ -1,0 +1,149 @@
+"""SGLang's native HTTP routes: /generate, /encode, aborts, sessions, and what the server says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+
+from services.gateway.body import ClientGone, read_body
+from services.gateway.errors import CLIENT_CLOSED, ApiError, bad_request, unavailable
+from services.gateway.generate import Exchange, Generator
+from services.gateway.sessions import SessionCalls
+from services.gateway.sglang_abort import Aborter
+from services.gateway.sglang_call import EncodeCall, GenerateCall, PromptSource
+from services.gateway.sglang_health import GenerationProbe
+from services.gateway.sglang_render import WEIGHT_VERSION
+from services.gateway.sglang_sampling import M, parse
+from services.gateway.sglang_types import (
+    AbortRequest,
+    CloseSessionRequest,
+    NativeEncodeRequest,
+    NativeGenerateRequest,
+    NativeSampling,
+    OpenSessionRequest,
+)
+from services.gateway.tokenizer_client import TokenizerClient
+from services.gateway.validation import parse_json
+
+GENERATE = "/generate"
+ENCODE = "/encode"
+ABORT = "/abort_request"
+OPEN_SESSION = "/open_session"
+CLOSE_SESSION = "/close_session"
+HEALTH_GENERATE = "/health_generate"
+MODEL_INFO = ("/get_model_info", "/model_info")
+ROUTES = (GENERATE, ENCODE, ABORT, OPEN_SESSION, CLOSE_SESSION, HEALTH_GENERATE, *MODEL_INFO)
+BODIES: tuple[type[BaseModel], ...] = (
+    NativeGenerateRequest,
+    NativeSampling,
+    NativeEncodeRequest,
+    AbortRequest,
+    OpenSessionRequest,
+    CloseSessionRequest,
+)
+MAX_SMALL_BODY_BYTES = 64 << 10  # of the requests that name something and carry no prompt
+
+_TAGS: list[Any] = ["SGLang"]
+
+
+class NativeApi:
+    """What the routes work with. One per process."""
+
+    def __init__(self, generator: Generator, tokenizer: TokenizerClient) -> None:
+        self._generator = generator
+        self._dispatcher = generator.dispatcher
+        self._source = PromptSource(tokenizer)
+        self._aborter = Aborter(generator)
+        self._sessions = SessionCalls(generator.dispatcher.ready_workers, generator.settings.retry_after_s)
+        self._probe = GenerationProbe(generator.dispatcher, generator.metrics)
+
+    def add_routes(self, app: FastAPI) -> None:
+        self._add_generation(app)
+        self._add_sessions(app)
+        self._add_state(app)
+
+    def _add_generation(self, app: FastAPI) -> None:
+        @app.post(GENERATE, tags=_TAGS, summary="Go on from texts or ids", openapi_extra=_body_of(NativeGenerateRequest))
+        async def generate() -> Response:
+            call = GenerateCall(self._dispatcher, self._source, self._aborter)
+            return Exchange(self._generator, call.prepare, call.renderer)
+
+        @app.put(GENERATE, include_in_schema=False)
+        async def generate_by_put() -> Response:
+            return await generate()
+
+        @app.post(ENCODE, tags=_TAGS, summary="Vectors of texts or ids", openapi_extra=_body_of(NativeEncodeRequest))
+        async def encode() -> Response:
+            call = EncodeCall(self._dispatcher, self._source, self._aborter)
+            return Exchange(self._generator, call.prepare, call.renderer)
+
+        @app.post(ABORT, tags=_TAGS, summary="End requests by rid", openapi_extra=_body_of(AbortRequest))
+        async def abort_request(request: Request) -> Response:
+            given = await self._read(request, AbortRequest)
+            if not given.abort_all and not given.rid:
+                raise bad_request("rid", "'rid' is required, or 'abort_all'.", "missing_required_parameter")
+            self._aborter.abort(None if given.abort_all else given.rid)
+            return Response()
+
+    def _add_sessions(self, app: FastAPI) -> None:
+        @app.post(OPEN_SESSION, tags=_TAGS, summary="Open a session", openapi_extra=_body_of(OpenSessionRequest))
+        async def open_session(request: Request) -> Response:
+            given = await self._read(request, OpenSessionRequest)
+            await self._dispatcher.wait_for_model()
+            # A text of so many characters has about as many tokens at most.
+            return _json(await self._sessions.open(given.session_id, given.capacity_of_str_len, given.timeout))
+
+        @app.post(CLOSE_SESSION, tags=_TAGS, summary="Close a session", openapi_extra=_body_of(CloseSessionRequest))
+        async def close_session(request: Request) -> Response:
+            given = await self._read(request, CloseSessionRequest)
+            await self._sessions.close(given.session_id)
+            return Response()
+
+    def _add_state(self, app: FastAPI) -> None:
+        @app.get(HEALTH_GENERATE, tags=_TAGS, summary="Whether a token can be made from end to end")
+        async def health_generate() -> Response:
+            failure = await self._probe.failure()
+            if failure:
+                raise unavailable(failure, self._generator.settings.retry_after_s)
+            return Response()
+
+        for path in MODEL_INFO:
+            app.get(path, tags=_TAGS, summary="The model that is served")(self._model_info)
+
+    async def _model_info(self) -> Response:
+        model = await self._dispatcher.wait_for_model()
+        return _json(
+            {
+                "model_path": model.name,
+                "tokenizer_path": model.name,
+                "is_generation": model.generates,
+                "preferred_sampling_params": None,
+                "weight_version": WEIGHT_VERSION,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "max_model_len": model.context_len,
+                "vocab_size": model.vocab_size,
+                "embedding_size": model.embedding_size,
+            }
+        )
+
+    async def _read(self, request: Request, model: type[M]) -> M:
+        """Raises ApiError."""
+        timeout_s = self._generator.settings.body_timeout_s
+        try:
+            body = await read_body(request.scope, request.receive, MAX_SMALL_BODY_BYTES, timeout_s)
+        except ClientGone:
+            raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
+        return parse(model, parse_json(body))
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

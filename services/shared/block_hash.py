@@ -1,0 +1,29 @@
+"""The name of a block of tokens in the prefix index: one function for whoever publishes or looks up (DESIGN §5).
+
+A block is BLOCK_TOKENS tokens, full blocks only. Its hash is chained over the prefix, and the chain begins with everything
+that makes equal tokens mean different KV: the model and its revision, the tokenizer, the adapter, the cache salt. xxh3, 64
+bits; hashes reveal no token ids to whoever has only the index.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+INDEX_VERSION = "1"
+BLOCK_TOKENS = 64
+HASH_BYTES = 8
+
+
+def root_hash(model: str, revision: str, tokenizer: str, namespace: str) -> bytes:
+    """What the first block is chained to: HASH_BYTES bytes. namespace: adapter and cache salt, as the worker joins them."""
+    chain = xxhash.xxh3_64()
+    for part in (INDEX_VERSION, model, revision, tokenizer, namespace):
+        data = part.encode()
+        chain.update(len(data).to_bytes(4, "little"))
+        chain.update(data)
+    return chain.digest()
+
+
+def block_hash(before: bytes, tokens: bytes) -> bytes:
+    """before: the hash of the block before, or a root's. tokens: BLOCK_TOKENS little-endian int32. HASH_BYTES bytes."""
+    return xxhash.xxh3_64_digest(before + tokens)

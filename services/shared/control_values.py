@@ -1,0 +1,54 @@
+"""The control service's messages as plain values: what JSON, command lines and the scheduler's tunables are made of.
+
+Works on any message by its descriptor; protobuf's own classes have no types that could be named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Scalar = bool | int | float | str
+
+_VALUE = "rootstock.v1.Value"
+_KINDS: Mapping[type, str] = {bool: "flag", int: "whole", float: "real", str: "text"}
+
+
+def put_values(target: Any, values: Mapping[str, Scalar]) -> None:
+    """Writes the values into a message's map<string, Value>. Raises ValueError for a whole number of more than 64 bits."""
+    for name, value in values.items():
+        setattr(target[name], _KINDS[type(value)], value)
+
+
+def value_from_pb(value: Any) -> Scalar:
+    """value: a Value. Raises ValueError where nothing is set."""
+    kind = value.WhichOneof("kind")
+    if kind is None:
+        raise ValueError("a value is not set")
+    found: Scalar = getattr(value, kind)
+    return found
+
+
+def as_json(message: Any) -> dict[str, Any]:
+    """field → value, for every field of the message; enums by their names in lower case, without their type's prefix."""
+    return {field.name: _field(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _field(field: Any, value: Any) -> Any:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        item = field.message_type.fields_by_name["value"]
+        return {key: _item(item, value[key]) for key in sorted(value)}
+    return [_item(field, item) for item in value] if field.is_repeated else _item(field, value)
+
+
+def _item(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return value_from_pb(value) if field.message_type.full_name == _VALUE else as_json(value)
+    if field.enum_type is not None:
+        return enum_word(field.enum_type.values[0].name, field.enum_type.values_by_number[value].name)
+    return value
+
+
+def enum_word(unspecified: str, name: str) -> str:
+    """("PAUSE_MODE_UNSPECIFIED", "PAUSE_MODE_IN_PLACE") → "in_place"."""
+    return name.removeprefix(unspecified.removesuffix("UNSPECIFIED")).lower()

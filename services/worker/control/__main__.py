@@ -1,0 +1,59 @@
+"""python -m services.worker.control OPERATION: asks one worker, prints its answer as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import grpc
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+
+from services.shared.control_token import read_token
+from services.shared.settings import ENV_PREFIX, load
+from services.worker.control.command_line import PARSERS, USAGE, WrongWords, call, failure
+
+PROG = "rootstock-control"
+
+
+class ControlSettings(BaseSettings):
+    """One operation of one worker's control service."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_avoid_json=True
+    )
+
+    operation: CliPositionalArg[str] = Field(description=f"One of {', '.join(PARSERS)}.")
+    arguments: CliPositionalArg[list[str]] = Field(default=[], description="What the operation takes; see docs/control.md.")
+    address: str = Field("127.0.0.1:9203", description="The worker's control address.")
+    timeout_s: float = Field(60.0, gt=0, description="Seconds that the operation may take, waiting included.")
+    control_token: str = Field("", repr=False, description="The worker's token; better from the environment or a file.")
+    control_token_file: str = Field("", description="File that holds the worker's token.")
+
+
+def main() -> int:
+    settings = load(ControlSettings, PROG)
+    parse = PARSERS.get(settings.operation)
+    if parse is None:
+        print(f"{PROG}: no operation {settings.operation}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    try:
+        request = parse(settings.arguments)
+        token = read_token(settings.control_token, settings.control_token_file)
+    except WrongWords as error:
+        print(f"{PROG}: {settings.operation} {error}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    try:
+        answer = asyncio.run(call(settings.address, token, settings.operation, request, settings.timeout_s))
+    except grpc.aio.AioRpcError as error:
+        print(f"{PROG}: {failure(error)}", file=sys.stderr)
+        return 1
+    print(answer.decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""One operation from a shell: words in, a request out; a response in, JSON out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+import orjson
+from google.protobuf.message import Message
+
+from rootstock.v1 import control_pb2 as pb
+from rootstock.v1 import control_pb2_grpc
+from services.shared import rpc
+from services.shared.control_token import authorization
+from services.shared.control_values import Scalar, as_json, put_values
+from services.worker.control.token_check import METADATA_KEY
+
+
+class WrongWords(ValueError):
+    """The words after the operation do not fit it."""
+
+
+def _none(build: Callable[[], Message]) -> Callable[[Sequence[str]], Message]:
+    def parse(words: Sequence[str]) -> Message:
+        if words:
+            raise WrongWords("takes no arguments")
+        return build()
+
+    return parse
+
+
+def _at_most_one(words: Sequence[str], default: str) -> str:
+    if len(words) > 1:
+        raise WrongWords("takes one argument at most")
+    return words[0] if words else default
+
+
+def _changes(words: Sequence[str]) -> Message:
+    pairs = [word.partition("=") for word in words]
+    if not pairs or not all(name and equals for name, equals, _ in pairs):
+        raise WrongWords("takes NAME=VALUE, once or more")
+    request = pb.SetInternalStateRequest()
+    put_values(request.tunables, {name: _scalar(value) for name, _, value in pairs})
+    return request
+
+
+def _scalar(word: str) -> Scalar:
+    """A JSON number or boolean, else the word itself."""
+    try:
+        value = orjson.loads(word)
+    except orjson.JSONDecodeError:
+        return word
+    return value if isinstance(value, (bool, int, float)) else word
+
+
+def _delay(words: Sequence[str]) -> Message:
+    try:
+        return pb.SlowDownRequest(step_delay_s=float(_at_most_one(words, "0")))
+    except ValueError as error:
+        raise WrongWords(f"takes a number of seconds: {error}") from None
+
+
+def _enum(enum: Any, prefix: str, word: str) -> int:
+    try:
+        return int(enum.Value(f"{prefix}{word.upper()}"))
+    except ValueError:
+        known = ", ".join(name.removeprefix(prefix).lower() for name, number in enum.items() if number)
+        raise WrongWords(f"takes one of {known}, not {word}") from None
+
+
+def _tags(words: Sequence[str]) -> list[Any]:
+    return [_enum(pb.MemoryTag, "MEMORY_TAG_", word) for word in words]
+
+
+PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
+    "FlushCache": _none(pb.FlushCacheRequest),
+    "GetInternalState": _none(pb.GetInternalStateRequest),
+    "SetInternalState": _changes,
+    "SlowDown": _delay,
+    "Pause": lambda words: pb.PauseRequest(mode=_enum(pb.PauseMode, "PAUSE_MODE_", _at_most_one(words, "abort"))),  # type: ignore[arg-type]
+    "Continue": _none(pb.ContinueRequest),
+    "StartProfile": lambda words: pb.StartProfileRequest(name=_at_most_one(words, "")),
+    "StopProfile": _none(pb.StopProfileRequest),
+    "FreezeGc": _none(pb.FreezeGcRequest),
+    "ReleaseMemory": lambda words: pb.ReleaseMemoryRequest(tags=_tags(words)),
+    "ResumeMemory": lambda words: pb.ResumeMemoryRequest(tags=_tags(words)),
+    "SetLogLevel": lambda words: pb.SetLogLevelRequest(level=_at_most_one(words, "info")),
+}
+USAGE = """python -m services.worker.control [--address HOST:PORT] [--timeout-s S] [--control-token-file FILE] OPERATION ...
+
+  FlushCache                        GetInternalState                StopProfile
+  SetInternalState NAME=VALUE ...   SlowDown [SECONDS]              StartProfile [NAME]
+  Pause [abort|retract|in_place]    Continue                        FreezeGc
+  ReleaseMemory [kv_cache] [weights]    ResumeMemory [kv_cache] [weights]    SetLogLevel [LEVEL]
+"""
+
+
+async def call(address: str, token: str, operation: str, request: Message, timeout_s: float) -> bytes:
+    """The response as indented JSON. Raises grpc.aio.AioRpcError."""
+    metadata = ((METADATA_KEY, authorization(token)),) if token else ()
+    async with rpc.channel(address) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+        response = await getattr(stub, operation)(request, timeout=timeout_s, metadata=metadata)
+    return orjson.dumps(as_json(response), option=orjson.OPT_INDENT_2)
+
+
+def failure(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

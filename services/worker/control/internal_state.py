@@ -1,0 +1,67 @@
+"""What an operator can look at, and change, of a running scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.shared.control_values import Scalar
+from services.worker.control.barrier import Pace
+from services.worker.control.occupation import MemoryPart, Occupation
+from services.worker.control.profiles import Profiles
+from services.worker.core.scheduler import Scheduler
+
+MAX_STEP_DELAY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class InternalState:
+    tunables: Mapping[str, Scalar]
+    stats: Mapping[str, Scalar]
+    paused: bool
+    step_delay_s: float
+    released: tuple[MemoryPart, ...]
+    profile: Path | None
+
+
+def snapshot(core: Scheduler, pace: Pace, occupation: Occupation, profiles: Profiles) -> InternalState:
+    """On the loop's thread; what it returns may go to any other."""
+    figures = dataclasses.asdict(core.stats())
+    return InternalState(
+        tunables=dict(core.tunables()),
+        stats={name: value for name, value in figures.items() if isinstance(value, (bool, int, float, str))},
+        paused=core.paused,
+        step_delay_s=pace.step_delay_s,
+        released=occupation.released,
+        profile=profiles.running,
+    )
+
+
+def retune(core: Scheduler, changes: Mapping[str, Scalar]) -> None:
+    """Changes all tunables that are named, or none. Raises ValueError naming one that is unknown or cannot have its value."""
+    known = core.tunables()
+    core.retune({name: _fitted(name, value, known) for name, value in changes.items()})
+
+
+def _fitted(name: str, value: Scalar, known: Mapping[str, Scalar]) -> Scalar:
+    """The value in the tunable's own type: JSON and command lines write 1 where 1.0 is meant."""
+    if name not in known:
+        raise ValueError(f"{name}: no such tunable; there are {', '.join(sorted(known))}")
+    wanted = type(known[name])
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise ValueError(f"{name}: is a {wanted.__name__}, not a {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}: is not a finite number")
+    return value
+
+
+def slow_down(pace: Pace, step_delay_s: float) -> None:
+    """Raises ValueError outside of 0 to MAX_STEP_DELAY_S."""
+    if not 0 <= step_delay_s <= MAX_STEP_DELAY_S:  # false for NaN
+        raise ValueError(f"step_delay_s: is not within 0 and {MAX_STEP_DELAY_S:g}")
+    pace.step_delay_s = step_delay_s

@@ -1,0 +1,79 @@
+"""Which parts of the worker's memory are given back to the system, and the pause that this needs.
+
+Read and written by commands, on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+from services.worker.core.messages import PauseMode
+from services.worker.core.scheduler import Scheduler
+from services.worker.exec.operations import OperationRefused, ReleaseMemory, ResumeMemory
+from services.worker.exec.protocol import Executor
+
+
+class MemoryPart(enum.Enum):
+    KV_CACHE = "kv_cache"
+    WEIGHTS = "weights"
+
+
+class Occupation:
+    """While a part is released the scheduler is paused and turns new requests away, so that front ends go elsewhere. clock: the
+    loop's, in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._released: list[MemoryPart] = []
+        self._paused_here = False
+
+    @property
+    def released(self) -> tuple[MemoryPart, ...]:
+        return tuple(part for part in MemoryPart if part in self._released)
+
+    def release(self, core: Scheduler, executor: Executor, parts: Sequence[MemoryPart]) -> None:
+        """Only while no request is here. Forgets all cached prefixes and sessions. parts: none for all.
+
+        Raises OperationRefused, and then nothing has changed.
+        """
+        wanted = [part for part in MemoryPart if part in parts or not parts]
+        for part in wanted:
+            if part in self._released:
+                raise OperationRefused(f"{part.value} is released already")
+        executor.apply(ReleaseMemory(kv=MemoryPart.KV_CACHE in wanted, weights=MemoryPart.WEIGHTS in wanted))
+        self._released += wanted
+        core.closed = "the worker's memory is released"
+        if not core.paused:
+            core.pause(PauseMode.ABORT, self._clock())
+            self._paused_here = True
+        core.reset_memory()  # also for the weights: others may stand in the folder when they come back
+
+    def resume(self, core: Scheduler, executor: Executor, parts: Sequence[MemoryPart]) -> None:
+        """parts: none for all that is released. Raises OperationRefused, and then nothing has changed."""
+        wanted = [part for part in MemoryPart if part in (parts or self._released)]
+        if not wanted:
+            raise OperationRefused("nothing is released")
+        for part in wanted:
+            if part not in self._released:
+                raise OperationRefused(f"{part.value} is not released")
+        executor.apply(ResumeMemory(kv=MemoryPart.KV_CACHE in wanted, weights=MemoryPart.WEIGHTS in wanted))
+        self._released = [part for part in self._released if part not in wanted]
+        if self._released:
+            return
+        core.closed = ""
+        if self._paused_here:
+            core.resume()
+            self._paused_here = False
+
+    def pause(self, core: Scheduler, mode: PauseMode) -> None:
+        """An operator's pause; it outlasts the one that released memory needs."""
+        core.pause(mode, self._clock())
+        self._paused_here = False
+
+    def unpause(self, core: Scheduler) -> None:
+        """Raises OperationRefused while there is memory missing to run with."""
+        if self._released:
+            parts = " and ".join(part.value for part in self.released)
+            raise OperationRefused(f"{parts} must be resumed first: released memory cannot serve requests")
+        core.resume()

@@ -1,0 +1,53 @@
+"""The control service's own port: who may call it, and its start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from rootstock.v1 import control_pb2_grpc
+from services.shared import rpc
+from services.shared.control_token import read_token, require_token_beyond_loopback
+from services.worker.control.barrier import Command
+from services.worker.control.profiles import Profiles
+from services.worker.control.servicer import ControlServicer
+from services.worker.control.token_check import TokenCheck
+from services.worker.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlServer:
+    """A running control service on `port`. stop(): once the loop has ended, which ends what waits for it."""
+
+    port: int
+    server: grpc.aio.Server
+
+    async def stop(self, grace_s: float) -> None:
+        await self.server.stop(grace_s)
+
+
+async def start_control(
+    settings: WorkerSettings, put: Callable[[Command], None], worker_id: str, model: str
+) -> ControlServer | None:
+    """None where settings switch it off. put: the inbox's.
+
+    Raises ValueError for settings that would let strangers in or a token that cannot be read, RuntimeError if the port is taken.
+    """
+    if not settings.control_port:
+        return None
+    token = read_token(settings.control_token, settings.control_token_file)
+    require_token_beyond_loopback("control_host", settings.control_host, token)
+    server = grpc.aio.server(interceptors=(TokenCheck(token),), options=rpc.SERVER_OPTIONS)
+    servicer = ControlServicer(put, worker_id, model, Profiles(Path(settings.profile_dir), worker_id))
+    control_pb2_grpc.add_ControlServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    host = f"[{settings.control_host}]" if ":" in settings.control_host else settings.control_host
+    port = server.add_insecure_port(f"{host}:{settings.control_port}")
+    await server.start()
+    logger.info("control service on %s:%d, %s", host, port, "with a token" if token else "without a token")
+    return ControlServer(port, server)

@@ -1,0 +1,190 @@
+"""The Control service: each call becomes a command to the worker's loop, and waits for what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+
+from rootstock.v1 import control_pb2 as pb
+from rootstock.v1 import control_pb2_grpc
+from services.shared.control_values import enum_word, put_values, value_from_pb
+from services.shared.log import fields
+from services.worker.control import internal_state
+from services.worker.control.barrier import Action, Command, LoopEnded, NotIdle, Pace
+from services.worker.control.internal_state import InternalState
+from services.worker.control.occupation import MemoryPart, Occupation
+from services.worker.control.operations import BARRIERS
+from services.worker.control.profiles import Profiles
+from services.worker.core.messages import PauseMode
+from services.worker.core.scheduler import Scheduler
+from services.worker.exec.operations import OperationRefused
+from services.worker.exec.protocol import Executor
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 3600.0  # of a call without a deadline, too
+ANSWER_S = 0.5  # kept of a call's time, at most a tenth of it, for telling the caller that the barrier never held
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    """put: gives a command to the loop; thread-safe. clock: the loop's."""
+
+    def __init__(
+        self,
+        put: Callable[[Command], None],
+        worker_id: str,
+        model: str,
+        profiles: Profiles,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._put = put
+        self._worker_id, self._model = worker_id, model
+        self._profiles = profiles
+        self._clock = clock
+        self._occupation = Occupation(clock)
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext) -> pb.FlushCacheResponse:
+        pages = await self._run("FlushCache", context, lambda core, executor, pace: core.flush_cache())
+        return pb.FlushCacheResponse(pages=pages)
+
+    async def GetInternalState(self, request: pb.GetInternalStateRequest, context: grpc.aio.ServicerContext) -> pb.InternalState:
+        return self._state_to_pb(await self._run("GetInternalState", context, self._snapshot))
+
+    async def SetInternalState(self, request: pb.SetInternalStateRequest, context: grpc.aio.ServicerContext) -> pb.InternalState:
+        def act(core: Scheduler, executor: Executor, pace: Pace) -> InternalState:
+            changes = {name: value_from_pb(value) for name, value in request.tunables.items()}
+            internal_state.retune(core, changes)
+            return self._snapshot(core, executor, pace)
+
+        return self._state_to_pb(await self._run("SetInternalState", context, act))
+
+    async def SlowDown(self, request: pb.SlowDownRequest, context: grpc.aio.ServicerContext) -> pb.SlowDownResponse:
+        delay = request.step_delay_s
+        await self._run("SlowDown", context, lambda core, executor, pace: internal_state.slow_down(pace, delay))
+        return pb.SlowDownResponse()
+
+    async def Pause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.PauseResponse:
+        def act(core: Scheduler, executor: Executor, pace: Pace) -> None:
+            self._occupation.pause(core, PauseMode(_word(pb.PauseMode, request.mode, "mode")))
+
+        await self._run("Pause", context, act)
+        return pb.PauseResponse()
+
+    async def Continue(self, request: pb.ContinueRequest, context: grpc.aio.ServicerContext) -> pb.ContinueResponse:
+        await self._run("Continue", context, lambda core, executor, pace: self._occupation.unpause(core))
+        return pb.ContinueResponse()
+
+    async def StartProfile(self, request: pb.StartProfileRequest, context: grpc.aio.ServicerContext) -> pb.StartProfileResponse:
+        name = request.name
+        path = await self._run("StartProfile", context, lambda core, executor, pace: self._profiles.start(executor, name))
+        return pb.StartProfileResponse(path=str(path))
+
+    async def StopProfile(self, request: pb.StopProfileRequest, context: grpc.aio.ServicerContext) -> pb.StopProfileResponse:
+        path = await self._run("StopProfile", context, lambda core, executor, pace: self._profiles.stop(executor))
+        return pb.StopProfileResponse(path=str(path))
+
+    async def FreezeGc(self, request: pb.FreezeGcRequest, context: grpc.aio.ServicerContext) -> pb.FreezeGcResponse:
+        objects = await self._run("FreezeGc", context, lambda core, executor, pace: _freeze_gc())
+        return pb.FreezeGcResponse(objects=objects)
+
+    async def ReleaseMemory(
+        self, request: pb.ReleaseMemoryRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ReleaseMemoryResponse:
+        def act(core: Scheduler, executor: Executor, pace: Pace) -> tuple[MemoryPart, ...]:
+            self._occupation.release(core, executor, _parts(request.tags))
+            return self._occupation.released
+
+        return pb.ReleaseMemoryResponse(released=_tags(await self._run("ReleaseMemory", context, act)))
+
+    async def ResumeMemory(self, request: pb.ResumeMemoryRequest, context: grpc.aio.ServicerContext) -> pb.ResumeMemoryResponse:
+        def act(core: Scheduler, executor: Executor, pace: Pace) -> tuple[MemoryPart, ...]:
+            self._occupation.resume(core, executor, _parts(request.tags))
+            return self._occupation.released
+
+        return pb.ResumeMemoryResponse(released=_tags(await self._run("ResumeMemory", context, act)))
+
+    async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: grpc.aio.ServicerContext) -> pb.SetLogLevelResponse:
+        level = request.level
+        previous = await self._run("SetLogLevel", context, lambda core, executor, pace: _set_log_level(level))
+        return pb.SetLogLevelResponse(previous=previous)
+
+    async def _run(self, operation: str, context: grpc.aio.ServicerContext, action: Action) -> Any:
+        """The action's result; ends the call with the status that fits whatever went wrong."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._put(Command(BARRIERS[operation], action, future, self._deadline(context)))
+        try:
+            result = await asyncio.wrap_future(future)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except (NotIdle, OperationRefused) as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except LoopEnded as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except Exception as error:
+            logger.exception("operation failed", extra=fields(operation=operation))
+            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+        logger.info("operation done", extra=fields(operation=operation, peer=context.peer()))
+        return result
+
+    def _deadline(self, context: grpc.aio.ServicerContext) -> float:
+        left = context.time_remaining()
+        wait = LONGEST_WAIT_S if left is None else min(left, LONGEST_WAIT_S)
+        return self._clock() + wait - min(ANSWER_S, 0.1 * wait)
+
+    def _snapshot(self, core: Scheduler, executor: Executor, pace: Pace) -> InternalState:
+        return internal_state.snapshot(core, pace, self._occupation, self._profiles)
+
+    def _state_to_pb(self, state: InternalState) -> pb.InternalState:
+        message = pb.InternalState(
+            worker_id=self._worker_id,
+            model=self._model,
+            paused=state.paused,
+            step_delay_s=state.step_delay_s,
+            released=_tags(state.released),
+            profile=str(state.profile or ""),
+        )
+        put_values(message.tunables, state.tunables)
+        put_values(message.stats, state.stats)
+        return message
+
+
+def _word(enum: Any, number: int, field: str) -> str:
+    """The name of an enum's value, in lower case without prefix. Raises ValueError for one that is unset or unknown."""
+    names: dict[int, str] = {value: name for name, value in enum.items()}
+    if not number or number not in names:
+        known = ", ".join(enum_word(names[0], name) for value, name in names.items() if value)
+        raise ValueError(f"{field}: must be one of {known}")
+    return enum_word(names[0], names[number])
+
+
+def _parts(tags: Iterable[int]) -> list[MemoryPart]:
+    return [MemoryPart(_word(pb.MemoryTag, tag, "tags")) for tag in tags]
+
+
+def _tags(parts: Iterable[MemoryPart]) -> list[pb.MemoryTag]:
+    return [pb.MemoryTag.Value(f"MEMORY_TAG_{part.name}") for part in parts]
+
+
+def _freeze_gc() -> int:
+    """Number of objects that later collections skip."""
+    gc.collect()
+    gc.freeze()
+    return gc.get_freeze_count()
+
+
+def _set_log_level(level: str) -> str:
+    """Of this process's root logger; returns the previous level. Raises ValueError for an unknown one."""
+    if level not in LOG_LEVELS:
+        raise ValueError(f"level: must be one of {', '.join(LOG_LEVELS)}")
+    root = logging.getLogger()
+    previous = logging.getLevelName(root.level).lower()
+    root.setLevel(level.upper())
+    return previous

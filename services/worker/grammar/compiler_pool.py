@@ -1,0 +1,249 @@
+"""Grammars compiled in processes of their own first, and here once they are known to be good. Owns the compiling process
+and the threads that wait on it.
+
+Two queues keep good grammars from waiting behind bad ones: every grammar is first given quick_s by one of `workers` threads;
+what is not done by then starts over in the slow queue, served by one thread that gives compile_s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xgrammar
+
+from services.worker.core.sampling import GrammarSpec
+from services.worker.grammar.frames import receive_frame, receive_message, send_frame, send_message
+from services.worker.grammar.grammar_limits import GrammarLimits
+from services.worker.grammar.grammar_source import Prepared, compile_prepared
+from services.worker.grammar.refusal import GrammarRefused
+from services.worker.grammar.vocabulary import Vocabulary
+
+ROOT = Path(__file__).resolve().parents[3]  # the folder that holds `services`
+START_S = 120.0  # loading xgrammar on a busy machine
+JOIN_S = 2.0
+MARGIN_S = 2.0  # the child's own alarm comes first
+NICENESS = 10
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """grammar: shared by all its matchers. size: bytes, about."""
+
+    grammar: xgrammar.CompiledGrammar
+    size: int
+
+
+class CompilerGone(Exception):
+    """The compiling process has died; not the grammar's fault."""
+
+
+class _Slow(Exception):
+    """Not done within the time that was given."""
+
+
+class _Nursery:
+    """The process that forks compilers. Thread-safe; started at first use and after its death."""
+
+    def __init__(self, vocabulary: bytes, limits: GrammarLimits) -> None:
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def is_alive(self, pid: int) -> bool:
+        """Whether the process is still the one that had this id."""
+        with self._lock:
+            return self._process is not None and self._process.pid == pid and self._process.poll() is None
+
+    def hand_over(self, link: socket.socket) -> int:
+        """Has a child forked that serves `link`; the id of the forking process. Raises CompilerGone."""
+        with self._lock:
+            if self._closed:
+                raise CompilerGone("the grammar compiler is stopping")
+            for _ in range(2):  # its death shows at the first use after it
+                control = self._running()
+                try:
+                    socket.send_fds(control, [b"g"], [link.fileno()])
+                    assert self._process is not None
+                    return self._process.pid
+                except OSError:
+                    self._kill()
+        raise CompilerGone("the grammar compiler has ended")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._kill()
+
+    def _running(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("the grammar compiler ended with status %d", self._process.returncode)
+            self._kill()
+        if self._control is None:
+            self._control = self._start()
+        return self._control
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(START_S)
+        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.worker.grammar.compiler_child"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
+                cwd=ROOT,
+                env={"PYTHONPATH": str(ROOT), **single},  # nothing of this process's environment
+                start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
+            )
+        try:
+            send_message(ours, asdict(self._limits))
+            send_frame(ours, self._vocabulary)
+            receive_message(ours)
+        except (OSError, EOFError) as error:
+            ours.close()
+            self._kill()
+            raise CompilerGone(f"the grammar compiler does not start: {error}") from None
+        return ours
+
+    def _kill(self) -> None:
+        """With all its children."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)  # not yet reaped, or its group lives on: the number is ours
+            except ProcessLookupError:
+                logger.debug("the grammar compiler's group was empty")
+            self._process.wait()
+        self._control = self._process = None
+
+
+class CompilerPool:
+    """done(spec, compiled, reason) is called on one of the pool's threads for every submitted spec, unless the pool is closed."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, limits: GrammarLimits, done: Callable[[GrammarSpec, Compiled | None, str], None]
+    ) -> None:
+        info = vocabulary.info()
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._limits = limits
+        self._done = done
+        self._nursery = _Nursery(info.serialize_json().encode(), limits)
+        self._quick: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
+        self._slow: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
+        self._closed = False
+        lanes = [(self._quick, limits.quick_s)] * limits.workers + [(self._slow, limits.compile_s)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=lane, name=f"grammar-{index}", daemon=True)
+            for index, lane in enumerate(lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def compiler_pid(self) -> int | None:
+        """Of the process that forks compilers; None while there is none."""
+        return self._nursery.pid
+
+    def submit(self, spec: GrammarSpec) -> bool:
+        """Returns at once. False: too many wait, or the pool is closed; done() will not be called."""
+        return not self._closed and _offer(self._quick, spec)
+
+    def close(self) -> None:
+        """Kills what is being compiled, and waits a moment for the threads."""
+        self._closed = True
+        self._nursery.close()
+        for lane in (self._quick, self._slow):
+            for _ in self._threads:
+                _offer(lane, None)
+        for thread in self._threads:
+            thread.join(JOIN_S)  # one that is compiling ends with the process
+
+    def _serve(self, lane: queue.Queue[GrammarSpec | None], seconds: float) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread: it compiles
+        while True:
+            spec = lane.get()
+            if self._closed:
+                return
+            if spec is not None:
+                self._finish(spec, lane, seconds)
+
+    def _finish(self, spec: GrammarSpec, lane: queue.Queue[GrammarSpec | None], seconds: float) -> None:
+        compiled, reason = None, ""
+        try:
+            compiled = self._compile(spec, min(seconds, self._limits.compile_s))
+        except GrammarRefused as refused:
+            reason = str(refused)
+        except CompilerGone as gone:
+            reason = str(gone)
+        except _Slow:
+            if lane is self._quick and seconds < self._limits.compile_s and _offer(self._slow, spec):
+                return
+            reason = f"{spec.kind}: compiling it took longer than {self._limits.compile_s:g} s"
+        if not self._closed:
+            self._done(spec, compiled, reason)
+
+    def _compile(self, spec: GrammarSpec, seconds: float) -> Compiled:
+        """Once more if the process that forks compilers was gone."""
+        try:
+            return self._exchange(spec, seconds)
+        except CompilerGone:
+            if self._closed:
+                raise
+            return self._exchange(spec, seconds)
+
+    def _exchange(self, spec: GrammarSpec, seconds: float) -> Compiled:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                forker = self._nursery.hand_over(theirs)
+            started = time.monotonic()
+            ours.settimeout(seconds + MARGIN_S)
+            try:
+                send_message(ours, {"kind": spec.kind, "source": spec.source, "seconds": seconds})
+                reply = receive_message(ours)
+                text = receive_frame(ours).decode() if reply["error"] is None else ""
+            except TimeoutError:
+                raise _Slow from None
+            except (OSError, EOFError):
+                raise self._why_gone(spec, forker, time.monotonic() - started >= seconds) from None
+        if reply["error"] is not None:
+            raise GrammarRefused(reply["error"])
+        grammar = compile_prepared(Prepared(reply["is_tag"], text), self._compiler)
+        return Compiled(grammar, max(grammar.memory_size_bytes, 1) + len(spec.source))
+
+    def _why_gone(self, spec: GrammarSpec, forker: int, late: bool) -> Exception:
+        if late:
+            return _Slow()
+        if not self._nursery.is_alive(forker):
+            return CompilerGone("the grammar compiler has ended")
+        return GrammarRefused(f"{spec.kind}: compiling it ended the compiler: too much memory, or nested too deep")
+
+
+def _offer(lane: queue.Queue[GrammarSpec | None], spec: GrammarSpec | None) -> bool:
+    try:
+        lane.put_nowait(spec)
+    except queue.Full:
+        return False
+    return True

@@ -1,0 +1,46 @@
+"""The model's vocabulary as grammars see it: the bytes of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xgrammar
+
+from services.shared.hf_tokenizer import HfTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """tokens: [vocab_size of the model]; empty for what no text contains: special tokens and padding ids.
+    stop_ids: those of them that end an output, in order; may be empty."""
+
+    tokens: tuple[bytes, ...]
+    stop_ids: tuple[int, ...]
+
+    @property
+    def num_words(self) -> int:
+        """uint32 words of a mask."""
+        return -(-len(self.tokens) // 32)
+
+    def info(self) -> xgrammar.TokenizerInfo:
+        stop_ids = list(self.stop_ids)
+        return xgrammar.TokenizerInfo(
+            list(self.tokens), xgrammar.VocabType.RAW, vocab_size=len(self.tokens), stop_token_ids=stop_ids
+        )
+
+
+def vocabulary_of(tokenizer: HfTokenizer, vocab_size: int, stop_ids: Sequence[int]) -> Vocabulary:
+    """vocab_size: the model's, which may be more or fewer than the tokenizer's. stop_ids: the model's EOS ids."""
+    anchor = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
+    anchor_chars = len(tokenizer.decode(anchor, False))
+    stops = tuple(sorted({token for token in stop_ids if 0 <= token < vocab_size}))
+    silent = tokenizer.special_ids | set(stops)
+
+    def text_of(token: int) -> bytes:
+        if token in silent or token >= tokenizer.vocab_size:
+            return b""
+        found = tokenizer.token_bytes(token)
+        return found if found is not None else tokenizer.decode([*anchor, token], False)[anchor_chars:].encode()
+
+    return Vocabulary(tuple(text_of(token) for token in range(vocab_size)), stops)

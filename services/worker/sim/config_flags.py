@@ -1,0 +1,76 @@
+"""A command-line flag for every field of the scheduler's configuration, made from the fields themselves."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, Literal
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.sim.script import EOS_ID, VOCAB_SIZE
+
+# What has no default in the configuration: the KV of an 8B model on one large accelerator, about 800,000 tokens.
+SIM_DEFAULTS: dict[str, Any] = {"num_pages": 50_000, "page_size": 16, "context_len": 131_072}
+SET_BY_SIM: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS_ID,)}
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the scheduler's configuration (see services/worker/core/config.py)")
+    hints = typing.get_type_hints(SchedulerConfig)
+    for field in fields(SchedulerConfig):
+        if field.name in SET_BY_SIM:
+            continue
+        default = SIM_DEFAULTS.get(field.name, field.default)
+        if default is MISSING:
+            raise TypeError(f"SchedulerConfig.{field.name} has no default: the simulator needs one")
+        options = _options(field.name, hints[field.name])
+        group.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, default=default, help=_shown(default), **options)
+
+
+def config_of(args: argparse.Namespace) -> SchedulerConfig:
+    """Raises ValueError for values that the scheduler does not take."""
+    given = {field.name: getattr(args, field.name) for field in fields(SchedulerConfig) if field.name not in SET_BY_SIM}
+    return SchedulerConfig(**given, **SET_BY_SIM)
+
+
+def _shown(default: object) -> str:
+    return f"default {default}".replace("%", "%%")
+
+
+def _options(name: str, hint: Any) -> dict[str, Any]:
+    """What argparse needs for a field of this type."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if hint in (int, float, str):
+        return {"type": hint, "metavar": hint.__name__.upper()}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if typing.get_origin(hint) is tuple:
+        return {"type": _tuple_of(typing.get_args(hint)[0]), "metavar": "A,B,…"}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"type": _member_of(hint), "metavar": "|".join(_word(member) for member in hint)}
+    raise TypeError(f"SchedulerConfig.{name} is of a type that has no flag: {hint}")
+
+
+def _tuple_of(element: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(element(part) for part in text.split(",") if part)
+
+
+def _word(member: enum.Enum) -> str:
+    return member.value if isinstance(member.value, str) else member.name.lower()
+
+
+def _member_of(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
+    def parse(text: str) -> enum.Enum:
+        for member in kind:
+            if _word(member) == text:
+                return member
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(map(_word, kind))}")
+
+    return parse

@@ -1,0 +1,69 @@
+"""python -m services.worker.sim TRACE: runs a trace and prints what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.worker.sim.arrivals import Arrivals, ClosedLoop, OpenLoop
+from services.worker.sim.config_flags import add_config_flags, config_of
+from services.worker.sim.report import as_dict, as_table, make_report
+from services.worker.sim.simulation import HostTimes, Simulation
+from services.worker.sim.time_models import PRESETS, load_time_model
+from services.worker.sim.timeline import check_drawable, draw_timeline
+from services.worker.sim.trace import BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, Trace, read_trace
+
+
+def main(argv: Sequence[str]) -> None:
+    """Raises ValueError, OSError, SimulationError, NoPicture."""
+    args = _parser().parse_args(argv)
+    if args.timeline:
+        check_drawable(args.timeline)
+    trace = read_trace(args.trace, args.block_size)
+    simulation = Simulation(
+        config_of(args),
+        trace,
+        _arrivals(trace, args),
+        load_time_model(args.time_model),
+        HostTimes(args.plan_us * 1e-6, args.commit_us * 1e-6),
+        args.overlap,
+    )
+    gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
+    begun = time.perf_counter()
+    outcome = simulation.run()
+    report = make_report(outcome, time.perf_counter() - begun)
+    print(json.dumps(as_dict(report)) if args.json else as_table(report))
+    if args.timeline:
+        draw_timeline(outcome, args.timeline, f"{args.trace.name}: {report.output_tokens_per_s:,.0f} output tokens/s")
+
+
+def _arrivals(trace: Trace, args: argparse.Namespace) -> Arrivals:
+    return ClosedLoop(trace, args.concurrency) if args.concurrency else OpenLoop(trace, args.speed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.worker.sim",
+        description="Runs the scheduler on a trace and a virtual clock. Also: generate --help, fit --help.",
+    )
+    parser.add_argument("trace", type=Path, help="JSON lines: rootstock's own or Mooncake's")
+    parser.add_argument(
+        "--block-size", type=int, help=f"tokens per block (default {BLOCK_SIZE}; Mooncake: {MOONCAKE_BLOCK_SIZE})"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=0, metavar="N", help="closed loop: N requests at a time, arrivals unused"
+    )
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals come X times as fast")
+    presets = ", ".join(PRESETS)
+    parser.add_argument("--time-model", default="h200-like", metavar="NAME|FILE", help=f"one of {presets}, or what fit wrote")
+    parser.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="host time of a plan, microseconds")
+    parser.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="host time of a commit, microseconds")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True, help="plan a step while another runs")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the run into a .png or .svg file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_config_flags(parser)
+    return parser

@@ -1,0 +1,35 @@
+"""Named time models, and time models in files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from services.worker.exec.fake import TimeModel
+
+# h200-like is an assumption and no measurement: an 8B model in bfloat16 on one H200. Weights of 16 GB at 4 TB/s and launches
+# make the base, 16 GFLOP per token at 500 TFLOP/s the prefill, sampling and bookkeeping the row, 128 KiB of KV at 4 TB/s the
+# token of context.
+PRESETS = {
+    "h200-like": TimeModel(base=5e-3, per_prefill_token=32e-6, per_row=10e-6, per_context_token=33e-9),
+    "zero": TimeModel(),
+}
+
+
+def load_time_model(name_or_path: str) -> TimeModel:
+    """A preset by name, else a JSON file with any of TimeModel's fields, in seconds. Raises ValueError, OSError."""
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    record = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
+    names = [field.name for field in fields(TimeModel)]
+    if not isinstance(record, dict) or not record or not set(record) <= set(names):
+        raise ValueError(f"{name_or_path}: a time model is a JSON object of {', '.join(names)}")
+    for name, value in record.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+            raise ValueError(f"{name_or_path}: {name} is a number of seconds, not {value!r}")
+    return TimeModel(**{name: float(value) for name, value in record.items()})
+
+
+def time_model_json(model: TimeModel) -> str:
+    return json.dumps(asdict(model))

@@ -1,0 +1,165 @@
+"""Traces: what clients ask for, and when. Plain data, read from and written to JSON lines.
+
+A line: {"arrival": s, "blocks": [ids], "output_len": n} and, where they differ from the default, "input_len", "max_new_tokens",
+"priority", "salt", "routing_key", "lora", "session", "think_s". Lines of Mooncake's published traces ({"timestamp": ms,
+"input_length", "output_length", "hash_ids"}, blocks of 512 tokens) are read as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+BLOCK_SIZE = 64
+MOONCAKE_BLOCK_SIZE = 512
+MAX_BLOCK_ID = (1 << 64) - 1
+
+
+class TraceError(ValueError):
+    """A trace file that cannot be read; names the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. Times in seconds, lengths in tokens.
+
+    blocks: ids of the blocks that the context (prompt, then output) begins with; equal ids are equal tokens. What they do
+    not cover is unlike anything else in the trace. Blocks beyond input_len say what the output will be, so that a later
+    turn whose prompt repeats it shares its KV.
+    output_len: tokens the model says before it ends by itself; max_new_tokens may cut it shorter, and is all that the
+    scheduler knows beforehand.
+    session: requests of one session are sent one after another, think_s after the end of the turn before, and not before
+    their arrival; "" for none.
+    """
+
+    arrival: float
+    blocks: tuple[int, ...]
+    input_len: int
+    output_len: int
+    max_new_tokens: int
+    priority: int = 0
+    salt: str = ""
+    routing_key: str = ""
+    lora: str = ""
+    session: str = ""
+    think_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.input_len < 1 or self.output_len < 1 or self.max_new_tokens < 1:
+            raise ValueError("input_len, output_len and max_new_tokens are at least 1")
+        if not self.arrival >= 0 or not self.think_s >= 0:
+            raise ValueError("arrival and think_s are not negative")
+        if self.blocks and not 0 <= min(self.blocks) <= max(self.blocks) <= MAX_BLOCK_ID:
+            raise ValueError("block ids are unsigned 64-bit numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """block_size: tokens per block."""
+
+    block_size: int
+    requests: tuple[TraceRequest, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError("block_size is at least 1")
+
+    @property
+    def unique_block_tokens(self) -> int:
+        """Tokens of prompts if every shared block is counted once: the KV that would hold all prompts at a time."""
+        seen: set[int] = set()
+        loose = 0
+        for request in self.requests:
+            whole = request.blocks[: request.input_len // self.block_size]
+            seen.update(whole)
+            loose += request.input_len - len(whole) * self.block_size
+        return len(seen) * self.block_size + loose
+
+
+def read_trace(path: Path, block_size: int | None = None) -> Trace:
+    """block_size: None for what the format of the first line implies. Raises TraceError, OSError."""
+    requests: list[TraceRequest] = []
+    mooncake = False
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("a line is a JSON object")
+                if not requests:
+                    mooncake = "hash_ids" in record
+                    block_size = block_size or (MOONCAKE_BLOCK_SIZE if mooncake else BLOCK_SIZE)
+                requests.append(_from_mooncake(record) if mooncake else _from_record(record, block_size or BLOCK_SIZE))
+            except (ValueError, TypeError, KeyError) as error:
+                raise TraceError(f"{path}, line {number}: {_reason(error)}") from error
+    if not requests:
+        raise TraceError(f"{path} holds no request")
+    return Trace(block_size or BLOCK_SIZE, tuple(requests))
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Leaves out what has its default, so that files stay small. The block size is not written: give it again on reading."""
+    with path.open("w", encoding="utf-8") as out:
+        for request in trace.requests:
+            out.write(json.dumps(_to_record(request, trace.block_size), separators=(",", ":")) + "\n")
+
+
+def _reason(error: Exception) -> str:
+    return f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+
+
+_OPTIONAL = {field.name: field.default for field in fields(TraceRequest) if field.name not in ("arrival", "blocks")}
+
+
+def _from_record(record: dict[str, Any], block_size: int) -> TraceRequest:
+    if unknown := sorted(set(record) - {"arrival", "blocks", *_OPTIONAL}):
+        raise ValueError(f"unknown fields: {', '.join(unknown)}")
+    blocks, output_len = record["blocks"], record["output_len"]
+    return TraceRequest(
+        arrival=float(record["arrival"]),
+        blocks=_ints(blocks),
+        input_len=_int(record.get("input_len", len(blocks) * block_size)),
+        output_len=_int(output_len),
+        max_new_tokens=_int(record.get("max_new_tokens", output_len)),
+        priority=_int(record.get("priority", 0)),
+        salt=str(record.get("salt", "")),
+        routing_key=str(record.get("routing_key", "")),
+        lora=str(record.get("lora", "")),
+        session=str(record.get("session", "")),
+        think_s=float(record.get("think_s", 0.0)),
+    )
+
+
+def _to_record(request: TraceRequest, block_size: int) -> dict[str, Any]:
+    record: dict[str, Any] = {"arrival": request.arrival, "blocks": request.blocks}
+    implied = {**_OPTIONAL, "input_len": len(request.blocks) * block_size, "max_new_tokens": request.output_len}
+    for name in _OPTIONAL:
+        if (value := getattr(request, name)) != implied[name]:
+            record[name] = value
+    return record
+
+
+def _from_mooncake(record: dict[str, Any]) -> TraceRequest:
+    output_len = max(_int(record["output_length"]), 1)
+    return TraceRequest(
+        arrival=float(record["timestamp"]) / 1000,
+        blocks=_ints(record["hash_ids"]),
+        input_len=_int(record["input_length"]),
+        output_len=output_len,
+        max_new_tokens=output_len,
+    )
+
+
+def _int(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _ints(values: Iterable[object]) -> tuple[int, ...]:
+    return tuple([_int(value) for value in values])

@@ -1,0 +1,162 @@
+"""Vectors of a decoder model equal pooling over transformers' hidden states, in chunks, in batches and beside generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.core.plan import RowFault, SlotParams
+from services.worker.core.sampling import EmbeddingParams, SamplingParams
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.cpu import CpuExecutor
+from services.worker.exec.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
+from tests.exec.driver import Driver, Sequence, greedy, i32
+from tests.exec.tiny_models import MODELS
+
+CLOSE = 1e-5
+MAX_SLOTS = 16
+KINDS = list(PoolingKind)
+
+
+@dataclass(frozen=True)
+class Embedder:
+    folder: Path
+    model: Any
+
+    def expected(self, prompt: list[int], kind: PoolingKind, params: EmbeddingParams, normalize: bool) -> np.ndarray:
+        with torch.inference_mode():
+            states = self.model.model(torch.tensor([prompt])).last_hidden_state[0]
+        vector = {"last": states[-1], "cls": states[0], "mean": states.mean(0)}[kind]
+        cut = vector[: params.dimensions or None]
+        return (cut / cut.norm() if normalize else cut).numpy()
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama-untied"])
+def embedder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Embedder:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Embedder(folder, MODELS[request.param].build(folder))
+
+
+@pytest.fixture
+def executor(embedder: Embedder) -> Iterator[CpuExecutor]:
+    built, _ = build_cpu_executor(
+        str(embedder.folder), "float32", 4, MAX_SLOTS, 512, 0.5, None, 1, lambda _: None, check_relay=True
+    )  # fmt: skip
+    yield built
+    built.close()
+
+
+def driver(executor: CpuExecutor, config: PoolingConfig) -> Driver:
+    """Pools by the given config, whatever the model's files say."""
+    executor._model._embeddings = EmbeddingPool(config, MAX_SLOTS)
+    return Driver(executor, 4)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, 257, length).tolist()
+
+
+def embedding(prompt: list[int], slot: int, **options: Any) -> Sequence:
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, embedding=EmbeddingParams(**options))
+    return Sequence(prompt, slot, params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [4, 16, 1 << 30], ids=["chunks-of-4", "chunks-of-16", "whole"])
+def test_a_prompt_in_chunks(embedder: Embedder, executor: CpuExecutor, kind: PoolingKind, chunk: int) -> None:
+    sequence = embedding(prompt_of(41), 3)
+    driver(executor, PoolingConfig(kind, True)).prefill([sequence], chunk)
+    expected = embedder.expected(sequence.prompt, kind, EmbeddingParams(), True)
+    assert sequence.embedding is not None and sequence.embedding.dtype == np.float32
+    assert sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "normalize"),
+    [
+        (False, {}, False),
+        (True, {}, True),
+        (True, {"normalize": False}, False),
+        (False, {"normalize": True}, True),
+        (True, {"dimensions": 10}, True),
+        (False, {"dimensions": 1}, False),
+        (True, {"dimensions": 64}, True),
+    ],
+    ids=["config-no", "config-yes", "request-no", "request-yes", "cut", "cut-to-one", "cut-of-nothing"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_and_normalisation(
+    embedder: Embedder, executor: CpuExecutor, kind: PoolingKind, config: bool, options: dict[str, Any], normalize: bool
+) -> None:
+    sequence = embedding(prompt_of(11), 0, **options)
+    driver(executor, PoolingConfig(kind, config)).prefill([sequence])
+    expected = embedder.expected(sequence.prompt, kind, EmbeddingParams(**options), normalize)
+    assert sequence.embedding is not None and sequence.embedding.shape == expected.shape
+    assert sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_beside_generation_and_slots_used_again(embedder: Embedder, executor: CpuExecutor, kind: PoolingKind) -> None:
+    driving = driver(executor, PoolingConfig(kind, True))
+    alone, beside = Sequence(prompt_of(12), 0, greedy()), Sequence(prompt_of(12), 1, greedy())
+    driving.prefill([alone])
+    driving.decode([alone], 12)
+    driving.prefill([beside])
+    for turn in range(2):
+        batch = [embedding(prompt_of(1 + 5 * index, turn), 2 + index) for index in range(8)]
+        while pending := [s for s in batch if s.computed < len(s.prompt)]:
+            driving.step([(s, min(8, len(s.prompt) - s.computed)) for s in pending] + [(beside, 1)])
+        for sequence in batch:
+            expected = embedder.expected(sequence.prompt, kind, EmbeddingParams(), True)
+            assert sequence.embedding is not None and sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
+            assert sequence.output == [0], "a vector comes without a token"
+    driving.decode([beside], 12)
+    assert beside.output == alone.output
+
+
+def test_last_token_pooling_over_a_cached_prefix(embedder: Embedder, executor: CpuExecutor) -> None:
+    prefix = prompt_of(16)
+    first, second = embedding(prefix + prompt_of(5, 1), 0), embedding(prefix + prompt_of(7, 2), 1)
+    driving = driver(executor, PoolingConfig(PoolingKind.LAST, True))
+    driving.prefill([first])
+    second.pages, second.computed = first.pages[:4], 16
+    driving.prefill([second], 4)
+    expected = embedder.expected(second.prompt, PoolingKind.LAST, EmbeddingParams(), True)
+    assert second.embedding is not None and second.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
+
+
+# Without a model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_that_is_not_finite_faults_its_row_alone(executor: CpuExecutor, kind: PoolingKind) -> None:
+    plan = replace(
+        Driver(executor, 4).plan([]), num_extend=2, slots=i32([4, 5]), starts=i32([0, 0]), num_tokens=i32([1, 1]),
+        input_ids=i32([1, 2]), sample=np.array([True, True]),
+    )  # fmt: skip
+    pool = EmbeddingPool(PoolingConfig(kind, True), MAX_SLOTS)
+    for slot in (4, 5):
+        pool.admit(SlotParams(slot, 1, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
+    states = torch.tensor([[1.0, 0.0], [torch.nan, 1.0]])
+    result = pool.pool(plan, lambda wanted: states[wanted])
+    assert result.faults == {1: RowFault.NAN_LOGITS} and list(result.vectors) == [0]
+    assert pool.wanted(i32([3, 4, 5])).tolist() == [False, True, True]
+
+
+def test_many_chunks_in_half_precision_are_summed_in_float32(executor: CpuExecutor) -> None:
+    pool, count = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False), MAX_SLOTS), 4096
+    pool.admit(SlotParams(0, count, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
+    plan = replace(
+        Driver(executor, 4).plan([]), num_extend=1, slots=i32([0]), starts=i32([0]), num_tokens=i32([1]), input_ids=i32([1])
+    )  # fmt: skip
+    state = torch.tensor([[1.0, 0.1]], dtype=torch.bfloat16)
+    for start in range(count):
+        step = replace(plan, starts=i32([start]), sample=np.array([start == count - 1]))
+        result = pool.pool(step, lambda wanted: state[wanted])
+    assert result.vectors[0].tolist() == pytest.approx(state[0].tolist(), rel=1e-5)

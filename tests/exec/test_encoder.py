@@ -1,0 +1,225 @@
+"""Vectors are those of transformers' hidden states pooled as the model's files say, and those of sentence-transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.core.sampling import EmbeddingParams, SamplingParams
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.checkpoint import CheckpointError
+from services.worker.exec.embedding_pool import PoolingConfig, PoolingKind
+from services.worker.exec.families import UnsupportedModel
+from services.worker.exec.model_info import ModelInfo
+from services.worker.exec.pooling_files import read_pooling
+from services.worker.exec.protocol import ExecutorError
+from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.embedding_folders import FOLDERS, MODULE
+
+LENGTHS = (1, 2, 7, 30, 31, 60)
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+MEAN = PoolingConfig(PoolingKind.MEAN, True)
+
+
+@contextmanager
+def serving(folder: Path, page_size: int = 4) -> Iterator[tuple[Driver, ModelInfo]]:
+    executor, info = build_cpu_executor(str(folder), "auto", page_size, 8, 256, 0.5, None, 1, lambda _: None, check_relay=True)
+    try:
+        yield Driver(executor, page_size), info
+    finally:
+        executor.close()
+
+
+def request(prompt: list[int], slot: int, dimensions: int = 0, normalize: bool | None = None) -> Sequence:
+    embedding = EmbeddingParams(dimensions, normalize)
+    return Sequence(prompt, slot, SamplingParams(max_new_tokens=1, embedding=embedding))
+
+
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 257, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def pooled(model: Any, ids: list[int], pooling: str, normalize: bool) -> np.ndarray:
+    """From transformers alone."""
+    with torch.inference_mode():
+        states = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    vector = {"cls": states[0], "mean": states.mean(0), "lasttoken": states[-1]}[pooling]
+    return (torch.nn.functional.normalize(vector, dim=0) if normalize else vector).numpy()
+
+
+def vector_of(sequence: Sequence) -> np.ndarray:
+    assert sequence.embedding is not None
+    return sequence.embedding
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_batch_of_texts_equals_transformers(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    case = FOLDERS[name]
+    model = case.build(tmp_path)
+    sequences = [request(text, slot) for slot, text in enumerate(texts())]
+    with serving(tmp_path) as (driver, info):
+        driver.prefill(sequences)
+    assert info.embedding_size == 64
+    for sequence in sequences:
+        expected = pooled(model, sequence.prompt, case.pooling, case.normalize)
+        np.testing.assert_allclose(vector_of(sequence), expected, atol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
+@pytest.mark.parametrize("name", ["qwen3-last", "llama-mean", "bert-cls", "bert-mean"])
+def test_sentence_transformers_reads_the_same_pooling(name: str, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    FOLDERS[name].build(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"0": 0}, unk_token="0"))).save_pretrained(tmp_path)
+    theirs = SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
+    rows = [torch.tensor(text) for text in texts()]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    with torch.inference_mode():
+        expected = theirs({"input_ids": ids, "attention_mask": mask})["sentence_embedding"].numpy()
+    sequences = [request(text, slot) for slot, text in enumerate(texts())]
+    with serving(tmp_path) as (driver, _):
+        driver.prefill(sequences)
+    for sequence, vector in zip(sequences, expected, strict=True):
+        np.testing.assert_allclose(vector_of(sequence), vector, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-last", "llama-mean", "gpt-neox-last"])
+@pytest.mark.parametrize("chunk", [4, 12, 28])
+def test_causal_models_take_prompts_in_chunks(name: str, chunk: int, tmp_path: Path) -> None:
+    case = FOLDERS[name]
+    model = case.build(tmp_path)
+    sequences = [request(text, slot) for slot, text in enumerate(texts())]
+    with serving(tmp_path) as (driver, info):
+        driver.prefill(sequences, chunk)
+    assert not info.needs_whole_prompt
+    for sequence in sequences:
+        expected = pooled(model, sequence.prompt, case.pooling, case.normalize)
+        np.testing.assert_allclose(vector_of(sequence), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-last", "bert-cls"])
+def test_dimensions_cut_before_the_length_becomes_one(name: str, tmp_path: Path) -> None:
+    model = FOLDERS[name].build(tmp_path)
+    prompt = texts()[3]
+    cut, raw = request(prompt, 0, dimensions=10), request(prompt, 1, normalize=False)
+    with serving(tmp_path) as (driver, _):
+        driver.prefill([cut, raw])
+    whole = pooled(model, prompt, FOLDERS[name].pooling, normalize=False)
+    np.testing.assert_allclose(vector_of(raw), whole, atol=1e-5)
+    np.testing.assert_allclose(vector_of(cut), whole[:10] / np.linalg.norm(whole[:10]), atol=1e-5)
+
+
+def test_last_token_pooling_behind_cached_pages(tmp_path: Path) -> None:
+    model = FOLDERS["qwen3-last"].build(tmp_path)
+    first, second = request(texts()[5], 0), request(texts()[5][:16] + texts()[2], 1)
+    with serving(tmp_path) as (driver, info):
+        driver.prefill([first])
+        second.pages, second.computed = first.pages[:4], 16
+        driver.prefill([second])
+    assert info.pooling_reuses_prefix
+    np.testing.assert_allclose(vector_of(second), pooled(model, second.prompt, "lasttoken", True), atol=1e-5)
+
+
+def test_a_model_with_a_head_generates_beside_embeddings(tmp_path: Path) -> None:
+    model = FOLDERS["qwen3-last"].build(tmp_path)
+    vector, text = request(texts()[4], 0), Sequence(texts()[3], 1, greedy(4))
+    with serving(tmp_path) as (driver, info):
+        driver.prefill([vector, text])
+        driver.decode([text], 4)
+    assert info.generates and len(text.output) == 4
+    np.testing.assert_allclose(vector_of(vector), pooled(model, vector.prompt, "lasttoken", True), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-mean", "bert-mean", "gpt-neox-last"])
+def test_a_model_without_a_head_says_so(name: str, tmp_path: Path) -> None:
+    FOLDERS[name].build(tmp_path)
+    with serving(tmp_path) as (driver, info):
+        assert not info.generates
+        with pytest.raises(ExecutorError, match="gives vectors and no tokens"):
+            driver.prefill([Sequence([5, 6, 7], 0, greedy(1))])
+
+
+@pytest.mark.parametrize(
+    ("name", "whole_prompt", "reuses_prefix"),
+    [("qwen3-last", False, True), ("llama-mean", False, False), ("bert-mean", True, False)],
+)
+def test_what_the_scheduler_must_know(name: str, whole_prompt: bool, reuses_prefix: bool, tmp_path: Path) -> None:
+    FOLDERS[name].build(tmp_path)
+    with serving(tmp_path) as (_, info):
+        pass
+    assert (info.needs_whole_prompt, info.pooling_reuses_prefix) == (whole_prompt, reuses_prefix)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("bert-cls", 512), ("roberta-mean", 64), ("mpnet-mean", 64)])
+def test_an_encoder_takes_as_many_tokens_as_it_has_positions(name: str, tokens: int, tmp_path: Path) -> None:
+    case = FOLDERS[name]
+    model = case.build(tmp_path)
+    sequence = request(texts()[5] * 9, 0)
+    sequence.prompt = sequence.prompt[:tokens]
+    with serving(tmp_path) as (driver, info):
+        driver.prefill([sequence])
+    assert info.context_len == tokens + 1, "one more for the token that is never made"
+    np.testing.assert_allclose(vector_of(sequence), pooled(model, sequence.prompt, case.pooling, case.normalize), atol=1e-5)
+
+
+def test_an_encoder_keeps_nothing_of_a_token(tmp_path: Path) -> None:
+    FOLDERS["bert-cls"].build(tmp_path)
+    executor, info = build_cpu_executor(str(tmp_path), "auto", 16, 8, None, 0.5, None, 1, lambda _: None)
+    executor.close()
+    assert (info.kv_bytes_per_token, info.num_pages) == (0, 8 * 33)
+
+
+def test_a_folder_without_pooling_files_has_the_default(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path, MEAN) is MEAN
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"pooling_mode": "max"}, "pooling max is not supported"),
+        ({"pooling_mode": ["cls", "mean"]}, "pooling cls and mean is not supported"),
+        ({"pooling_mode_weightedmean_tokens": True}, "pooling weightedmean is not supported"),
+    ],
+)
+def test_other_kinds_of_pooling_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    FOLDERS["bert-cls"].build(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=message):
+        read_pooling(tmp_path, MEAN)
+
+
+@pytest.mark.parametrize(
+    ("modules", "error", "message"),
+    [
+        ([{"type": MODULE + "Pooling", "path": "../1_Pooling"}], CheckpointError, "outside its folder"),
+        ([{"type": MODULE + "Pooling", "path": ".."}], CheckpointError, "outside its folder"),
+        ([{"path": "1_Pooling"}], CheckpointError, "without a type"),
+        ({}, CheckpointError, "JSON array"),
+        ([{"type": MODULE + "Dense", "path": "2_Dense"}], UnsupportedModel, "modules.json has Dense"),
+        ([], UnsupportedModel, "0 Pooling modules"),
+    ],
+    ids=["outside", "parent", "no-type", "object", "dense", "none"],
+)
+def test_wrong_modules(modules: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(error, match=message):
+        read_pooling(tmp_path, MEAN)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_page_of_models_names_each_embedding_model_tried(name: str) -> None:
+    assert f"`{name}`" in DOCS.read_text()

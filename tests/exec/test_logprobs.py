@@ -1,0 +1,224 @@
+"""Logprobs of outputs and prompts equal transformers' log_softmax, however prompts are cut and batches are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import reference
+from services.worker.core.plan import BatchPlan, ForwardMode, PromptLogprobs, RowFault, SlotParams
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec import logprobs as logprobs_module
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.logprobs import Logprobs
+from services.worker.exec.sampler import Sampler
+from tests.exec.driver import Driver, Sequence, i32
+from tests.exec.tiny_models import MODELS
+
+CLOSE = 1e-4
+VOCAB = 257
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+WHOLE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A checkpoint, and transformers' log_softmax over any tokens."""
+
+    folder: Path
+    model: Any
+
+    def expected(self, tokens: list[int]) -> torch.Tensor:
+        """float32[n, V]; row i is about the token after tokens[i]."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama-untied"])
+def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scored:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Scored(folder, MODELS[request.param].build(folder))
+
+
+@pytest.fixture
+def driving(scored: Scored, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """Pieces of 7 tokens, measured 3 at a time: most rows take several."""
+    monkeypatch.setattr(logprobs_module, "PIECE_BYTES", 7 * 4 * VOCAB)
+    monkeypatch.setattr(logprobs_module, "BLOCK_BYTES", 3 * 4 * VOCAB)
+    executor, _ = build_cpu_executor(
+        str(scored.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, check_relay=True
+    )  # fmt: skip
+    yield Driver(executor, 4)
+    executor.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, VOCAB, length).tolist()
+
+
+def check_top(values: Any, ids: Any, expected: torch.Tensor, num: int) -> None:
+    """values, ids: one row of top logprobs. Ids may differ where transformers' values tie."""
+    assert len(values) == len(ids) == num
+    assert list(values) == pytest.approx(expected.topk(num).values.tolist(), abs=CLOSE)
+    assert [float(expected[i]) for i in ids] == pytest.approx(list(values), abs=CLOSE)
+
+
+def check_outputs(sequence: Sequence, scored: Scored) -> None:
+    expected = scored.expected(sequence.tokens)[len(sequence.prompt) - 1 : -1]
+    assert len(sequence.logprobs) == len(sequence.output)
+    for row, token, found in zip(expected, sequence.output, sequence.logprobs, strict=True):
+        assert found.sampled == pytest.approx(float(row[token]), abs=CLOSE)
+        check_top(found.top, found.top_ids, row, sequence.params.top_logprobs)
+        chosen = [float(row[i]) for i in sequence.params.logprob_token_ids]
+        assert list(found.chosen) == pytest.approx(chosen, abs=CLOSE)
+
+
+def test_outputs_of_a_mixed_batch(scored: Scored, driving: Driver) -> None:
+    wants = [
+        replace(GREEDY, top_logprobs=0),
+        GREEDY,
+        replace(GREEDY, top_logprobs=20),
+        replace(GREEDY, top_logprobs=3, logprob_token_ids=(9, 250, 9), temperature=1.0, seed=5, frequency_penalty=1.0),
+        replace(GREEDY, top_logprobs=0, logprob_token_ids=(0,), temperature=2.0, top_k=5),
+        *[replace(GREEDY, top_logprobs=index) for index in range(1, 8)],
+    ]
+    sequences = [Sequence(prompt_of(5 + 3 * index, index), index, params) for index, params in enumerate(wants)]
+    driving.prefill(sequences)
+    driving.decode(sequences, 6)
+    for sequence in sequences:
+        if sequence.params.top_logprobs < 0:
+            assert sequence.logprobs == []
+        else:
+            check_outputs(sequence, scored)
+
+
+def joined(parts: list[PromptLogprobs]) -> PromptLogprobs:
+    columns = ("values", "top_ids", "top", "chosen")
+    return PromptLogprobs(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
+
+
+@pytest.mark.parametrize("chunk", [4, 12, 40, WHOLE])
+@pytest.mark.parametrize("first", [0, 1, 2, 17, 44])
+def test_prompt_in_chunks(scored: Scored, driving: Driver, chunk: int, first: int) -> None:
+    params = replace(GREEDY, top_logprobs=4, logprob_token_ids=(3, 77), prompt_logprobs_from=first)
+    sequence = Sequence(prompt_of(45), 2, params)
+    driving.prefill([sequence], chunk)
+    driving.decode([sequence], 4)
+    found, begin = joined(sequence.prompt_logprobs), max(1, first)
+    expected = scored.expected(sequence.prompt)[begin - 1 : -1]
+    targets = sequence.prompt[begin:]
+    assert found.values.dtype == found.top.dtype == found.chosen.dtype == np.float32 and found.top_ids.dtype == np.int32
+    assert found.values.tolist() == pytest.approx([float(r[t]) for r, t in zip(expected, targets, strict=True)], abs=CLOSE)
+    assert found.chosen.tolist() == pytest.approx(expected[:, [3, 77]].numpy(), abs=CLOSE)
+    for index, row in enumerate(expected):
+        check_top(found.top[index].tolist(), found.top_ids[index].tolist(), row, 4)
+    check_outputs(sequence, scored)
+
+
+def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> None:
+    """The logits of prompts are made in the buffer that those of sampled rows come from."""
+    early = Sequence(prompt_of(9, 1), 0, replace(GREEDY, top_logprobs=2))
+    late = [Sequence(prompt_of(30 + n, n), n, replace(GREEDY, top_logprobs=n, prompt_logprobs_from=0)) for n in (1, 2)]
+    plain = Sequence(prompt_of(20, 9), 3, replace(GREEDY, top_logprobs=1))
+    driving.prefill([early])
+    while late[1].computed < len(late[1].prompt):
+        extends = [s for s in (*late, plain) if s.computed < len(s.prompt)]
+        driving.step([(s, min(12, len(s.prompt) - s.computed)) for s in extends] + [(early, 1)])
+    driving.decode([early, *late, plain], 6)
+    for sequence in (early, *late, plain):
+        check_outputs(sequence, scored)
+    for sequence in late:
+        found, expected = joined(sequence.prompt_logprobs), scored.expected(sequence.prompt)[:-1]
+        targets = torch.tensor(sequence.prompt[1:])
+        assert found.values.tolist() == pytest.approx(expected.gather(1, targets[:, None])[:, 0].tolist(), abs=CLOSE)
+        assert found.top.shape == (len(targets), sequence.params.top_logprobs)
+    assert plain.prompt_logprobs == []
+
+
+def test_prompt_logprobs_without_those_of_outputs(scored: Scored, driving: Driver) -> None:
+    sequence = Sequence(prompt_of(10), 0, replace(GREEDY, prompt_logprobs_from=0))
+    driving.prefill([sequence])
+    assert sequence.prompt_logprobs[0].values.shape == (9,)
+    assert sequence.prompt_logprobs[0].top.shape == (9, 0) and sequence.logprobs == []
+
+
+# Without a model
+
+
+def logprobs_of(params: SamplingParams) -> Logprobs:
+    made = Logprobs(4, 8)
+    made.admit(SlotParams(0, 0, params, (), i32([])))
+    return made
+
+
+def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
+    """One extend row of slot 0, its tokens 0, 1, 2, ..."""
+    none = i32([])
+    return BatchPlan(
+        step_id=1, mode=ForwardMode.EXTEND, num_extend=1, slots=i32([0]), starts=i32([0]), num_tokens=i32([num_tokens]),
+        input_ids=np.arange(num_tokens, dtype=np.int32), sample=np.array([False]), mask_rows=none,
+        prompt_logprob_rows=i32([0]), prompt_logprob_offsets=i32([offset]), prompt_logprob_nexts=i32([after]), admitted=(),
+        table_slots=none, table_firsts=none, table_counts=none, table_pages=none,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5, 6, 100])
+@pytest.mark.parametrize(
+    ("offset", "after", "targets"), [(0, 7, [1, 2, 3, 4, 5, 7]), (0, -1, [1, 2, 3, 4, 5]), (4, 6, [5, 6]), (5, -1, [])]
+)
+def test_no_request_for_logits_is_larger_than_a_piece(
+    monkeypatch: pytest.MonkeyPatch, piece: int, offset: int, after: int, targets: list[int]
+) -> None:
+    monkeypatch.setattr(logprobs_module, "PIECE_BYTES", piece * 4 * 8)
+    table, asked = torch.randn(6, 8, generator=torch.Generator().manual_seed(3)), []
+    buffer = torch.empty(piece, 8)
+
+    def logits(wanted: torch.Tensor) -> torch.Tensor:
+        """One buffer for all, as a model has it."""
+        asked.extend(wanted.tolist())
+        assert len(wanted) <= piece
+        buffer[: len(wanted)] = table[wanted]
+        return buffer[: len(wanted)]
+
+    made = logprobs_of(replace(GREEDY, top_logprobs=2, logprob_token_ids=(7, 99)))
+    scores = made.of_prompts(prompt_plan(6, offset, after), logits)
+    found, expected = scores.logprobs[0], table.log_softmax(-1)[offset : offset + len(targets)]
+    assert asked == list(range(offset, offset + len(targets)))
+    assert found.values.tolist() == pytest.approx([float(r[t]) for r, t in zip(expected, targets, strict=True)], abs=1e-6)
+    np.testing.assert_allclose(found.top, expected.topk(2).values.numpy(), atol=1e-6)
+    assert found.chosen[:, 0].tolist() == pytest.approx(expected[:, 7].tolist(), abs=1e-6)
+    assert (found.chosen[:, 1] == -np.inf).all() and scores.faults == {}
+
+
+@pytest.mark.parametrize(
+    ("poison", "faults"), [(torch.nan, {0: RowFault.NAN_LOGITS}), (torch.inf, {0: RowFault.NAN_LOGITS}), (-torch.inf, {})]
+)
+def test_a_prompt_whose_logits_are_not_sound_is_a_fault(poison: float, faults: dict[int, RowFault]) -> None:
+    table = torch.zeros(6, 8)
+    table[3, 2:5] = poison
+    made = logprobs_of(replace(GREEDY, top_logprobs=1))
+    assert made.of_prompts(prompt_plan(6, 0, 1), lambda wanted: table[wanted]).faults == faults
+    assert made.of_prompts(prompt_plan(6, 4, 1), lambda wanted: table[wanted]).faults == {}
+
+
+def test_more_top_logprobs_than_the_vocabulary_has() -> None:
+    sampler = Sampler(1, 8, reference)
+    sampler.admit(SlotParams(0, 0, replace(GREEDY, top_logprobs=20), (), i32([])))
+    logits = torch.arange(8, dtype=torch.float32)[None]
+    found = sampler.sample(logits, i32([0]), i32([1])).logprobs[0]
+    assert found.top_ids == (7, 6, 5, 4, 3, 2, 1, 0)
+
+
+def test_admission_forgets_what_the_last_holder_wanted() -> None:
+    sampler, found = Sampler(1, 8, reference), []
+    for params in (replace(GREEDY, top_logprobs=1, logprob_token_ids=(3,)), replace(GREEDY, top_logprobs=0), GREEDY):
+        sampler.admit(SlotParams(0, 0, params, (), i32([])))
+        result = sampler.sample(torch.zeros(1, 8), i32([0]), i32([1]))
+        found.append({row: (len(values.top), len(values.chosen)) for row, values in result.logprobs.items()})
+    assert found == [{0: (1, 1)}, {0: (0, 0)}, {}]

@@ -1,0 +1,169 @@
+"""DRY against its definition, and penalties over tokens that the sampler has not sampled itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.worker.core.plan import SlotParams
+from services.worker.core.sampling import DryParams, SamplingParams
+from services.worker.exec.dry import MAX_PENALTY, Repeats
+from services.worker.exec.penalties import Penalties
+from services.worker.exec.token_counts import TokenCounts
+
+VOCAB = 40
+DRY = DryParams(multiplier=0.8)
+
+
+def lost(params: DryParams, tokens: list[int]) -> dict[int, float]:
+    """What each token loses after `tokens`, straight from the definition: every candidate, every earlier place, every length."""
+    seen = tokens[-params.window :] if params.window else tokens
+    result = {}
+    for place, candidate in enumerate(seen):
+        if candidate in params.breakers:
+            continue
+        length = 0
+        while (
+            length < place and seen[place - 1 - length] == seen[len(seen) - 1 - length]
+            and seen[place - 1 - length] not in params.breakers
+        ):  # fmt: skip
+            length += 1
+        if length >= max(1, params.allowed_length):
+            penalty = params.multiplier * params.base ** (length - params.allowed_length)
+            result[candidate] = max(result.get(candidate, 0.0), penalty)
+    return result
+
+
+def found(repeats: Repeats) -> dict[int, float]:
+    ids, penalties = repeats.penalties()
+    return dict(zip(ids.tolist(), penalties.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "expected"),
+    [
+        (DRY, [], {}),
+        (DRY, [1], {}),
+        (DRY, [1, 2, 3, 4, 1], {}),
+        (DRY, [1, 2, 3, 4, 1, 2], {3: 0.8}),
+        (DRY, [1, 2, 3, 4, 1, 2, 3], {4: 0.8 * 1.75}),
+        (DRY, [1, 2, 3, 1, 2, 4, 1, 2], {3: 0.8, 4: 0.8}),
+        (replace(DRY, allowed_length=1), [1, 2, 3, 1], {2: 0.8}),
+        (DRY, [7, 7, 7, 7], {7: 0.8 * 1.75}),
+        (replace(DRY, breakers=(2,)), [1, 2, 3, 4, 1, 2], {}),
+        (replace(DRY, breakers=(3,)), [1, 2, 3, 4, 1, 2], {}),
+        (replace(DRY, breakers=(9,)), [8, 9, 1, 2, 3, 4, 8, 9, 1, 2], {3: 0.8}),
+        (replace(DRY, window=5), [1, 2, 3, 4, 1, 2], {}),
+        (replace(DRY, window=6), [1, 2, 3, 4, 1, 2], {3: 0.8}),
+        (replace(DRY, window=6), [9, 1, 2, 3, 9, 1, 2], {3: 0.8}),
+    ],
+    ids=[
+        "nothing", "one", "below-allowed", "at-allowed", "one-more", "two-ways", "allowed-1", "overlapping", "breaker-last",
+        "breaker-next", "breaker-before", "outside-window", "just-inside-window", "copy-cut-by-window",
+    ],
+)  # fmt: skip
+def test_dry_examples(params: DryParams, tokens: list[int], expected: dict[int, float]) -> None:
+    assert found(Repeats(params, np.array(tokens, dtype=np.int64))) == pytest.approx(expected)
+    assert lost(params, tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 7, 50])
+@pytest.mark.parametrize("breakers", [(), (0,), (0, 1)], ids=["no-breaker", "one-breaker", "two-breakers"])
+@pytest.mark.parametrize("alphabet", [2, 3, 6])
+def test_dry_equals_its_definition_at_every_length(window: int, breakers: tuple[int, ...], alphabet: int) -> None:
+    params = DryParams(0.5, 1.1, 2, window, breakers)
+    rng = random.Random(f"{window} {breakers} {alphabet}")
+    tokens = [rng.randrange(alphabet) for _ in range(120)]
+    grown = Repeats(params, np.array(tokens[:30], dtype=np.int64))
+    for size in range(30, len(tokens)):
+        expected = pytest.approx(lost(params, tokens[:size]), rel=1e-5)
+        assert found(grown) == expected, size
+        assert found(Repeats(params, np.array(tokens[:size], dtype=np.int64))) == expected, size
+        grown.add(tokens[size])
+
+
+def test_dry_of_a_long_repeat_stays_finite() -> None:
+    repeats = Repeats(DryParams(1.0, 10.0), np.zeros(2000, dtype=np.int64))
+    assert found(repeats) == {0: pytest.approx(MAX_PENALTY)}
+
+
+def test_dry_grows_past_its_first_buffer() -> None:
+    params = replace(DRY, base=1.001)
+    repeats, tokens = Repeats(params, np.empty(0, dtype=np.int64)), [index % 17 for index in range(700)]
+    for token in tokens:
+        repeats.add(token)
+    assert found(repeats) == pytest.approx(lost(params, tokens), rel=1e-4)
+
+
+def test_token_counts_add_and_remove() -> None:
+    rng, expected = random.Random(1), Counter([3, 3, 5])
+    counts = TokenCounts(np.array([3, 3, 5], dtype=np.int64))
+    for _ in range(500):
+        token = rng.randrange(30)
+        if rng.random() < 0.5 and expected[token]:
+            counts.remove(token)
+            expected[token] -= 1
+        else:
+            counts.add(token)
+            expected[token] += 1
+        assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == +expected
+
+
+PENALISED = SamplingParams(8, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.3, dry=DRY)
+
+
+def penalties_of(prompt: list[int], output: list[int]) -> Penalties:
+    return Penalties(SlotParams(0, len(prompt), PENALISED, (), np.array(prompt + output, dtype=np.int32)), VOCAB)
+
+
+def edited(penalties: Penalties) -> list[float]:
+    logits = np.linspace(-1, 1, VOCAB, dtype=np.float32)
+    penalties.apply(logits)
+    return logits.tolist()
+
+
+PROMPT = [1, 2, 3, 4, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "start", "row", "sequence"),
+    [
+        ([], 0, [1, 2, 3], []),
+        ([], 3, [4, 1, 2], []),
+        ([5, 6], 8, [7, 8], [5, 6, 7, 8]),
+        ([5, 6], 7, [6, 7, 8], [5, 6, 7, 8]),
+        ([5, 6], 4, [1, 2, 5, 6, 7], [5, 6, 7]),
+        ([5, 6], 7, [7, 8], [5, 7, 8]),
+        ([5, 6, 9, 9], 7, [7], [5, 7]),
+        ([5, 6, 9, 9], 7, [6], [5, 6]),
+        ([5, 6], 6, [3, 4, 1, 2], [3, 4, 1, 2]),
+        ([5], 7, [VOCAB + 3], [5, VOCAB - 1]),
+    ],
+    ids=[
+        "prompt-chunk", "prompt-end", "forced", "sampled-then-forced", "from-the-prompt-on", "other-than-sampled",
+        "other-and-stale", "stale-alone", "all-taken-back", "outside-the-vocabulary",
+    ],
+)  # fmt: skip
+def test_extend_rows_of_a_running_slot(sampled: list[int], start: int, row: list[int], sequence: list[int]) -> None:
+    penalties = penalties_of(PROMPT, [])
+    for token in sampled:
+        penalties.count(token)
+    penalties.follow(start, np.array(row, dtype=np.int32))
+    assert edited(penalties) == edited(penalties_of(PROMPT, sequence))
+
+
+def test_a_chunked_prompt_counts_once() -> None:
+    penalties, output = penalties_of(PROMPT, [7, 7]), [7, 7]
+    for start in range(0, len(PROMPT) + 2, 2):
+        penalties.follow(start, np.array((PROMPT + output)[start : start + 2], dtype=np.int32))
+    assert edited(penalties) == edited(penalties_of(PROMPT, output))
+
+
+def test_a_tiny_repetition_penalty_stays_finite() -> None:
+    params = replace(PENALISED, repetition_penalty=1e-44)
+    penalties = Penalties(SlotParams(0, 1, params, (), np.array([0, 39], dtype=np.int32)), VOCAB)
+    assert np.isfinite(edited(penalties)).all()

@@ -1,0 +1,116 @@
+"""A seed fixes a request's tokens, at temperature 1 in fp32: alone or in a batch, cold or cached, in any chunks and any slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec.build import build_cpu_executor
+from tests.exec.driver import Driver, Sequence
+from tests.exec.tiny_models import MODELS
+
+NUM_NEW = 40
+PAGE = 4
+SAMPLING = {
+    "plain": SamplingParams(NUM_NEW, temperature=1.0),
+    "top-p": SamplingParams(NUM_NEW, temperature=1.0, top_p=0.9),
+    "top-k-min-p": SamplingParams(NUM_NEW, temperature=1.0, top_k=40, min_p=0.02),
+    "penalised": SamplingParams(NUM_NEW, temperature=1.0, repetition_penalty=1.1, frequency_penalty=0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    MODELS["qwen3"].build(made)
+    return made
+
+
+@pytest.fixture
+def driving(folder: Path) -> Iterator[Driver]:
+    executor, _ = build_cpu_executor(str(folder), "float32", PAGE, 32, 1024, 0.5, None, 1, lambda _: None, check_relay=True)
+    yield Driver(executor, PAGE)
+    executor.close()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, 257, length).tolist()
+
+
+@pytest.fixture(params=list(SAMPLING))
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    return SAMPLING[request.param]
+
+
+def sequences(params: SamplingParams, count: int, first_slot: int = 0, seed: int = 100) -> list[Sequence]:
+    return [
+        Sequence(prompt_of(20 + 3 * index, index), first_slot + index, replace(params, seed=seed + index))
+        for index in range(count)
+    ]
+
+
+def alone(driving: Driver, params: SamplingParams, index: int) -> list[int]:
+    sequence = replace(sequences(params, index + 1)[index], slot=31)
+    driving.prefill([sequence])
+    driving.decode([sequence], NUM_NEW)
+    return sequence.output
+
+
+def test_alone_twice_in_a_batch_of_sixteen_in_chunks(driving: Driver, params: SamplingParams) -> None:
+    lone = [alone(driving, params, index) for index in (0, 7, 15)]
+    assert len(set(lone[0])) > 8, "temperature 1 must show"
+    assert alone(driving, params, 7) == lone[1]
+    batch = sequences(params, 16)
+    driving.prefill(batch[::-1], chunk=8)
+    driving.decode(batch, NUM_NEW)
+    assert [batch[index].output for index in (0, 7, 15)] == lone
+
+
+def test_over_a_cached_prefix_beside_others(driving: Driver, params: SamplingParams) -> None:
+    cold = alone(driving, params, 7)
+    others = sequences(params, 15, first_slot=8, seed=900)
+    first = Sequence(prompt_of(41, 7), 0, replace(params, seed=1))
+    driving.prefill([first, *others])
+    cached = Sequence(prompt_of(41, 7), 1, replace(params, seed=107), pages=first.pages[:5], computed=5 * PAGE)
+    assert cached.prompt == sequences(params, 8)[7].prompt
+    while cached.computed < len(cached.prompt):
+        driving.step([(cached, min(8, 41 - cached.computed)), *((other, 1) for other in others)])
+    driving.decode([cached, first, *others], NUM_NEW)
+    assert cached.output == cold
+
+
+def test_other_seeds_give_other_tokens(driving: Driver, params: SamplingParams) -> None:
+    prompt = prompt_of(30, 1)
+    rows = [Sequence(prompt, slot, replace(params, seed=slot)) for slot in range(16)]
+    driving.prefill(rows)
+    driving.decode(rows, 12)
+    assert len({tuple(row.output) for row in rows}) == 16
+
+
+def test_after_a_retraction(driving: Driver, params: SamplingParams) -> None:
+    """The request comes again as an extend of prompt and kept output, in another slot."""
+    whole = alone(driving, params, 7)
+    kept = Sequence(prompt_of(41, 7) + whole[:17], 5, replace(params, seed=107), num_prompt_tokens=41)
+    driving.prefill([kept], chunk=16)
+    driving.decode([kept], NUM_NEW - 17)
+    assert kept.output == whole[17:]
+
+
+def test_tokens_given_to_a_running_slot_count_as_if_sampled(driving: Driver, params: SamplingParams) -> None:
+    """Of a slot that goes on, output tokens come as input: some that it has sampled, some that were decided elsewhere."""
+    whole = alone(driving, params, 7)
+    row = Sequence(prompt_of(41, 7), 5, replace(params, seed=107))
+    driving.prefill([row])
+    driving.decode([row], 10)
+    assert row.output == whole[:10]
+    row.prompt, row.output = row.prompt + whole[:25], []
+    assert row.computed == 41 + 9
+    driving.step([(row, 5)])
+    driving.step([(row, 11)])
+    driving.decode([row], NUM_NEW - 25)
+    assert row.output == whole[25:]

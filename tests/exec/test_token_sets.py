@@ -1,0 +1,137 @@
+"""Grammar masks, allowed and banned tokens: what may be sampled, together and over a mixed batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import reference
+from kernels.cpu import load_kernels
+from kernels.ops import Kernels
+from services.worker.core.plan import RowFault, SlotParams
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec.sampler import Sampled, Sampler
+
+VOCAB = 100  # three words and a bit
+GREEDY = SamplingParams(8, temperature=0.0)
+DRAWING = SamplingParams(8, temperature=1.0)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return reference if request.param == "reference" else load_kernels(1, torch.float32)  # type: ignore[return-value]
+
+
+def rising() -> torch.Tensor:
+    """The higher an id, the likelier."""
+    return torch.arange(VOCAB, dtype=torch.float32) / 20
+
+
+def mask(*tokens: int) -> np.ndarray:
+    words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+def sample(kernels: Kernels, rows: list[SamplingParams], masks: dict[int, np.ndarray] | None = None, **slot: Any) -> Sampled:
+    """One token for each of the given parameters, all over the same logits."""
+    sampler = Sampler(len(rows), VOCAB, kernels)
+    stops = slot.get("stops", ())
+    for index, params in enumerate(rows):
+        sampler.admit(SlotParams(index, 0, params, stops, np.empty(0, np.int32)))
+    positions = np.full(len(rows), slot.get("position", 0), np.int32)
+    return sampler.sample(rising().repeat(len(rows), 1), np.arange(len(rows), dtype=np.int32), positions, masks)
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed", "expected"),
+    [
+        (GREEDY, mask(0), 0),
+        (GREEDY, mask(31, 32), 32),
+        (GREEDY, mask(96, 3), 96),
+        (GREEDY, ~mask(), 99),
+        (replace(GREEDY, allowed_token_ids=(5, 40)), None, 40),
+        (replace(GREEDY, allowed_token_ids=(5, 40, VOCAB, -1)), None, 40),
+        (replace(GREEDY, banned_token_ids=(99, 98)), None, 97),
+        (replace(GREEDY, banned_token_ids=(VOCAB, -1)), None, 99),
+        (replace(GREEDY, allowed_token_ids=(5, 40), banned_token_ids=(40,)), None, 5),
+        (replace(GREEDY, allowed_token_ids=(5, 40)), mask(5, 90), 5),
+        (replace(GREEDY, banned_token_ids=(90,)), mask(5, 90), 5),
+        (replace(GREEDY, logit_bias=((7, 100.0),)), mask(5, 6), 6),
+        (replace(GREEDY, logit_bias=((7, 100.0),)), mask(5, 7, 90), 7),
+    ],
+    ids=[
+        "mask-first", "mask-word-edge", "mask-last-word", "mask-of-all", "allowed", "allowed-outside", "banned", "banned-outside",
+        "allowed-less-banned", "mask-and-allowed", "mask-less-banned", "bias-cannot-lift", "bias-within",
+    ],
+)  # fmt: skip
+def test_the_best_of_what_is_allowed(kernels: Kernels, params: SamplingParams, allowed: np.ndarray | None, expected: int) -> None:
+    result = sample(kernels, [params], {} if allowed is None else {0: allowed})
+    assert result.faults == {} and result.tokens.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        DRAWING,
+        replace(DRAWING, top_k=50),
+        replace(DRAWING, top_p=0.9),
+        replace(DRAWING, min_p=0.01),
+        replace(DRAWING, temperature=9.0),
+    ],
+    ids=["plain", "top-k", "top-p", "min-p", "hot"],
+)
+def test_draws_stay_inside_and_reach_everything(kernels: Kernels, params: SamplingParams) -> None:
+    rows = [replace(params, seed=seed) for seed in range(300)]
+    result = sample(kernels, rows, dict.fromkeys(range(len(rows)), mask(31, 50, 51)))
+    assert set(result.tokens.tolist()) == {31, 50, 51} and not result.faults
+
+
+def test_a_mixed_batch_masks_its_own_rows_alone(kernels: Kernels) -> None:
+    rows = [GREEDY, GREEDY, replace(GREEDY, banned_token_ids=(99,)), GREEDY, replace(GREEDY, presence_penalty=1.0)]
+    result = sample(kernels, rows, {3: mask(12), 1: mask(70, 8)})
+    assert result.tokens.tolist() == [99, 70, 98, 12, 99]
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed", "stops"),
+    [
+        (GREEDY, mask(), ()),
+        (DRAWING, mask(), ()),
+        (replace(GREEDY, allowed_token_ids=(VOCAB + 5,)), None, ()),
+        (replace(GREEDY, banned_token_ids=tuple(range(VOCAB))), None, ()),
+        (replace(GREEDY, allowed_token_ids=(4,)), mask(5), ()),
+        (replace(GREEDY, min_new_tokens=3), mask(9), (9,)),
+    ],
+    ids=["empty-mask", "empty-mask-drawing", "allowed-outside", "all-banned", "disjoint", "stop-alone-before-its-time"],
+)
+def test_nothing_left_faults_its_row_alone(
+    kernels: Kernels, params: SamplingParams, allowed: np.ndarray | None, stops: tuple[int, ...]
+) -> None:
+    params = replace(params, top_logprobs=0)
+    result = sample(kernels, [GREEDY, params, DRAWING], {} if allowed is None else {1: allowed}, stops=stops)
+    assert result.faults == {1: RowFault.NO_TOKEN_ALLOWED}
+    assert result.tokens[:2].tolist() == [99, 0] and result.logprobs == {}
+
+
+def test_logits_that_are_not_finite_are_no_matter_of_masks(kernels: Kernels) -> None:
+    sampler = Sampler(2, VOCAB, kernels)
+    logits = rising().repeat(3, 1)
+    logits[0, 7], logits[1, 7], logits[2, 8:] = torch.nan, torch.inf, -torch.inf
+    slots, masks = np.array([0, 1, 0], np.int32), {0: mask(1), 1: mask(), 2: mask(9)}
+    result = sampler.sample(logits, slots, np.zeros(3, np.int32), masks)
+    assert result.faults == {0: RowFault.NAN_LOGITS, 1: RowFault.NAN_LOGITS, 2: RowFault.NO_TOKEN_ALLOWED}
+
+
+def test_admission_forgets_the_last_holders_bans(kernels: Kernels) -> None:
+    sampler = Sampler(1, VOCAB, kernels)
+    for params, expected in ((replace(GREEDY, banned_token_ids=(99,)), 98), (GREEDY, 99)):
+        sampler.admit(SlotParams(0, 0, params, (), np.empty(0, np.int32)))
+        for allowed in ({}, {0: ~mask()}):
+            result = sampler.sample(rising()[None], np.zeros(1, np.int32), np.zeros(1, np.int32), allowed)
+            assert result.tokens.tolist() == [expected]

@@ -1,0 +1,181 @@
+"""Models that run through transformers' own code compute, with paged attention in them, what they compute without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.exec import causal_transformers
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.checkpoint import CheckpointError
+from services.worker.exec.families import UnsupportedModel
+from services.worker.exec.model_info import ModelInfo
+from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.transformers_families import REFUSED, SERVED
+
+PAGE_SIZE = 4
+NUM_NEW = 12
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+REASONS = {
+    "diffllama": "not one attention over one sequence",
+    "xglm": "does not let its attention be replaced",
+    "bloom": "does not let its attention be replaced",
+    "falcon": "does not let its attention be replaced",
+    "mpt": "does not let its attention be replaced",
+    "gptj": "does not let its attention be replaced",
+    "codegen": "does not let its attention be replaced",
+    "lfm2": "keeps a state beside keys and values (layers: conv)",
+    "mamba": "keeps a state beside keys and values",
+    "mamba2": "keeps a state beside keys and values",
+    "falcon-h1": "keeps a state beside keys and values",
+    "qwen3-next": "keeps a state beside keys and values",
+    "recurrent-gemma": "keeps a state beside keys and values",
+    "llama4-text": "wants another mask than a causal one",
+    "t5": "T5ForConditionalGeneration is not supported",
+    "llava": "LlavaForConditionalGeneration is not supported",
+}
+
+
+@contextmanager
+def serving(folder: Path, dtype: str = "auto", context_len: int | None = None) -> Iterator[tuple[Driver, ModelInfo]]:
+    executor, info = build_cpu_executor(
+        str(folder), dtype, PAGE_SIZE, 8, 256, 0.5, context_len, 1, lambda _: None, check_relay=True
+    )
+    try:
+        yield Driver(executor, PAGE_SIZE), info
+    finally:
+        executor.close()
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UnsupportedModel) as caught, serving(folder):
+        pass
+    return str(caught.value)
+
+
+def ids_of(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 257, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def run_three(driver: Driver) -> list[Sequence]:
+    """One prompt in chunks, one behind 16 cached tokens of it, one whole beside both; then all decode together."""
+    params = greedy(NUM_NEW, top_logprobs=20)
+    first = Sequence(ids_of(41, 1), 0, params)
+    second = Sequence(first.prompt[:16] + ids_of(9, 2), 3, params)
+    third = Sequence(ids_of(3, 3), 1, params)
+    driver.prefill([first], 16)
+    second.pages, second.computed = first.pages[: 16 // PAGE_SIZE], 16
+    driver.step([(second, 9), (third, 3), (first, 1)])
+    driver.decode([first, second, third], NUM_NEW)
+    return [first, second, third]
+
+
+def expect_own_numbers(model: Any, sequence: Sequence, tolerance: float) -> None:
+    """Each token is the greedy one by the model's own logits over all before it, and its top logprobs are theirs."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0].float()
+    expected = logits.log_softmax(-1)[len(sequence.prompt) - 1 : -1]
+    assert sequence.output == expected.argmax(-1).tolist()
+    for row, own in zip(sequence.logprobs, expected, strict=True):
+        assert list(row.top) == pytest.approx(own.topk(20).values.tolist(), abs=tolerance)
+        assert [float(own[token]) for token in row.top_ids] == pytest.approx(list(row.top), abs=tolerance)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_chunks_cached_pages_and_batches_equal_the_models_own_attention(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = SERVED[name].build(tmp_path)
+    with serving(tmp_path) as (driver, _):
+        sequences = run_three(driver)
+    assert len({token for sequence in sequences for token in sequence.output}) > 1, "the output must be varied"
+    for sequence in sequences:
+        expect_own_numbers(model, sequence, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3-moe", "gpt-oss"])
+def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
+    model = SERVED[name].build(tmp_path)
+    sequence = Sequence(ids_of(30, 5), 0, greedy(1, top_logprobs=5))
+    with serving(tmp_path, "bfloat16") as (driver, info):
+        driver.prefill([sequence], 12)
+    with torch.inference_mode():
+        own = model(input_ids=torch.tensor([sequence.prompt])).logits[0, -1].float().log_softmax(-1)
+    assert info.dtype == "bfloat16"
+    assert [float(own[token]) for token in sequence.logprobs[0].top_ids] == pytest.approx(list(sequence.logprobs[0].top), abs=0.6)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_paged_attention_would_get_wrong_is_refused(name: str, tmp_path: Path) -> None:
+    REFUSED[name].build(tmp_path)
+    assert REASONS[name] in refusal(tmp_path)
+
+
+def test_a_state_between_steps_shows_in_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_transformers, "STATEFUL", frozenset())
+    REFUSED["lfm2"].build(tmp_path)
+    assert "paged attention gives other numbers" in refusal(tmp_path)
+
+
+def test_model_info(tmp_path: Path) -> None:
+    SERVED["gemma2"].build(tmp_path)
+    with serving(tmp_path, context_len=100) as (_, info):
+        pass
+    assert (info.architecture, info.vocab_size, info.context_len, info.dtype) == ("Gemma2ForCausalLM", 257, 100, "float32")
+    assert (info.kv_bytes_per_token, info.generates, info.embedding_size) == (3 * 2 * (16 + 16) * 4, True, 64)
+    assert not info.needs_whole_prompt and info.pooling_reuses_prefix
+    assert info.weight_bytes >= (tmp_path / "model.safetensors").stat().st_size * 0.99
+
+
+def test_keys_and_values_of_different_sizes(tmp_path: Path) -> None:
+    SERVED["deepseek-v3"].build(tmp_path)
+    with serving(tmp_path) as (_, info):
+        pass
+    assert info.kv_bytes_per_token == 3 * 4 * ((16 + 8) + 16) * 4
+
+
+def test_longrope_is_served_up_to_its_original_length(tmp_path: Path) -> None:
+    SERVED["phi3-longrope"].build(tmp_path)
+    with serving(tmp_path) as (_, info):
+        pass
+    assert info.context_len == 128
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_an_architecture_that_is_not_its_model_types(tmp_path: Path) -> None:
+    SERVED["gpt2"].build(tmp_path)
+    edit_config(tmp_path, architectures=["OPTForCausalLM"])
+    assert "OPTForCausalLM is not supported" in refusal(tmp_path)
+
+
+def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
+    SERVED["gpt2"].build(tmp_path)
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    edit_config(tmp_path, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    with pytest.raises(CheckpointError), serving(tmp_path):
+        pass
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    SERVED["phi"].build(tmp_path)
+    tensors = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if "layers.1.mlp" not in name}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 4 tensors: model.layers.1.mlp.fc1.bias"), serving(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", [*SERVED, *REFUSED])
+def test_the_page_of_models_names_each_family_tried(name: str) -> None:
+    assert f"`{name}`" in DOCS.read_text()

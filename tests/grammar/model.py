@@ -1,0 +1,84 @@
+"""The demo model's vocabulary, grammars compiled for it in this process, and a model that writes whatever a mask allows."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import xgrammar
+
+from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.worker.core.sampling import GrammarSpec
+from services.worker.grammar.forced_text import ForcedText
+from services.worker.grammar.grammar_limits import StepMeter
+from services.worker.grammar.grammar_source import compile_prepared, prepare
+from services.worker.grammar.matcher import MatcherSetup, XgrammarMatcher
+from services.worker.grammar.trial import allowed_ids
+from services.worker.grammar.vocabulary import Vocabulary, vocabulary_of
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+EOS = (0, 2)
+CLOSERS = frozenset({b'"', b"}", b"]", b"0", b'"}', b'"]', b"]}", b"}}"})
+TEMPTING = frozenset({b"\\", b"u", b'"', b"0", b"6", b"1", b":", b",", b"a", b"b", b"{", b"[", b"\n", b" "})
+
+
+@cache
+def tokenizer() -> HfTokenizer:
+    return load_tokenizer(DEMO)
+
+
+@cache
+def vocabulary(vocab_size: int = 1280, stop_ids: tuple[int, ...] = EOS) -> Vocabulary:
+    return vocabulary_of(tokenizer(), vocab_size, stop_ids)
+
+
+@cache
+def compiler() -> xgrammar.GrammarCompiler:
+    return xgrammar.GrammarCompiler(vocabulary().info(), max_threads=1, cache_enabled=False)
+
+
+def compiled(spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+    return compile_prepared(prepare(spec), compiler())
+
+
+def matcher(grammar: xgrammar.CompiledGrammar, jump: bool = False) -> XgrammarMatcher:
+    """One that is never too slow."""
+    forced = ForcedText(tokenizer()) if jump else None
+    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary(), forced), StepMeter(1e6, 1e6))
+
+
+def accepts(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+    """Whether the text, as the tokenizer cuts it, is a whole output."""
+    walker = matcher(grammar)
+    (ids,) = tokenizer().encode_batch([text], False)
+    return all(walker.accept(token) for token in ids) and may_end(walker)
+
+
+def may_end(walker: XgrammarMatcher) -> bool:
+    return walker.terminated or EOS[0] in allowed_ids(walker.mask(), 1280)
+
+
+def write(grammar: xgrammar.CompiledGrammar, chooser: random.Random, loose: int = 40, most: int = 3000) -> str | None:
+    """What a model of no sense writes: `loose` tokens of its own, then those that close something wherever it can.
+    None if it comes to no end within `most` tokens."""
+    walker = matcher(grammar)
+    tokens = vocabulary().tokens
+    written = b""
+    for count in range(most):
+        if walker.terminated:
+            return written.decode()
+        allowed = allowed_ids(walker.mask(), 1280)
+        if EOS[0] in allowed and (count >= loose or chooser.random() < 0.1):
+            return written.decode()
+        token = _choose([token for token in allowed if token not in EOS], chooser, count >= loose)
+        assert walker.accept(token), f"masked in, then refused: {tokens[token]!r} after {written!r}"
+        written += tokens[token]
+    return None
+
+
+def _choose(allowed: list[int], chooser: random.Random, closing: bool) -> int:
+    assert allowed, "nothing may follow, and the output is not complete"
+    tokens = vocabulary().tokens
+    liked = [token for token in allowed if tokens[token] in (CLOSERS if closing else TEMPTING)]
+    return chooser.choice(liked if liked and chooser.random() < (0.8 if closing else 0.4) else allowed)

@@ -1,0 +1,169 @@
+"""Each supported keyword: what it lets pass and what it stops. Each unsupported one: refused, with its place."""
+
+# ruff: noqa: E501 (one case a line)
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from services.worker.core.sampling import GrammarKind, GrammarSpec
+from services.worker.grammar.refusal import GrammarRefused
+from tests.grammar import model
+
+OBJ = {"type": "object"}
+A_INT = {"a": {"type": "integer"}}
+TREE = {
+    "$ref": "#/$defs/tree",
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+            "required": ["v"],
+        }
+    },
+}
+TAGGED = {
+    "oneOf": [
+        {"type": "object", "properties": {"k": {"const": "a"}, "n": {"type": "integer"}}, "required": ["k", "n"]},
+        {"type": "object", "properties": {"k": {"const": "b"}, "s": {"type": "string"}}, "required": ["k"]},
+    ]
+}
+
+# (name, schema, texts that pass, texts that do not)
+SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
+    ("true", True, ["1", '"x"', "[]", "{}", "null", '{"a": [1, {"b": null}]}'], ["", "{", "nul", "[1,]", "{'a': 1}"]),
+    ("empty schema", {}, ["-0.5e+10", "[[], {}]"], ["01", "+1", ".5", "1."]),
+    ("type string", {"type": "string"}, ['""', '"世界 🌱"', '"\\n\\u00e9\\ud83c\\udf31"'], ["1", '"\n"', '"\\x"', '"\\ud83c"']),
+    ("type integer", {"type": "integer"}, ["0", "-7", "12345678901234567890"], ["1.5", "1e3", "01", "-0", '"1"']),
+    ("type number", {"type": "number"}, ["0", "-0", "1.50", "1e-7"], ["01", "NaN", "Infinity", "0x1"]),
+    ("type boolean", {"type": "boolean"}, ["true", "false"], ["True", "0", "null"]),
+    ("type null", {"type": "null"}, ["null"], ["None", '""']),
+    ("type list", {"type": ["string", "null"], "maxLength": 1}, ["null", '"a"'], ['"ab"', "1"]),
+    ("minimum", {"type": "integer", "minimum": -3}, ["-3", "0", "99"], ["-4", "-10"]),
+    ("maximum", {"type": "number", "maximum": 2.5}, ["2.5", "-100", "2.49"], ["2.51", "3", "10"]),
+    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0}, ["0.1", "1"], ["0", "0.0", "-1"]),
+    ("exclusiveMaximum", {"type": "integer", "exclusiveMaximum": 10}, ["9", "-50"], ["10", "11"]),
+    ("both minima", {"type": "number", "minimum": 1, "exclusiveMinimum": 1}, ["1.5"], ["1", "1.0"]),
+    ("fractions bound integers", {"type": "integer", "minimum": 1.5, "exclusiveMaximum": 3.5}, ["2", "3"], ["1", "4"]),
+    ("multipleOf", {"type": "integer", "multipleOf": 7}, ["0", "14", "-21", "70000000000007"], ["1", "8", "-6"]),
+    ("minLength", {"type": "string", "minLength": 2}, ['"ab"', '"世界"'], ['""', '"a"', '"世"']),
+    ("maxLength", {"type": "string", "maxLength": 2}, ['""', '"世🌱"'], ['"abc"', '"a\tb"']),
+    ("pattern is sought anywhere", {"type": "string", "pattern": "b+"}, ['"b"', '"abba"'], ['"a"', '""']),
+    ("pattern with anchors", {"type": "string", "pattern": "^a|b$"}, ['"ax"', '"xb"'], ['"xa"', '"bx"']),
+    ("pattern in JSON's spelling", {"type": "string", "pattern": '^["\\\\]\\n$'}, ['"\\"\\n"', '"\\\\\\n"'], ['"""', '"\\n"']),
+    ("format date", {"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2024-02-30"', '"2024-13-01"', '"x"']),
+    ("format uuid", {"type": "string", "format": "uuid"}, ['"00000000-0000-4000-8000-00000000abcd"'], ['"0000"']),
+    ("format ipv6", {"type": "string", "format": "ipv6"}, ['"::"', '"::1"', '"fe80::1:2"'], ['"::1::"', '"1:2"', '"g::"']),
+    ("enum", {"enum": ["a", 1, None, [True]]}, ['"a"', "1", "null", "[true]"], ['"b"', "2", "[]"]),
+    ("enum with type", {"type": "string", "enum": ["a", 1]}, ['"a"'], ["1"]),
+    ("const", {"const": {"a": [1, '"\n']}}, ['{"a":[1,"\\"\\n"]}'], ['{"a":[1]}', "1"]),
+    ("items", {"type": "array", "items": {"type": "integer"}}, ["[]", "[1, 2]", "[\n  1,\n  2\n]"], ['["a"]', "[1,]", "[,]"]),
+    ("items false", {"type": "array", "items": False}, ["[]"], ["[1]"]),
+    ("minItems", {"type": "array", "minItems": 2}, ['[1, "a"]', "[1, 2, 3]"], ["[]", "[1]"]),
+    ("maxItems", {"type": "array", "maxItems": 1}, ["[]", "[1]"], ["[1, 2]"]),
+    ("minItems and maxItems", {"items": {"type": "null"}, "minItems": 1, "maxItems": 2}, ["[null]"], ["[]", "[null,null,null]"]),
+    ("prefixItems", {"prefixItems": [{"type": "integer"}, {"type": "null"}]}, ["[]", "[1]", "[1,null]"], ["[null]", "[1,null,1]"]),
+    ("prefixItems, items", {"prefixItems": [{"type": "integer"}], "items": {"type": "null"}}, ["[1,null,null]"], ["[1,1]"]),
+    ("prefixItems, minItems", {"prefixItems": [{"type": "integer"}], "minItems": 2}, ['[1,"x"]', "[1,2,3]"], ["[1]", "[]"]),
+    ("prefixItems, maxItems", {"prefixItems": [{"type": "null"}] * 3, "maxItems": 1}, ["[]", "[null]"], ["[null,null]"]),
+    ("properties", {**OBJ, "properties": A_INT}, ["{}", '{"a": 1}', '{"a":1}', '{\n  "a": 1\n}'], ['{"a": "x"}', '{"b": 1}']),
+    ("required", {**OBJ, "properties": {**A_INT, "b": {}}, "required": ["b"]}, ['{"b": 0}', '{"a": 1, "b": 0}'], ['{"a": 1}', "{}"]),
+    ("required, undeclared", {**OBJ, "required": ["z"]}, ['{"z": null}'], ["{}", '{"a": 1}']),
+    ("additionalProperties", {**OBJ, "properties": A_INT, "additionalProperties": True}, ['{"b": 1}', '{"a": 1, "b": "x"}'],
+     ['{"a": "x"}', '{"a": 1, "a": "x"}', '{"a": 1, "\\u0061": "x"}']),
+    ("additionalProperties schema", {**OBJ, "additionalProperties": {"type": "null"}}, ["{}", '{"x": null}'], ['{"x": 1}']),
+    ("additionalProperties false", {**OBJ, "additionalProperties": False}, ["{}"], ['{"x": 1}']),
+    ("unevaluatedProperties", {**OBJ, "properties": A_INT, "unevaluatedProperties": {"type": "null"}}, ['{"b": null}'], ['{"b": 1}']),
+    ("patternProperties", {**OBJ, "patternProperties": {"^x_": {"type": "integer"}}}, ["{}", '{"x_a": 1}'], ['{"x_a": "s"}', '{"y": 1}']),
+    ("propertyNames", {**OBJ, "propertyNames": {"pattern": "^[ab]+$"}}, ['{"ab": 1}'], ['{"c": 1}']),
+    ("propertyNames enum", {**OBJ, "propertyNames": {"enum": ["on", "off"]}}, ['{"on": 1}'], ['{"c": 1}']),
+    ("propertyNames length", {**OBJ, "propertyNames": {"maxLength": 2}}, ['{"ab": 1}'], ['{"abc": 1}']),
+    ("minProperties", {**OBJ, "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2}, ['{"a":1,"c":1}'], ["{}", '{"b":1}']),
+    ("maxProperties", {**OBJ, "properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 1}, ["{}", '{"c":1}'], ['{"a":1,"b":1}']),
+    ("minProperties, open", {**OBJ, "minProperties": 1}, ['{"x": 1}'], ["{}"]),
+    ("anyOf", {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 1}]}, ["null", '"a"'], ['"ab"', "1"]),
+    ("oneOf by type", {"oneOf": [{"type": "null"}, {"type": "integer"}]}, ["null", "3"], ['"a"', "true"]),
+    ("oneOf by constant", TAGGED, ['{"k": "a", "n": 1}', '{"k": "b"}'], ['{"k": "a"}', '{"k": "c"}', '{"k": "b", "n": 1}']),
+    ("allOf of one", {"allOf": [{"type": "integer"}]}, ["1"], ['"a"']),
+    ("$ref", {"type": "array", "items": {"$ref": "#/definitions/a~1b"}, "definitions": {"a/b": {"type": "null"}}}, ["[null]"], ["[1]"]),
+    ("$ref to itself", TREE, ['{"v": 1}', '{"v": 1, "kids": [{"v": 2, "kids": []}]}'], ['{"kids": []}', '{"v": 1, "kids": [1]}']),
+    ("annotations", {"title": "t", "description": "d", "default": 1, "examples": [1], "x-own": 1, "type": "null"}, ["null"], ["1"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, schema, passing, stopped", SUPPORTED, ids=[case[0] for case in SUPPORTED])
+def test_keyword(name: str, schema: Any, passing: list[str], stopped: list[str]) -> None:
+    grammar = model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    validator = jsonschema.Draft202012Validator(schema)
+    for text in passing:
+        assert validator.is_valid(json.loads(text)), f"the test is wrong about {text}"
+        assert model.accepts(grammar, text), f"{text} should pass"
+    for text in stopped:
+        assert not model.accepts(grammar, text), f"{text} should not pass"
+
+
+# (schema, place of the refusal)
+UNSUPPORTED: list[tuple[Any, str]] = [
+    (False, "#"),
+    ([], "#"),
+    ({"not": {}}, "#/not"),
+    ({"if": {}, "then": {}}, "#/if"),
+    ({"type": "array", "uniqueItems": True}, "#/uniqueItems"),
+    ({"type": "array", "contains": {}}, "#/contains"),
+    ({"type": "array", "items": [{}]}, "#/items"),
+    ({"type": "array", "unevaluatedItems": False}, "#/unevaluatedItems"),
+    ({"type": "number", "multipleOf": 0.1}, "#/multipleOf"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 1}, "#/multipleOf"),
+    ({**OBJ, "dependentRequired": {"a": ["b"]}}, "#/dependentRequired"),
+    ({**OBJ, "dependentSchemas": {}}, "#/dependentSchemas"),
+    ({**OBJ, "dependencies": {}}, "#/dependencies"),
+    ({**OBJ, "additionalProperties": True, "minProperties": 2}, "#/minProperties"),
+    ({**OBJ, "patternProperties": {"a": {}, "b": {}}}, "#/patternProperties"),
+    ({**OBJ, "patternProperties": {"^a": {}}, "properties": A_INT}, "#/patternProperties/^a"),
+    ({**OBJ, "patternProperties": {"^a": {}}, "additionalProperties": {}}, "#/additionalProperties"),
+    ({**OBJ, "propertyNames": {"maxLength": 1}, "properties": A_INT}, "#/propertyNames"),
+    ({"type": "string", "pattern": "a", "maxLength": 3}, "#/pattern"),
+    ({"type": "string", "pattern": "(?=a)b"}, "#/pattern"),
+    ({"type": "string", "pattern": "\\bword\\b"}, "#/pattern"),
+    ({"type": "string", "pattern": "\\p{L}"}, "#/pattern"),
+    ({"type": "string", "pattern": "(a)\\1"}, "#/pattern"),
+    ({"type": "string", "pattern": "a^b"}, "#/pattern"),
+    ({"type": "string", "format": "iri"}, "#/format"),
+    ({"type": "string", "contentEncoding": "base64"}, "#/contentEncoding"),
+    ({"type": "strnig"}, "#/type"),
+    ({"type": []}, "#/type"),
+    ({"minlength": 1}, "#/minlength"),
+    ({"minLength": 1, "minimum": 1}, "#"),
+    ({"type": "string", "minLength": 3, "maxLength": 1}, "#/minLength"),
+    ({"type": "string", "minLength": -1}, "#/minLength"),
+    ({"type": "integer", "minimum": True}, "#/minimum"),
+    ({"type": "string", "nullable": True}, "#/nullable"),
+    ({"enum": []}, "#/enum"),
+    ({"enum": [1], "type": "string"}, "#/enum"),
+    ({"enum": ["a"], "minLength": 1}, "#/minLength"),
+    ({"anyOf": []}, "#/anyOf"),
+    ({"anyOf": [{}], "type": "string"}, "#/type"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
+    ({"oneOf": [{"properties": A_INT}, {"properties": {"b": {}}}]}, "#/oneOf"),
+    ({"allOf": [{}, {}]}, "#/allOf"),
+    ({"$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {}}}, "#/minimum"),
+    ({"$ref": "https://example.com/schema"}, "#/$ref"),
+    ({"$ref": "#name"}, "#/$ref"),
+    ({"$ref": "#/$defs/none"}, "#/$ref"),
+    ({"$dynamicRef": "#a"}, "#/$dynamicRef"),
+    ({"$ref": "#"}, "#"),
+    ({**OBJ, "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#"),
+    ({**OBJ, "properties": {"a/b": {"items": {"not": {}}}}}, "#/properties/a~1b/items/not"),
+    ({"anyOf": [{}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"not": {}}}}, "#/$defs/x/not"),
+]
+
+
+@pytest.mark.parametrize("schema, place", UNSUPPORTED, ids=[json.dumps(case[0])[:60] for case in UNSUPPORTED])
+def test_what_is_not_enforced_is_refused_with_its_place(schema: Any, place: str) -> None:
+    with pytest.raises(GrammarRefused, match=r"^json_schema: ") as refusal:
+        model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    assert str(refusal.value).split(": ")[1] == place
+    assert "\n" not in str(refusal.value)

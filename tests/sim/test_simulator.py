@@ -1,0 +1,218 @@
+"""The simulator keeps its promises: every request ends once with the tokens it was to say, and the same run gives the same
+figures. Numbers that follow from the trace by arithmetic are asked for exactly."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.exec.fake import TimeModel
+from services.worker.sim.arrivals import Arrivals, ClosedLoop, OpenLoop
+from services.worker.sim.report import Report, make_report
+from services.worker.sim.script import EOS_ID, VOCAB_SIZE, Script
+from services.worker.sim.simulation import HostTimes, Outcome, Simulation
+from services.worker.sim.time_models import PRESETS
+from services.worker.sim.trace import Trace, TraceRequest
+from services.worker.sim.workloads import multi_turn, random_lengths, shared_prefix, storm
+
+TIMES = PRESETS["h200-like"]
+
+
+def config_of(num_pages: int = 4096, **fields: Any) -> SchedulerConfig:
+    defaults = {"page_size": 16, "context_len": 8192, "max_running_requests": 32}
+    return SchedulerConfig(num_pages=num_pages, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,), **{**defaults, **fields})
+
+
+def simulate(
+    trace: Trace,
+    config: SchedulerConfig | None = None,
+    concurrency: int = 0,
+    overlap: bool = True,
+    times: TimeModel = TIMES,
+    host: HostTimes | None = None,
+) -> Outcome:
+    arrivals: Arrivals = ClosedLoop(trace, concurrency) if concurrency else OpenLoop(trace)
+    return Simulation(config or config_of(), trace, arrivals, times, host, overlap).run()
+
+
+def report_of(outcome: Outcome) -> Report:
+    return make_report(outcome, 1.0)
+
+
+def scripted(trace: Trace) -> np.ndarray:
+    return np.array([min(r.output_len, r.max_new_tokens) for r in trace.requests])
+
+
+def check_outputs(trace: Trace, outcome: Outcome) -> None:
+    log = outcome.requests
+    assert log.finished.all(), log.errors()
+    assert (log.output_tokens == scripted(trace)).all()
+    assert (log.told_tokens == log.output_tokens).all(), "what was told step by step is not what the end counts"
+    assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "trace",
+    [
+        pytest.param(random_lengths(200, 300, 40, 0.9, 50.0, 1), id="random"),
+        pytest.param(shared_prefix(8, 8, 256, 40, 30, 100.0, 2), id="shared prefix"),
+        pytest.param(multi_turn(20, 4, 100, 50, 30, 0.5, 10.0, 3), id="multi-turn"),
+        pytest.param(storm(150, 64, 20, 10, 0.3, 0.6, 100.0, 4), id="storm"),
+    ],
+)
+def test_every_request_ends_with_the_tokens_of_its_script(trace: Trace, overlap: bool) -> None:
+    check_outputs(trace, simulate(trace, overlap=overlap))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("num_pages", "fields"),
+    [
+        pytest.param(200, {"schedule_conservativeness": 0.3}, id="for want of memory"),
+        pytest.param(4096, {"retract_interval": 5}, id="by the test hook"),
+        pytest.param(300, {"schedule_conservativeness": 0.3, "enable_mixed_chunk": True}, id="with mixed chunks"),
+    ],
+)
+def test_retraction_and_readmission_keep_the_exact_output_counts(num_pages: int, fields: dict[str, Any], overlap: bool) -> None:
+    trace = storm(120, 64, 30, 10, 0.2, 0.8, 40.0, 5)
+    outcome = simulate(trace, config_of(num_pages=num_pages, **fields), overlap=overlap)
+    assert outcome.stats.retractions_total > 5, "nothing was retracted: nothing was tested"
+    check_outputs(trace, outcome)
+
+
+def test_a_request_ends_by_eos_at_its_own_length_and_by_length_where_the_limit_comes_first() -> None:
+    by_eos = TraceRequest(0.0, (), 20, output_len=7, max_new_tokens=50)
+    by_length = replace(by_eos, output_len=50, max_new_tokens=9)
+    outcome = simulate(Trace(64, (by_eos, by_length)))
+    assert outcome.requests.reason.tolist() == [FinishReason.MATCHED_TOKEN, FinishReason.LENGTH]
+    assert outcome.requests.output_tokens.tolist() == [7, 9]
+
+
+@pytest.mark.parametrize("concurrency", [0, 12])
+def test_the_same_trace_gives_the_same_figures_twice(concurrency: int) -> None:
+    def once() -> dict[str, Any]:
+        trace = storm(100, 100, 25, 10, 0.3, 0.7, 40.0, 6)
+        return asdict(report_of(simulate(trace, config_of(num_pages=200), concurrency)))
+
+    assert once() == once()
+
+
+def test_overlap_changes_times_but_no_token() -> None:
+    trace = random_lengths(100, 200, 30, 0.5, 30.0, 7)
+    host = HostTimes(plan_s=1e-3, commit_s=1e-3)
+    with_overlap, without = (simulate(trace, overlap=overlap, host=host) for overlap in (True, False))
+    assert (with_overlap.requests.output_tokens == without.requests.output_tokens).all()
+    assert with_overlap.seconds < without.seconds, "the host's work hides behind the device's"
+
+
+def test_time_is_the_time_models_sum() -> None:
+    """One request alone, no overlap: one step for the prompt and one for each further token, host work before and after."""
+    times = TimeModel(base=0.01, per_prefill_token=0.001, per_row=0.002, per_context_token=0.0001)
+    host = HostTimes(plan_s=0.003, commit_s=0.004)
+    outcome = simulate(Trace(64, (TraceRequest(2.0, (), 100, 3, 3),)), times=times, host=host, overlap=False)
+    prefill = 0.01 + 100 * 0.001 + 0.002 + 100 * 0.0001 + 0.007
+    decodes = sum(0.01 + 0.002 + length * 0.0001 + 0.007 for length in (101, 102))
+    log = outcome.requests
+    assert log.sent[0] == 2.0
+    assert log.first_token[0] == pytest.approx(2.0 + prefill)
+    assert log.ended[0] == pytest.approx(2.0 + prefill + decodes)
+
+
+def test_host_work_under_a_longer_step_costs_nothing_with_overlap() -> None:
+    trace = Trace(64, (TraceRequest(0.0, (), 64, 101, 101),))
+    times = TimeModel(base=0.01)
+    busy = simulate(trace, times=times, host=HostTimes(plan_s=0.002, commit_s=0.002))
+    assert busy.seconds == pytest.approx(101 * 0.01, rel=0.01)
+
+
+def test_equal_prompts_one_after_another_hit_all_but_their_last_page() -> None:
+    trace = Trace(64, tuple(TraceRequest(0.0, (1, 2, 3, 4), 256, 5, 5) for _ in range(10)))
+    outcome = simulate(trace, concurrency=1)
+    assert outcome.requests.cached_tokens.tolist() == [0] + [240] * 9
+    assert report_of(outcome).hit_rate == pytest.approx(9 * 240 / 2560)
+
+
+def test_a_salt_keeps_equal_prompts_apart() -> None:
+    request = TraceRequest(0.0, (1, 2, 3, 4), 256, 5, 5)
+    trace = Trace(64, tuple(replace(request, salt=salt) for salt in ("a", "b", "a", "b")))
+    assert simulate(trace, concurrency=1).requests.cached_tokens.tolist() == [0, 0, 240, 240]
+
+
+def test_priorities_of_the_trace_order_the_queue() -> None:
+    plain = random_lengths(80, 64, 20, 0.0, 0.0, 12)
+    trace = Trace(64, tuple(replace(request, priority=index % 2) for index, request in enumerate(plain.requests)))
+    outcome = simulate(trace, config_of(max_running_requests=4, enable_priority_scheduling=True))
+    queue = outcome.requests.queue
+    assert queue[1::2].max() <= queue[0::2].min(), "a higher value goes first"
+    assert queue[0::2].min() > 0
+
+
+def test_a_later_turn_finds_the_earlier_prompt_and_answer_cached() -> None:
+    trace = multi_turn(1, 3, system=64, user=32, output=64, think_s=1.0, rate=0.0, seed=0)
+    outcome = simulate(trace)
+    assert [r.input_len for r in trace.requests] == [96, 192, 288]
+    # Of each answer the last token is said and never computed, which leaves its page out.
+    assert outcome.requests.cached_tokens.tolist() == [0, 144, 240]
+
+
+def test_turns_of_a_session_wait_for_the_turn_before_and_the_time_to_think() -> None:
+    trace = multi_turn(3, 4, system=64, user=32, output=16, think_s=2.0, rate=1.0, seed=1)
+    log = simulate(trace).requests
+    for session in ("s0", "s1", "s2"):
+        turns = [i for i, r in enumerate(trace.requests) if r.session == session]
+        for before, after in itertools.pairwise(turns):
+            assert log.sent[after] == pytest.approx(log.ended[before] + 2.0, abs=0.05)
+
+
+def test_closed_loop_has_so_many_requests_at_a_time() -> None:
+    trace = random_lengths(60, 64, 20, 0.5, 0.0, 8)
+    log = simulate(trace, concurrency=7).requests
+    for at in log.sent:
+        assert ((log.sent <= at) & (log.ended > at)).sum() <= 7
+    assert ((log.sent <= log.ended[0]) & (log.ended >= log.ended[0])).sum() >= 7
+
+
+def test_refused_requests_are_counted_by_their_error() -> None:
+    trace = random_lengths(20, 64, 50, 0.0, 0.0, 9)
+    outcome = simulate(trace, config_of(max_queued_requests=5))
+    assert outcome.requests.errors() == {ErrorCode.QUEUE_FULL.name.lower(): 15}
+    report = report_of(outcome)
+    assert report.finished == 5 and report.requests == 20 and report.output_tokens == 250
+
+
+def test_a_request_that_waits_too_long_is_ended_by_the_clock() -> None:
+    trace = random_lengths(2, 64, 1000, 0.0, 0.0, 10)
+    outcome = simulate(trace, config_of(max_running_requests=1, waiting_timeout_s=0.5))
+    assert outcome.requests.errors() == {"timeout": 1}
+    assert outcome.requests.ended[1] == pytest.approx(0.5, abs=0.1)
+
+
+def test_throughput_of_a_stretch_of_time() -> None:
+    outcome = simulate(random_lengths(200, 64, 50, 0.0, 20.0, 11))
+    steps = outcome.steps
+    begin, end = float(steps.column("planned")[0]), float(steps.column("planned")[-1])
+    said = steps.column("generated")[-1]
+    assert steps.throughput(begin, end) * (end - begin) == pytest.approx(said)
+    middle = (begin + end) / 2
+    halves = [steps.throughput(begin, middle), steps.throughput(middle, end)]
+    assert sum(halves) / 2 == pytest.approx(steps.throughput(begin, end))
+
+
+def test_equal_blocks_are_equal_tokens_and_all_else_differs() -> None:
+    request = TraceRequest(0.0, (5, 6), 100, 60, 60)
+    script = Script(Trace(64, (request, request, replace(request, blocks=(5, 7)), replace(request, blocks=()))))
+    one, same, other, loose = (script.prompt(i) for i in range(4))
+    assert (one == same).all()
+    assert (one[:64] == other[:64]).all() and not (one[64:] == other[64:]).any()
+    assert not (one == loose).any()
+    assert (script.output(0)[:28] == script.output(1)[:28]).all(), "the second block goes on over the output"
+    assert not (script.output(0)[28:-1] == script.output(1)[28:-1]).any()
+    assert script.output(0)[-1] == EOS_ID and len(script.output(0)) == 60
+    assert min(one.min(), loose.min()) > EOS_ID and max(one.max(), loose.max()) < VOCAB_SIZE

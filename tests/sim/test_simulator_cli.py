@@ -1,0 +1,159 @@
+"""python -m services.worker.sim from end to end: traces are made, run, printed and drawn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.sim import __main__ as cli
+from services.worker.sim.config_flags import SET_BY_SIM, add_config_flags, config_of
+from services.worker.sim.timeline import BINS, mean_of_gauge, mean_of_intervals
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--num-pages", "512", "--context-len", "4096", "--max-running-requests", "16"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    sizes = ["--groups", "4", "--per-group", "4", "--prefix", "256", "--suffix", "32", "--output", "20"]
+    assert cli.main(["generate", "shared-prefix", str(path), *sizes, "--rate", "50"]) == 0
+    return path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main([*argv, "--json"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def test_a_tiny_trace_as_a_process_of_its_own_with_a_picture(trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "run.png"
+    command = [sys.executable, "-m", "services.worker.sim", str(trace), *SMALL, "--timeline", str(picture)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for word in ("16: 16 finished", "hit rate", "TTFT", "TPOT", "E2E", "retractions", "KV in use", "wall time"):
+        assert word in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_json_has_every_figure(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, str(trace), *SMALL)
+    assert report["requests"] == report["finished"] == 16
+    assert report["prompt_tokens"] == 16 * 288 and report["output_tokens"] == 320
+    assert 0 < report["hit_rate"] < 1 and report["ttft"]["p50"] <= report["ttft"]["p99"] <= report["e2e"]["p99"]
+    assert set(report["steps"]) == {"extend", "decode"}
+    assert report["counters"]["retractions"] == 0 and report["counters"]["generated_tokens"] == 320
+
+
+def test_scheduler_settings_and_time_model_are_taken_from_flags(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.json"
+    model.write_text('{"base": 0.1}')
+    slow = run_json(capsys, str(trace), *SMALL, "--time-model", str(model), "--no-overlap", "--concurrency", "16")
+    assert slow["tpot"]["p50"] == pytest.approx(0.1)
+    mixed = run_json(capsys, str(trace), *SMALL, "--enable-mixed-chunk", "--chunked-prefill-size", "64")
+    assert mixed["steps"]["mixed"] > 0
+    cold = run_json(capsys, str(trace), *SMALL, "--no-enable-radix-cache")
+    assert cold["hit_rate"] == 0
+    fast = run_json(capsys, str(trace), *SMALL, "--speed", "1000")
+    assert fast["seconds"] < run_json(capsys, str(trace), *SMALL)["seconds"]
+
+
+def test_every_field_of_the_configuration_has_a_flag() -> None:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    flags = {option for action in parser._actions for option in action.option_strings}
+    for field in fields(SchedulerConfig):
+        assert (f"--{field.name.replace('_', '-')}" in flags) is (field.name not in SET_BY_SIM), field.name
+    config = config_of(parser.parse_args(["--page-size", "32", "--max-queued-requests", "7"]))
+    assert (config.page_size, config.max_queued_requests) == (32, 7)
+    untouched = SchedulerConfig(config.num_pages, 32, config.context_len, config.vocab_size, config.eos_token_ids)
+    assert {field.name for field in fields(config) if getattr(config, field.name) != getattr(untouched, field.name)} == {
+        "max_queued_requests"
+    }
+
+
+@pytest.mark.parametrize("kind", ["shared-prefix", "random", "multi-turn", "storm"])
+def test_every_kind_of_trace_is_made_and_runs(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    few = {"shared-prefix": ["--groups", "3", "--per-group", "2"], "multi-turn": ["--sessions", "3"]}
+    assert cli.main(["generate", kind, str(path), *few.get(kind, ["--requests", "10"])]) == 0
+    report = run_json(capsys, str(path), "--time-model", "zero")
+    assert report["requests"] == report["finished"] == len(path.read_text().splitlines()) > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        pytest.param(["missing.jsonl"], "missing.jsonl", id="no such trace"),
+        pytest.param(["{trace}", "--timeline", "run.bmp"], "run.bmp", id="a picture of another kind"),
+        pytest.param(["{trace}", "--time-model", "missing.json"], "missing.json", id="no such time model"),
+        pytest.param(["{trace}", "--page-size", "0"], "page_size", id="a bad setting"),
+        pytest.param(["fit", "missing.jsonl"], "missing.jsonl", id="nothing to fit"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    argv: list[str], reason: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert cli.main([part.format(trace=trace) for part in argv]) == 1
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
+
+
+def test_a_fitted_model_goes_into_a_run(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timings, model = tmp_path / "timings.jsonl", tmp_path / "model.json"
+    lines = [
+        {"prefill_tokens": p, "rows": r, "context_tokens": 50 * r + p, "seconds": 0.05 + 0.001 * p}
+        for p in (0, 100)
+        for r in (1, 2, 9)
+    ]
+    timings.write_text("\n".join(map(json.dumps, lines)))
+    capsys.readouterr()
+    assert cli.main(["fit", str(timings)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.err)["r2"] == pytest.approx(1.0)
+    model.write_text(printed.out)
+    report = run_json(capsys, str(trace), *SMALL, "--time-model", str(model), "--concurrency", "1")
+    assert report["tpot"]["p50"] == pytest.approx(0.05)
+
+
+def test_neither_torch_nor_matplotlib_is_needed_for_a_run(trace: Path) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["matplotlib"] = None
+from services.worker.sim.__main__ import main
+assert main([{str(trace)!r}, "--num-pages", "512"]) == 0
+sys.exit(main([{str(trace)!r}, "--timeline", "run.png"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "needs matplotlib" in done.stderr, done.stderr
+    assert "16 finished" in done.stdout
+
+
+def test_pictures_of_long_runs_are_drawn_from_exact_means_of_few_stretches() -> None:
+    rng = np.random.default_rng(0)
+    begins = np.cumsum(rng.uniform(1e-3, 2e-3, 100_000))
+    ends = begins + 5e-4
+    values = rng.integers(0, 100, len(begins)).astype(np.float64)
+    edges = np.linspace(0.0, float(ends[-1]), BINS + 1)
+    means = mean_of_intervals(begins, ends, values, edges)
+    assert len(means) == BINS
+    assert float((means * np.diff(edges)).sum()) == pytest.approx(float(values.sum() * 5e-4))
+
+
+def test_a_gauge_holds_until_its_next_value() -> None:
+    at, values = np.array([1.0, 2.0]), np.array([10.0, 20.0])
+    assert mean_of_gauge(at, values, np.array([0.0, 1.0, 1.5, 2.5, 4.0])).tolist() == [0.0, 10.0, 15.0, 20.0]

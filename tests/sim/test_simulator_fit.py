@@ -1,0 +1,120 @@
+"""Time models: a fit finds the coefficients that made the timings, and files say what they must."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.exec.fake import FakeExecutor, TimeModel
+from services.worker.sim import __main__ as cli
+from services.worker.sim.fit import StepTiming, fit_time_model, nonnegative_least_squares, read_timings, write_timings
+from services.worker.sim.measure import MeasureShape, measure
+from services.worker.sim.time_models import PRESETS, load_time_model, time_model_json
+
+TRUE = TimeModel(base=3e-3, per_prefill_token=4e-5, per_row=2e-5, per_context_token=5e-8)
+
+
+def timings_of(model: TimeModel, noise: float = 0.0) -> list[StepTiming]:
+    rng = np.random.default_rng(0)
+    out = []
+    for rows, prefill, context in itertools.product((1, 4, 16, 64), (0, 32, 512), (100, 1000, 5000)):
+        exact = model.base + model.per_prefill_token * prefill + model.per_row * rows + model.per_context_token * context * rows
+        out.append(StepTiming(prefill, rows, context * rows, exact * (1 + noise * rng.standard_normal())))
+    return out
+
+
+def coefficients(model: TimeModel) -> list[float]:
+    return [model.base, model.per_prefill_token, model.per_row, model.per_context_token]
+
+
+def test_exact_timings_give_back_their_coefficients() -> None:
+    fit = fit_time_model(timings_of(TRUE))
+    assert coefficients(fit.model) == pytest.approx(coefficients(TRUE), rel=1e-6)
+    assert fit.r2 == pytest.approx(1.0) and fit.residual_p99 < 1e-6 and fit.steps == 36
+
+
+def test_noise_of_three_percent_moves_them_little_and_shows_in_the_residuals() -> None:
+    fit = fit_time_model(timings_of(TRUE, noise=0.03))
+    assert coefficients(fit.model) == pytest.approx(coefficients(TRUE), rel=0.15)
+    assert 0.005 < fit.residual_p50 < 0.05 and fit.r2 > 0.95
+
+
+def test_what_costs_nothing_is_fitted_as_nothing() -> None:
+    free = TimeModel(base=3e-3, per_prefill_token=4e-5, per_row=0.0, per_context_token=5e-8)
+    fit = fit_time_model(timings_of(free, noise=0.02))
+    assert min(coefficients(fit.model)) >= 0
+    assert fit.model.per_row < 2e-6
+
+
+def test_least_squares_stay_at_zero_where_the_free_solution_is_negative() -> None:
+    a = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    b = np.array([3.0, 2.0, 1.0])
+    assert np.linalg.lstsq(a, b, rcond=None)[0][1] < 0
+    assert nonnegative_least_squares(a, b).tolist() == pytest.approx([2.0, 0.0])
+
+
+def test_too_few_timings_are_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        fit_time_model(timings_of(TRUE)[:3])
+
+
+def test_timings_round_trip_and_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "timings.jsonl"
+    write_timings(path, timings_of(TRUE))
+    assert read_timings(path) == timings_of(TRUE)
+    path.write_text('{"rows": 1}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        read_timings(path)
+
+
+def test_a_model_round_trips_through_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(time_model_json(TRUE))
+    assert load_time_model(str(path)) == TRUE
+    assert load_time_model("zero") == PRESETS["zero"] == TimeModel()
+
+
+@pytest.mark.parametrize("text", ['{"slope": 1}', "[]", "{}", '{"base": -1}', '{"base": "1"}', "nonsense"])
+def test_what_is_no_model_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(text) if text == "nonsense" else text)
+    with pytest.raises(ValueError, match="model"):
+        load_time_model(str(path))
+
+
+def test_measuring_covers_prefill_batches_and_contexts() -> None:
+    config = SchedulerConfig(
+        num_pages=512, page_size=4, context_len=256, vocab_size=1000, max_running_requests=8, chunked_prefill_size=32
+    )
+    executor = FakeExecutor(512, 4, 8, config.max_pages_per_request, 1000)
+    timings = measure(executor, config, MeasureShape(batches=(1, 8), prompts=(16, 100), output=6), lambda: 0.0)
+    assert all(timing.seconds > 0 for timing in timings)
+    assert {1, 8} <= {timing.rows for timing in timings if not timing.prefill_tokens}
+    assert max(timing.prefill_tokens for timing in timings) == 32
+    assert max(timing.context_tokens for timing in timings) == 8 * 105
+    assert len(timings) > 20
+
+
+def test_a_model_on_this_machine_is_measured_and_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.exec.tiny_models import MODELS  # torch: for this test alone
+
+    MODELS["qwen3"].build(tmp_path)
+    sizes = ["--batches", "1,4", "--prompts", "16,64", "--output", "8", "--num-threads", "1", "--dtype", "float32"]
+    kept = tmp_path / "timings.jsonl"
+    assert cli.main(["fit", str(tmp_path), *sizes, "--save-timings", str(kept)]) == 0
+    printed = capsys.readouterr()
+    model = json.loads(printed.out)
+    assert min(model.values()) >= 0 < sum(model.values())
+    assert len(read_timings(kept)) == json.loads(printed.err.splitlines()[-1])["steps"] > 20
+
+
+def test_measuring_asks_for_sizes_that_fit() -> None:
+    config = SchedulerConfig(num_pages=8, page_size=4, context_len=32, vocab_size=1000, max_running_requests=8)
+    executor = FakeExecutor(8, 4, 8, config.max_pages_per_request, 1000)
+    with pytest.raises(ValueError, match="fit"):
+        measure(executor, config, MeasureShape(batches=(4,), prompts=(64,)), lambda: 0.0)

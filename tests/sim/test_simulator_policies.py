@@ -1,0 +1,73 @@
+"""What policies and retraction are for, shown by simulation at full size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.worker.core.config import SchedulePolicy, SchedulerConfig
+from services.worker.exec.fake import TimeModel
+from services.worker.sim.arrivals import ClosedLoop
+from services.worker.sim.report import Report, make_report
+from services.worker.sim.script import EOS_ID, VOCAB_SIZE
+from services.worker.sim.simulation import Outcome, Simulation
+from services.worker.sim.time_models import PRESETS
+from services.worker.sim.trace import Trace
+from services.worker.sim.workloads import shared_prefix, storm
+
+PAGE_SIZE = 16
+LPM_FALLBACK = 128  # waiting requests above which lpm is fcfs
+
+
+def run(trace: Trace, config: SchedulerConfig, concurrency: int, times: TimeModel) -> Outcome:
+    return Simulation(config, trace, ClosedLoop(trace, concurrency), times).run()
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[SchedulePolicy, Report]:
+    """64 groups of 16 requests, 2048 + 128 tokens in and 256 out, KV for a quarter of the unique prompt tokens."""
+    trace = shared_prefix(groups=64, per_group=16, prefix=2048, suffix=128, output=256, rate=0.0, seed=0)
+    out = {}
+    for policy in (SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT):
+        config = SchedulerConfig(
+            num_pages=trace.unique_block_tokens // 4 // PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            context_len=4096,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(EOS_ID,),
+            schedule_policy=policy,
+        )
+        out[policy] = make_report(run(trace, config, LPM_FALLBACK, PRESETS["h200-like"]), 1.0)
+        assert out[policy].finished == 1024 and out[policy].max_queue <= LPM_FALLBACK
+    return out
+
+
+def test_longest_prefix_first_hits_half_again_as_often_as_first_come_first_served(reports: dict[SchedulePolicy, Report]) -> None:
+    assert reports[SchedulePolicy.LPM].hit_rate >= 1.5 * reports[SchedulePolicy.FCFS].hit_rate > 0
+
+
+def test_depth_first_by_weight_hits_as_often_as_longest_prefix_first(reports: dict[SchedulePolicy, Report]) -> None:
+    """Within a hundredth: which of the two evicts luckier differs from trace to trace."""
+    assert reports[SchedulePolicy.DFS_WEIGHT].hit_rate >= reports[SchedulePolicy.LPM].hit_rate - 0.01
+
+
+def test_throughput_is_back_in_the_minute_after_a_retraction_storm() -> None:
+    """A saturated worker that has learned to expect a tenth of max_new_tokens; then, for a while, all of it is said."""
+    slow = TimeModel(base=20e-3, per_prefill_token=100e-6, per_row=40e-6, per_context_token=100e-9)
+    trace = storm(requests=2600, input_len=512, output=64, factor=10, begin=0.46, end=0.52, rate=0.0, seed=0)
+    config = SchedulerConfig(
+        num_pages=2048,
+        page_size=PAGE_SIZE,
+        context_len=2048,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS_ID,),
+        max_running_requests=64,
+    )
+    outcome = run(trace, config, 96, slow)
+    stormy = np.array([request.output_len > 64 for request in trace.requests])
+    begin, end = float(outcome.requests.sent[stormy].min()), float(outcome.requests.ended[stormy].max())
+    assert outcome.requests.finished.all()
+    assert begin > 60 and outcome.seconds > end + 60, "a minute before and a minute after"
+    assert outcome.stats.retractions_total > 10, "that was no storm"
+    before, after = outcome.steps.throughput(begin - 60, begin), outcome.steps.throughput(end, end + 60)
+    assert after >= 0.8 * before
