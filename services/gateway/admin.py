@@ -52,6 +52,7 @@ ROUTES: Mapping[tuple[str, str], Operation] = {
     ("POST", "/release_memory_occupation"): Operation("ReleaseMemory", bodies.ReleaseMemory),
     ("POST", "/resume_memory_occupation"): Operation("ResumeMemory", bodies.ResumeMemory),
     ("POST", "/configure_logging"): Operation("SetLogLevel", bodies.SetLogLevel),
+    ("POST", "/trace_request"): Operation("TraceRequest", bodies.TraceRequest),
 }
 _PATHS = frozenset(path for _, path in ROUTES)
 

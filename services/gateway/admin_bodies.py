@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rootstock.v1 import control_pb2 as pb
 from services.gateway.errors import ApiError, bad_request
 from services.shared.control_values import put_values
+from services.shared.limits import MAX_REQUEST_ID_CHARS
 
 MAX_TIMEOUT_S = 3600.0
 Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
@@ -103,6 +104,13 @@ class SetLogLevel(AdminBody):
 
     def request(self) -> Message:
         return pb.SetLogLevelRequest(level=self.log_level)
+
+
+class TraceRequest(AdminBody):
+    request_id: str = Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)
+
+    def request(self) -> Message:
+        return pb.TraceRequestRequest(request_id=self.request_id)
 
 
 def _tags(tags: list[Tag] | None) -> list[pb.MemoryTag]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from services.worker.exec import causal_transformers
+from services.worker.exec.attention_layers import MaskFunction, MaskWanted
 from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.checkpoint import CheckpointError
 from services.worker.exec.families import UnsupportedModel
@@ -120,6 +121,22 @@ def test_a_state_between_steps_shows_in_the_numbers(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(causal_transformers, "STATEFUL", frozenset())
     REFUSED["lfm2"].build(tmp_path)
     assert "paged attention gives other numbers" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("window", "allows", "fits"),
+    [
+        (0, lambda _, __, q, k: k <= q, True),
+        (24, lambda _, __, q, k: (k <= q) & (k > q - 24), True),
+        (24, lambda _, __, q, k: (k <= q) & (k > q - 25), False),
+        (24, lambda _, __, q, k: (k <= q) & (k // 24 == q // 24), False),
+        (0, lambda _, __, q, k: (k <= q) & (k > q - 4000), False),
+        (0, lambda _, __, q, k: k <= q + 1, False),
+    ],
+    ids=["causal", "window", "another-window", "chunks", "unnamed-window", "looks-ahead"],
+)
+def test_masks_are_looked_at_out_to_the_end_of_the_context(window: int, allows: MaskFunction, fits: bool) -> None:
+    assert MaskWanted(allows, window).is_causal_window(8192) is fits
 
 
 def test_model_info(tmp_path: Path) -> None:

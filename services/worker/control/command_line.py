@@ -86,6 +86,7 @@ PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
     "ReleaseMemory": lambda words: pb.ReleaseMemoryRequest(tags=_tags(words)),
     "ResumeMemory": lambda words: pb.ResumeMemoryRequest(tags=_tags(words)),
     "SetLogLevel": lambda words: pb.SetLogLevelRequest(level=_at_most_one(words, "info")),
+    "TraceRequest": lambda words: pb.TraceRequestRequest(request_id=_at_most_one(words, "")),
 }
 USAGE = """python -m services.worker.control [--address HOST:PORT] [--timeout-s S] [--control-token-file FILE] OPERATION ...
 
@@ -93,6 +94,7 @@ USAGE = """python -m services.worker.control [--address HOST:PORT] [--timeout-s 
   SetInternalState NAME=VALUE ...   SlowDown [SECONDS]              StartProfile [NAME]
   Pause [abort|retract|in_place]    Continue                        FreezeGc
   ReleaseMemory [kv_cache] [weights]    ResumeMemory [kv_cache] [weights]    SetLogLevel [LEVEL]
+  TraceRequest REQUEST_ID
 """
 
 

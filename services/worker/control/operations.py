@@ -21,5 +21,6 @@ BARRIERS: Mapping[str, Barrier] = MappingProxyType(
         "ReleaseMemory": Barrier.IDLE,  # what requests hold lies in that memory
         "ResumeMemory": Barrier.DRAINED,
         "SetLogLevel": Barrier.NONE,
+        "TraceRequest": Barrier.NONE,
     }
 )

@@ -116,6 +116,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         previous = await self._run("SetLogLevel", context, lambda core, executor, pace: _set_log_level(level))
         return pb.SetLogLevelResponse(previous=previous)
 
+    async def TraceRequest(self, request: pb.TraceRequestRequest, context: grpc.aio.ServicerContext) -> pb.TraceRequestResponse:
+        request_id = request.request_id
+        events = await self._run("TraceRequest", context, lambda core, executor, pace: core.trace(request_id))
+        rows = [pb.TraceEvent(at_s=e.at - events[0].at, kind=e.kind, detail=e.detail) for e in events]
+        return pb.TraceRequestResponse(events=rows)
+
     async def _run(self, operation: str, context: grpc.aio.ServicerContext, action: Action) -> Any:
         """The action's result; ends the call with the status that fits whatever went wrong."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()

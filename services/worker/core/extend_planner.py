@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.finish import Ending
 from services.worker.core.messages import ErrorCode, FinishReason
 from services.worker.core.plan import SlotParams
-from services.worker.core.policy import service_order
+from services.worker.core.policy import IN_BATCH_DEPRIORITIZE_THRESHOLD, service_order
 from services.worker.core.prefill_adder import CLIP_MAX_NEW_TOKENS, AddResult, PrefillAdder, RunningRows, adapted_chunk
-from services.worker.core.radix_cache import TOKEN_BYTES
+from services.worker.core.radix_cache import TOKEN_BYTES, Match
 from services.worker.core.request import Request
 from services.worker.core.request_table import RequestTable
 from services.worker.core.retraction import preemptible, tokens_needed
@@ -33,17 +35,20 @@ class ExtendPlanner:
         self._random = np.random.default_rng(table.config.random_seed)
         self.running_limit = table.config.max_running_requests
 
-    def plan(self, now: float, ratio: float, num_decode_rows: int, flight_step: int, step_id: int, may_admit: bool) -> ExtendRows:
-        """num_decode_rows: those that share this step. may_admit: waiting requests may begin."""
+    def plan(
+        self, now: float, ratio: float, num_decode_rows: int, computing: Sequence[Request], step_id: int, may_admit: bool
+    ) -> ExtendRows:
+        """num_decode_rows: those that share this step. computing: the extend rows of the step in flight. may_admit: waiting
+        requests may begin."""
         rows = ExtendRows()
         table = self._table
         if not table.extending and (table.batch_is_full or not len(table.waiting)):
             return rows
         adder = self._adder(ratio, num_decode_rows)
         for request in list(table.extending):
-            self._continue(request, adder, rows, now, flight_step)
+            self._continue(request, adder, rows, now, bool(computing))
         if may_admit and not table.batch_is_full and not table.extending:
-            self._admit_waiting(adder, rows, now, step_id)
+            self._admit_waiting(adder, rows, now, computing, step_id)
         return rows
 
     def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
@@ -69,18 +74,18 @@ class ExtendPlanner:
 
     # Started extends
 
-    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float, flight_step: int) -> None:
+    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float, in_flight: bool) -> None:
         lease = request.lease
         assert lease is not None
         start = int(self._table.columns.computed[lease.slot])
         remaining = int(self._table.columns.target[lease.slot]) - start
         count = adder.chunk(start, remaining, _computes_logprobs(request))
         if count > 0 and not self._add(request, start, count, adder, rows) and not rows.requests:
-            self._relieve(request, now, flight_step)
+            self._relieve(request, now, in_flight)
 
-    def _relieve(self, request: Request, now: float, flight_step: int) -> None:
+    def _relieve(self, request: Request, now: float, in_flight: bool) -> None:
         """No page for a started extend: others will free some, or retracting other extends does, or it cannot run here."""
-        if self._table.num_running > 1 or flight_step >= 0:
+        if self._table.num_running > 1 or in_flight:
             return
         self._table.end(request, too_small(self._table.config), now)
 
@@ -111,7 +116,9 @@ class ExtendPlanner:
     def _free_slots(self) -> int:
         return min(self._table.memory.slots.num_free, self.running_limit - self._table.num_running)
 
-    def _admit_waiting(self, adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
+    def _admit_waiting(
+        self, adder: PrefillAdder, rows: ExtendRows, now: float, computing: Sequence[Request], step_id: int
+    ) -> None:
         table = self._table
         for request in service_order(table.config, table.waiting, table.decoding, table.memory, self._random):
             if adder.exhausted or request.parked_step == step_id:
@@ -119,27 +126,22 @@ class ExtendPlanner:
             if self._free_slots() <= 0:
                 table.batch_is_full = True
                 return
-            result = self._admit(request, adder, rows, now)
+            result = self._admit(request, adder, rows, now, computing)
             if result is AddResult.NO_TOKEN:
                 table.batch_is_full = table.num_running > 0
             if result is not AddResult.CONTINUE:
                 return
 
-    def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
+    def _admit(
+        self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float, computing: Sequence[Request]
+    ) -> AddResult:
         """Two phases: lock the hit, then see whether the rest fits; on failure only the lock has to be undone."""
         table = self._table
-        page_size = table.config.page_size
         match = table.memory.match(request.namespace, request.key, request.prefix_limit())
+        if any(self._shares_more(request, len(match.pages), other) for other in (*computing, *rows.requests)):
+            return AddResult.OTHER
         table.memory.lock(match)
-        start = len(match.pages) * page_size
-        extend = len(request.key) // TOKEN_BYTES - start
-        max_new = request.params.max_new_tokens - len(request.output_ids)
-        logprobs = _computes_logprobs(request)
-        available = table.memory.num_available * page_size
-        result, count = adder.admit(available, start, extend, max_new, request.params.ignore_eos, logprobs)
-        if result is AddResult.NO_TOKEN and not table.num_running:
-            # Alone it must get its chance: submit() saw to it that the prompt fits the whole pool.
-            result, count = AddResult.CONTINUE, adder.chunk(start, extend, logprobs)
+        result, count = self._may_add(request, match, adder)
         if result is not AddResult.CONTINUE:
             table.memory.unlock(match)
             return result
@@ -149,10 +151,35 @@ class ExtendPlanner:
             table.end(request, too_small(table.config), now)
             return result
         lease = table.begin(request, match, now)
-        added = self._add(request, start, count, adder, rows)
+        added = self._add(request, len(match.pages) * table.config.page_size, count, adder, rows)
         assert added, "admission without a page to begin with"
         rows.admitted.append(_slot_params(lease.slot, request))
         return result
+
+    def _shares_more(self, request: Request, hit_pages: int, other: Request) -> bool:
+        """Another extend is computing a prefix of this request beyond its hit: n choices of one prompt, say. It will find
+        it cached once that step is committed."""
+        config = self._table.config
+        wanted = hit_pages * config.page_size + max(IN_BATCH_DEPRIORITIZE_THRESHOLD, config.page_size)
+        cut = wanted * TOKEN_BYTES
+        if not config.enable_radix_cache or wanted > request.prefix_limit() or len(request.key) <= cut:
+            return False
+        return other.namespace == request.namespace and other.key[:cut] == request.key[:cut]
+
+    def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
+        """What the adder says, and how many tokens it takes. `match` is locked."""
+        table = self._table
+        page_size = table.config.page_size
+        start = len(match.pages) * page_size
+        extend = len(request.key) // TOKEN_BYTES - start
+        max_new = request.params.max_new_tokens - len(request.output_ids)
+        logprobs = _computes_logprobs(request)
+        available = table.memory.num_available * page_size
+        result, count = adder.admit(available, start, extend, max_new, request.params.ignore_eos, logprobs)
+        if result is AddResult.NO_TOKEN and not table.num_running:
+            # Alone it must get its chance: submit() saw to it that the prompt fits the whole pool.
+            return AddResult.CONTINUE, adder.chunk(start, extend, logprobs)
+        return result, count
 
     def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:
         """Plans tokens start .. start+count of the request, fewer if the pool has not the pages. False: none at all."""

@@ -30,9 +30,10 @@ class Planner:
         if ratio is not None:
             self.ratio.value = ratio
 
-    def plan(self, now: float, flight_step: int) -> Step | None:
-        """The next step, or None where nothing can run before the step in flight (`flight_step`, -1: none) is committed."""
+    def plan(self, now: float, flight: Step | None) -> Step | None:
+        """The next step, or None where nothing can run before the step in flight is committed."""
         table = self._table
+        flight_step = flight.plan.step_id if flight else -1
         self._step_id += 1
         self.extends.preempt(self.ratio.value, flight_step, self._step_id)
         if self._decodes_are_due() and (step := self._decode_only(now, flight_step)):
@@ -43,7 +44,8 @@ class Planner:
         decodes = self._decodes.plan(now, flight_step, self._step_id) if shared else NO_DECODES
         # What this plan has retracted must not come back in it: its token in flight is still to be committed.
         may_admit = table.retractions_total == before
-        extends = self.extends.plan(now, self.ratio.value, len(decodes.requests), flight_step, self._step_id, may_admit)
+        computing = flight.requests[: flight.plan.num_extend] if flight else []
+        extends = self.extends.plan(now, self.ratio.value, len(decodes.requests), computing, self._step_id, may_admit)
         if not extends.requests and not shared:
             decodes = self._decodes.plan(now, flight_step, self._step_id)
         if not extends.requests and not decodes.requests:

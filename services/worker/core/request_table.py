@@ -21,6 +21,7 @@ from services.worker.core.outputs import Outputs
 from services.worker.core.radix_cache import Match, TreeNode
 from services.worker.core.request import Phase, Request
 from services.worker.core.sessions import SessionTable
+from services.worker.core.trace import TraceKind, TraceLog
 from services.worker.core.waiting_queue import WaitingQueue
 
 
@@ -37,6 +38,7 @@ class RequestTable:
         self.memory = KVMemory(config, events)
         self.columns = SlotColumns(config.max_running_requests)
         self.outputs = Outputs()
+        self.trace = TraceLog()
         self.gate = GrammarGate(book)
         self.sessions = SessionTable(config)
         self.waiting = WaitingQueue()
@@ -76,7 +78,9 @@ class RequestTable:
             self.sessions.begin(request.session, request.request_id)
         if self.gate.admits(request):
             self.waiting.add(request)
+            self.trace.add(request.request_id, TraceKind.QUEUED, request.num_prompt_tokens)
         else:
+            self.trace.add(request.request_id, TraceKind.GATED, request.num_prompt_tokens)
             request.phase = Phase.GATED
             self.gate.wait(request)
         if request.deadline != float("inf"):
@@ -89,6 +93,7 @@ class RequestTable:
         self.gate.leave(request)
         request.move(Phase.WAITING)
         self.waiting.add(request)
+        self.trace.add(request.request_id, TraceKind.UNGATED, 0)
 
     def begin(self, request: Request, match: Match, now: float) -> Lease:
         """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
@@ -96,6 +101,7 @@ class RequestTable:
         request.move(Phase.EXTEND)
         lease = request.lease = self.memory.lease(match, request.rank)
         cached = len(match.pages) * self.config.page_size
+        self.trace.add(request.request_id, TraceKind.ADMITTED, cached)
         self.columns.begin(lease.slot, request, cached)
         request.flight_step = -1
         self.extending.append(request)
@@ -110,6 +116,8 @@ class RequestTable:
 
     def decode(self, request: Request) -> None:
         """EXTEND to DECODE: the last chunk is planned."""
+        assert request.lease is not None
+        self.trace.add(request.request_id, TraceKind.PREFILLED, int(self.columns.computed[request.lease.slot]))
         request.move(Phase.DECODE)
         self.extending.remove(request)
         self.decoding.append(request)
@@ -121,6 +129,7 @@ class RequestTable:
         slot, columns = request.lease.slot, self.columns
         request.move(Phase.EXTEND)
         request.rekey()
+        self.trace.add(request.request_id, TraceKind.JUMPED, len(request.output_ids))
         columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
         columns.num_out[slot] = columns.planned_out[slot] = len(request.output_ids)
         columns.target[slot] = request.num_prompt_tokens + len(request.output_ids)
@@ -145,6 +154,8 @@ class RequestTable:
         request.parked_step = plan_step
         request.logprob_planned = request.logprob_done
         request.num_retractions += 1
+        kind = TraceKind.PREEMPTED if preempted else TraceKind.RETRACTED
+        self.trace.add(request.request_id, kind, len(request.output_ids))
         self.waiting.add(request, back=True)
         self.preemptions_total += preempted
         self.retractions_total += not preempted
@@ -165,6 +176,7 @@ class RequestTable:
             self.waiting.remove(request)
         request.move(Phase.FINISHED)
         del self.by_key[request.peer, request.handle]
+        self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
         aborted = ending.reason is FinishReason.ABORT
         self.aborts_total += aborted
         if request.session is not None:

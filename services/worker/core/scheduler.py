@@ -23,6 +23,7 @@ from services.worker.core.request import Request
 from services.worker.core.request_table import RequestTable
 from services.worker.core.sampling import GrammarSpec
 from services.worker.core.step_rows import Step
+from services.worker.core.trace import TraceEvent
 from services.worker.core.tunables import Tunable, retuned, tunables
 
 _CANCELLED = Ending(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
@@ -64,6 +65,7 @@ class Scheduler:
         """Queues a request, or ends it at once with an error. Raises ValueError if the peer's handle is in use."""
         if (message.peer, message.handle) in self.table.by_key:
             raise ValueError(f"handle {message.handle} is in use")
+        self.table.trace.now = now
         resolved = self._resolve(message, now)
         if not isinstance(resolved, Submit):
             self.table.refuse(message.peer, message.handle, message.request_id, *resolved)
@@ -112,6 +114,7 @@ class Scheduler:
     def plan(self, now: float) -> BatchPlan | None:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
+        self.table.trace.now = now
         for request, message in self.table.expired(now):
             self.table.end(request, Ending(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
         self.table.sessions.expire(self.table.memory, now)
@@ -121,7 +124,7 @@ class Scheduler:
             return None
         if self.paused:
             return None
-        step = self._planner.plan(now, self._flight[0].plan.step_id if self._flight else -1)
+        step = self._planner.plan(now, self._flight[0] if self._flight else None)
         if step is None:
             return None
         self._flight.append(step)
@@ -129,6 +132,7 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> None:
         """Takes in the result of the oldest uncommitted step."""
+        self.table.trace.now = now
         step = self._take_flight(result.step_id)
         self._committer.commit(step, result, now)
 
@@ -200,6 +204,10 @@ class Scheduler:
         config = retuned(self.config, changes, len(self.table.memory.slots.num_pages))
         self._planner.retune(config, None if ratio is None else float(ratio))
         self.table.reconfigure(replace(config, max_running_requests=self.config.max_running_requests))
+
+    def trace(self, request_id: str) -> list[TraceEvent]:
+        """What has happened to the request, as far as it is remembered."""
+        return self.table.trace.of(request_id)
 
     def self_check(self) -> list[str]:
         """While idle: what breaks an invariant, after which the memory is made anew. Empty when all is well."""

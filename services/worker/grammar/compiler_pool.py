@@ -89,6 +89,12 @@ class _Nursery:
                     self._kill()
         raise CompilerGone("the grammar compiler has ended")
 
+    def ensure(self) -> None:
+        """Starts it where it is not running. Raises CompilerGone."""
+        with self._lock:
+            if not self._closed:
+                self._running()
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -170,6 +176,10 @@ class CompilerPool:
         """Returns at once. False: too many wait, or the pool is closed; done() will not be called."""
         return not self._closed and _offer(self._quick, spec)
 
+    def warm_up(self) -> None:
+        """Starts the compiling process, which takes seconds, before the first grammar needs it. Returns at once."""
+        _offer(self._quick, None)
+
     def close(self) -> None:
         """Kills what is being compiled, and waits a moment for the threads."""
         self._closed = True
@@ -186,8 +196,16 @@ class CompilerPool:
             spec = lane.get()
             if self._closed:
                 return
-            if spec is not None:
+            if spec is None:
+                self._warm_up()
+            else:
                 self._finish(spec, lane, seconds)
+
+    def _warm_up(self) -> None:
+        try:
+            self._nursery.ensure()
+        except CompilerGone as gone:
+            logger.warning("%s", gone)
 
     def _finish(self, spec: GrammarSpec, lane: queue.Queue[GrammarSpec | None], seconds: float) -> None:
         compiled, reason = None, ""
@@ -201,6 +219,9 @@ class CompilerPool:
             if lane is self._quick and seconds < self._limits.compile_s and _offer(self._slow, spec):
                 return
             reason = f"{spec.kind}: compiling it took longer than {self._limits.compile_s:g} s"
+        except Exception:  # a fault of ours must not end the thread that all grammars wait for
+            logger.exception("compiling a grammar failed")
+            reason = f"{spec.kind}: an internal error, see the worker's log"
         if not self._closed:
             self._done(spec, compiled, reason)
 

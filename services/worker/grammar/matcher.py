@@ -89,6 +89,22 @@ class XgrammarMatcher:
             self._meter.spend(time.thread_time() - started)
         return self._row
 
+    @property
+    def needs_fill(self) -> bool:
+        """Whether mask() has work to do that a batch can do as well."""
+        return not self._mask_is_current and not self._matcher.is_terminated()
+
+    @property
+    def raw(self) -> xgrammar.GrammarMatcher:
+        """For filling a batch of masks, which changes nothing in it."""
+        return self._matcher
+
+    def adopt(self, mask: NDArray[np.uint32]) -> None:
+        """Takes a mask that was filled elsewhere for the state that the matcher is in."""
+        self._row[:] = mask
+        self._row[-1] &= self._setup.last_word
+        self._mask_is_current = True
+
     def forced(self) -> Sequence[int]:
         forced = self._setup.forced
         if forced is None or self._meter.overrun or self.terminated:

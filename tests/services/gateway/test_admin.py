@@ -45,6 +45,7 @@ ANSWERS: dict[str, Message] = {
     "ReleaseMemory": pb.ReleaseMemoryResponse(released=[pb.MEMORY_TAG_WEIGHTS]),
     "ResumeMemory": pb.ResumeMemoryResponse(),
     "SetLogLevel": pb.SetLogLevelResponse(previous="info"),
+    "TraceRequest": pb.TraceRequestResponse(events=[pb.TraceEvent(kind="queued", detail=3)]),
 }
 
 
@@ -140,6 +141,7 @@ def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[ht
             pb.ResumeMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS]),
         ),
         ("POST", "/configure_logging", '{"log_level": "debug"}', "SetLogLevel", pb.SetLogLevelRequest(level="debug")),
+        ("POST", "/trace_request", '{"request_id": "r"}', "TraceRequest", pb.TraceRequestRequest(request_id="r")),
     ],
 )
 def test_a_route_is_an_operation(method: str, path: str, body: str, rpc: str, request_: Message) -> None:

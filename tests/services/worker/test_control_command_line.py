@@ -92,6 +92,7 @@ def test_a_wrong_command_line_is_status_2(words: list[str], complaint: str) -> N
         ("ReleaseMemory", ["weights"], pb.ReleaseMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS])),
         ("ResumeMemory", [], pb.ResumeMemoryRequest()),
         ("SetLogLevel", ["debug"], pb.SetLogLevelRequest(level="debug")),
+        ("TraceRequest", ["r1"], pb.TraceRequestRequest(request_id="r1")),
     ],
 )
 def test_words_are_a_request(operation: str, words: list[str], request_: object) -> None:

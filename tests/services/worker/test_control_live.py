@@ -266,3 +266,17 @@ def test_an_executor_without_a_device_has_nothing_to_profile() -> None:
             assert not (await at.state())["profile"]
 
     run(check)
+
+
+def test_a_requests_way_through_the_scheduler_is_told() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            await at.front.send(submit(1, [9] * 20, max_new_tokens=5))
+            await at.front.ended(1)
+            events = (await at.control.TraceRequest(pb.TraceRequestRequest(request_id="r1"))).events
+            kinds = [(event.kind, event.detail) for event in events]
+            assert kinds == [("queued", 20), ("admitted", 0), ("prefilled", 20), ("ended", 5)]
+            assert sorted(event.at_s for event in events) == [event.at_s for event in events]
+            assert not (await at.control.TraceRequest(pb.TraceRequestRequest(request_id="nobody"))).events
+
+    run(check)

@@ -141,6 +141,7 @@ REQUESTS = {
     "ReleaseMemory": pb.ReleaseMemoryRequest(),
     "ResumeMemory": pb.ResumeMemoryRequest(),
     "SetLogLevel": pb.SetLogLevelRequest(level=logging.getLevelName(logging.getLogger().level).lower()),
+    "TraceRequest": pb.TraceRequestRequest(request_id="r"),
 }
 
 

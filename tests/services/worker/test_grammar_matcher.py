@@ -200,3 +200,19 @@ def test_a_steps_masks_outlive_the_filling_of_the_next() -> None:
         assert mask.dtype == np.uint32 and mask.shape == (40,)
         np.testing.assert_array_equal(mask, kept[row])
     assert allowed_ids(masks[4], 1280) == [t for t in range(1280) if model.vocabulary().tokens[t].isdigit()]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_masks_of_many_rows_are_those_of_each_alone(threads: int) -> None:
+    patterns = ["[0-9]+", "[a-z]+", "yes|no", "x", "(a|b)*", r"[\s\S]*"]
+    matchers = [model.matcher(regex(pattern)) for pattern in patterns]
+    assert matchers[3].accept(model.tokenizer().encode_batch(["x"], False)[0][0])  # one is at its end
+    filler = MaskFiller(1280, max_rows=8, threads=threads)
+    for _ in range(3):
+        masks = filler.fill(list(enumerate(matchers)))
+        for row, pattern in enumerate(patterns):
+            alone = model.matcher(regex(pattern))
+            if row == 3:
+                assert allowed_ids(masks[row], 1280) == sorted(model.EOS)
+            else:
+                np.testing.assert_array_equal(masks[row], alone.mask())

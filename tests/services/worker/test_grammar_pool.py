@@ -95,7 +95,7 @@ def test_a_grammar_is_ready_by_message(shared: tuple[CompiledBook, News]) -> Non
         (regex("("), "pattern, position 1: a group is not closed"),
         (GrammarSpec(GrammarKind.JSON_SCHEMA, '{"not": {}}'), "json_schema: #/not: this keyword is not supported"),
         (GrammarSpec(GrammarKind.JSON_SCHEMA, "{"), "json_schema: not JSON: "),
-        (GrammarSpec(GrammarKind.EBNF, "root ::= x"), 'ebnf: EBNF parser error at line 1, column 11: Rule "x" is not defined'),
+        (GrammarSpec(GrammarKind.EBNF, "root ::= x"), "ebnf: EBNF parser error at line 1"),
         (GrammarSpec(GrammarKind.STRUCTURAL_TAG, "{}"), "structural_tag: #: needs 'format'"),
     ],
 )
@@ -123,11 +123,11 @@ def test_a_refusal_is_remembered_for_a_while() -> None:
         os.kill(pid, signal.SIGSTOP)  # no compiler can answer
         assert book.open(regex("(")) is None
         assert news.told.get_nowait()[1].startswith("pattern")
-        os.kill(pid, signal.SIGCONT)
         now[0] = LIMITS.failure_s + 1
         assert book.open(regex("(")) is None
-        assert news.told.empty() or news.next()[1]  # asked anew, off this thread
-        assert serves(book, news, "a") or news.next()
+        assert news.told.empty(), "it is compiled anew"
+        os.kill(pid, signal.SIGCONT)
+        assert news.next()[1].startswith("pattern")
 
 
 def test_the_cache_drops_what_was_used_least_recently() -> None:
@@ -171,20 +171,35 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def wait_for_child(pid: int) -> int:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HANG_GUARD_S
-    while not (found := children_of(pid)):
-        assert time.monotonic() < deadline, "nothing is being compiled"
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.005)
-    return found[0]
+
+
+def compiling(book: CompiledBook, spec: GrammarSpec) -> int:
+    """Begins to compile; the id of the process that does."""
+    pid = book.pool.compiler_pid
+    assert pid is not None
+    wait_until(lambda: not children_of(pid))
+    assert book.open(spec) is None
+    wait_until(lambda: bool(children_of(pid)))
+    return children_of(pid)[0]
+
+
+def is_running(pid: int) -> bool:
+    """Not so where it has ended and waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_child_killed_in_mid_compilation_fails_its_grammar_alone() -> None:
     with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, news):
         assert serves(book, news, "warm")
-        assert book.open(regex(SLOW)) is None
-        assert book.pool.compiler_pid is not None
-        os.kill(wait_for_child(book.pool.compiler_pid), signal.SIGKILL)
+        os.kill(compiling(book, regex(SLOW)), signal.SIGKILL)
         spec, reason = news.next()
         assert spec == regex(SLOW) and "ended the compiler" in reason
         assert serves(book, news, "after")
@@ -200,15 +215,24 @@ def test_the_compiler_killed_comes_back() -> None:
         assert book.pool.compiler_pid != before
 
 
+def test_the_compiler_can_be_started_beforehand() -> None:
+    with opened(LIMITS) as (book, news):
+        assert book.pool.compiler_pid is None
+        book.pool.warm_up()
+        wait_until(lambda: book.pool.compiler_pid is not None)
+        pid = book.pool.compiler_pid
+        assert serves(book, news, "first")
+        assert book.pool.compiler_pid == pid
+
+
 def test_closing_ends_compilations_and_calls_nobody_back() -> None:
     with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, news):
         assert serves(book, news, "warm")
         pid = book.pool.compiler_pid
         assert pid is not None
-        assert book.open(regex(SLOW)) is None
-        child = wait_for_child(pid)
-    assert not Path(f"/proc/{pid}").exists()
-    assert not Path(f"/proc/{child}").exists()
+        child = compiling(book, regex(SLOW))
+    wait_until(lambda: not is_running(child))
+    assert not is_running(pid)
     assert news.told.empty()
 
 
@@ -251,7 +275,7 @@ HOSTILE: dict[str, GrammarSpec] = {
     "enum of 50,000": schema({"enum": [f"value {n}" for n in range(50_000)]}),
     "15,000 properties": schema({"properties": {f"property {n}": {"type": "string"} for n in range(15_000)}}),
     "a string of a billion": schema({"type": "string", "maxLength": 10**9}),
-    "lists of long strings": schema({"items": {"items": {"type": "string", "maxLength": 500}, "maxItems": 5000}, "maxItems": 10**5}),
+    "lists of long strings": schema({"items": {"items": {"type": "string", "maxLength": 500}, "maxItems": 5000}}),
     "a pattern that backtracks for ever": schema({"patternProperties": {"^(a+)+$": {}}, "properties": {"a" * 40 + "!": {}}}),
     "ambiguous": ebnf('root ::= root root | "a" | ""'),
     "more ambiguous": ebnf("root ::= s\ns ::= s s s | s s | [a-z]"),

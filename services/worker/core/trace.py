@@ -1,0 +1,48 @@
+"""A request's way through the scheduler, for whoever asks why it was slow: the last events of all requests, in one ring."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+
+MAX_EVENTS = 16384
+
+
+class TraceKind(enum.StrEnum):
+    """What `detail` holds stands behind each."""
+
+    QUEUED = "queued"  # prompt tokens
+    GATED = "gated"  # prompt tokens; the grammar is being compiled
+    UNGATED = "ungated"  # 0
+    ADMITTED = "admitted"  # tokens that a prefix hit gave
+    PREFILLED = "prefilled"  # tokens of KV once its last chunk, planned at this time, is computed
+    JUMPED = "jumped"  # output tokens, with those the grammar has added
+    RETRACTED = "retracted"  # output tokens kept
+    PREEMPTED = "preempted"  # output tokens kept
+    ENDED = "ended"  # output tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """at: on the loop's clock, in seconds."""
+
+    at: float
+    request_id: str
+    kind: TraceKind
+    detail: int
+
+
+class TraceLog:
+    """now: set by the scheduler before anything can happen. Single writer: RequestTable."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
+
+    def add(self, request_id: str, kind: TraceKind, detail: int) -> None:
+        self._events.append(TraceEvent(self.now, request_id, kind, detail))
+
+    def of(self, request_id: str) -> list[TraceEvent]:
+        """Oldest first; empty for a request that is unknown, or whose events have left the ring."""
+        return [event for event in self._events if event.request_id == request_id]

@@ -1,0 +1,231 @@
+"""Reference 2 §6: in which order waiting requests are looked at, by policy, with SGLang's thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from services.worker.core.admission import make_request
+from services.worker.core.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.memory import KVMemory
+from services.worker.core.messages import Submit
+from services.worker.core.policy import effective_policy, service_order
+from services.worker.core.request import Request
+from services.worker.core.sampling import SamplingParams
+from services.worker.core.waiting_queue import WaitingQueue
+from tests.core.test_scheduler_basic import make
+
+
+def config_of(policy: SchedulePolicy, **more: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "num_pages": 4096,
+        "page_size": 1,
+        "context_len": 512,
+        "vocab_size": 1000,
+        "schedule_policy": policy,
+        **more,
+    }
+    return SchedulerConfig(**values)  # type: ignore[arg-type]
+
+
+class Line:
+    """A waiting queue and a cache, and the order in which a policy serves the queue. Requests are named by their arrival: 0, 1, 2."""
+
+    def __init__(self, policy: SchedulePolicy, **more: object) -> None:
+        self.config = config_of(policy, **more)
+        self.memory = KVMemory(self.config)
+        self.queue = WaitingQueue()
+        self.arrived = 0
+
+    def cache(self, tokens: Sequence[int], salt: str = "") -> None:
+        request = self.request(tokens, salt=salt)
+        tree = self.memory.tree
+        tree.insert(tree.root(request.namespace), request.key, self.memory.pages.alloc(len(tokens)))
+
+    def request(self, tokens: Sequence[int], max_new: int = 8, priority: int = 0, salt: str = "", key: str = "") -> Request:
+        params = SamplingParams(max_new)
+        ids = np.array(tokens, dtype=np.int32)
+        message = Submit(0, self.arrived, "", ids, params, salt=salt, priority=priority, routing_key=key)
+        return make_request(message, self.arrived, self.config, 0.0)
+
+    def wait(self, tokens: Sequence[int] = (1, 2, 3), max_new: int = 8, priority: int = 0, salt: str = "", key: str = "") -> None:
+        self.queue.add(self.request(tokens, max_new, priority, salt, key))
+        self.arrived += 1
+
+    def order(self, running: Sequence[Request] = (), seed: int = 0) -> list[int]:
+        out = []
+        for request in service_order(self.config, self.queue, running, self.memory, np.random.default_rng(seed)):
+            self.queue.remove(request)
+            out.append(request.seq)
+        return out
+
+
+def prompt(first: int, length: int, tail: int = 0) -> list[int]:
+    """`length` tokens that begin alike for equal `first`; `tail` tells prompts with the same beginning apart."""
+    return [first] * length + [900 + tail] * 20
+
+
+class TestFirstComeFirstServed:
+    def test_requests_are_served_in_the_order_of_their_arrival(self) -> None:
+        line = Line(SchedulePolicy.FCFS)
+        line.cache(prompt(3, 100))
+        for first in (1, 2, 3, 4):
+            line.wait(prompt(first, 100))
+        assert line.order() == [0, 1, 2, 3]
+
+
+class TestLongestPrefixMatch:
+    def test_the_longest_cached_prefix_is_served_first_and_equal_ones_in_order_of_arrival(self) -> None:
+        line = Line(SchedulePolicy.LPM)
+        for first, length in ((1, 40), (2, 60), (3, 50)):
+            line.cache(prompt(first, length)[:length])
+        for first in (9, 1, 2, 3, 8):
+            line.wait(prompt(first, 60))
+        assert line.order() == [2, 3, 1, 0, 4]
+
+    @pytest.mark.parametrize(("waiting", "policy"), [(128, SchedulePolicy.LPM), (129, SchedulePolicy.FCFS)])
+    def test_above_128_waiting_requests_it_is_first_come_first_served(self, waiting: int, policy: SchedulePolicy) -> None:
+        line = Line(SchedulePolicy.LPM)
+        line.cache([7] * 40)
+        for _ in range(waiting - 1):
+            line.wait([1])
+        line.wait([7] * 41)
+        assert effective_policy(line.config, waiting) is policy
+        assert line.order()[0] == (waiting - 1 if policy is SchedulePolicy.LPM else 0)
+
+    @pytest.mark.parametrize("policy", [SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT])
+    def test_without_a_cache_the_policies_that_look_at_it_are_first_come_first_served(self, policy: SchedulePolicy) -> None:
+        assert effective_policy(config_of(policy, enable_radix_cache=False), 5) is SchedulePolicy.FCFS
+
+    @pytest.mark.parametrize("policy", [p for p in SchedulePolicy if p is not SchedulePolicy.LPM])
+    def test_no_other_policy_gives_way_to_a_long_queue(self, policy: SchedulePolicy) -> None:
+        assert effective_policy(config_of(policy), 100_000) is policy
+
+
+class TestInBatchPrefixCaching:
+    """Of waiting requests that share an uncached prefix one computes it; the others stand back and find it cached."""
+
+    @pytest.mark.parametrize(("shared", "order"), [(31, [0, 1, 2]), (32, [0, 2, 1]), (33, [0, 2, 1])])
+    def test_a_request_stands_back_that_shares_32_tokens_with_an_earlier_one(self, shared: int, order: list[int]) -> None:
+        line = Line(SchedulePolicy.LPM)
+        line.wait(prompt(1, shared, tail=1))
+        line.wait(prompt(1, shared, tail=2))
+        line.wait(prompt(2, shared, tail=3))
+        assert line.order() == order
+
+    @pytest.mark.parametrize(("cached", "order"), [(31, [0, 2, 1]), (32, [0, 2, 1]), (33, [0, 1, 2])])
+    def test_only_requests_with_at_most_32_cached_tokens_are_compared(self, cached: int, order: list[int]) -> None:
+        line = Line(SchedulePolicy.LPM)
+        line.cache([1] * cached)
+        line.wait(prompt(1, 64, tail=1))
+        line.wait(prompt(1, 64, tail=2))
+        line.wait(prompt(2, 64, tail=3))
+        assert line.order() == order
+
+    def test_requests_of_different_namespaces_share_nothing(self) -> None:
+        line = Line(SchedulePolicy.LPM)
+        line.wait(prompt(1, 64))
+        line.wait(prompt(1, 64), salt="tenant")
+        line.wait(prompt(2, 64))
+        assert line.order() == [0, 1, 2]
+
+    def test_dfs_weight_lets_them_stand_back_too(self) -> None:
+        line = Line(SchedulePolicy.DFS_WEIGHT)
+        line.cache([1] * 8)
+        line.wait(prompt(1, 64, tail=1))
+        line.wait(prompt(1, 64, tail=2))
+        line.wait(prompt(1, 8, tail=3))
+        assert line.order() == [0, 2, 1]
+
+    @pytest.mark.parametrize("policy", SchedulePolicy)
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_of_identical_prompts_at_once_one_is_computed(self, policy: SchedulePolicy, overlap: bool) -> None:
+        engine = make(overlap, schedule_policy=policy, chunked_prefill_size=0)
+        for handle in range(4):
+            engine.submit(handle, [1] * 50, max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        assert sorted(engine.finishes[handle].cached_tokens for handle in range(4)) == [0, 48, 48, 48]
+        for handle in engine.submitted:
+            engine.check_answer(handle)
+
+
+class TestDfsWeight:
+    def test_the_branch_with_most_waiting_requests_is_walked_first_and_deeper_ones_before_its_own(self) -> None:
+        line = Line(SchedulePolicy.DFS_WEIGHT)
+        for tokens in ([1] * 8, [1] * 8 + [2] * 8, [1] * 8 + [3] * 8, [4] * 8):
+            line.cache(tokens)
+        line.wait([4] * 8 + [50])  # 0: the light branch
+        line.wait([1] * 8 + [51])  # 1: the heavy branch's own
+        line.wait([1] * 8 + [2] * 8 + [52])  # 2: below it, one request
+        line.wait([1] * 8 + [3] * 8 + [53])  # 3: below it, two
+        line.wait([1] * 8 + [3] * 8 + [54])  # 4
+        assert line.order() == [3, 4, 2, 1, 0]
+
+    def test_requests_with_nothing_cached_come_after_all_branches(self) -> None:
+        line = Line(SchedulePolicy.DFS_WEIGHT)
+        line.cache([1] * 8)
+        line.wait([70] * 9)
+        line.wait([1] * 8 + [50])
+        line.wait([71] * 9)
+        assert line.order() == [1, 0, 2]
+
+
+class TestLongestOutputFirst:
+    def test_the_largest_max_new_tokens_is_served_first_and_equal_ones_in_order_of_arrival(self) -> None:
+        line = Line(SchedulePolicy.LOF)
+        for max_new in (10, 30, 20, 30):
+            line.wait(max_new=max_new)
+        assert line.order() == [1, 3, 2, 0]
+
+
+class TestRandom:
+    @staticmethod
+    def shuffled(seed: int) -> list[int]:
+        line = Line(SchedulePolicy.RANDOM)
+        for _ in range(20):
+            line.wait()
+        return line.order(seed=seed)
+
+    def test_the_seed_decides_the_order(self) -> None:
+        assert self.shuffled(1) == self.shuffled(1) != self.shuffled(2)
+        assert sorted(self.shuffled(1)) == list(range(20))
+
+    def test_the_configured_seed_decides_whole_runs(self) -> None:
+        def admissions(seed: int) -> list[list[int]]:
+            engine = make(schedule_policy=SchedulePolicy.RANDOM, random_seed=seed, max_running_requests=1)
+            for handle in range(12):
+                engine.submit(handle, [handle] * 4, max_new_tokens=1)
+            engine.drain()
+            return [plan.input_ids.tolist() for plan in engine.plans]
+
+        assert admissions(1) == admissions(1) != admissions(2)
+
+
+class TestRoutingKey:
+    def test_keys_with_most_running_requests_come_first_then_the_rest_by_arrival(self) -> None:
+        line = Line(SchedulePolicy.ROUTING_KEY)
+        running = [line.request([1], key=key) for key in ("b", "a", "c", "c", "")]
+        for key in ("x", "a", "b", "", "c", "a"):
+            line.wait(key=key)
+        assert line.order(running) == [4, 1, 5, 2, 0, 3]
+
+    def test_without_running_keys_it_is_first_come_first_served(self) -> None:
+        line = Line(SchedulePolicy.ROUTING_KEY)
+        for key in ("b", "a", ""):
+            line.wait(key=key)
+        assert line.order([line.request([1])]) == [0, 1, 2]
+
+
+class TestPriorityWithinPolicies:
+    @pytest.mark.parametrize("policy", SchedulePolicy)
+    @pytest.mark.parametrize(("low_first", "urgent"), [(False, 2), (True, -2)])
+    def test_every_policy_orders_within_equal_priorities_only(self, policy: SchedulePolicy, low_first: bool, urgent: int) -> None:
+        line = Line(policy, enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
+        line.cache(prompt(1, 40))
+        line.wait(prompt(1, 40), max_new=99, key="k")
+        line.wait(prompt(2, 10), priority=urgent)
+        line.wait(prompt(3, 10), priority=-urgent)
+        order = line.order([line.request([1], key="k")])
+        assert order == [1, 0, 2]

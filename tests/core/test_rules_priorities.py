@@ -1,0 +1,198 @@
+"""Reference 2 §13: who is served first, and who is displaced for whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.worker.core.messages import FinishReason
+from tests.core.harness import Engine
+from tests.core.test_scheduler_basic import make
+
+
+def prioritised(**changes: Any) -> Engine:
+    return make(enable_priority_scheduling=True, **changes)
+
+
+def running(engine: Engine) -> list[int]:
+    table = engine.core.table
+    return sorted(request.handle for request in table.extending + table.decoding)
+
+
+def start(engine: Engine, priorities: list[int], max_new: int = 40) -> None:
+    """Requests 0, 1, 2 ... with these priorities, admitted in this order and decoding."""
+    for handle, priority in enumerate(priorities):
+        engine.submit(handle, [handle + 1] * 8, priority=priority, max_new_tokens=max_new, ignore_eos=True)
+        engine.turn()
+    for _ in range(6):
+        engine.turn()
+    assert running(engine) == list(range(len(priorities)))
+
+
+class TestOrder:
+    @pytest.mark.parametrize(
+        ("changes", "order"),
+        [
+            ({"enable_priority_scheduling": True}, [1, 0, 3, 2]),
+            ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, [2, 0, 3, 1]),
+            ({}, [0, 1, 2, 3]),
+        ],
+        ids=["higher value first", "lower value first", "off: by arrival"],
+    )
+    def test_the_sign_of_urgency_is_a_setting(self, changes: dict[str, Any], order: list[int]) -> None:
+        engine = make(max_running_requests=1, **changes)
+        for handle, priority in enumerate((0, 5, -5, 0)):
+            engine.submit(handle, [handle + 1] * 4, priority=priority, max_new_tokens=1)
+        engine.drain()
+        assert [int(plan.input_ids[0]) - 1 for plan in engine.plans] == order
+
+
+class TestThreshold:
+    @pytest.mark.parametrize(("threshold", "difference", "displaced"), [(0, 0, 0), (0, 1, 1), (5, 4, 0), (5, 5, 0), (5, 6, 1)])
+    @pytest.mark.parametrize("low_first", [False, True])
+    def test_only_a_difference_above_the_threshold_displaces(
+        self, threshold: int, difference: int, displaced: int, low_first: bool
+    ) -> None:
+        engine = prioritised(
+            max_running_requests=1, priority_preemption_threshold=threshold, schedule_low_priority_values_first=low_first
+        )
+        start(engine, [0])
+        engine.submit(9, [99] * 8, priority=-difference if low_first else difference, max_new_tokens=4)
+        engine.turn()
+        assert engine.core.stats().preemptions_total == displaced
+        assert running(engine) == ([9] if displaced else [0])
+        engine.drain()
+        assert engine.finishes[0].retractions == displaced
+
+    def test_priorities_displace_nobody_where_the_setting_is_off(self) -> None:
+        engine = make(max_running_requests=1)
+        start(engine, [0])
+        engine.submit(9, [99] * 8, priority=100, max_new_tokens=4)
+        engine.drain()
+        assert engine.core.stats().preemptions_total == 0
+
+
+class TestVictims:
+    @pytest.mark.parametrize(
+        ("priorities", "left"),
+        [
+            ([0, 0, 0], [[0, 1], [0], []]),
+            ([1, 0, 2], [[0, 2], [2], []]),
+            ([1, 0, 0], [[0, 1], [0], []]),
+            ([0, 9, 0], [[0, 1], [1], [1]]),
+        ],
+        ids=["latest first", "least urgent first", "of equals the latest", "the more urgent stay"],
+    )
+    def test_the_least_urgent_goes_first_and_of_equals_the_latest(self, priorities: list[int], left: list[list[int]]) -> None:
+        engine = prioritised(max_running_requests=3)
+        start(engine, priorities)
+        seen = []
+        for handle in (10, 11, 12):
+            engine.submit(handle, [handle] * 8, priority=5, max_new_tokens=60, ignore_eos=True)
+            engine.turn()
+            seen.append([h for h in running(engine) if h < 10])
+        assert seen == left
+
+    @pytest.mark.parametrize(("num_pages", "displaced"), [(13, 2), (15, 1), (20, 0)])
+    def test_no_more_are_displaced_than_it_takes(self, num_pages: int, displaced: int) -> None:
+        engine = prioritised(num_pages=num_pages, schedule_conservativeness=0.1)
+        for handle in range(3):
+            engine.submit(handle, [handle + 1] * 8, max_new_tokens=12)
+            engine.turn()
+        for _ in range(4):
+            engine.turn()
+        engine.submit(9, [99] * 20, priority=5, max_new_tokens=8)
+        engine.turn()
+        assert engine.core.stats().preemptions_total == displaced
+        assert running(engine) == [*range(3 - displaced), 9]
+
+    @pytest.mark.parametrize("num_pages", [18, 20, 22])
+    def test_its_own_cached_prefix_is_no_room_for_the_more_urgent_one(self, num_pages: int) -> None:
+        engine = prioritised(num_pages=num_pages, schedule_conservativeness=0.1)
+        engine.submit(5, [99] * 40, max_new_tokens=1)
+        engine.drain()
+        for handle in range(2):
+            engine.submit(handle, [handle + 1] * 8, max_new_tokens=30)
+            engine.turn()
+        for _ in range(4):
+            engine.turn()
+        engine.submit(9, [99] * 40 + [98] * 4, priority=5, max_new_tokens=16)
+        engine.turn()
+        assert 9 in running(engine)
+
+    @pytest.mark.parametrize("ignore_eos", [False, True])
+    def test_room_for_the_more_urgent_one_is_what_admission_asks_for(self, ignore_eos: bool) -> None:
+        engine = prioritised(num_pages=24, schedule_conservativeness=0.1)
+        start(engine, [0, 0, 0], max_new=20)
+        engine.submit(9, [99] * 20, priority=5, max_new_tokens=8, ignore_eos=ignore_eos)
+        engine.turn()
+        assert 9 in running(engine)
+
+    def test_nobody_is_displaced_where_it_would_not_help(self) -> None:
+        engine = prioritised(num_pages=32, max_running_requests=8, schedule_conservativeness=0.1)
+        engine.submit(0, [1] * 60, priority=9, max_new_tokens=40, ignore_eos=True)
+        engine.submit(1, [2] * 8, priority=0, max_new_tokens=20, ignore_eos=True)
+        for _ in range(8):
+            engine.turn()
+        engine.submit(2, [3] * 80, priority=5, max_new_tokens=40)
+        engine.turn()
+        assert engine.core.stats().preemptions_total == 0
+        assert running(engine) == [0, 1]
+
+    def test_a_request_is_displaced_in_the_middle_of_its_prompt(self) -> None:
+        engine = prioritised(max_running_requests=1)
+        engine.submit(0, range(100), priority=0, max_new_tokens=4)
+        engine.turn()
+        engine.turn()
+        engine.submit(1, [7] * 8, priority=1, max_new_tokens=4)
+        engine.drain()
+        assert engine.finishes[0].retractions == 1
+        engine.check_answer(0)
+        engine.check_answer(1)
+
+
+class TestWhatADisplacedRequestKeeps:
+    @pytest.mark.parametrize("overlap", [True, False])
+    @pytest.mark.parametrize("page_size", [1, 4])
+    def test_its_output_and_its_cached_prefix(self, overlap: bool, page_size: int) -> None:
+        engine = make(overlap, enable_priority_scheduling=True, max_running_requests=1, page_size=page_size, num_pages=256)
+        start(engine, [0])
+        before = list(engine.core.table.by_key[0, 0].output_ids)
+        engine.submit(1, [99] * 8, priority=1, max_new_tokens=4, ignore_eos=True)
+        engine.turn()
+        kept = list(engine.core.table.by_key[0, 0].output_ids)
+        assert kept[: len(before)] == before and before
+        while 1 not in engine.finishes:
+            engine.turn()
+        num_plans = len(engine.plans)
+        engine.drain()
+        back = next(plan for plan in engine.plans[num_plans - 1 :] if plan.admitted)
+        computed = (8 + len(kept) - 1 - overlap) // page_size * page_size
+        assert int(back.starts[0]) == computed, "what was computed is found in the cache"
+        assert len(back.input_ids) <= page_size + 1 + overlap
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    @pytest.mark.parametrize("mixed", [True, False])
+    def test_its_tokens_are_those_of_an_undisturbed_run(self, overlap: bool, mixed: bool) -> None:
+        engine = make(overlap, enable_priority_scheduling=True, max_running_requests=2, enable_mixed_chunk=mixed)
+        start(engine, [0, 0], max_new=60)
+        for handle in range(10, 16):
+            engine.submit(handle, [handle] * 9, priority=handle, max_new_tokens=12, ignore_eos=True)
+            for _ in range(4):
+                engine.turn()
+        engine.drain()
+        assert engine.core.stats().preemptions_total >= 4
+        for handle in engine.submitted:
+            assert engine.finishes[handle].reason is FinishReason.LENGTH
+            engine.check_answer(handle)
+
+    def test_it_is_told_apart_from_retraction_for_want_of_memory(self) -> None:
+        engine = prioritised(max_running_requests=1)
+        start(engine, [0])
+        ratio = engine.core.stats().new_token_ratio
+        engine.submit(1, [99] * 8, priority=1, max_new_tokens=1)
+        engine.turn()
+        stats = engine.core.stats()
+        assert (stats.preemptions_total, stats.retractions_total, stats.num_retracted) == (1, 0, 1)
+        assert stats.new_token_ratio <= ratio

@@ -1,0 +1,174 @@
+"""A model without any sense, and 200 schemas made at random: whatever it samples at temperature 1 parses and validates.
+
+Every schema here bounds its output, so that each answer has to end by itself, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.e2e.system import DEMO, System
+
+NUM_SCHEMAS = 200
+IN_FLIGHT = 32
+MAX_TOKENS = 3500  # far more than the longest that these schemas allow is likely to take
+DEPTH = 3
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+NAMES = ["a", "b", "name", "naïve 世界", 'quo"te', "a\\b", "line\nend", "x_1", "$ref", "🙂"]
+PATTERNS = ["^[a-z]{1,6}$", r"^\d{2,4}-[A-F]{1,3}$", '^["\\\\/\\n]{1,3}$', "^.{3,5}$", r"^(?:on|off)\s?$", "^é{2,4}[^a-z]?$"]
+CONSTANTS: list[Any] = [1, -2.5, "x", 'q"\\\n', None, True, [1, [2]], {"k": {"世": None}}, "", {}]
+
+Maker = Callable[[random.Random, int], dict[str, Any]]
+
+
+def make_schema(rng: random.Random, depth: int) -> dict[str, Any]:
+    makers: list[Maker] = [_string, _number, _constant, _plain]
+    if depth > 0:
+        makers += [_object, _object, _object, _array, _union, _tagged]
+    return rng.choice(makers)(rng, depth)
+
+
+def _plain(rng: random.Random, depth: int) -> dict[str, Any]:
+    return rng.choice([{"type": "boolean"}, {"type": "null"}, {"type": ["null", "boolean"]}, {"$ref": "#/$defs/leaf"}])
+
+
+def _string(rng: random.Random, depth: int) -> dict[str, Any]:
+    low = rng.randrange(4)
+    limits = [{"maxLength": low + 6, "minLength": low}, {"pattern": rng.choice(PATTERNS)}]
+    limits.append({"format": rng.choice(["date", "time", "ipv4", "uuid"])})
+    return {"type": "string", **rng.choice(limits)}
+
+
+def _number(rng: random.Random, depth: int) -> dict[str, Any]:
+    low = rng.randrange(-200, 200)
+    kind = rng.choice(["integer", "integer", "number"])
+    return {"type": kind, "minimum": low, rng.choice(["maximum", "exclusiveMaximum"]): low + rng.randrange(1, 500)}
+
+
+def _constant(rng: random.Random, depth: int) -> dict[str, Any]:
+    return rng.choice([{"const": rng.choice(CONSTANTS)}, {"enum": rng.sample(CONSTANTS, 3)}])
+
+
+def _object(rng: random.Random, depth: int) -> dict[str, Any]:
+    names = rng.sample(NAMES, rng.randrange(1, 5))
+    return {
+        "type": "object",
+        "properties": {name: make_schema(rng, depth - 1) for name in names},
+        "required": [name for name in names if rng.random() < 0.6],
+        **rng.choice([{}, {"additionalProperties": False}]),
+    }
+
+
+def _array(rng: random.Random, depth: int) -> dict[str, Any]:
+    low = rng.randrange(3)
+    prefix = {"prefixItems": [make_schema(rng, 0)]} if rng.random() < 0.3 else {}
+    return {
+        "type": "array",
+        "items": make_schema(rng, depth - 1),
+        "minItems": low,
+        "maxItems": low + rng.randrange(1, 3),
+        **prefix,
+    }
+
+
+def _union(rng: random.Random, depth: int) -> dict[str, Any]:
+    return {"anyOf": [make_schema(rng, depth - 1) for _ in range(rng.randrange(2, 4))]}
+
+
+def _tagged(rng: random.Random, depth: int) -> dict[str, Any]:
+    """One of two kinds of object that a constant tells apart."""
+    bodies = [{"kind": {"const": kind}, "value": make_schema(rng, depth - 1)} for kind in ("a", "b")]
+    return {"oneOf": [{"type": "object", "properties": body, "required": ["kind", "value"]} for body in bodies]}
+
+
+def schemas() -> list[dict[str, Any]]:
+    rng = random.Random(11)
+    leaf = {"type": "integer", "minimum": 0, "maximum": 9}
+    return [{"$defs": {"leaf": leaf}, "anyOf": [make_schema(rng, DEPTH)]} for _ in range(NUM_SCHEMAS)]
+
+
+def write_random_model(folder: Path) -> Path:
+    """The demo's shape and tokenizer, with weights as they are before any training."""
+    torch.manual_seed(5)
+    torch.set_num_threads(1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(DEMO)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("random")
+    with System(folder / "logs", model=str(write_random_model(folder / "senseless"))) as running:
+        yield running
+
+
+class Interviewer:
+    """Asks with one schema each, half of them streamed. Owns the clients' limit."""
+
+    def __init__(self, client: openai.AsyncOpenAI) -> None:
+        self._client = client
+        self._limit = asyncio.Semaphore(IN_FLIGHT)
+
+    async def answer(self, index: int, schema: dict[str, Any]) -> tuple[str, str | None]:
+        """Text and finish reason."""
+        options: dict[str, Any] = {
+            "model": "senseless",
+            "messages": [{"role": "user", "content": f"Question {index}"}],
+            "max_tokens": MAX_TOKENS,
+            "temperature": 1,
+            "seed": index,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}},
+        }
+        async with self._limit:
+            if index % 2:
+                return await self._streamed(options)
+            choice = (await self._client.chat.completions.create(**options)).choices[0]
+            return choice.message.content or "", choice.finish_reason
+
+    async def _streamed(self, options: dict[str, Any]) -> tuple[str, str | None]:
+        text, reason = "", None
+        async for chunk in await self._client.chat.completions.create(**options, stream=True):
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                reason = choice.finish_reason or reason
+        return text, reason
+
+
+async def answers(system: System) -> list[tuple[str, str | None]]:
+    async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=200) as client:
+        interviewer = Interviewer(client)
+        return await asyncio.gather(*(interviewer.answer(index, schema) for index, schema in enumerate(schemas())))
+
+
+def test_all_answers_end_parse_and_validate(system: System) -> None:
+    given = asyncio.run(answers(system))
+    assert Counter(reason for _, reason in given) == {"stop": NUM_SCHEMAS}
+    for (text, _), schema in zip(given, schemas(), strict=True):
+        validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
+        errors = [error.message for error in validator.iter_errors(json.loads(text))]
+        assert not errors, f"{json.dumps(schema)} allowed {text}: {errors[0]}"
+    assert len({text for text, _ in given}) > NUM_SCHEMAS / 2, "the answers differ as their schemas do"
+
+
+def test_without_a_schema_the_model_makes_no_json(system: System) -> None:
+    """So it is the mask, and not the model, that made the answers above."""
+    status, answer = system.post("/v1/completions", {"model": "senseless", "prompt": "JSON", "max_tokens": 50, "seed": 1, "n": 8})
+    assert status == 200
+    for choice in answer["choices"]:
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(choice["text"])

@@ -1,0 +1,270 @@
+"""Structured output through the whole system, with OpenAI's client as it is: what comes satisfies what was asked, and neither
+a bad grammar nor the death of its compiler hurts anyone else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import openai
+import psutil
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.e2e.system import System, wait_until
+
+ADA = [{"role": "user", "content": "Give the JSON for name Ada, age 36."}]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+}
+TAG = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": PERSON}, "end": "</f>"}
+CHOICES = ["yes", "no", 'say "maybe"\n']
+
+
+def is_person(text: str) -> bool:
+    jsonschema.validate(json.loads(text), PERSON)
+    return True
+
+
+Kind = tuple[dict[str, Any], Callable[[str], object]]  # what a request says, and whether a text satisfies it
+KINDS: dict[str, Kind] = {
+    "json_schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, is_person),
+    "json_object": ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+    "guided_json": ({"extra_body": {"guided_json": json.dumps(PERSON)}}, is_person),
+    "regex": ({"extra_body": {"regex": r"\d{4}-[a-f]{2,5}(, é)?"}}, re.compile(r"\d{4}-[a-f]{2,5}(, é)?").fullmatch),
+    "ebnf": ({"extra_body": {"ebnf": 'root ::= ("ab" | "cd") [0-9]{2} "."'}}, re.compile(r"(ab|cd)\d\d\.").fullmatch),
+    "choice": ({"extra_body": {"guided_choice": CHOICES}}, lambda text: text in CHOICES),
+    "structural_tag": (
+        {"response_format": {"type": "structural_tag", "format": TAG}},
+        lambda text: text.startswith("<f>") and text.endswith("</f>") and is_person(text[3:-4]),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """float32: an answer does not depend on who is computed beside it."""
+    with System(tmp_path_factory.mktemp("structured"), dtype="float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(system: System) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **options: Any) -> list[Any]:
+    """The choices of an answer that is whole at once."""
+    values = {"model": "demo", "messages": ADA, "max_tokens": 400, **options}
+    return list(client.chat.completions.create(**values).choices)
+
+
+def streamed(client: openai.OpenAI, **options: Any) -> str:
+    values = {"model": "demo", "messages": ADA, "max_tokens": 400, "stream": True, **options}
+    return "".join(choice.delta.content or "" for chunk in client.chat.completions.create(**values) for choice in chunk.choices)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestEveryKind:
+    def test_whole_and_streamed_are_the_same_and_satisfy_it(self, client: openai.OpenAI, kind: str) -> None:
+        options, satisfies = KINDS[kind]
+        (choice,) = chat(client, temperature=0, **options)
+        assert choice.finish_reason == "stop"
+        assert satisfies(choice.message.content), choice.message.content
+        assert streamed(client, temperature=0, **options) == choice.message.content
+
+    def test_each_of_several_sampled_choices_satisfies_it(self, client: openai.OpenAI, kind: str) -> None:
+        options, satisfies = KINDS[kind]
+        ended = [
+            c for seed in (1, 2) for c in chat(client, n=2, seed=seed, temperature=0.7, **options) if c.finish_reason == "stop"
+        ]
+        assert len(ended) == 4 or kind == "json_object", "only an object without a schema may come to no end"
+        assert all(satisfies(choice.message.content) for choice in ended)
+
+    def test_each_prompt_of_a_batch_satisfies_it(self, client: openai.OpenAI, kind: str) -> None:
+        options, satisfies = KINDS[kind]
+        extra = options.get("extra_body") or {"response_format": options["response_format"]}
+        prompts = ["Give the JSON for name Ada, age 36.", "Count", "<f>"]
+        answer = client.completions.create(
+            model="demo", prompt=prompts, max_tokens=400, temperature=0, extra_body={**extra, "ignore_eos": False}
+        )
+        ended = [choice for choice in answer.choices if choice.finish_reason == "stop"]
+        assert len(ended) == 3 or kind == "json_object"
+        assert all(satisfies(choice.text) for choice in ended)
+
+
+class Address(BaseModel):
+    street: Annotated[str, Field(max_length=12)]
+    number: Annotated[int, Field(ge=1, le=999)] | None
+
+
+class Customer(BaseModel):
+    """As people write it: nested, optional, literals and bounded lists."""
+
+    name: Annotated[str, Field(max_length=10, description="Family name last.")]
+    kind: Literal["person", "company"]
+    addresses: Annotated[list[Address], Field(min_length=1, max_length=2)]
+    vip: bool
+
+
+class TestPydantic:
+    def test_parse(self, client: openai.OpenAI) -> None:
+        answer = client.chat.completions.parse(model="demo", messages=ADA, response_format=Customer, temperature=0)  # type: ignore[arg-type]
+        parsed = answer.choices[0].message.parsed
+        assert isinstance(parsed, Customer) and 1 <= len(parsed.addresses) <= 2
+
+    def test_stream_helper(self, client: openai.OpenAI) -> None:
+        with client.chat.completions.stream(
+            model="demo", messages=ADA, response_format=Customer, temperature=1, seed=4
+        ) as stream:  # type: ignore[arg-type]
+            final = stream.get_final_completion()
+        assert isinstance(final.choices[0].message.parsed, Customer)
+
+    def test_the_schema_does_not_stop_the_model_from_saying_what_it_knows(self, client: openai.OpenAI) -> None:
+        class Person(BaseModel):
+            name: str
+            age: int
+
+        answer = client.chat.completions.parse(model="demo", messages=ADA, response_format=Person, temperature=0)  # type: ignore[arg-type]
+        assert answer.choices[0].message.parsed == Person(name="Ada", age=36)
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"guided_json": {"type": "object", "properties": properties}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "not": (schema(a={"not": {"type": "null"}}), "json_schema: #/properties/a/not: this keyword is not supported"),
+    "if": (schema(a={"type": "array", "items": {"if": {}}}), "#/properties/a/items/if: this keyword is not supported"),
+    "unknown keyword": (schema(**{"a/b": {"maxLenght": 3}}), "#/properties/a~1b/maxLenght: this keyword is not supported"),
+    "two schemas at once": (schema(a={"allOf": [{}, {}]}), "#/properties/a/allOf: supported with a single schema only"),
+    "dangling reference": (schema(a={"$ref": "#/$defs/b"}), "#/properties/a/$ref: '#/$defs/b' leads nowhere"),
+    "reference elsewhere": (schema(a={"$ref": "http://127.0.0.1:1/x"}), "only references within the schema"),
+    "contradiction": (schema(a={"type": "string", "minLength": 3, "maxLength": 2}), "greater than maxLength"),
+    "nothing satisfies it": ({"guided_json": {"$ref": "#"}}, "json_schema: #"),
+    "no type": (schema(a={"type": "text"}), "#/properties/a/type"),
+    "regex": ({"regex": "(a"}, "position 2: a group is not closed"),
+    "look-ahead": ({"regex": "(?=a)b"}, "pattern, position"),
+    "back reference": ({"regex": r"(a)\1"}, "pattern, position"),
+    "ebnf": ({"ebnf": 'root ::= "a'}, "ebnf"),
+    "ebnf without root": ({"ebnf": 'start ::= "a"'}, "ebnf"),
+    "structural tag": ({"structural_tag": {"type": "structural_tag", "format": {"type": "sing"}}}, "structural_tag"),
+    "schema in a tag": (
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}},
+        "not: this keyword is not supported",
+    ),
+    "nothing to choose from": ({"guided_choice": []}, "guided_choice"),
+    "two at once": ({"regex": "a", "ebnf": 'root ::= "a"'}, "both constrain"),
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_400_says_what_and_where(self, client: openai.OpenAI, case: str, stream: bool) -> None:
+        extra, message = REFUSED[case]
+        with pytest.raises(openai.BadRequestError) as refusal:
+            client.chat.completions.create(model="demo", messages=ADA, stream=stream, extra_body=extra)  # type: ignore[call-overload]
+        assert message in refusal.value.message
+        assert refusal.value.body and refusal.value.type == "invalid_request_error"  # type: ignore[attr-defined]
+
+    def test_a_refused_request_leaves_nothing_behind(self, system: System, client: openai.OpenAI) -> None:
+        for extra, _ in REFUSED.values():
+            with pytest.raises(openai.BadRequestError):
+                client.completions.create(model="demo", prompt="hi", n=3, extra_body=extra)
+        wait_until(lambda: held(system) == 0, 5, "nothing to be held")
+
+
+def held(system: System) -> float:
+    """Tokens and requests of the worker that is not idle."""
+    names = ("sglang:num_used_tokens", "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:num_grammar_queue_reqs")
+    return sum(system.metric("worker-0", name) for name in names)
+
+
+class TestTogether:
+    def test_many_requests_for_one_new_schema(self, system: System) -> None:
+        fresh = {"type": "object", "properties": {"fresh": {"enum": ["a", "bb", 3]}, "more": PERSON}, "required": ["more"]}
+        texts = asyncio.run(all_at_once(system, [{"extra_body": {"json_schema": fresh}, "temperature": 0}] * 16))
+        jsonschema.validate(json.loads(texts[0]), fresh)
+        assert set(texts) == {texts[0]}
+
+    def test_plain_answers_do_not_change_beside_structured_ones(self, system: System) -> None:
+        plain = [
+            {"messages": [{"role": "user", "content": content}], "temperature": 0}
+            for content in (
+                "Count from 3 to 9.",
+                "Spell the word lantern.",
+                "What is 17 + 25?",
+                "Repeat: naïve 日本語",
+                "x",
+                "y z",
+            )
+        ]
+        alone = [asyncio.run(all_at_once(system, [request]))[0] for request in plain]
+        structured = [
+            {**options, "temperature": 1, "seed": seed} for seed in range(2) for _, (options, _) in sorted(KINDS.items())
+        ]
+        # New ones, so that their compiling, too, goes on beside the plain answers.
+        structured += [{"extra_body": {"regex": f"[a-z]{{3,{n}}}\\d"}, "temperature": 1} for n in range(10, 16)]
+        together = [request for pair in zip(structured, plain * 4, strict=False) for request in pair]
+        texts = asyncio.run(all_at_once(system, together))
+        assert texts[1::2] == (alone * 4)[: len(structured)]
+
+
+async def all_at_once(system: System, requests: list[dict[str, Any]]) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+        async def one(request: dict[str, Any]) -> str:
+            values = {"model": "demo", "messages": ADA, "max_tokens": 200, **request}
+            answer = await client.chat.completions.create(**values)
+            return str(answer.choices[0].message.content)
+
+        return await asyncio.gather(*(one(request) for request in requests))
+
+
+def compilers(system: System) -> list[psutil.Process]:
+    """The process that forks compilers, and then its children."""
+    worker = psutil.Process(system.children["worker-0"].pid)
+    forkers = [process for process in worker.children() if any("compiler_child" in part for part in process.cmdline())]
+    return forkers + [child for forker in forkers for child in forker.children()]
+
+
+def slow_to_compile(marker: str) -> dict[str, Any]:
+    """Takes a second or more."""
+    return {"enum": [f"{marker}-{index * 7919 % 100_003}" for index in range(20_000)]}
+
+
+class TestCompilerKilled:
+    @pytest.mark.parametrize("victim", [0, 1], ids=["the process that forks", "the fork"])
+    def test_in_mid_compilation(self, system: System, client: openai.OpenAI, victim: int) -> None:
+        assert chat(client, temperature=0, extra_body={"regex": f"[ab]{{2}}{victim}"})
+        slow = slow_to_compile(f"victim{victim}")
+
+        async def ask_and_kill() -> str | openai.APIStatusError:
+            request = asyncio.create_task(all_at_once(system, [{"extra_body": {"json_schema": slow}, "temperature": 0}]))
+            await asyncio.to_thread(wait_until, lambda: len(compilers(system)) > 1, 20, "a compilation to begin")
+            compilers(system)[victim].kill()
+            try:
+                return (await asyncio.wait_for(request, 60))[0]
+            except openai.APIStatusError as error:
+                return error
+
+        answer = asyncio.run(ask_and_kill())
+        if isinstance(answer, openai.APIStatusError):
+            assert answer.status_code in (400, 503) and "compil" in answer.message
+        else:
+            assert json.loads(answer) in slow["enum"]
+        again = chat(client, temperature=0, extra_body={"regex": f"[ab]{{3}}{victim}"})
+        assert re.fullmatch(f"[ab]{{3}}{victim}", again[0].message.content)
+        wait_until(lambda: held(system) == 0, 20, "nothing to be held")
+
+    def test_no_process_is_left_behind(self, system: System, client: openai.OpenAI) -> None:
+        assert chat(client, temperature=0, extra_body={"regex": "[cd]{2}"})
+        wait_until(lambda: len(compilers(system)) == 1, 20, "the last compilation to end")
