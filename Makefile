@@ -11,7 +11,7 @@ PY     := $(VENV)/bin/python
 ENV    := $(VENV)/.ready
 PROTOS := rootstock/.ready
 
-.PHONY: help env run test check docs bench bench-compare nightly clean
+.PHONY: help env run test check docs bench bench-compare sim nightly clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -51,6 +51,9 @@ bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")
 
 bench-compare: env  ## against transformers.generate at Qwen3-0.6B's shape, same batch, same run
 	$(PY) -m tests.benchmarks.compare_transformers
+
+sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
+	$(PY) -m services.worker.sim run $(TRACE) $(SIM)
 
 docs: env        ## docs/configuration.md from the settings classes
 	$(PY) -m services.local.reference > docs/configuration.md

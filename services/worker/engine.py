@@ -59,7 +59,12 @@ def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerCon
     values["pooling_reuses_prefix"] = info.pooling_reuses_prefix
     if info.needs_whole_prompt:
         largest = max(settings.max_prefill_tokens, info.context_len)
-        values |= {"chunked_prefill_size": 0, "enable_radix_cache": False, "max_prefill_tokens": largest}
+        values |= {
+            "chunked_prefill_size": 0,
+            "enable_radix_cache": False,
+            "enable_mixed_chunk": False,
+            "max_prefill_tokens": largest,
+        }
     return SchedulerConfig(**values)
 
 

@@ -156,7 +156,7 @@ def _encoder(opened: _Opened) -> LoadedModel:
         kernels=opened.kernels,
         dtype=opened.dtype,
         layers=(),
-        context_len=opened.context(loaded.max_tokens + 1),  # the token that a request may generate has no position
+        context_len=opened.context(loaded.max_tokens),
         weight_bytes=loaded.weight_bytes,
         pooling=read_pooling(opened.request.folder, MEAN),
         generates=False,

@@ -1,0 +1,229 @@
+"""Reference 2 §9 and §19: what happens when memory runs out, and when a batch is full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.core.admission import make_request
+from services.worker.core.messages import ErrorCode, FinishReason, Submit
+from services.worker.core.plan import ForwardMode
+from services.worker.core.retraction import victim_order
+from services.worker.core.sampling import SamplingParams
+from tests.core.harness import Engine
+from tests.core.test_scheduler_basic import make
+
+
+def crowded(overlap: bool = True, **changes: Any) -> Engine:
+    """Three requests that are let in together and cannot all finish: 64 tokens of KV, 96 wanted."""
+    values: dict[str, Any] = {"num_pages": 16, "eos_token_ids": (), "schedule_conservativeness": 0.01, **changes}
+    engine = make(overlap, **values)
+    for handle in range(3):
+        engine.submit(handle, [handle + 1] * (8 - handle), max_new_tokens=24)
+    return engine
+
+
+class TestVictims:
+    @pytest.mark.parametrize(
+        ("rows", "order"),
+        [
+            ([(0, 5, 8), (0, 3, 8), (0, 4, 8)], [1, 2, 0]),
+            ([(0, 5, 8), (0, 5, 20), (0, 5, 12)], [1, 2, 0]),
+            ([(0, 9, 8), (0, 3, 2), (0, 3, 4)], [2, 1, 0]),
+            ([(1, 0, 99), (0, 50, 1), (2, 0, 99)], [1, 0, 2]),
+        ],
+        ids=["least output first", "of equals the longest prompt", "output before prompt", "least urgent before both"],
+    )
+    def test_they_go_in_this_order(self, rows: list[tuple[int, int, int]], order: list[int]) -> None:
+        """rows: priority, output tokens, prompt tokens."""
+        config = make(enable_priority_scheduling=True).config
+        requests = []
+        for handle, (priority, outputs, length) in enumerate(rows):
+            ids = np.zeros(length, dtype=np.int32)
+            request = make_request(Submit(0, handle, "", ids, SamplingParams(99), priority=priority), handle, config, 0.0)
+            request.output_ids = [1] * outputs
+            requests.append(request)
+        assert [r.handle for r in sorted(requests, key=victim_order)] == order
+
+    def test_the_row_with_the_longest_prompt_of_equal_ones_is_retracted(self) -> None:
+        engine = crowded()
+        while not engine.core.stats().retractions_total:
+            engine.turn()
+        assert [engine.core.table.by_key[0, handle].num_retractions for handle in range(3)] == [1, 0, 0]
+
+    def test_a_prompt_in_the_middle_is_a_victim_too(self) -> None:
+        engine = make(num_pages=16, eos_token_ids=(), schedule_conservativeness=0.01, chunked_prefill_size=4, max_extend_steps=1)
+        engine.submit(0, [1] * 4, max_new_tokens=50)
+        for _ in range(12):
+            engine.turn()
+        engine.submit(1, [2] * 40, max_new_tokens=2)
+        engine.drain()
+        assert engine.finishes[1].retractions > 0 and engine.finishes[0].retractions == 0
+        engine.check_answer(0)
+        engine.check_answer(1)
+
+
+class TestRetractedRequests:
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_they_come_back_and_their_tokens_are_those_of_an_undisturbed_run(self, overlap: bool) -> None:
+        engine = crowded(overlap)
+        engine.drain()
+        assert engine.core.stats().retractions_total > 0
+        for handle in range(3):
+            assert engine.finishes[handle].reason is FinishReason.LENGTH
+            engine.check_answer(handle)
+
+    def test_they_come_back_before_requests_that_never_ran(self) -> None:
+        engine = crowded()
+        while not engine.core.stats().retractions_total:
+            engine.turn()
+        engine.submit(9, [9] * 4, max_new_tokens=4)
+        engine.drain()
+        back = next(p.step_id for p in engine.plans for s in p.admitted if s.num_prompt_tokens == 8 and p.step_id > 1)
+        fresh = next(p.step_id for p in engine.plans for s in p.admitted if s.num_prompt_tokens == 4)
+        assert back <= fresh
+
+    def test_the_ratio_becomes_what_the_rows_that_stay_have_decoded(self) -> None:
+        engine = crowded(overlap=False)
+        while not engine.core.stats().retractions_total:
+            engine.turn()
+        rows = engine.core.table.decoding
+        decoded = sum(len(row.output_ids) for row in rows)
+        assert engine.core.stats().new_token_ratio == pytest.approx((decoded + 20 * len(rows)) / (24 * len(rows) + 1))
+
+    def test_a_step_that_retracts_lets_nobody_in(self) -> None:
+        engine = crowded()
+        while len(engine.finishes) < 3:
+            before = engine.core.stats().retractions_total
+            engine.turn()
+            if engine.core.stats().retractions_total > before:
+                assert not engine.plans[-1].admitted
+
+
+class TestTheLastRequest:
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_one_that_cannot_go_on_alone_is_ended_with_the_limit_named_and_the_others_finish(self, overlap: bool) -> None:
+        engine = make(overlap, num_pages=8, eos_token_ids=(), schedule_conservativeness=0.01)
+        engine.submit(0, [1] * 12, max_new_tokens=60)
+        engine.submit(1, [2] * 8, max_new_tokens=12)
+        engine.drain()
+        finish = engine.finishes[0]
+        assert (finish.reason, finish.error) == (FinishReason.ABORT, ErrorCode.OUT_OF_MEMORY)
+        assert "32 tokens" in finish.message
+        assert finish.completion_tokens > 12, "it went on until the pool was full of it"
+        assert engine.finishes[1].reason is FinishReason.LENGTH
+        engine.check_answer(0)
+        engine.check_answer(1)
+
+
+class TestRetractHook:
+    @pytest.mark.parametrize("every", [2, 3, 5])
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_one_request_is_retracted_every_so_many_decode_steps(self, every: int, overlap: bool) -> None:
+        engine = make(overlap, retract_interval=every)
+        engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)
+        engine.drain()
+        modes = "".join("E" if plan.num_extend else "D" for plan in engine.plans)
+        runs = [len(run) for run in modes.split("E")]
+        assert set(runs[1:-1]) == {every - 1}
+        assert engine.core.stats().retractions_total == engine.finishes[0].retractions == modes.count("E") - 1
+        engine.check_answer(0)
+
+    def test_zero_is_never(self) -> None:
+        engine = make(retract_interval=0)
+        engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)
+        engine.drain()
+        assert engine.core.stats().retractions_total == 0
+
+
+class TestBatchIsFull:
+    """The rows of reference 2 §19 that one worker without disaggregation has."""
+
+    @staticmethod
+    def full(**changes: Any) -> Engine:
+        """Two slots, both decoding, and one request that waits."""
+        engine = make(max_running_requests=2, **changes)
+        for handle in range(3):
+            engine.submit(handle, [handle + 1] * 4, max_new_tokens=10 + 20 * handle, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        return engine
+
+    def test_it_begins_clear(self) -> None:
+        assert not make().core.stats().batch_is_full
+
+    def test_set_when_all_slots_are_taken_and_someone_waits(self) -> None:
+        engine = self.full()
+        assert engine.core.stats().batch_is_full and engine.core.stats().num_running == 2
+
+    def test_set_when_the_pool_is_spoken_for(self) -> None:
+        engine = make(num_pages=16, schedule_conservativeness=9.0)
+        for handle in range(2):
+            engine.submit(handle, [handle] * 8, max_new_tokens=40)
+        engine.turn()
+        assert engine.core.stats().batch_is_full and engine.core.stats().num_running == 1
+
+    def test_not_set_when_only_this_step_has_enough(self) -> None:
+        engine = make(chunked_prefill_size=16)
+        for handle in range(3):
+            engine.submit(handle, [handle] * 16, max_new_tokens=4)
+        engine.turn()
+        assert not engine.core.stats().batch_is_full and engine.core.stats().num_running == 1
+
+    def test_not_set_when_nothing_runs_for_then_the_request_gets_its_chance(self) -> None:
+        engine = make(num_pages=16)
+        engine.submit(0, [1] * 40, max_new_tokens=80)
+        engine.turn()
+        assert engine.core.stats().num_running == 1 and not engine.core.stats().batch_is_full
+
+    def test_while_it_is_set_nobody_enters_though_there_is_room(self) -> None:
+        engine = make(num_pages=32, schedule_conservativeness=9.0)
+        engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
+        engine.submit(1, [2] * 90, max_new_tokens=20)
+        engine.turn()
+        engine.abort(1)
+        engine.submit(2, [3] * 4, max_new_tokens=1)
+        for _ in range(10):
+            engine.turn()
+        stats = engine.core.stats()
+        assert stats.batch_is_full and stats.num_waiting == 1 and stats.pages_free > 10
+
+    def test_cleared_when_a_running_request_finishes(self) -> None:
+        engine = self.full()
+        while 0 not in engine.finishes:
+            engine.turn()
+        engine.turn()
+        assert 2 in {request.handle for request in engine.core.table.extending + engine.core.table.decoding}
+
+    def test_cleared_when_a_running_request_is_aborted(self) -> None:
+        engine = self.full()
+        engine.abort(0)
+        assert not engine.core.stats().batch_is_full
+
+    def test_left_when_a_waiting_request_is_aborted(self) -> None:
+        engine = self.full()
+        engine.submit(3, [9] * 4, max_new_tokens=4)
+        engine.abort(3)
+        assert engine.core.stats().batch_is_full
+
+    def test_cleared_when_a_request_is_retracted(self) -> None:
+        engine = self.full()
+        engine.core.retune({"retract_interval": 1})
+        engine.core.plan(engine.now)
+        assert engine.core.stats().retractions_total == 1 and not engine.core.stats().batch_is_full
+
+    def test_cleared_for_someone_more_urgent(self) -> None:
+        engine = self.full(enable_priority_scheduling=True)
+        engine.submit(9, [9] * 4, priority=1, max_new_tokens=4)
+        engine.turn()
+        assert engine.core.stats().preemptions_total == 1
+        assert 9 in {request.handle for request in engine.core.table.extending + engine.core.table.decoding}
+
+    def test_cleared_when_the_worker_is_idle(self) -> None:
+        engine = self.full()
+        engine.drain()
+        engine.turn()
+        assert not engine.core.stats().batch_is_full
+        assert all(plan.mode is not ForwardMode.IDLE for plan in engine.plans)

@@ -1,0 +1,265 @@
+"""Log probabilities, seeds, embeddings and what steers sampling, through OpenAI's client and the whole system."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.e2e.system import DEMO, System
+
+COUNT = [{"role": "user", "content": "Count from 3 to 9."}]
+TOLERANCE = 2e-4  # of log probabilities in float32, whatever is cached or computed beside them
+BATCH = 16
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with System(tmp_path_factory.mktemp("features"), dtype="float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(system: System) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+class TestLogprobs:
+    @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 5}], ids=["greedy", "sampled"])
+    def test_chat_streamed_and_whole_are_the_same(self, client: openai.OpenAI, sampling: dict[str, Any]) -> None:
+        messages = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
+        options = {"model": "demo", "messages": messages, "logprobs": True, "top_logprobs": 4, "max_tokens": 40, **sampling}
+        (whole,) = client.chat.completions.create(**options).choices
+        chunks = [c for chunk in client.chat.completions.create(stream=True, **options) for c in chunk.choices]
+        pieces = [entry for choice in chunks if choice.logprobs for entry in choice.logprobs.content or ()]
+        same_entries(pieces, whole.logprobs.content)
+        assert "".join(choice.delta.content or "" for choice in chunks) == whole.message.content
+
+    def test_chat_entries_are_the_answers_own(self, client: openai.OpenAI) -> None:
+        messages = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
+        answer = client.chat.completions.create(
+            model="demo", messages=messages, temperature=0, logprobs=True, top_logprobs=3, max_tokens=40
+        )
+        (choice,) = answer.choices
+        entries = choice.logprobs.content
+        assert answer.usage is not None and len(entries) == answer.usage.completion_tokens
+        assert b"".join(bytes(entry.bytes or ()) for entry in entries[:-1]).decode() == choice.message.content
+        for entry in entries:
+            likeliest = [other.logprob for other in entry.top_logprobs]
+            assert len(likeliest) == 3 and likeliest == sorted(likeliest, reverse=True)
+            assert entry.logprob == likeliest[0] <= 0, "a greedy token is the likeliest"
+            assert sum(map(math.exp, likeliest)) <= 1 + 1e-4
+
+    def test_completions_streamed_and_whole_are_the_same(self, client: openai.OpenAI) -> None:
+        options: dict[str, Any] = {"model": "demo", "prompt": "Count from 3", "logprobs": 3, "max_tokens": 24, "seed": 3}
+        for echo in (False, True):
+            whole = client.completions.create(echo=echo, **options).choices[0]
+            chunks = [c for chunk in client.completions.create(echo=echo, stream=True, **options) for c in chunk.choices]
+            parts = [choice.logprobs for choice in chunks if choice.logprobs]
+            assert list(itertools.chain(*(part.tokens for part in parts))) == whole.logprobs.tokens
+            assert list(itertools.chain(*(part.text_offset for part in parts))) == whole.logprobs.text_offset
+            joined = [value for part in parts for value in part.token_logprobs]
+            assert [v is None for v in joined] == [v is None for v in whole.logprobs.token_logprobs]
+            close([v or 0.0 for v in joined], [v or 0.0 for v in whole.logprobs.token_logprobs])
+            assert "".join(choice.text for choice in chunks) == whole.text
+            assert whole.text.startswith("Count from 3") is echo
+
+    def test_an_echoed_answer_has_the_logprobs_that_it_had_as_an_answer(self, client: openai.OpenAI) -> None:
+        """Computed once token by token, and once as a prompt."""
+        extra = {"return_token_ids": True, "ignore_eos": True}
+        first = client.completions.create(
+            model="demo", prompt="Count from 3", logprobs=2, max_tokens=40, temperature=0, extra_body=extra
+        )
+        ids = [*first.choices[0].prompt_token_ids, *first.choices[0].token_ids]  # type: ignore[attr-defined]
+        again = client.completions.create(model="demo", prompt=ids, logprobs=2, echo=True, max_tokens=1, temperature=0)
+        echoed = again.choices[0].logprobs
+        assert echoed.token_logprobs[0] is None
+        close(echoed.token_logprobs[len(ids) - 40 : len(ids)], first.choices[0].logprobs.token_logprobs)
+
+    def test_a_prompts_logprobs_are_those_of_transformers(self, client: openai.OpenAI) -> None:
+        ids = [int(x) for x in np.random.default_rng(3).integers(4, 1200, 300)]
+        answer = client.completions.create(
+            model="demo",
+            prompt=ids,
+            logprobs=2,
+            echo=True,
+            max_tokens=1,
+            temperature=0,
+            extra_body={"logprob_token_ids": [7, 900]},
+        )
+        torch.set_num_threads(1)
+        model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+        with torch.no_grad():
+            expected = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+        chosen = [float(expected[i, token]) for i, token in enumerate(ids[1:])]
+        close(answer.choices[0].logprobs.token_logprobs[1 : len(ids)], chosen)
+
+
+def same_entries(got: list[Any], expected: list[Any]) -> None:
+    """Of chat: token by token, with the likeliest ones."""
+    flat = [[entry, *entry.top_logprobs] for entry in got]
+    wanted = [[entry, *entry.top_logprobs] for entry in expected]
+    assert [[x.token for x in row] for row in flat] == [[x.token for x in row] for row in wanted]
+    assert [[x.bytes for x in row] for row in flat] == [[x.bytes for x in row] for row in wanted]
+    close([x.logprob for row in flat for x in row], [x.logprob for row in wanted for x in row])
+
+
+def close(got: list[Any], expected: list[Any]) -> None:
+    np.testing.assert_allclose(np.array(got, float), np.array(expected, float), atol=TOLERANCE)
+
+
+class TestSeeds:
+    def test_the_same_text_alone_and_in_a_batch_cold_and_cached(self, system: System) -> None:
+        requests = [
+            {"messages": [{"role": "user", "content": f"Repeat: {'stone garden ' * 9}{index}"}], "seed": 100 + index}
+            for index in range(BATCH)
+        ]
+        together = [asyncio.run(sampled(system, requests, "batch")) for _ in range(2)]
+        alone = [[asyncio.run(sampled(system, [request], "alone"))[0] for request in requests] for _ in range(2)]
+        texts = [[text for text, _ in answers] for answers in (*together, *alone)]
+        assert texts == [texts[0]] * 4
+        assert len(set(texts[0])) == BATCH, "seeds and prompts tell the texts apart"
+        assert all(cached == 0 for _, cached in alone[0][:1]), "the first of a salt is cold"
+        assert all(cached >= 16 for answers in (together[1], alone[1]) for _, cached in answers), "the second time is cached"
+
+    def test_choice_i_samples_with_seed_plus_i(self, client: openai.OpenAI) -> None:
+        options: dict[str, Any] = {"model": "demo", "messages": COUNT, "temperature": 1.5, "max_tokens": 24}
+        several = client.chat.completions.create(n=4, seed=50, **options).choices
+        single = [client.chat.completions.create(seed=50 + i, **options).choices[0].message.content for i in range(4)]
+        assert [choice.message.content for choice in several] == single
+
+    def test_without_a_seed_texts_differ(self, client: openai.OpenAI) -> None:
+        answer = client.completions.create(model="demo", prompt="x", n=8, temperature=1.5, max_tokens=24)
+        assert len({choice.text for choice in answer.choices}) == 8
+
+
+async def sampled(system: System, requests: list[dict[str, Any]], salt: str) -> list[tuple[str, int]]:
+    """Texts and cached tokens, asked for at once."""
+    async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        extra = {"cache_salt": salt, "ignore_eos": True}
+        calls = [
+            client.chat.completions.create(model="demo", temperature=1, max_tokens=32, extra_body=extra, **request)
+            for request in requests
+        ]
+        answers = await asyncio.gather(*calls)
+        return [(str(a.choices[0].message.content), a.usage.prompt_tokens_details.cached_tokens) for a in answers]
+
+
+class TestEmbeddings:
+    TEXTS = ("Count from 3 to 9.", "naïve 日本語", "x", "stone garden " * 40)
+
+    def vectors(self, client: openai.OpenAI, texts: Any, **options: Any) -> np.ndarray[Any, Any]:
+        answer = client.embeddings.create(model="demo", input=texts, **options)
+        assert [item.index for item in answer.data] == list(range(len(answer.data)))
+        return np.array([item.embedding for item in answer.data])
+
+    def test_a_batch_is_its_inputs(self, client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase) -> None:
+        batch = self.vectors(client, list(self.TEXTS))
+        single = np.concatenate([self.vectors(client, text) for text in self.TEXTS])
+        ids = self.vectors(client, [tokenizer(text).input_ids for text in self.TEXTS])
+        np.testing.assert_allclose(batch, single, atol=1e-5)
+        np.testing.assert_allclose(batch, ids, atol=1e-5)
+        np.testing.assert_allclose(np.linalg.norm(batch, axis=1), 1, atol=1e-5)
+        assert np.linalg.norm(batch[0] - batch[1]) > 0.1
+
+    def test_dimensions_are_the_first_ones_at_length_one(self, client: openai.OpenAI) -> None:
+        whole, cut = (self.vectors(client, list(self.TEXTS), **options) for options in ({}, {"dimensions": 8}))
+        assert cut.shape == (len(self.TEXTS), 8)
+        expected = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
+        np.testing.assert_allclose(cut, expected, atol=1e-5)
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            self.vectors(client, "x", dimensions=10_000)
+
+    def test_base64_is_the_same_numbers(self, system: System) -> None:
+        body = {"model": "demo", "input": list(self.TEXTS)}
+        _, floats = system.post("/v1/embeddings", body)
+        _, packed = system.post("/v1/embeddings", {**body, "encoding_format": "base64"})
+        decoded = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in packed["data"]]
+        np.testing.assert_allclose(decoded, [item["embedding"] for item in floats["data"]], atol=1e-6)
+        assert packed["usage"] == floats["usage"]
+
+    def test_encode_gives_the_same(self, system: System, client: openai.OpenAI) -> None:
+        status, answer = system.post("/encode", {"text": self.TEXTS[0]})
+        assert status == 200
+        np.testing.assert_allclose(answer["embedding"], self.vectors(client, self.TEXTS[0])[0], atol=1e-5)
+
+    def test_they_are_last_hidden_states_of_transformers(self, client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase) -> None:
+        model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).model
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            states = [model(torch.tensor([tokenizer(text).input_ids])).last_hidden_state[0, -1] for text in self.TEXTS]
+        expected = np.array([(state / state.norm()).numpy() for state in states])
+        np.testing.assert_allclose(self.vectors(client, list(self.TEXTS)), expected, atol=1e-5)
+
+
+class TestSteering:
+    @pytest.fixture(scope="class")
+    def ids(self, client: openai.OpenAI) -> list[int]:
+        """The greedy answer's tokens."""
+        return self.tokens(client)
+
+    def tokens(self, client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> list[int]:
+        body = {"return_token_ids": True, **(extra or {})}
+        values: dict[str, Any] = {"temperature": 0, "max_tokens": 16, **options}
+        answer = client.chat.completions.create(model="demo", messages=COUNT, extra_body=body, **values)
+        return list(answer.choices[0].token_ids)  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 1}], ids=["greedy", "sampled"])
+    def test_allowed_ids_are_all_that_comes(self, client: openai.OpenAI, ids: list[int], sampling: dict[str, Any]) -> None:
+        allowed = [ids[0], 70, 71]
+        assert set(self.tokens(client, {"allowed_token_ids": allowed}, **sampling)) <= set(allowed)
+
+    def test_banned_ids_do_not_come(self, client: openai.OpenAI, ids: list[int]) -> None:
+        banned = self.tokens(client, {"banned_token_ids": ids})
+        assert len(banned) == 16 and not set(ids) & set(banned)
+
+    def test_logit_bias(self, client: openai.OpenAI, ids: list[int]) -> None:
+        assert self.tokens(client, logit_bias={"77": 100}) == [77] * 16
+        assert ids[0] not in self.tokens(client, logit_bias={str(ids[0]): -100})
+
+    def test_stop_regex_ends_behind_its_match(self, client: openai.OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model="demo", messages=COUNT, temperature=0, extra_body={"stop_regex": ["[q-z]{9}", r"\d, 5"]}
+        )
+        (choice,) = answer.choices
+        assert choice.message.content == "3, 4, 5" and choice.finish_reason == "stop"
+        assert choice.stop_reason == r"\d, 5"  # type: ignore[attr-defined]
+
+    def test_min_tokens_hold_the_end_back(self, client: openai.OpenAI, ids: list[int]) -> None:
+        full = self.tokens(client, max_tokens=60)
+        assert len(full) < 60, "ends by itself"
+        longer = self.tokens(client, {"min_tokens": len(full) + 4}, max_tokens=60)
+        assert len(longer) >= len(full) + 4 and longer[: len(full) - 1] == full[:-1]
+
+    def test_a_penalty_on_repetition(self, client: openai.OpenAI) -> None:
+        """Words said over and over, and the same under a penalty."""
+        options: dict[str, Any] = {"model": "demo", "prompt": "coral, coral, coral,", "max_tokens": 40, "temperature": 0}
+        texts = [
+            client.completions.create(**options, extra_body=extra).choices[0].text
+            for extra in ({}, {"frequency_penalty": 2}, {"dry_multiplier": 20, "dry_allowed_length": 1})
+        ]
+        plain, penalized, dry = (text.count("coral") for text in texts)
+        assert plain > max(penalized, dry)
+
+
+def test_health_generate_makes_a_token(system: System) -> None:
+    before = system.metric("worker-0", "sglang:num_requests_total")
+    assert httpx.get(f"{system.url}/health_generate").status_code == 200
+    assert httpx.get(f"{system.url}/health").status_code == 200
+    assert system.metric("worker-0", "sglang:num_requests_total") - before in (0, 1), "a busy server is not asked for more"
