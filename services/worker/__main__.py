@@ -124,6 +124,8 @@ async def serve(settings: WorkerSettings) -> None:
     watchdog.start()
     keeping = asyncio.create_task(presence.keep()) if presence else None
     await health.set_ready(True)
+    if engine.book is not None:
+        engine.book.pool.warm_up()
 
     async def drain() -> None:
         with contextlib.suppress(TimeoutError):

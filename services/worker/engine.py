@@ -48,7 +48,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox) -> Engine:
     logger.info("scheduler: %s", config)
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     core = Scheduler(config, ModelText(tokenizer), book)
-    return Engine(core, executor, info, tokenizer, book, MaskFiller(info.vocab_size, settings.max_running_requests))
+    masks = MaskFiller(info.vocab_size, settings.max_running_requests, settings.grammar_mask_threads)
+    return Engine(core, executor, info, tokenizer, book, masks)
 
 
 def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerConfig:
@@ -59,12 +60,8 @@ def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerCon
     values["pooling_reuses_prefix"] = info.pooling_reuses_prefix
     if info.needs_whole_prompt:
         largest = max(settings.max_prefill_tokens, info.context_len)
-        values |= {
-            "chunked_prefill_size": 0,
-            "enable_radix_cache": False,
-            "enable_mixed_chunk": False,
-            "max_prefill_tokens": largest,
-        }
+        values |= {"chunked_prefill_size": 0, "enable_mixed_chunk": False, "enable_radix_cache": False}
+        values["max_prefill_tokens"] = largest
     return SchedulerConfig(**values)
 
 
@@ -74,13 +71,15 @@ def _book(settings: WorkerSettings, info: ModelInfo, tokenizer: HfTokenizer, inb
         memory_mib=settings.grammar_memory_mib,
         cache_mib=settings.grammar_cache_mib,
         workers=settings.grammar_workers,
+        step_ms=settings.grammar_step_ms,
+        burst_ms=settings.grammar_burst_ms,
     )
     return CompiledBook(
         tokenizer,
         vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids),
         limits,
         on_ready=lambda spec: inbox.put(GrammarReady(spec)),
-        on_failed=lambda spec, reason: inbox.put(GrammarFailed(spec, reason)),
+        on_failed=lambda spec, reason, busy: inbox.put(GrammarFailed(spec, reason, busy)),
         enable_jump_forward=settings.enable_jump_forward,
     )
 

@@ -50,10 +50,11 @@ class GrammarReady:
 
 @dataclass(frozen=True, slots=True)
 class GrammarFailed:
-    """reason: for the clients that asked for it."""
+    """reason: for the clients that asked for it. busy: not the grammar's fault; it may be asked for again."""
 
     spec: GrammarSpec
     reason: str
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

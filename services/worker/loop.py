@@ -158,8 +158,8 @@ class Loop:
                 core.abort_peer(peer, now)
             case GrammarReady(spec):
                 core.grammar_ready(spec)
-            case GrammarFailed(spec, reason):
-                core.grammar_failed(spec, reason, now)
+            case GrammarFailed(spec, reason, busy):
+                core.grammar_failed(spec, reason, now, busy)
             case OpenSession(session_id, capacity, ttl_s, refusal):
                 refusal.set_result(core.open_session(session_id, capacity, ttl_s, now))
             case CloseSession(session_id, closed):

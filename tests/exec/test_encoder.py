@@ -180,7 +180,7 @@ def test_an_encoder_keeps_nothing_of_a_token(tmp_path: Path) -> None:
     FOLDERS["bert-cls"].build(tmp_path)
     executor, info = build_cpu_executor(str(tmp_path), "auto", 16, 8, None, 0.5, None, 1, lambda _: None)
     executor.close()
-    assert (info.kv_bytes_per_token, info.num_pages) == (0, 8 * 33)
+    assert (info.kv_bytes_per_token, info.num_pages) == (0, 8 * 32)
 
 
 def test_a_folder_without_pooling_files_has_the_default(tmp_path: Path) -> None:

@@ -96,9 +96,10 @@ class Scheduler:
             if self.table.gate.admits(request):
                 self.table.ungate(request)
 
-    def grammar_failed(self, spec: GrammarSpec, reason: str, now: float) -> None:
-        """Ends the requests that wait for it. reason: for their clients."""
-        ending = Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=reason)
+    def grammar_failed(self, spec: GrammarSpec, reason: str, now: float, busy: bool = False) -> None:
+        """Ends the requests that wait for it. reason: for their clients. busy: the compiler takes no more just now."""
+        error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
+        ending = Ending(FinishReason.ABORT, error=error, message=reason)
         for request in self.table.gate.waiting_for(spec):
             self.table.end(request, ending, now)
 

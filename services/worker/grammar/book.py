@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 class CompiledBook:
     """Implements core.grammar.GrammarBook.
 
-    on_ready(spec) and on_failed(spec, reason) follow every open() that gave None, from any thread, perhaps before it returns;
-    they must only leave a message. After on_ready the grammar stays at least until another one is ready.
+    on_ready(spec) and on_failed(spec, reason, busy) follow every open() that gave None, from any thread, perhaps before it
+    returns; they must only leave a message. busy: the pool takes no more just now, and the grammar may be good. After on_ready
+    the grammar stays at least until another one is ready.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class CompiledBook:
         vocabulary: Vocabulary,
         limits: GrammarLimits,
         on_ready: Callable[[GrammarSpec], None],
-        on_failed: Callable[[GrammarSpec, str], None],
+        on_failed: Callable[[GrammarSpec, str, bool], None],
         enable_jump_forward: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,10 +71,10 @@ class CompiledBook:
             elif spec in self._pending:
                 return None
             else:
-                reason = self._begin(spec)
+                reason, busy = self._begin(spec)
         if found is None:
             if reason:
-                self._on_failed(spec, reason)
+                self._on_failed(spec, reason, busy)
             return None
         factor = self._limits.loop_factor
         meter = StepMeter(self._limits.step_ms * factor, self._limits.burst_ms * factor)
@@ -83,17 +84,17 @@ class CompiledBook:
         """Ends the compiling processes. Nothing is called back after it; matchers stay usable."""
         self._pool.close()
 
-    def _begin(self, spec: GrammarSpec) -> str:
-        """Starts a compilation, or says why not. Holds the lock."""
+    def _begin(self, spec: GrammarSpec) -> tuple[str, bool]:
+        """Starts a compilation, or says why not and whether that is for want of room. Holds the lock."""
         if len(spec.source) > MAX_GRAMMAR_BYTES or len(spec.source.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            return f"{spec.kind}: longer than {MAX_GRAMMAR_BYTES} bytes"
+            return f"{spec.kind}: longer than {MAX_GRAMMAR_BYTES} bytes", False
         until, reason = self._failed.get(spec, (0.0, ""))
         if reason and self._clock() < until:
-            return reason
+            return reason, False
         if not self._pool.submit(spec):
-            return f"{spec.kind}: too many grammars are waiting to be compiled, try again later"
+            return f"{spec.kind}: too many grammars are waiting to be compiled, try again later", True
         self._pending.add(spec)
-        return ""
+        return "", False
 
     def _compiled(self, spec: GrammarSpec, compiled: Compiled | None, reason: str) -> None:
         """On one of the pool's threads."""
@@ -107,7 +108,7 @@ class CompiledBook:
             self._on_ready(spec)
         else:
             logger.info("grammar refused: %s", reason)
-            self._on_failed(spec, reason)
+            self._on_failed(spec, reason, False)
 
     def _keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
         self._ready[spec] = compiled

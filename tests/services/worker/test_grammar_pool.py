@@ -35,7 +35,8 @@ class News:
     def ready(self, spec: GrammarSpec) -> None:
         self.told.put((spec, ""))
 
-    def failed(self, spec: GrammarSpec, reason: str) -> None:
+    def failed(self, spec: GrammarSpec, reason: str, busy: bool) -> None:
+        assert busy == reason.endswith("try again later")
         self.told.put((spec, reason))
 
     def next(self) -> tuple[GrammarSpec, str]:

@@ -1,0 +1,130 @@
+"""A worker that runs one request and lets two wait: who goes first, who is turned away, and who is not disturbed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.system import System, wait_until
+
+FLAGS = "--enable-priority-scheduling --max-running-requests 1 --max-queued-requests 2"
+LONG = 1500  # tokens that outlast what happens beside them
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with System(tmp_path_factory.mktemp("full"), dtype="float32", worker_flags=FLAGS) as running:
+        yield running
+
+
+class Crowd:
+    """Requests in threads of their own. ended: their names, in the order in which their answers were whole."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.ended: list[str] = []
+        self.texts: dict[str, str] = {}
+        self._threads: list[threading.Thread] = []
+
+    def ask(self, name: str, priority: int, max_tokens: int, until: Callable[[], bool]) -> None:
+        """Returns when the request is where it should be."""
+        thread = threading.Thread(target=self._ask, args=(name, priority, max_tokens))
+        self._threads.append(thread)
+        thread.start()
+        wait_until(until, 20, f"{name} to be there")
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+    def _ask(self, name: str, priority: int, max_tokens: int) -> None:
+        text = completion(self.system, name, priority, max_tokens)
+        self.ended.append(name)
+        self.texts[name] = text
+
+
+def completion(system: System, prompt: str, priority: int, max_tokens: int) -> str:
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "priority": priority,
+    }
+    status, answer = system.post("/v1/completions", body)
+    assert status == 200, answer
+    return str(answer["choices"][0]["text"])
+
+
+def gauge(system: System, name: str, value: float) -> Callable[[], bool]:
+    return lambda: system.metric("worker-0", f"sglang:num_{name}_reqs") == value
+
+
+def test_the_more_urgent_goes_first_and_displaces_what_runs(system: System) -> None:
+    alone = {name: completion(system, name, 0, tokens) for name, tokens in (("low", LONG), ("middle", 8), ("high", 8))}
+    crowd = Crowd(system)
+    before = system.metric("worker-0", "rootstock_worker_preempted_requests_total")
+    crowd.ask("low", -1, LONG, gauge(system, "running", 1))
+    crowd.ask("urgent", 9, LONG, lambda: system.metric("worker-0", "rootstock_worker_preempted_requests_total") > before)
+    crowd.ask("middle", 3, 8, gauge(system, "queue", 2))
+    crowd.join()
+    assert crowd.ended == ["urgent", "middle", "low"]
+    assert {name: crowd.texts[name] for name in ("low", "middle")} == {name: alone[name] for name in ("low", "middle")}
+
+
+def test_equal_priorities_are_served_in_the_order_of_arrival(system: System) -> None:
+    crowd = Crowd(system)
+    crowd.ask("running", 0, LONG, gauge(system, "running", 1))
+    crowd.ask("first", 0, 4, gauge(system, "queue", 1))
+    crowd.ask("second", 0, 4, gauge(system, "queue", 2))
+    crowd.join()
+    assert crowd.ended == ["running", "first", "second"]
+
+
+class TestFull:
+    @pytest.fixture
+    def full(self, system: System) -> Iterator[System]:
+        """One request runs and two wait."""
+        crowd = Crowd(system)
+        crowd.ask("runs", 0, LONG, gauge(system, "running", 1))
+        for waiting in (1, 2):
+            crowd.ask(f"waits {waiting}", 0, 4, gauge(system, "queue", waiting))
+        yield system
+        crowd.join()
+        assert sorted(crowd.ended) == ["runs", "waits 1", "waits 2"], "nobody else was disturbed"
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+    def test_one_more_gets_503_with_retry_after(self, full: System, path: str) -> None:
+        body: dict[str, Any] = {"model": "demo", "prompt": "x"} if path.startswith("/v1") else {"text": "x"}
+        answer = httpx.post(full.url + path, json=body, timeout=20)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "queue_full"
+
+    def test_a_stream_gets_503_and_no_stream(self, full: System) -> None:
+        client = openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.InternalServerError) as refusal:
+            client.completions.create(model="demo", prompt="x", stream=True)
+        assert refusal.value.status_code == 503
+        client.close()
+
+    def test_health_answers_meanwhile_and_is_not_queued(self, full: System) -> None:
+        begun = time.monotonic()
+        for path in ("/health", "/health_generate", "/readiness", "/v1/models"):
+            assert httpx.get(full.url + path, timeout=10).status_code == 200
+        assert gauge(full, "queue", 2)() and gauge(full, "running", 1)(), "all that while the worker was full"
+        assert time.monotonic() - begun < 20
+
+    def test_a_client_that_retries_gets_its_answer(self, full: System) -> None:
+        """As the official client does by itself, by the header."""
+        with openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=30, timeout=60) as client:
+            answer = client.completions.create(model="demo", prompt="x", max_tokens=2)
+        assert answer.choices[0].finish_reason in ("length", "stop"), json.dumps(answer.model_dump())
