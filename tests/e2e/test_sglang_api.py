@@ -115,26 +115,27 @@ class TestGenerate:
 class Talk:
     """One session as a client keeps it: `contexts` holds every turn's whole context by its rid."""
 
-    def __init__(self, http: httpx.Client, name: str) -> None:
+    def __init__(self, http: httpx.Client, session: str) -> None:
         self.http = http
-        self.name = name
+        self.session = session
         self.contexts: dict[str, list[int]] = {}
-        opened = http.post("/open_session", json={"capacity_of_str_len": 0, "session_id": name})
-        assert opened.status_code == 200 and opened.json() == name
+        opened = http.post("/open_session", json={"capacity_of_str_len": 0, "session_id": session})
+        assert opened.status_code == 200 and opened.json() == session
 
-    def ask(self, rid: str, ids: list[int], **params: Any) -> httpx.Response:
-        body = {"input_ids": ids, "rid": rid, "sampling_params": GREEDY, "session_params": {"id": self.name, **params}}
+    def ask(self, name: str, ids: list[int], **params: Any) -> httpx.Response:
+        session = {"id": self.session, **params}
+        body = {"input_ids": ids, "rid": name, "sampling_params": GREEDY, "session_params": session}
         return self.http.post("/generate", json=body)
 
-    def turn(self, rid: str, ids: list[int], context: list[int], **params: Any) -> dict[str, Any]:
+    def turn(self, name: str, ids: list[int], context: list[int], **params: Any) -> dict[str, Any]:
         """Checks that it is what the context and `ids` together would give without a session."""
-        answer = self.ask(rid, ids, **params)
+        answer = self.ask(name, ids, **params)
         assert answer.status_code == 200, answer.text
         turn: dict[str, Any] = answer.json()
-        plain = generate(self.http, input_ids=[*context, *ids], extra_key=f"{self.name}-{rid}")
+        plain = generate(self.http, input_ids=[*context, *ids], extra_key=f"{self.session}-{name}")
         assert turn["output_ids"] == plain["output_ids"]
         assert turn["meta_info"]["prompt_tokens"] == len(context) + len(ids)
-        self.contexts[rid] = [*context, *ids, *turn["output_ids"]]
+        self.contexts[name] = [*context, *ids, *turn["output_ids"]]
         return turn
 
 

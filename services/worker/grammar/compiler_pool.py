@@ -7,6 +7,7 @@ what is not done by then starts over in the slow queue, served by one thread tha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -34,6 +35,7 @@ START_S = 120.0  # loading xgrammar on a busy machine
 JOIN_S = 2.0
 MARGIN_S = 2.0  # the child's own alarm comes first
 NICENESS = 10
+DYING_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +72,13 @@ class _Nursery:
         return None if self._process is None else self._process.pid
 
     def is_alive(self, pid: int) -> bool:
-        """Whether the process is still the one that had this id."""
+        """Whether the process is still the one that had this id. One that is dying closes its files before its death shows."""
         with self._lock:
-            return self._process is not None and self._process.pid == pid and self._process.poll() is None
+            if self._process is None or self._process.pid != pid:
+                return False
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(DYING_S)
+            return self._process.poll() is None
 
     def hand_over(self, link: socket.socket) -> int:
         """Has a child forked that serves `link`; the id of the forking process. Raises CompilerGone."""
