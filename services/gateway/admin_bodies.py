@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated, Literal
 
 from google.protobuf.message import Message
@@ -17,15 +18,16 @@ Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Tag = Literal["kv_cache", "weights"]
 
 
-class AdminBody(BaseModel):
+class AdminBody(BaseModel, ABC):
     """timeout_s: how long the operation may take on each worker, waiting included; by default the gateway's setting."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
+    @abstractmethod
     def request(self) -> Message:
-        raise NotImplementedError
+        """What the control service is asked."""
 
 
 class FlushCache(AdminBody):

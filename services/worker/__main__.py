@@ -6,13 +6,11 @@ Threads: the asyncio loop serves gRPC, `scheduler` runs the loop over core and e
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import socket
 import sys
-import threading
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
@@ -24,10 +22,11 @@ from services.worker.control.server import start_control
 from services.worker.core.messages import StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
 from services.worker.engine import Engine, build_engine
-from services.worker.inbox import Inbox, Stop
+from services.worker.inbox import Inbox
 from services.worker.loop import Loop
 from services.worker.metrics import WorkerMetrics
 from services.worker.presence import Presence
+from services.worker.scheduler_thread import SchedulerThread
 from services.worker.server import StreamOutbox, WorkerServicer
 from services.worker.settings import WorkerSettings
 from services.worker.watchdog import Watchdog
@@ -74,40 +73,9 @@ def _info(settings: WorkerSettings, engine: Engine, model_name: str, generation:
     )
 
 
-async def serve(settings: WorkerSettings) -> None:
-    """Until a signal. Liveness answers while the model loads; readiness follows."""
-    health = rpc.Health("worker")
-    loop = asyncio.get_running_loop()
-    registry = CollectorRegistry()
-    for collector in (ProcessCollector, PlatformCollector, GCCollector):
-        collector(registry=registry)
-    metrics.serve(registry, settings.metrics_host, settings.metrics_port)
-
-    inbox, outbox = Inbox(), StreamOutbox(loop)
-    engine = await asyncio.to_thread(build_engine, settings, inbox)
-    model_name = settings.served_model_name or os.path.basename(os.path.abspath(settings.model))
-    info = _info(settings, engine, model_name, secrets.randbits(63))
-    worker_metrics = WorkerMetrics(model_name, info.page_size, info.num_pages, info.max_running_requests)
-    registry.register(worker_metrics)
-    presence = _presence(settings, info, registry)
-
-    watchdog = Watchdog(
-        settings.watchdog_timeout_s,
-        lambda: _from_thread(loop, health, live=False),
-        lambda: _from_thread(loop, health, live=True),
-    )
-    turning = Loop(
-        engine.core,
-        engine.executor,
-        inbox,
-        MeasuredOutbox(worker_metrics, outbox),
-        LoopObserver(worker_metrics, watchdog),
-        engine.masks,
-        settings.enable_overlap,
-        settings.consecutive_prefill_overlap,
-    )
-    thread = threading.Thread(target=_run_loop, args=(turning,), name="scheduler", daemon=True)
-    limits = ModelLimits(
+def _limits(settings: WorkerSettings, engine: Engine) -> ModelLimits:
+    info = engine.info
+    return ModelLimits(
         info.context_len,
         info.vocab_size,
         settings.allow_auto_truncate,
@@ -115,49 +83,62 @@ async def serve(settings: WorkerSettings) -> None:
         info.embedding_size,
         lambda text: engine.tokenizer.encode_batch([text], False)[0],
     )
-    servicer = WorkerServicer(inbox, outbox, info, limits, worker_metrics.arrived)
+
+
+def _registry(settings: WorkerSettings) -> CollectorRegistry:
+    """Served from here on."""
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    metrics.serve(registry, settings.metrics_host, settings.metrics_port)
+    return registry
+
+
+def _watchdog(settings: WorkerSettings, health: rpc.Health) -> Watchdog:
+    loop = asyncio.get_running_loop()
+    return Watchdog(
+        settings.watchdog_timeout_s,
+        lambda: _from_thread(loop, health, live=False),
+        lambda: _from_thread(loop, health, live=True),
+    )
+
+
+async def serve(settings: WorkerSettings) -> None:
+    """Until a signal. Liveness answers while the model loads; readiness follows."""
+    health = rpc.Health("worker")
+    registry = _registry(settings)
+    inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
+    engine = await asyncio.to_thread(build_engine, settings, inbox)
+    model_name = settings.served_model_name or os.path.basename(os.path.abspath(settings.model))
+    info = _info(settings, engine, model_name, secrets.randbits(63))
+    worker_metrics = WorkerMetrics(model_name, info.page_size, info.num_pages, info.max_running_requests)
+    registry.register(worker_metrics)
+    presence = _presence(settings, info, registry)
+    watchdog = _watchdog(settings, health)
+    measured, observer = MeasuredOutbox(worker_metrics, outbox), LoopObserver(worker_metrics, watchdog)
+    overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
+    loop = Loop(engine.core, engine.executor, inbox, measured, observer, engine.masks, *overlap)
+    scheduler = SchedulerThread(loop, inbox, outbox)
+    servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.arrived)
     server = await rpc.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
     )
     control = await start_control(settings, inbox.put, info.worker_id, model_name)
-    thread.start()
+    scheduler.start()
     watchdog.start()
     keeping = asyncio.create_task(presence.keep()) if presence else None
     await health.set_ready(True)
     if engine.book is not None:
         engine.book.pool.warm_up()
 
-    async def drain() -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(settings.grace_s):
-                await outbox.wait_empty()
-        inbox.put(Stop())
-        await asyncio.to_thread(thread.join, settings.grace_s + 1)
-        if thread.is_alive():
-            logger.critical("the scheduler's loop hangs; leaving without it")
-            logging.shutdown()
-            os._exit(70)
-
-    await rpc.serve_until_stopped(server, health, 1.0, drain)
+    await rpc.serve_until_stopped(server, health, 1.0, lambda: scheduler.drain(settings.grace_s))
     if control is not None:
         await control.stop(1.0)
-    if engine.book is not None:
-        engine.book.close()
     watchdog.stop()
     if keeping is not None:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-    engine.executor.close()
-
-
-def _run_loop(turning: Loop) -> None:
-    """The loop never returns by itself and raises nothing it knows; anything else is a bug, and a restart is the cure."""
-    try:
-        turning.run()
-    except BaseException:
-        logger.critical("the scheduler's loop has died", exc_info=True)
-        logging.shutdown()
-        os._exit(70)
+    engine.close()
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, health: rpc.Health, live: bool) -> None:

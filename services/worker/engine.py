@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """book: None where structured output is off. The caller closes executor and book."""
+    """book: None where structured output is off."""
 
     core: Scheduler
     executor: Executor
@@ -36,6 +36,12 @@ class Engine:
     tokenizer: HfTokenizer
     book: CompiledBook | None
     masks: MaskFiller
+
+    def close(self) -> None:
+        """Once the loop has ended."""
+        if self.book is not None:
+            self.book.close()
+        self.executor.close()
 
 
 def build_engine(settings: WorkerSettings, inbox: Inbox) -> Engine:

@@ -105,7 +105,7 @@ class TestDry:
         assert sampling(dry=dry).dry == DryParams(0.5, 2.0, 4, 9, (ord("b"), ord("c")))
 
     def test_no_tokenizer_no_dry(self) -> None:
-        refused("dry_multiplier", model=ModelLimits(CONTEXT, VOCAB, False), dry=pb.Dry(multiplier=1))
+        assert "tokenizer" in refused("dry_multiplier", model=ModelLimits(CONTEXT, VOCAB, False), dry=pb.Dry(multiplier=1))
 
 
 class TestEmbedding:
@@ -170,12 +170,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD.keys())
 def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
-    refused(message, **fields)
+    assert refused(message, **fields).startswith(message)
 
 
 def test_a_model_refuses_what_it_cannot_do() -> None:
-    refused("embedding: ", model=ModelLimits(CONTEXT, VOCAB, False), embedding=pb.Embedding())
-    refused("embedding: ", model=ModelLimits(CONTEXT, VOCAB, False, generates=False, embedding_size=8))
+    no_vectors, no_tokens = ModelLimits(CONTEXT, VOCAB, False), ModelLimits(CONTEXT, VOCAB, False, False, 8)
+    assert "gives none" in refused("embedding: ", model=no_vectors, embedding=pb.Embedding())
+    assert "embeddings only" in refused("embedding: ", model=no_tokens)
 
 
 class TestSubmit:
