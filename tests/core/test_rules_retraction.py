@@ -25,6 +25,14 @@ def crowded(overlap: bool = True, **changes: Any) -> Engine:
     return engine
 
 
+def turn_until_retraction(engine: Engine) -> None:
+    for _ in range(200):
+        if engine.core.stats().retractions_total:
+            return
+        engine.turn()
+    raise AssertionError("nobody was retracted")
+
+
 class TestVictims:
     @pytest.mark.parametrize(
         ("rows", "order"),
@@ -49,8 +57,7 @@ class TestVictims:
 
     def test_the_row_with_the_longest_prompt_of_equal_ones_is_retracted(self) -> None:
         engine = crowded()
-        while not engine.core.stats().retractions_total:
-            engine.turn()
+        turn_until_retraction(engine)
         assert [engine.core.table.by_key[0, handle].num_retractions for handle in range(3)] == [1, 0, 0]
 
     def test_a_prompt_in_the_middle_is_a_victim_too(self) -> None:
@@ -77,8 +84,7 @@ class TestRetractedRequests:
 
     def test_they_come_back_before_requests_that_never_ran(self) -> None:
         engine = crowded()
-        while not engine.core.stats().retractions_total:
-            engine.turn()
+        turn_until_retraction(engine)
         engine.submit(9, [9] * 4, max_new_tokens=4)
         engine.drain()
         back = next(p.step_id for p in engine.plans for s in p.admitted if s.num_prompt_tokens == 8 and p.step_id > 1)
@@ -87,15 +93,14 @@ class TestRetractedRequests:
 
     def test_the_ratio_becomes_what_the_rows_that_stay_have_decoded(self) -> None:
         engine = crowded(overlap=False)
-        while not engine.core.stats().retractions_total:
-            engine.turn()
+        turn_until_retraction(engine)
         rows = engine.core.table.decoding
         decoded = sum(len(row.output_ids) for row in rows)
         assert engine.core.stats().new_token_ratio == pytest.approx((decoded + 20 * len(rows)) / (24 * len(rows) + 1))
 
     def test_a_step_that_retracts_lets_nobody_in(self) -> None:
         engine = crowded()
-        while len(engine.finishes) < 3:
+        for _ in range(100):
             before = engine.core.stats().retractions_total
             engine.turn()
             if engine.core.stats().retractions_total > before:
@@ -192,9 +197,9 @@ class TestBatchIsFull:
 
     def test_cleared_when_a_running_request_finishes(self) -> None:
         engine = self.full()
-        while 0 not in engine.finishes:
+        for _ in range(12):
             engine.turn()
-        engine.turn()
+        assert list(engine.finishes) == [0]
         assert 2 in {request.handle for request in engine.core.table.extending + engine.core.table.decoding}
 
     def test_cleared_when_a_running_request_is_aborted(self) -> None:

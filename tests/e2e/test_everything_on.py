@@ -15,10 +15,10 @@ import pytest
 
 from tests.e2e.system import System, wait_until
 
-POOL_TOKENS = 1280
+POOL_TOKENS = 512
 FLAGS = (
     "--enable-mixed-chunk --retract-interval 7 --schedule-policy lpm --enable-priority-scheduling --chunked-prefill-size 64"
-    " --adaptive-chunk-rows 4 --max-extend-steps 2 --max-prefill-tokens 256 --prefill-max-requests 6 --max-running-requests 24"
+    " --adaptive-chunk-rows 16 --max-extend-steps 2 --max-prefill-tokens 256 --prefill-max-requests 6 --max-running-requests 10"
     " --max-prompt-logprob-tokens 256 --eviction-policy priority --no-consecutive-prefill-overlap"
     " --schedule-conservativeness 0.3"
 )
