@@ -53,7 +53,7 @@ bench-compare: env  ## against transformers.generate at Qwen3-0.6B's shape, same
 	$(PY) -m tests.benchmarks.compare_transformers
 
 sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
-	$(PY) -m services.worker.sim run $(TRACE) $(SIM)
+	$(PY) -m services.worker.sim $(TRACE) $(SIM)
 
 docs: env        ## docs/configuration.md from the settings classes
 	$(PY) -m services.local.reference > docs/configuration.md

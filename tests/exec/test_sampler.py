@@ -13,7 +13,7 @@ import torch
 from kernels import reference
 from kernels.sampling import largest, support
 from services.worker.core.plan import RowFault, SlotParams
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.sampling import DryParams, SamplingParams
 from services.worker.exec.sampler import Sampler
 from services.worker.exec.uniform import uniforms
 
@@ -213,3 +213,32 @@ def test_the_input_logits_are_left_alone() -> None:
     logits = torch.tensor([LOGITS])
     sampler_of(SamplingParams(8, frequency_penalty=1.0), [1], 0).sample(logits, np.array([0], np.int32), np.array([2], np.int32))
     assert logits.tolist() == [LOGITS]
+
+
+@pytest.mark.parametrize("where", ["apply", "admit"])
+def test_a_row_whose_parameters_cannot_be_applied_fails_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(4, len(LOGITS), reference)
+    plain = slot_params(0, GREEDY, [], 0)
+    odd = slot_params(1, replace(GREEDY, repetition_penalty=1.5), [1], 0)
+    sampler.admit(plain)
+    with monkeypatch.context() as broken:
+        if where == "admit":
+            broken.setattr("services.worker.exec.penalties.TokenCounts", raising)
+        sampler.admit(odd)
+    with monkeypatch.context() as broken:
+        if where == "apply":
+            broken.setattr("services.worker.exec.penalties.Penalties.apply", raising)
+        result = sampler.sample(torch.tensor([LOGITS, LOGITS]), np.array([0, 1], np.int32), np.array([4, 4], np.int32))
+    assert result.faults == {1: RowFault.FAILED}
+    assert int(result.tokens[0]) == 3
+    sampler.admit(slot_params(1, GREEDY, [], 0))
+    assert sample_one(sampler, LOGITS, slot=1) == 3, "the slot's next holder is well"
+
+
+def raising(*args: object, **more: object) -> None:
+    raise OverflowError("made to fail")
+
+
+def test_a_repeat_may_be_asked_to_be_as_long_as_an_int64_holds() -> None:
+    dry = DryParams(multiplier=1.0, allowed_length=1 << 40)
+    assert sample_one(sampler_of(replace(GREEDY, dry=dry), [3, 3, 3, 3], 4), LOGITS) == 3

@@ -46,6 +46,9 @@ def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> Ending |
     """The vocabulary boundary: a result that is no token ends its request with an error and adds nothing to its output."""
     if fault is RowFault.NAN_LOGITS:
         return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite")
+    if fault is RowFault.FAILED:
+        message = "sampling this request's next token failed"
+        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
     if fault is RowFault.NO_TOKEN_ALLOWED:
         message = "the request's allowed and banned tokens, grammar and stop rules together leave no token to sample"
         return Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=message)

@@ -29,6 +29,7 @@ class RowFault(enum.IntEnum):
 
     NAN_LOGITS = 1
     OUT_OF_VOCAB = 2
+    FAILED = 4  # the row's own parameters could not be applied
     NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave nothing to sample
 
 

@@ -87,5 +87,5 @@ class Repeats:
         longest = np.zeros(len(ids), dtype=np.int32)
         np.maximum.at(longest, where, lengths[places[kept]].astype(np.int32))
         with np.errstate(over="ignore"):
-            lost = params.multiplier * np.float64(params.base) ** (longest - params.allowed_length)
+            lost = params.multiplier * np.float64(params.base) ** (longest.astype(np.float64) - params.allowed_length)
         return ids, np.minimum(lost, MAX_PENALTY).astype(np.float32)

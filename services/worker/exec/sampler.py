@@ -7,7 +7,9 @@ banned tokens with the grammar's mask, temperature, top-k, top-p, min-p, draw. C
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +23,8 @@ from services.worker.exec.logprobs import Logits, Logprobs, PromptScores
 from services.worker.exec.slot_state import SlotState
 from services.worker.exec.token_sets import Words, forbid_others
 from services.worker.exec.uniform import uniforms
+
+logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
 
@@ -47,9 +51,13 @@ class Sampler:
         self._logprobs = Logprobs(max_slots, vocab_size)
         self._edited = torch.empty((0, vocab_size))  # kept from step to step: fresh memory costs page faults
 
+        self._broken: set[int] = set()  # slots whose parameters could not be applied, until their next admission
+
     def admit(self, slot: SlotParams) -> None:
-        self._slots.admit(slot)
+        self._broken.discard(slot.slot)
         self._logprobs.admit(slot)
+        with self._contained(slot.slot):
+            self._slots.admit(slot)
 
     def follow(self, plan: BatchPlan) -> None:
         """To be called for each plan after its admissions and before its sampling: its input counts for penalties."""
@@ -76,6 +84,9 @@ class Sampler:
         if edited.any():
             lost = self._sample_edited(logits, tokens, np.flatnonzero(edited), slots, positions, masks)
             faults.update(dict.fromkeys(lost, RowFault.NO_TOKEN_ALLOWED))
+        if self._broken:
+            rows_of_broken = np.flatnonzero(np.isin(slots, list(self._broken))).tolist()
+            faults.update(dict.fromkeys(rows_of_broken, RowFault.FAILED))
         if faults:
             tokens[list(faults)] = 0
         return Sampled(tokens, faults, self._logprobs.of_outputs(logits, slots, tokens, faults))
@@ -113,6 +124,15 @@ class Sampler:
                 penalties.count(int(best[index]))
         return [int(rows[index]) for index in gone]
 
+    @contextmanager
+    def _contained(self, slot: int) -> Iterator[None]:
+        """One slot's parameters concern that slot alone, whatever is wrong with them; the others of its step go on."""
+        try:
+            yield
+        except Exception:
+            logger.exception("the sampling parameters of slot %d could not be applied", slot)
+            self._broken.add(slot)
+
     def _copy(self, logits: Tensor, rows: Tensor) -> Tensor:
         """float32[len(rows), V], valid until the next call."""
         if len(self._edited) < len(rows):
@@ -126,7 +146,8 @@ class Sampler:
         for index, row in enumerate(rows.tolist()):
             edits, mask = self._slots.edits.get(int(slots[row])), masks.get(row)
             if edits is not None:
-                edits.apply(values[index], int(positions[row]))
+                with self._contained(int(slots[row])):
+                    edits.apply(values[index], int(positions[row]))
                 if edits.words is not None:
                     mask = edits.words if mask is None else mask & edits.words
             if mask is not None:
