@@ -19,6 +19,7 @@ from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared import log, metrics, rpc
 from services.shared.settings import load
 from services.worker.control.server import start_control
+from services.worker.core.cache_events import CacheEvents
 from services.worker.core.messages import StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
 from services.worker.engine import Engine, build_engine
@@ -47,6 +48,9 @@ class LoopObserver:
     def turned(self, stats: StepStats, busy: bool) -> None:
         self._watchdog.beat()
         self._metrics.turned(stats, busy)
+
+    def cached(self, events: CacheEvents) -> None:
+        self._metrics.cached(events)
 
 
 class MeasuredOutbox:

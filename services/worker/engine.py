@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from services.shared.block_hash import block_hash, root_hash
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.worker.core.cache_events import CacheEventLog
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
@@ -53,7 +55,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox) -> Engine:
     logger.info("model ready: %s", info)
     logger.info("scheduler: %s", config)
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
-    core = Scheduler(config, ModelText(tokenizer), book)
+    core = Scheduler(config, ModelText(tokenizer), book, _events(settings, info) if settings.enable_cache_events else None)
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, settings.grammar_mask_threads)
     return Engine(core, executor, info, tokenizer, book, masks)
 
@@ -67,8 +69,14 @@ def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerCon
     if info.needs_whole_prompt:
         largest = max(settings.max_prefill_tokens, info.context_len)
         values |= {"chunked_prefill_size": 0, "enable_mixed_chunk": False, "enable_radix_cache": False}
-        values["max_prefill_tokens"] = largest
+        values |= {"max_prefill_tokens": largest, "whole_prompts": True}
     return SchedulerConfig(**values)
+
+
+def _events(settings: WorkerSettings, info: ModelInfo) -> CacheEventLog:
+    """Blocks are named for the model as clients know it: workers that serve it under one name share an index."""
+    model = settings.served_model_name or Path(settings.model).resolve().name
+    return CacheEventLog(info.page_size, block_hash, lambda namespace: root_hash(model, "", model, namespace))
 
 
 def _book(settings: WorkerSettings, info: ModelInfo, tokenizer: HfTokenizer, inbox: Inbox) -> CompiledBook:

@@ -15,6 +15,7 @@ from typing import Protocol
 from services.shared.log import fields
 from services.worker.commands import PendingCommands
 from services.worker.control.barrier import Command, Pace
+from services.worker.core.cache_events import CacheEvents
 from services.worker.core.grammar import Matcher
 from services.worker.core.messages import StepOutput, StepStats, Submit
 from services.worker.core.plan import BatchPlan, ForwardMode
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 IDLE_CHECK_S = 1.0  # idle for so long: check the invariants once
 STUCK_WAIT_S = 0.001  # nothing can run just now; what changes that may not be a message
 PAUSED_WAIT_S = 0.05
+STOPPING = "the worker is stopping"
 
 
 class Outbox(Protocol):
@@ -48,6 +50,8 @@ class Observer(Protocol):
     def planned(self, plan: BatchPlan) -> None: ...
 
     def turned(self, stats: StepStats, busy: bool) -> None: ...
+
+    def cached(self, events: CacheEvents) -> None: ...
 
 
 @dataclass(slots=True)
@@ -102,6 +106,7 @@ class Loop:
             if plan is not None and prev is not None and not self._may_overlap(prev.plan, plan):
                 self._commit(prev)
                 prev = None
+                self._tell(busy=True)
             flight = self._launch(plan) if plan is not None else None
             stuck = flight is None and prev is None
             self._commit(prev)
@@ -111,6 +116,8 @@ class Loop:
             self._tell(busy=not stuck)
             prev = flight
         self._commit(prev)
+        for message in self._inbox.drain(0.0):
+            self._apply(message)
         self._commands.end()
         self._tell(busy=False)
 
@@ -128,7 +135,7 @@ class Loop:
     def _drain(self, may_block: bool, stuck: bool) -> bool:
         """Applies messages; blocks for one while there is nothing to do. False: a Stop was among them."""
         idle = may_block and self._core.idle and not len(self._commands)
-        messages = self._inbox.drain(self._wait_s(idle, stuck))
+        messages = self._inbox.drain(self._wait_s(idle, stuck) if may_block else 0.0)
         if idle and not messages:
             self._check_idle()
         return not [message for message in messages if not self._apply(message)]
@@ -161,13 +168,16 @@ class Loop:
             case GrammarFailed(spec, reason, busy):
                 core.grammar_failed(spec, reason, now, busy)
             case OpenSession(session_id, capacity, ttl_s, refusal):
-                refusal.set_result(core.open_session(session_id, capacity, ttl_s, now))
+                if refusal.set_running_or_notify_cancel():  # else its caller has left
+                    refusal.set_result(core.closed or core.open_session(session_id, capacity, ttl_s, now))
             case CloseSession(session_id, closed):
-                closed.set_result(core.close_session(session_id))
+                if closed.set_running_or_notify_cancel():
+                    closed.set_result(core.close_session(session_id))
             case Command():
                 self._commands.add(message, now)
             case Stop():
-                core.end_all("the worker is stopping", now)
+                core.closed = STOPPING
+                core.end_all(STOPPING, now)
                 return False
         return True
 
@@ -204,6 +214,9 @@ class Loop:
         output = self._core.take_output()
         if output is not None:
             self._outbox.send(output)
+        events = self._core.take_cache_events()
+        if events is not None:
+            self._observer.cached(events)
         self._observer.turned(self._core.stats(), busy)
 
     def _check_idle(self) -> None:

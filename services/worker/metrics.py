@@ -13,6 +13,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.worker.core.cache_events import CacheEvents
 from services.worker.core.messages import FinishReason, StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
 from services.worker.histogram import BatchHistogram
@@ -39,6 +40,7 @@ class WorkerMetrics(Collector):
         self._arrivals: dict[tuple[int, int], float] = {}
         self._last: dict[tuple[int, int], float] = {}
         self._steps = 0
+        self._stored_blocks = self._removed_blocks = self._cleared = 0
         self._prefill_tokens = 0
         self._decode_tokens = 0
         self._ttft = BatchHistogram("sglang:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
@@ -60,6 +62,11 @@ class WorkerMetrics(Collector):
             self._samples.append((now, stats))
             while now - self._samples[0][0] > RATE_WINDOW_S:
                 self._samples.popleft()
+
+    def cached(self, events: CacheEvents) -> None:
+        self._stored_blocks += len(events.stored)
+        self._removed_blocks += len(events.removed)
+        self._cleared += events.cleared
 
     def arrived(self, peer: int, handle: int) -> None:
         self._arrivals[peer, handle] = self._clock()
@@ -106,11 +113,11 @@ class WorkerMetrics(Collector):
 
     def _gauges(self, stats: StepStats) -> Iterator[Metric]:
         used = stats.pages_leased + stats.pages_cached - stats.pages_evictable
-        throughput, hit_rate, retracted = self._rates(stats)
+        throughput, hit_rate = self._rates(stats)
         for name, help_text, value in (
             ("sglang:num_running_reqs", "Requests that run.", stats.num_running),
-            ("sglang:num_queue_reqs", "Requests that wait.", stats.num_waiting),
-            ("sglang:num_retracted_reqs", "Requests retracted lately.", retracted),
+            ("sglang:num_queue_reqs", "Requests that wait to run.", stats.num_waiting - stats.num_gated),
+            ("sglang:num_retracted_reqs", "Requests that lost their memory and wait for it.", stats.num_retracted),
             ("sglang:num_grammar_queue_reqs", "Requests whose grammar is being compiled.", stats.num_gated),
             ("rootstock_worker_sessions", "Sessions that are open.", stats.num_sessions),
             ("rootstock_worker_session_tokens", "Tokens of context that sessions hold.", stats.session_tokens),
@@ -137,6 +144,9 @@ class WorkerMetrics(Collector):
             ("sglang:num_retracted_requests", "Retractions.", stats.retractions_total),
             ("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.", stats.preemptions_total),
             ("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", stats.evicted_pages_total * self._page_size),
+            ("rootstock_worker_cache_blocks_stored", "Blocks that became cached here, where events are on.", self._stored_blocks),
+            ("rootstock_worker_cache_blocks_removed", "Blocks that were evicted, where events are on.", self._removed_blocks),
+            ("rootstock_worker_cache_cleared", "Times that all blocks went at once, where events are on.", self._cleared),
             ("rootstock_worker_forward_steps", "Steps that were launched.", self._steps),
         ):
             yield self._one(CounterMetricFamily(name, help_text, labels=LABELS), value)
@@ -153,13 +163,13 @@ class WorkerMetrics(Collector):
         family.add_metric(self._label_values, value)
         return family
 
-    def _rates(self, stats: StepStats) -> tuple[float, float, int]:
-        """Output tokens per second, hit rate and retractions since the oldest sample that is no older than the window."""
+    def _rates(self, stats: StepStats) -> tuple[float, float]:
+        """Output tokens per second and hit rate since the oldest sample that is no older than the window."""
         now = self._clock()
         for at, then in list(self._samples):
             if now - at <= RATE_WINDOW_S and now > at:
                 prompt = stats.prompt_tokens_total - then.prompt_tokens_total
                 hits = (stats.cached_tokens_total - then.cached_tokens_total) / prompt if prompt else 0.0
                 generated = stats.generated_tokens_total - then.generated_tokens_total
-                return generated / (now - at), hits, stats.retractions_total - then.retractions_total
-        return 0.0, 0.0, 0
+                return generated / (now - at), hits
+        return 0.0, 0.0

@@ -56,12 +56,12 @@ def sampling_from_pb(
     return SamplingParams(
         max_new_tokens=max_new,
         temperature=_number(message, "temperature", 1.0, limits.TEMPERATURE_RANGE),
-        top_p=_number(message, "top_p", 1.0, limits.TOP_P_RANGE, open_low=True),
+        top_p=_number(message, "top_p", 1.0, limits.TOP_P_RANGE),
         top_k=_top_k(message),
         min_p=_number(message, "min_p", 0.0, limits.MIN_P_RANGE),
         frequency_penalty=_number(message, "frequency_penalty", 0.0, limits.FREQUENCY_PENALTY_RANGE),
         presence_penalty=_number(message, "presence_penalty", 0.0, limits.PRESENCE_PENALTY_RANGE),
-        repetition_penalty=_number(message, "repetition_penalty", 1.0, limits.REPETITION_PENALTY_RANGE, open_low=True),
+        repetition_penalty=_number(message, "repetition_penalty", 1.0, limits.REPETITION_PENALTY_RANGE),
         logit_bias=_logit_bias(message, model.vocab_size),
         allowed_token_ids=_token_ids(message.allowed_token_ids, limits.MAX_TOKEN_ID_SET, model, "allowed_token_ids"),
         banned_token_ids=_token_ids(message.banned_token_ids, limits.MAX_TOKEN_ID_SET, model, "banned_token_ids"),
@@ -109,14 +109,13 @@ def _number(
     field: str,
     default: float,
     bounds: tuple[float, float],
-    open_low: bool = False,
     name: str = "",
 ) -> float:
     if not message.HasField(field):
         return default
     value = float(getattr(message, field))
     low, high = bounds
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    if not math.isfinite(value) or not low <= value <= high:
         raise InvalidRequest(f"{name or field}: must be within {low} and {high}")
     return value
 
@@ -206,9 +205,12 @@ def _dry(message: pb.SamplingParams, model: ModelLimits) -> DryParams | None:
     multiplier = _number(dry, "multiplier", 0.0, limits.DRY_MULTIPLIER_RANGE, name="dry_multiplier")
     base = _number(dry, "base", 1.75, limits.DRY_BASE_RANGE, name="dry_base")
     breakers = _texts(dry.breakers, limits.MAX_DRY_BREAKERS, limits.MAX_DRY_BREAKER_CHARS, "dry_sequence_breakers")
+    allowed_length = dry.allowed_length if dry.HasField("allowed_length") else 2
+    if not 1 <= allowed_length <= limits.MAX_DRY_ALLOWED_LENGTH:
+        raise InvalidRequest(f"dry_allowed_length: must be within 1 and {limits.MAX_DRY_ALLOWED_LENGTH}")
+    within(dry.window, limits.MAX_DRY_WINDOW, "dry_penalty_last_n")
     if multiplier == 0.0:
         return None
-    allowed_length = dry.allowed_length if dry.HasField("allowed_length") else 2
     return DryParams(multiplier, base, allowed_length, dry.window, _breaker_ids(breakers or DEFAULT_DRY_BREAKERS, model))
 
 

@@ -47,6 +47,7 @@ class WorkerSettings(ServiceSettings):
     enable_mixed_chunk: bool = Field(False, description="Decode rows ride along in prefill steps.")
     enable_radix_cache: bool = Field(True, description="Share the KV of common prefixes.")
     eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="Which cached prefix is given up first.")
+    enable_cache_events: bool = Field(False, description="Tell which blocks of 64 tokens are cached, for the prefix index.")
     schedule_policy: SchedulePolicy = Field(SchedulePolicy.FCFS, description="The order in which waiting requests begin.")
     lpm_fallback_threshold: int = Field(128, ge=0, description="Waiting requests above which lpm serves as fcfs does.")
     enable_priority_scheduling: bool = Field(False, description="Serve requests by their priority first.")

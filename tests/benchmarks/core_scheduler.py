@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.messages import Submit
-from services.worker.core.plan import StepResult
+from services.worker.core.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.messages import SessionTurn, Submit
+from services.worker.core.plan import BatchPlan, StepResult
 from services.worker.core.radix_cache import RadixCache
 from services.worker.core.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
@@ -20,28 +21,116 @@ class NoText:
     def decode(self, ids: object, skip_special_tokens: bool) -> str:
         return ""
 
+    def search(self, pattern: str, text: str) -> bool:
+        return False
 
-def decode_step_us(rows: int, page_size: int, steps: int = 300) -> float:
-    """Median microseconds of plan + commit + take_output for `rows` decode rows that all stream."""
+
+def commit(core: Scheduler, plan: BatchPlan) -> None:
+    core.commit(StepResult(plan.step_id, np.full(plan.num_rows, 5, dtype=np.int32)), 0.0)
+    core.take_output()
+
+
+def decode_step_us(rows: int, page_size: int, waiting: int = 0, sessions: bool = False, steps: int = 300) -> float:
+    """Median microseconds of plan + commit + take_output for `rows` decode rows that all stream.
+
+    waiting: requests in the queue that nothing has room for, with priority scheduling on. sessions: each row is a turn of
+    a session of its own.
+    """
     config = SchedulerConfig(
-        num_pages=rows * 1024 // page_size, page_size=page_size, context_len=4096, vocab_size=151936, max_running_requests=rows
+        num_pages=rows * 1024 // page_size,
+        page_size=page_size,
+        context_len=4096,
+        vocab_size=151936,
+        max_running_requests=rows,
+        enable_priority_scheduling=waiting > 0,
     )
     core = Scheduler(config, NoText())
-    for handle in range(rows):
+    for handle in range(rows + waiting):
         prompt = np.full(128, handle, dtype=np.int32)
-        core.submit(Submit(0, handle, "", prompt, SamplingParams(max_new_tokens=800, ignore_eos=True)), 0.0)
-    times = []
+        turn = SessionTurn(f"s{handle}") if sessions else None
+        if sessions:
+            core.open_session(f"s{handle}", 0, 0.0, 0.0)
+        params = SamplingParams(max_new_tokens=800, ignore_eos=True)
+        core.submit(Submit(0, handle, f"r{handle}", prompt, params, session=turn), 0.0)
+    times: list[float] = []
     while len(times) < steps:
         begun = time.perf_counter()
         plan = core.plan(0.0)
         assert plan is not None
         middle = time.perf_counter()
-        result = StepResult(plan.step_id, np.full(plan.num_rows, 5, dtype=np.int32), {}, {})
+        result = StepResult(plan.step_id, np.full(plan.num_rows, 5, dtype=np.int32))
         resumed = time.perf_counter()
         core.commit(result, 0.0)
         core.take_output()
         if plan.num_extend == 0:
             times.append(middle - begun + time.perf_counter() - resumed)
+    return statistics.median(times) * 1e6
+
+
+class Queue:
+    """A core under lpm with `waiting` requests in the queue, whose prompts share one of 16 cached beginnings."""
+
+    def __init__(self, waiting: int, num_pages: int, one_at_a_time: bool) -> None:
+        config = SchedulerConfig(
+            num_pages=num_pages,
+            page_size=16,
+            context_len=1 << 15,
+            vocab_size=151936,
+            schedule_policy=SchedulePolicy.LPM,
+            prefill_max_requests=int(one_at_a_time),
+            chunked_prefill_size=0,
+        )
+        self.core = Scheduler(config, NoText())
+        self._waiting = waiting
+        self._handle = 0
+
+    def submit(self, prompt: NDArray[np.int32], max_new: int) -> None:
+        self._handle += 1
+        params = SamplingParams(max_new_tokens=max_new)
+        self.core.submit(Submit(0, self._handle, f"r{self._handle}", prompt, params), 0.0)
+
+    def fill(self) -> None:
+        while self.core.stats().num_waiting < self._waiting:
+            tail = np.random.default_rng(self._handle).integers(0, 151936, 256, dtype=np.int32)
+            self.submit(np.concatenate([np.full(1024, self._handle % 16, dtype=np.int32), tail]), 1)
+
+    def step(self) -> float:
+        """Seconds of one plan(); the commit is not counted."""
+        begun = time.perf_counter()
+        plan = self.core.plan(0.0)
+        taken = time.perf_counter() - begun
+        assert plan is not None
+        commit(self.core, plan)
+        return taken
+
+
+def admit_one_us(waiting: int, steps: int = 200) -> float:
+    """Median microseconds of planning a step that admits one of `waiting` requests."""
+    queue = Queue(waiting, 1 << 14, one_at_a_time=True)
+    times = []
+    for step in range(steps + 20):
+        queue.fill()
+        taken = queue.step()
+        assert queue.core.stats().num_waiting == waiting - 1
+        if step >= 20:  # by then all beginnings are cached
+            times.append(taken)
+    return statistics.median(times) * 1e6
+
+
+def admit_none_us(waiting: int, steps: int = 200) -> float:
+    """The same where the pool is spoken for by one running row, and each pass has to find that out anew."""
+    queue = Queue(waiting, 300, one_at_a_time=False)
+    queue.submit(np.ones(1024, dtype=np.int32), 16_000)
+    first = queue.core.plan(0.0)
+    assert first is not None
+    commit(queue.core, first)
+    queue.fill()
+    times = []
+    for _ in range(steps):
+        queue.core.retune({"new_token_ratio": 1.0})
+        queue.core.table.batch_is_full = False
+        times.append(queue.step())
+        assert queue.core.stats().num_waiting == waiting
     return statistics.median(times) * 1e6
 
 
@@ -68,7 +157,14 @@ def main() -> None:
     print("| what | median µs |\n| --- | --- |")
     for page_size in (1, 16):
         print(f"| plan + commit, 256 decode rows, page size {page_size} | {decode_step_us(256, page_size):.0f} |")
+    print(f"| the same at 16, each row a session's turn | {decode_step_us(256, 16, sessions=True):.0f} |")
+    print(f"| the same at 16, priorities on, 1 waiting | {decode_step_us(256, 16, waiting=1):.0f} |")
+    print(f"| the same at 16, priorities on, 100 waiting | {decode_step_us(256, 16, waiting=100):.0f} |")
     print(f"| match a cached prompt of 32,768 tokens, page size 16 | {match_us(32768, 16):.0f} |")
+    print(f"| plan, lpm with 128 waiting, admits one | {admit_one_us(128):.0f} |")
+    print(f"| plan, lpm's fallback with 1,000 waiting, admits one | {admit_one_us(1000):.0f} |")
+    print(f"| plan, lpm with 128 waiting, admits none | {admit_none_us(128):.0f} |")
+    print(f"| plan, lpm's fallback with 1,000 waiting, admits none | {admit_none_us(1000):.0f} |")
 
 
 if __name__ == "__main__":

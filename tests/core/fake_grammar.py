@@ -16,7 +16,8 @@ def spec(seed: int, length: int) -> GrammarSpec:
 
 
 class PositionMatcher:
-    """Positions come in groups of four; of every second group each position allows one token, elsewhere one in three."""
+    """Positions come in groups of 4, 8, 12 or 16, by the seed; of every second group each position allows one token, elsewhere
+    one in three."""
 
     def __init__(self, seed: int, length: int, vocab_size: int) -> None:
         self.seed, self.length, self.vocab_size = seed, length, vocab_size
@@ -30,7 +31,7 @@ class PositionMatcher:
 
     def allowed(self, position: int) -> NDArray[np.int64]:
         tokens = np.arange(self.vocab_size)
-        if (position // 4 + self.seed) % 2 == 0:
+        if (position // (4 * (1 + self.seed % 4)) + self.seed) % 2 == 0:
             return tokens[[(self.seed + 13 * position) % self.vocab_size]]
         return tokens[tokens % 3 == position % 3]
 

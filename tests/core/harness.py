@@ -187,6 +187,8 @@ class Engine:
             expected = (ErrorCode.CANCELLED, ErrorCode.OUT_OF_MEMORY, ErrorCode.TIMEOUT, ErrorCode.QUEUE_FULL)
             assert finish.error in expected, finish
             assert got == want[: len(got)]
+        elif message.session is not None and finish.reason is FinishReason.LENGTH:
+            assert got == want[: len(got)], "the session's capacity may cut a turn short"
         else:
             assert got == want, f"request {handle}: {got} is not {want}"
             assert finish.completion_tokens == len(want)
@@ -218,7 +220,6 @@ class Engine:
             self.index = (set() if events.cleared else self.index) - set(events.removed) | set(events.stored)
         nodes = self.core.table.memory.tree.nodes()
         assert self.index == {name for node in nodes for name in node.blocks}
-        assert len(self.index) == sum(len(node.blocks) for node in nodes)
 
     def _commit(self) -> None:
         if self.prev is not None:

@@ -34,8 +34,12 @@ def adder(rows: list[Row] | None = None, **changes: Any) -> PrefillAdder:
 
 
 class TestNewTokenRatio:
-    @pytest.mark.parametrize(("conservativeness", "first"), [(1.0, 0.7), (0.5, 0.35), (0.1, 0.07), (1.4, 0.98), (1.5, 1.0), (9.0, 1.0)])
-    def test_it_begins_at_seven_tenths_times_conservativeness_and_never_above_one(self, conservativeness: float, first: float) -> None:
+    @pytest.mark.parametrize(
+        ("conservativeness", "first"), [(1.0, 0.7), (0.5, 0.35), (0.1, 0.07), (1.4, 0.98), (1.5, 1.0), (9.0, 1.0)]
+    )
+    def test_it_begins_at_seven_tenths_times_conservativeness_and_never_above_one(
+        self, conservativeness: float, first: float
+    ) -> None:
         assert NewTokenRatio(conservativeness).value == pytest.approx(first)
 
     @pytest.mark.parametrize("conservativeness", [0.3, 1.0, 2.0])
@@ -174,7 +178,14 @@ class TestInputBudget:
 class TestChunkBudget:
     @pytest.mark.parametrize(
         ("page_size", "start", "extend", "chunk", "taken"),
-        [(1, 0, 100, 50, 50), (16, 0, 100, 50, 48), (16, 16, 100, 50, 48), (16, 5, 100, 50, 43), (16, 0, 50, 50, 50), (16, 0, 49, 48, 48)],
+        [
+            (1, 0, 100, 50, 50),
+            (16, 0, 100, 50, 48),
+            (16, 16, 100, 50, 48),
+            (16, 5, 100, 50, 43),
+            (16, 0, 50, 50, 50),
+            (16, 0, 49, 48, 48),
+        ],
     )
     def test_a_prompt_is_cut_at_a_page_unless_its_rest_fits(
         self, page_size: int, start: int, extend: int, chunk: int, taken: int

@@ -31,7 +31,7 @@ def config_of(policy: SchedulePolicy, **more: object) -> SchedulerConfig:
 
 
 class Line:
-    """A waiting queue and a cache, and the order in which a policy serves the queue. Requests are named by their arrival: 0, 1, 2."""
+    """A waiting queue, a cache, and the order in which a policy serves the queue. Requests are named by arrival: 0, 1, 2."""
 
     def __init__(self, policy: SchedulePolicy, **more: object) -> None:
         self.config = config_of(policy, **more)

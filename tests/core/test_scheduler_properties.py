@@ -93,6 +93,10 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool) -> Engi
         if rng.random() < 0.002:
             engine.core.flush_cache()
         if rng.random() < 0.01:
+            policy = rng.choice(list(SchedulePolicy)).value
+            limit = rng.randrange(1, config.max_running_requests + 1)
+            engine.core.retune({"schedule_policy": policy, "max_running_requests": limit, "new_token_ratio": rng.random()})
+        if rng.random() < 0.01:
             engine.drain()
         engine.turn()
         assert engine.idle_turns < 3, "the scheduler is stuck with requests waiting"

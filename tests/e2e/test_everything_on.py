@@ -63,7 +63,7 @@ def long_prompt(rng: random.Random, index: int) -> Ask:
 
 
 def grammar(rng: random.Random, index: int) -> Ask:
-    constraints = [
+    constraints: list[dict[str, Any]] = [
         {"guided_json": SCHEMA},
         {"regex": f"[a-z]{{{20 + index % 3}}}( \\d{{2}}){{1,6}}"},
         {"guided_choice": ["yes", "certainly not"]},

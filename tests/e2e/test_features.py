@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from tests.e2e.system import DEMO, System
 
-COUNT = [{"role": "user", "content": "Count from 3 to 9."}]
+COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
 TOLERANCE = 2e-4  # of log probabilities in float32, whatever is cached or computed beside them
 BATCH = 16
 
@@ -53,8 +53,8 @@ class TestLogprobs:
         assert "".join(choice.delta.content or "" for choice in chunks) == whole.message.content
 
     def test_chat_entries_are_the_answers_own(self, client: openai.OpenAI) -> None:
-        messages = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
-        answer = client.chat.completions.create(
+        messages: Any = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
+        answer: Any = client.chat.completions.create(
             model="demo", messages=messages, temperature=0, logprobs=True, top_logprobs=3, max_tokens=40
         )
         (choice,) = answer.choices
@@ -84,18 +84,18 @@ class TestLogprobs:
     def test_an_echoed_answer_has_the_logprobs_that_it_had_as_an_answer(self, client: openai.OpenAI) -> None:
         """Computed once token by token, and once as a prompt."""
         extra = {"return_token_ids": True, "ignore_eos": True}
-        first = client.completions.create(
+        first: Any = client.completions.create(
             model="demo", prompt="Count from 3", logprobs=2, max_tokens=40, temperature=0, extra_body=extra
         )
-        ids = [*first.choices[0].prompt_token_ids, *first.choices[0].token_ids]  # type: ignore[attr-defined]
-        again = client.completions.create(model="demo", prompt=ids, logprobs=2, echo=True, max_tokens=1, temperature=0)
+        ids = [*first.choices[0].prompt_token_ids, *first.choices[0].token_ids]
+        again: Any = client.completions.create(model="demo", prompt=ids, logprobs=2, echo=True, max_tokens=1, temperature=0)
         echoed = again.choices[0].logprobs
         assert echoed.token_logprobs[0] is None
         close(echoed.token_logprobs[len(ids) - 40 : len(ids)], first.choices[0].logprobs.token_logprobs)
 
     def test_a_prompts_logprobs_are_those_of_transformers(self, client: openai.OpenAI) -> None:
         ids = [int(x) for x in np.random.default_rng(3).integers(4, 1200, 300)]
-        answer = client.completions.create(
+        answer: Any = client.completions.create(
             model="demo",
             prompt=ids,
             logprobs=2,
@@ -214,7 +214,7 @@ def tokens(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options
     body = {"return_token_ids": True, **(extra or {})}
     values: dict[str, Any] = {"temperature": 0, "max_tokens": 16, **options}
     answer = client.chat.completions.create(model="demo", messages=COUNT, extra_body=body, **values)
-    return list(answer.choices[0].token_ids)  # type: ignore[attr-defined]
+    return list(answer.choices[0].token_ids)
 
 
 @pytest.fixture(scope="module")

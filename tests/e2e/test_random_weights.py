@@ -47,7 +47,7 @@ def _plain(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _string(rng: random.Random, depth: int) -> dict[str, Any]:
     low = rng.randrange(4)
-    limits = [{"maxLength": low + 6, "minLength": low}, {"pattern": rng.choice(PATTERNS)}]
+    limits: list[dict[str, Any]] = [{"maxLength": low + 6, "minLength": low}, {"pattern": rng.choice(PATTERNS)}]
     limits.append({"format": rng.choice(["date", "time", "ipv4", "uuid"])})
     return {"type": "string", **rng.choice(limits)}
 
@@ -104,7 +104,8 @@ def write_random_model(folder: Path) -> Path:
     """The demo's shape and tokenizer, with weights as they are before any training."""
     torch.manual_seed(5)
     torch.set_num_threads(1)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(DEMO)).save_pretrained(folder)
+    model: Any = AutoModelForCausalLM
+    model.from_config(AutoConfig.from_pretrained(DEMO)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(DEMO / name, folder / name)
     return folder

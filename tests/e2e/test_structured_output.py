@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from tests.e2e.system import System, wait_until
 
-ADA = [{"role": "user", "content": "Give the JSON for name Ada, age 36."}]
+ADA: Any = [{"role": "user", "content": "Give the JSON for name Ada, age 36."}]
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
@@ -116,14 +116,14 @@ class Customer(BaseModel):
 
 class TestPydantic:
     def test_parse(self, client: openai.OpenAI) -> None:
-        answer = client.chat.completions.parse(model="demo", messages=ADA, response_format=Customer, temperature=0)  # type: ignore[arg-type]
+        answer = client.chat.completions.parse(model="demo", messages=ADA, response_format=Customer, temperature=0)
         parsed = answer.choices[0].message.parsed
         assert isinstance(parsed, Customer) and 1 <= len(parsed.addresses) <= 2
 
     def test_stream_helper(self, client: openai.OpenAI) -> None:
         with client.chat.completions.stream(
             model="demo", messages=ADA, response_format=Customer, temperature=1, seed=4
-        ) as stream:  # type: ignore[arg-type]
+        ) as stream:
             final = stream.get_final_completion()
         assert isinstance(final.choices[0].message.parsed, Customer)
 
@@ -132,7 +132,7 @@ class TestPydantic:
             name: str
             age: int
 
-        answer = client.chat.completions.parse(model="demo", messages=ADA, response_format=Person, temperature=0)  # type: ignore[arg-type]
+        answer = client.chat.completions.parse(model="demo", messages=ADA, response_format=Person, temperature=0)
         assert answer.choices[0].message.parsed == Person(name="Ada", age=36)
 
 
@@ -171,9 +171,9 @@ class TestRefusals:
     def test_400_says_what_and_where(self, client: openai.OpenAI, case: str, stream: bool) -> None:
         extra, message = REFUSED[case]
         with pytest.raises(openai.BadRequestError) as refusal:
-            client.chat.completions.create(model="demo", messages=ADA, stream=stream, extra_body=extra)  # type: ignore[call-overload]
+            client.chat.completions.create(model="demo", messages=ADA, stream=stream, extra_body=extra)
         assert message in refusal.value.message
-        assert refusal.value.body and refusal.value.type == "invalid_request_error"  # type: ignore[attr-defined]
+        assert refusal.value.type == "invalid_request_error"
 
     def test_a_refused_request_leaves_nothing_behind(self, system: System, client: openai.OpenAI) -> None:
         for extra, _ in REFUSED.values():
@@ -237,8 +237,8 @@ def compilers(system: System) -> list[psutil.Process]:
 
 
 def slow_to_compile(marker: str) -> dict[str, Any]:
-    """Takes a second or more."""
-    return {"enum": [f"{marker}-{index * 7919 % 100_003}" for index in range(20_000)]}
+    """Takes about a second, so that there is a middle."""
+    return {"enum": [f"{marker}-{index * 7919 % 100_003}" for index in range(10_000)]}
 
 
 class TestCompilerKilled:

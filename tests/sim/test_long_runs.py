@@ -1,23 +1,206 @@
-"""The property tests' workload for ten thousand steps a run; more seeds with ROOTSTOCK_TEST_NIGHTLY=1."""
+"""The property tests' workload, long: 50,000 steps over every policy and flag; a million with ROOTSTOCK_TEST_NIGHTLY=1."""
 
 from __future__ import annotations
 
 import os
+import random
+from collections import Counter
+from typing import Any
 
 import pytest
 
-from tests.core.test_scheduler_properties import check_run, config_of, drive
+from services.worker.core.config import EvictionPolicy, SchedulePolicy
+from services.worker.core.messages import FinishReason
+from services.worker.core.plan import BatchPlan, ForwardMode
+from tests.core.harness import Engine
+from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, drive, random_prompt
 
-SEEDS = range(8) if os.environ.get("ROOTSTOCK_TEST_NIGHTLY") else range(1)
+ROUNDS = range(20) if os.environ.get("ROOTSTOCK_TEST_NIGHTLY") else range(1)
+STEPS_OF_A_ROUND = 50_000
+TURNS_OF_A_DRIVE = 250
 
+LRU, LFU, FIFO, PRIORITY = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.FIFO, EvictionPolicy.PRIORITY
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("page_size", "overlap", "mixed", "retract"), [(1, True, False, 0), (4, True, True, 5), (16, False, False, 0)]
+# page size, pool in tokens, slots, chunk, policy, eviction, priorities, lower value first, threshold, mixed, retract interval,
+# extend steps in a row, rows at which chunks are halved, radix cache, overlap
+COLUMNS = (
+    "page_size",
+    "pool_tokens",
+    "slots",
+    "chunk",
+    "schedule_policy",
+    "eviction_policy",
+    "enable_priority_scheduling",
+    "schedule_low_priority_values_first",
+    "priority_preemption_threshold",
+    "enable_mixed_chunk",
+    "retract_interval",
+    "max_extend_steps",
+    "adaptive_chunk_rows",
+    "enable_radix_cache",
+    "overlap",
 )
-def test_ten_thousand_steps(page_size: int, overlap: bool, mixed: bool, retract: int, seed: int) -> None:
-    config = config_of(page_size, 160, 6, 16, enable_mixed_chunk=mixed, retract_interval=retract, schedule_conservativeness=0.3)
-    engine = drive(config, 1000 + seed, 10_000, overlap)
-    check_run(engine)
+ROWS: dict[str, tuple[Any, ...]] = {
+    "fcfs": (1, 160, 6, 16, SchedulePolicy.FCFS, LRU, False, False, 0, False, 0, 0, 64, True, True),
+    "fcfs mixed": (16, 224, 6, 32, SchedulePolicy.FCFS, FIFO, True, False, 0, True, 0, 0, 1, True, True),
+    "fcfs without a cache": (4, 160, 6, 16, SchedulePolicy.FCFS, LRU, True, True, 1, True, 5, 1, 0, False, False),
+    "lpm": (4, 160, 6, 16, SchedulePolicy.LPM, LFU, False, False, 0, False, 0, 2, 64, True, False),
+    "lpm mixed": (1, 160, 9, 32, SchedulePolicy.LPM, PRIORITY, True, False, 0, True, 5, 0, 0, True, True),
+    "dfs-weight": (4, 160, 6, 0, SchedulePolicy.DFS_WEIGHT, FIFO, True, True, 1, False, 0, 1, 64, True, True),
+    "dfs-weight mixed": (1, 160, 6, 16, SchedulePolicy.DFS_WEIGHT, LRU, False, False, 0, True, 1, 0, 1, True, False),
+    "lof": (16, 224, 6, 16, SchedulePolicy.LOF, PRIORITY, True, True, 0, True, 0, 2, 0, True, True),
+    "random": (4, 160, 3, 16, SchedulePolicy.RANDOM, LFU, True, False, 2, False, 1, 0, 1, True, True),
+    "routing-key": (1, 160, 6, 16, SchedulePolicy.ROUTING_KEY, LRU, True, False, 1, True, 0, 1, 64, True, True),
+}
+EITHER = (True, False)
+
+
+def driven(name: str, seed: int, turns: int = TURNS_OF_A_DRIVE) -> Engine:
+    values = dict(zip(COLUMNS, ROWS[name], strict=True))
+    overlap = values.pop("overlap")
+    config = config_of(**values, schedule_conservativeness=0.3, max_prompt_logprob_tokens=16, random_seed=seed)
+    return drive(config, seed, turns, overlap)
+
+
+def num_jumps(plans: list[BatchPlan]) -> int:
+    """Extend rows of requests whose last token was sampled and which were not admitted again: their grammar added tokens."""
+    count = 0
+    sampled: set[int] = set()
+    for plan in plans:
+        admitted = {params.slot for params in plan.admitted}
+        for row, slot in enumerate(plan.slots.tolist()):
+            if row < plan.num_extend and slot not in admitted and slot in sampled:
+                count += 1
+            (sampled.add if plan.sample[row] else sampled.discard)(slot)
+    return count
+
+
+def exercised(engine: Engine) -> Counter[str]:
     stats = engine.core.stats()
-    assert stats.retractions_total > 20 and stats.evicted_pages_total > 50, "the pool was never short: nothing was tested"
+    return Counter(
+        {
+            "retractions": stats.retractions_total,
+            "preemptions": stats.preemptions_total,
+            "evicted pages": stats.evicted_pages_total,
+            "cached prompt tokens": stats.cached_tokens_total,
+            "grammars waited for": len(engine.book.ready),
+            "jumps": num_jumps(engine.plans),
+            "turns of open sessions": len(engine.contexts),
+            "mixed steps": sum(plan.mode is ForwardMode.MIXED for plan in engine.plans),
+            "rows with prompt logprobs": sum(len(plan.prompt_logprob_rows) for plan in engine.plans),
+            "vectors": sum(finish.reason is FinishReason.EMBEDDED for finish in engine.finishes.values()),
+        }
+    )
+
+
+@pytest.mark.parametrize("round_number", ROUNDS)
+@pytest.mark.parametrize("name", ROWS)
+def test_long_runs(name: str, round_number: int) -> None:
+    """Every invariant holds after every call, every request gets its answer once, and the run was worth it."""
+    steps, seed, seen = 0, 1000 * round_number, Counter[str]()
+    while steps < STEPS_OF_A_ROUND / len(ROWS):
+        engine = driven(name, seed)
+        check_run(engine)
+        steps, seed = steps + len(engine.plans), seed + 1
+        seen += exercised(engine)
+    values = dict(zip(COLUMNS, ROWS[name], strict=True))
+    never = set()
+    if not values["enable_priority_scheduling"]:
+        never.add("preemptions")
+    if not values["enable_radix_cache"]:
+        never |= {"evicted pages", "cached prompt tokens"}
+    wanted = {"retractions", "preemptions", "evicted pages", "cached prompt tokens", "grammars waited for", "jumps"}
+    wanted |= {"turns of open sessions", "mixed steps", "rows with prompt logprobs", "vectors"}
+    assert {what for what in wanted if not seen[what]} == never
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("schedule_policy", tuple(SchedulePolicy)),
+        ("eviction_policy", tuple(EvictionPolicy)),
+        ("enable_priority_scheduling", EITHER),
+        ("schedule_low_priority_values_first", EITHER),
+        ("enable_mixed_chunk", EITHER),
+        ("enable_radix_cache", EITHER),
+        ("overlap", EITHER),
+        ("retract_interval", (0, 1, 5)),
+        ("max_extend_steps", (0, 1, 2)),
+    ],
+)
+def test_every_value_is_among_the_long_runs(column: str, values: tuple[Any, ...]) -> None:
+    assert {row[COLUMNS.index(column)] for row in ROWS.values()} == set(values)
+
+
+@pytest.mark.parametrize("name", ["fcfs", "lpm mixed", "random", "routing-key"])
+def test_the_same_seed_gives_the_same_plans(name: str) -> None:
+    first, second = driven(name, 77, 100), driven(name, 77, 100)
+    assert [repr(plan) for plan in first.plans] == [repr(plan) for plan in second.plans]
+    assert repr(first.finishes) == repr(second.finishes)
+    assert [repr(plan) for plan in driven(name, 78, 100).plans] != [repr(plan) for plan in first.plans]
+
+
+class TestNoStarvation:
+    """First come, first served, without priorities."""
+
+    @pytest.mark.parametrize("mixed", EITHER)
+    @pytest.mark.parametrize("retract_interval", [0, 3])
+    @pytest.mark.parametrize("overlap", EITHER)
+    def test_nobody_is_overtaken_before_the_first_step(self, overlap: bool, retract_interval: int, mixed: bool) -> None:
+        config = config_of(
+            4, 160, 6, 16, enable_mixed_chunk=mixed, retract_interval=retract_interval, schedule_conservativeness=0.3
+        )
+        engine, rng = Engine(config, overlap), random.Random(5)
+        for handle in range(150):
+            prompt = random_prompt(rng)
+            engine.submit(handle, prompt, max_new_tokens=rng.randrange(1, CONTEXT - len(prompt)), ignore_eos=rng.random() < 0.5)
+            if rng.random() < 0.1:
+                engine.abort(rng.randrange(max(0, handle - 12), handle + 1))
+            for _ in range(rng.randrange(6)):
+                engine.turn()
+                self.check_order(engine)
+        engine.drain()
+        check_run(engine)
+
+    @staticmethod
+    def check_order(engine: Engine) -> None:
+        """Those that have been admitted arrived before all that never were."""
+        here = engine.core.table.by_key.values()
+        begun = [request.seq for request in here if request.queue_s >= 0]
+        never = [request.seq for request in here if request.queue_s < 0]
+        assert not begun or not never or max(begun) < min(never)
+
+    @pytest.mark.parametrize("retract_interval", [0, 4])
+    @pytest.mark.parametrize("overlap", EITHER)
+    def test_a_request_waits_no_longer_than_those_before_it_would_take_one_by_one(
+        self, overlap: bool, retract_interval: int
+    ) -> None:
+        """Steps until the first admission, under a load that never lets the queue run dry.
+
+        Each step extends or decodes something of requests that came before. Alone, one takes its chunks and its outputs;
+        each retraction costs at most another round of chunks.
+        """
+        config = config_of(4, 160, 6, 16, retract_interval=retract_interval, schedule_conservativeness=0.3)
+        engine, rng = Engine(config, overlap), random.Random(6)
+        bounds: dict[int, int] = {}
+        handle = 0
+        for _ in range(400):
+            while engine.core.stats().num_waiting < 5:
+                prompt = random_prompt(rng)
+                engine.submit(handle, prompt, max_new_tokens=rng.randrange(1, CONTEXT - len(prompt)))
+                bounds[handle] = self.bound(engine, handle)
+                handle += 1
+            engine.turn()
+            for request in engine.core.table.by_key.values():
+                late = engine.core.stats().retractions_total * -(-CONTEXT // 16)
+                waited = len(engine.plans) - bounds[request.handle]
+                assert request.queue_s >= 0 or waited <= late, f"request {request.handle} waits beyond its bound"
+        assert handle > 30
+
+    @staticmethod
+    def bound(engine: Engine, handle: int) -> int:
+        """The number of the step by which the request has begun, if nobody is retracted."""
+        before = [request for request in engine.core.table.by_key.values() if request.handle != handle]
+        chunks = sum(-(-request.num_prompt_tokens // 16) + 1 for request in before)
+        outputs = sum(request.params.max_new_tokens - len(request.output_ids) for request in before)
+        return len(engine.plans) + chunks + outputs + 2

@@ -6,6 +6,7 @@ no form. A block belongs to the tree edge that holds its last token, and goes wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ class CacheEventLog:
         self._cleared = False
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self._held: Counter[bytes] = Counter()  # edges that hold a block: more than one where pages are larger than blocks
 
     def stored(self, node: TreeNode) -> None:
         """Names the blocks that end in a new edge."""
@@ -55,6 +57,9 @@ class CacheEventLog:
         for at in range(0, len(tokens) - size + 1, size):
             link = self._block_hash(link, tokens[at : at + size])
             names.append(link)
+            self._held[link] += 1
+            if self._held[link] > 1:
+                continue
             if link in self._removed:
                 del self._removed[link]
             else:
@@ -63,6 +68,10 @@ class CacheEventLog:
 
     def removed(self, node: TreeNode) -> None:
         for name in node.blocks:
+            self._held[name] -= 1
+            if self._held[name]:
+                continue
+            del self._held[name]
             if name in self._stored:
                 del self._stored[name]
             else:
@@ -70,6 +79,7 @@ class CacheEventLog:
 
     def cleared(self) -> None:
         self._cleared = True
+        self._held.clear()
         self._stored.clear()
         self._removed.clear()
 

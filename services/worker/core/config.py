@@ -35,6 +35,7 @@ class SchedulerConfig:
     long (0: never shorter). max_extend_steps: extend steps in a row while decode rows wait (0: any number).
     prefill_max_requests: extend rows of one step (0: any number). max_prompt_logprob_tokens: prompt tokens of one step
     whose logprobs may be computed, which bounds their memory.
+    whole_prompts: the model computes each prompt in one row of one step; nothing that cuts one may be switched on.
     priority_preemption_threshold: a waiting request displaces running ones whose priority is worse by more than this.
     pooling_reuses_prefix: a vector may be computed from the tokens after a cached prefix alone (last-token pooling).
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
@@ -57,6 +58,7 @@ class SchedulerConfig:
     prefill_max_requests: int = 0
     max_prompt_logprob_tokens: int = 4096
     enable_mixed_chunk: bool = False
+    whole_prompts: bool = False
     enable_radix_cache: bool = True
     eviction_policy: EvictionPolicy = EvictionPolicy.LRU
     enable_cache_events: bool = False

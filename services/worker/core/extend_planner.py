@@ -16,8 +16,8 @@ from services.worker.core.prefill_adder import CLIP_MAX_NEW_TOKENS, AddResult, P
 from services.worker.core.radix_cache import TOKEN_BYTES, Match
 from services.worker.core.request import Request
 from services.worker.core.request_table import RequestTable
-from services.worker.core.retraction import preemptible, tokens_needed
-from services.worker.core.step_rows import ExtendRows
+from services.worker.core.retraction import preemptible, victim_order
+from services.worker.core.step_rows import ExtendRows, Step
 
 _NO_HISTORY = np.empty(0, dtype=np.int32)
 
@@ -36,18 +36,19 @@ class ExtendPlanner:
         self.running_limit = table.config.max_running_requests
 
     def plan(
-        self, now: float, ratio: float, num_decode_rows: int, computing: Sequence[Request], step_id: int, may_admit: bool
+        self, now: float, ratio: float, num_decode_rows: int, flight: Step | None, step_id: int, may_admit: bool
     ) -> ExtendRows:
-        """num_decode_rows: those that share this step. computing: the extend rows of the step in flight. may_admit: waiting
-        requests may begin."""
+        """num_decode_rows: those that share this step. flight: the uncommitted step. may_admit: waiting requests may begin."""
         rows = ExtendRows()
         table = self._table
         if not table.extending and (table.batch_is_full or not len(table.waiting)):
             return rows
         adder = self._adder(ratio, num_decode_rows)
         for request in list(table.extending):
-            self._continue(request, adder, rows, now, bool(computing))
+            if request.lease is not None and not self._continue(request, adder, rows) and not rows.requests and flight is None:
+                self._relieve(request, now, step_id)
         if may_admit and not table.batch_is_full and not table.extending:
+            computing = flight.requests[: flight.plan.num_extend] if flight else []
             self._admit_waiting(adder, rows, now, computing, step_id)
         return rows
 
@@ -74,20 +75,25 @@ class ExtendPlanner:
 
     # Started extends
 
-    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float, in_flight: bool) -> None:
+    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows) -> bool:
+        """False: there is no page for it."""
         lease = request.lease
         assert lease is not None
         start = int(self._table.columns.computed[lease.slot])
         remaining = int(self._table.columns.target[lease.slot]) - start
         count = adder.chunk(start, remaining, _computes_logprobs(request))
-        if count > 0 and not self._add(request, start, count, adder, rows) and not rows.requests:
-            self._relieve(request, now, in_flight)
+        return count <= 0 or self._add(request, start, count, adder, rows)
 
-    def _relieve(self, request: Request, now: float, in_flight: bool) -> None:
-        """No page for a started extend: others will free some, or retracting other extends does, or it cannot run here."""
-        if self._table.num_running > 1 or in_flight:
+    def _relieve(self, request: Request, now: float, step_id: int) -> None:
+        """No page for a started extend, and nothing in flight that could free one. Decode rows give way by themselves (they are
+        planned next); where all extend, one is retracted; alone, it cannot run here."""
+        table = self._table
+        if table.decoding:
             return
-        self._table.end(request, too_small(self._table.config), now)
+        if len(table.extending) > 1:
+            table.retract(min(table.extending, key=victim_order), -1, step_id)
+        else:
+            table.end(request, too_small(table.config), now)
 
     # Waiting requests
 
@@ -98,20 +104,30 @@ class ExtendPlanner:
         request = table.waiting.first()
         if not table.config.enable_priority_scheduling or request is None:
             return
-        need = tokens_needed(table.config, request, table.memory)
-        victims = preemptible(table.config, request, table.extending + table.decoding, table.memory)
+        victims = preemptible(table.config, request, table.extending + table.decoding)
         if not victims:
             return
-        while not self._has_room(need, ratio) and victims:
-            table.retract(victims.pop(0), flight_step, step_id, preempted=True)
-        table.batch_is_full = False
+        match = table.memory.match(request.namespace, request.key, request.prefix_limit())
+        table.memory.lock(match)  # its own hit is no room for it
+        if self._could_be_let_in(request, match, victims):
+            while victims and not self._has_room(request, match, ratio):
+                table.retract(victims.pop(0), flight_step, step_id, preempted=True)
+            table.batch_is_full = False
+        table.memory.unlock(match)
 
-    def _has_room(self, tokens: int, ratio: float) -> bool:
-        """As the adder will see it."""
-        table, columns, slots = self._table, self._table.columns, self._table.decoding_slots()
-        left = (columns.max_new[slots] - columns.planned_out[slots]).clip(0, CLIP_MAX_NEW_TOKENS)
-        available = table.memory.num_available * table.config.page_size
-        return self._free_slots() > 0 and tokens < available - float(left.sum()) * ratio
+    def _could_be_let_in(self, request: Request, match: Match, victims: list[Request]) -> bool:
+        """With all of the victims gone. What they hold is an upper bound: pages shared with others stay."""
+        memory, page_size = self._table.memory, self._table.config.page_size
+        held = sum(int(memory.slots.num_pages[r.lease.slot]) for r in victims if r.lease)
+        extend = len(request.key) // TOKEN_BYTES - len(match.pages) * page_size
+        outputs = min(request.params.max_new_tokens - len(request.output_ids), CLIP_MAX_NEW_TOKENS)
+        return (held + memory.num_available) * page_size >= -(-extend // page_size) * page_size + outputs
+
+    def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
+        """As admission will see it. `match` is locked."""
+        if self._free_slots() <= 0:
+            return False
+        return self._may_add(request, match, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self) -> int:
         return min(self._table.memory.slots.num_free, self.running_limit - self._table.num_running)
@@ -161,10 +177,12 @@ class ExtendPlanner:
         it cached once that step is committed."""
         config = self._table.config
         wanted = hit_pages * config.page_size + max(IN_BATCH_DEPRIORITIZE_THRESHOLD, config.page_size)
-        cut = wanted * TOKEN_BYTES
+        hit, cut = hit_pages * config.page_size * TOKEN_BYTES, wanted * TOKEN_BYTES
         if not config.enable_radix_cache or wanted > request.prefix_limit() or len(request.key) <= cut:
             return False
-        return other.namespace == request.namespace and other.key[:cut] == request.key[:cut]
+        if other.namespace != request.namespace or other.key[hit:cut] != request.key[hit:cut]:
+            return False  # nearly always: what lies behind the hit is each request's own
+        return other.key[:hit] == request.key[:hit]
 
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
         """What the adder says, and how many tokens it takes. `match` is locked."""

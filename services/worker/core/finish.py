@@ -16,6 +16,7 @@ from services.worker.core.messages import ErrorCode, FinishReason
 from services.worker.core.plan import RowFault
 from services.worker.core.request import Request
 
+CHARS_PER_TOKEN = 2  # of most text, at least
 REGEX_TAIL_TOKENS = 256  # a stop pattern is sought in so many last tokens,
 REGEX_TAIL_CHARS = 1024  # and at most so many characters
 
@@ -90,11 +91,12 @@ def _check_text(request: Request, rules: TextRules) -> Ending | None:
 
 
 def _tail_text(request: Request, rules: TextRules) -> str:
-    """Enough of the output's end to hold any stop string. Special tokens give no text, so the first guess may be too short."""
+    """Enough of the output's end to hold any stop string that the newest token completes. Tokens give few characters or many,
+    special ones none, so a first guess is made longer until it suffices."""
     ids, count, skip = request.output_ids, request.tail_tokens, request.params.skip_special_tokens
-    longest = max(map(len, request.params.stop))
+    enough = max(map(len, request.params.stop)) + len(rules.decode(ids[-1:], skip)) + 4  # a cut character
     text = rules.decode(ids[-count:], skip)
-    while len(text) < longest and count < len(ids):
+    while len(text) < enough and count < len(ids):
         count *= 2
         text = rules.decode(ids[-count:], skip)
     return text
@@ -111,5 +113,5 @@ def first_stop(text: str, stops: Sequence[str]) -> str | None:
 
 
 def tail_tokens(stops: Sequence[str]) -> int:
-    """How many last tokens hold any stop string that the newest token completes, where each is at least one byte of text."""
-    return max((len(stop.encode()) for stop in stops), default=0) + 1
+    """How many last tokens are likely to hold any of the stop strings: a first guess."""
+    return max((len(stop) for stop in stops), default=0) // CHARS_PER_TOKEN + 4

@@ -62,6 +62,8 @@ def _tree(memory: KVMemory) -> list[str]:
     tree = memory.tree
     nodes = tree.nodes()
     out = []
+    if len(nodes) != tree.num_nodes:
+        out.append("the tree miscounts its nodes")
     if sum(len(n.pages) for n in nodes) != tree.num_pages:
         out.append("the tree miscounts its pages")
     if sum(len(n.pages) for n in nodes if n.lock_ref == 0) != tree.num_evictable:
@@ -95,7 +97,11 @@ def _sessions(table: RequestTable) -> list[str]:
             walk = walk.parent
     if any(node.holds != expected[node] for node in table.memory.tree.nodes()):
         out.append("a node's holds are not those of the sessions' turns")
-    here = {(r.session.session_id, r.request_id) for r in table.by_key.values() if r.session is not None}
+    here = {(r.session_number, r.request_id) for r in table.by_key.values() if r.session is not None}
     if table.sessions.running_turns() - here:
         out.append("a session waits for a turn that has ended")
+    if table.sessions.num_tokens != table.sessions.count_tokens():
+        out.append("the sessions miscount their tokens")
+    if table.sessions.overfull():
+        out.append("a session holds more than its capacity")
     return out

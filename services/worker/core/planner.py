@@ -22,9 +22,9 @@ class Planner:
         self._step_id = 0
         self._extends_in_a_row = 0
 
-    def retune(self, config: SchedulerConfig, ratio: float | None) -> None:
-        """config.max_running_requests becomes the limit of requests that run at once; ratio: None to leave it."""
-        self.extends.running_limit = config.max_running_requests
+    def retune(self, config: SchedulerConfig, running_limit: int, ratio: float | None) -> None:
+        """ratio: None to leave it."""
+        self.extends.running_limit = running_limit
         if config.schedule_conservativeness != self._table.config.schedule_conservativeness:
             self.ratio.rebase(config.schedule_conservativeness)
         if ratio is not None:
@@ -44,8 +44,7 @@ class Planner:
         decodes = self._decodes.plan(now, flight_step, self._step_id) if shared else NO_DECODES
         # What this plan has retracted must not come back in it: its token in flight is still to be committed.
         may_admit = table.retractions_total == before
-        computing = flight.requests[: flight.plan.num_extend] if flight else []
-        extends = self.extends.plan(now, self.ratio.value, len(decodes.requests), computing, self._step_id, may_admit)
+        extends = self.extends.plan(now, self.ratio.value, len(decodes.requests), flight, self._step_id, may_admit)
         if not extends.requests and not shared:
             decodes = self._decodes.plan(now, flight_step, self._step_id)
         if not extends.requests and not decodes.requests:

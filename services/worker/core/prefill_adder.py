@@ -122,18 +122,15 @@ class PrefillAdder:
         """Plays all rows forward: when each finishes (those that may stop early: after `ratio` of what they could still
         give) it returns its KV; at no such moment may the rest have grown beyond what is free."""
         running = self._rows
-        steps = np.where(running.ignore_eos, running.remaining, (running.remaining * self._ratio).astype(np.int64))
-        rows = list(zip(steps.tolist(), running.held.tolist(), strict=True))
-        rows += [(left if ignores else int(left * self._ratio), held) for left, held, ignores in self._added]
-        rows.append((max_new, extend))
-        rows.sort()
-        free = available - self._pending - self._ceil(extend)
-        for i, (left, held) in enumerate(rows):
-            alive = len(rows) - i
-            if free - left * alive <= alive * self._page_size:
-                return False
-            free += held
-        return True
+        left = np.where(running.ignore_eos, running.remaining, (running.remaining * self._ratio).astype(np.int64))
+        added = [(more if ignores else int(more * self._ratio), held) for more, held, ignores in self._added]
+        late = np.array([*added, (max_new, extend)], dtype=np.int64)
+        steps = np.concatenate([left, late[:, 0]])
+        order = np.argsort(steps, kind="stable")
+        steps, held = steps[order], np.concatenate([running.held, late[:, 1]])[order]
+        alive = np.arange(len(steps), 0, -1)
+        free = available - self._pending - self._ceil(extend) + np.cumsum(held) - held
+        return bool((free - steps * alive > alive * self._page_size).all())
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page_size) * self._page_size

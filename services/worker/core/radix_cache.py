@@ -20,6 +20,7 @@ from services.worker.core.eviction import KEYS, EvictionKey
 
 I32 = NDArray[np.int32]
 TOKEN_BYTES = 4
+STALE_ENTRIES = 64  # of the eviction queue, beyond one for each node, before they are swept
 _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 
 
@@ -66,6 +67,7 @@ class RadixCache:
         self._clock = 0
         self._seq = 0
         self._leaves: list[tuple[EvictionKey, int, TreeNode]] = []
+        self.num_nodes = 0
         self.num_pages = 0
         self.num_evictable = 0
 
@@ -218,6 +220,7 @@ class RadixCache:
         if self._events:
             upper.blocks, node.blocks = self._events.split(node.blocks, upper.depth, node.depth)
         parent.children[upper.key[: self._page_bytes]] = upper
+        self.num_nodes += 1
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
         upper.children[node.key[: self._page_bytes]] = node
         return upper
@@ -226,6 +229,7 @@ class RadixCache:
         node = TreeNode(parent, key, pages.copy(), parent.depth + len(pages), stamp=self._clock, born=self._clock, rank=rank)
         assert len(key) == len(pages) * self._page_bytes
         parent.children[key[: self._page_bytes]] = node
+        self.num_nodes += 1
         self.num_pages += len(pages)
         self.num_evictable += len(pages)
         self._queue(node)
@@ -237,6 +241,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key[: self._page_bytes]]
+        self.num_nodes -= 1
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)
         node.gone = True
@@ -262,3 +267,6 @@ class RadixCache:
             self._seq += 1
             node.entry = self._seq
             heapq.heappush(self._leaves, (self._eviction_key(node), node.entry, node))
+            if len(self._leaves) > 2 * self.num_nodes + STALE_ENTRIES:
+                self._leaves = [entry for entry in self._leaves if entry[2].entry == entry[1]]
+                heapq.heapify(self._leaves)

@@ -60,6 +60,7 @@ class Request:
     reuse_limit: int
     routing_key: str = ""
     session: SessionTurn | None = None
+    session_number: int = 0  # of the session itself: another one may get its name
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
     phase: Phase = Phase.WAITING

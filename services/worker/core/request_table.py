@@ -75,7 +75,7 @@ class RequestTable:
         self.requests_total += 1
         self.by_key[request.peer, request.handle] = request
         if request.session is not None:
-            self.sessions.begin(request.session, request.request_id)
+            self.sessions.begin(request)
         if self.gate.admits(request):
             self.waiting.add(request)
             self.trace.add(request.request_id, TraceKind.QUEUED, request.num_prompt_tokens)
@@ -187,7 +187,9 @@ class RequestTable:
         """Forgets every page, cached ones too. Only while no request is here."""
         assert not self.by_key
         self.sessions.close_all(self.memory)
+        evicted = self.memory.evicted_pages_total
         self.memory = KVMemory(self.config, self._events)
+        self.memory.evicted_pages_total = evicted
         if self._events:
             self._events.cleared()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.worker.core.config import SchedulerConfig
-from services.worker.core.memory import KVMemory
-from services.worker.core.prefill_adder import CLIP_MAX_NEW_TOKENS
 from services.worker.core.request import Request
 
 
@@ -20,22 +18,7 @@ def preemption_order(request: Request) -> tuple[int, int]:
     return -request.rank, -request.seq
 
 
-def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Request], memory: KVMemory) -> list[Request]:
-    """Running requests that `request` may displace, in order, empty unless displacing all of them could let it in.
-
-    Each is less urgent by more than the threshold. What they hold is an upper bound: pages shared with others stay.
-    """
+def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Request]) -> list[Request]:
+    """Running requests that `request` may displace, in order: those that are less urgent by more than the threshold."""
     victims = [r for r in running if r.rank - request.rank > config.priority_preemption_threshold]
-    if not victims:
-        return []
-    held = sum(int(memory.slots.num_pages[r.lease.slot]) for r in victims if r.lease) * config.page_size
-    if held + memory.num_available * config.page_size < tokens_needed(config, request, memory):
-        return []
     return sorted(victims, key=preemption_order)
-
-
-def tokens_needed(config: SchedulerConfig, request: Request, memory: KVMemory) -> int:
-    """KV that admission asks for: what is to be extended, in whole pages, and the outputs still to come."""
-    _, hit = memory.peek(request.namespace, request.key, request.prefix_limit())
-    pages = -(-(len(request.key) // 4 - hit) // config.page_size)
-    return pages * config.page_size + min(request.params.max_new_tokens - len(request.output_ids), CLIP_MAX_NEW_TOKENS)

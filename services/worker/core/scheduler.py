@@ -203,7 +203,9 @@ class Scheduler:
         if ratio is not None and not 0.0 <= float(ratio) <= 1.0:
             raise ValueError("new_token_ratio: must be within 0 and 1")
         config = retuned(self.config, changes, len(self.table.memory.slots.num_pages))
-        self._planner.retune(config, None if ratio is None else float(ratio))
+        limit = int(changes.get("max_running_requests", self._planner.extends.running_limit))
+        self._planner.retune(config, limit, None if ratio is None else float(ratio))
+        self.table.batch_is_full = False
         self.table.reconfigure(replace(config, max_running_requests=self.config.max_running_requests))
 
     def trace(self, request_id: str) -> list[TraceEvent]:
@@ -261,8 +263,8 @@ class Scheduler:
         return message
 
     def _displace(self, message: Submit, now: float) -> bool:
-        """In a full queue a more urgent request takes the place of the last one."""
-        last: Request | None = self.table.waiting.last()
+        """In a full queue a more urgent request takes the place of the last one that has not run yet."""
+        last: Request | None = self.table.waiting.last_fresh()
         if last is None or self.config.rank(message.priority) >= last.rank:
             return False
         text = "a more urgent request took its place in a full queue"

@@ -40,6 +40,8 @@ def tunables(config: SchedulerConfig) -> dict[str, Tunable]:
 def retuned(config: SchedulerConfig, changes: Mapping[str, Tunable], num_slots: int) -> SchedulerConfig:
     """config with the changes. Raises ValueError naming the field that is unknown, of the wrong type or out of range."""
     values = {name: _checked(config, name, value) for name, value in changes.items()}
+    if config.whole_prompts and (cutting := {"chunked_prefill_size", "enable_mixed_chunk", "max_prefill_tokens"} & set(values)):
+        raise ValueError(f"{min(cutting)}: this model needs each prompt whole, in one step")
     limit = values.get("max_running_requests", 1)
     if not 1 <= int(limit) <= num_slots:
         raise ValueError(f"max_running_requests: must be within 1 and {num_slots}, the number it started with")

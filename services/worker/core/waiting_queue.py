@@ -60,11 +60,11 @@ class WaitingQueue:
             return mine.back[0] if mine.back else next(iter(mine.fresh.values()))
         return None
 
-    def last(self) -> Request | None:
-        """The one that would be served after all others."""
+    def last_fresh(self) -> Request | None:
+        """Of those that have never run, the one that would be served after all others."""
         for rank in reversed(self._order):
-            mine = self._ranks[rank]
-            return next(reversed(mine.fresh.values())) if mine.fresh else mine.back[-1]
+            if fresh := self._ranks[rank].fresh:
+                return next(reversed(fresh.values()))
         return None
 
     def __iter__(self) -> Iterator[Request]:

@@ -11,6 +11,7 @@ import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared import rpc
+from services.worker.core.cache_events import CacheEvents
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.messages import StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
@@ -63,6 +64,9 @@ class Observer:
 
     def turned(self, stats: StepStats, busy: bool) -> None:
         self._metrics.turned(stats, busy)
+
+    def cached(self, events: CacheEvents) -> None:
+        self._metrics.cached(events)
 
 
 class PlainMasks:

@@ -1,0 +1,217 @@
+"""The radix cache: what goes first, who shares with whom, and what the prefix index is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.worker.core.admission import namespace
+from services.worker.core.cache_events import BLOCK_TOKENS
+from services.worker.core.config import EvictionPolicy
+from services.worker.core.messages import Submit
+from services.worker.core.radix_cache import RadixCache, TreeNode
+from services.worker.core.sampling import SamplingParams
+from tests.core.harness import Engine, chained
+from tests.core.test_scheduler_basic import make
+
+
+def key(*tokens: int) -> bytes:
+    return np.array(tokens, dtype=np.int32).tobytes()
+
+
+class Tree:
+    """Pages of one token; a page's number is its token."""
+
+    def __init__(self, policy: EvictionPolicy = EvictionPolicy.LRU) -> None:
+        self.cache = RadixCache(1, policy)
+
+    def put(self, *tokens: int, rank: int = 0) -> TreeNode:
+        node, _ = self.cache.insert(self.cache.root(""), key(*tokens), np.array(tokens, dtype=np.int32), rank)
+        return node
+
+    def use(self, *tokens: int) -> None:
+        self.cache.match("", key(*tokens))
+
+    def evicted(self, count: int = 99) -> list[list[int]]:
+        """Edges, in the order in which they go when one page at a time is wanted."""
+        out: list[list[int]] = []
+        while len(out) < count and (freed := self.cache.evict(1)):
+            out += [pages.tolist() for pages in freed]
+        return out
+
+
+class TestEviction:
+    @pytest.mark.parametrize(
+        ("policy", "order"),
+        [
+            (EvictionPolicy.LRU, [[2], [3], [1], [4]]),
+            (EvictionPolicy.LFU, [[2], [4], [3], [1]]),
+            (EvictionPolicy.FIFO, [[1], [2], [3], [4]]),
+            (EvictionPolicy.PRIORITY, [[2], [1], [4], [3]]),
+        ],
+    )
+    def test_each_policy_has_its_order_of_victims(self, policy: EvictionPolicy, order: list[list[int]]) -> None:
+        """Born 1, 2, 3, 4; used 0 times: 2, once: 4, twice: 3, three times: 1; in the order of last use: 2, 3, 1, 4."""
+        tree = Tree(policy)
+        for token, rank in ((1, 1), (2, 2), (3, 0), (4, 1)):
+            tree.put(token, rank=rank)
+        for token in (3, 3, 1, 1, 1, 4):
+            tree.use(token)
+        assert tree.evicted() == order
+
+    @pytest.mark.parametrize("policy", EvictionPolicy)
+    def test_leaves_go_before_what_they_hang_on(self, policy: EvictionPolicy) -> None:
+        tree = Tree(policy)
+        tree.put(1, 2)
+        tree.put(1, 2, 3)
+        tree.put(1, 2, 4)
+        assert tree.evicted()[-1] == [1, 2]
+        assert tree.cache.num_pages == 0
+
+    @pytest.mark.parametrize("policy", EvictionPolicy)
+    def test_what_is_locked_never_goes(self, policy: EvictionPolicy) -> None:
+        tree = Tree(policy)
+        locked = tree.put(1, 2)
+        tree.put(1, 2, 3)
+        tree.put(5)
+        tree.cache.lock(locked)
+        assert sorted(tree.evicted()) == [[3], [5]]
+        tree.cache.unlock(locked)
+        assert tree.evicted() == [[1, 2]]
+
+    @pytest.mark.parametrize("policy", EvictionPolicy)
+    def test_what_is_held_goes_last(self, policy: EvictionPolicy) -> None:
+        tree = Tree(policy)
+        held = tree.put(1, rank=9)
+        tree.cache.hold(held)
+        tree.put(2)
+        tree.put(3)
+        for token in (2, 3):
+            tree.use(token)
+        assert tree.evicted()[-1] == [1]
+
+    def test_a_hold_taken_back_counts_no_more(self) -> None:
+        tree = Tree()
+        held = tree.put(1)
+        tree.put(2)
+        tree.cache.hold(held)
+        tree.cache.unhold(held)
+        assert tree.evicted() == [[1], [2]]
+
+    def test_more_urgent_requests_make_what_they_bring_stay_under_the_priority_policy(self) -> None:
+        tree = Tree(EvictionPolicy.PRIORITY)
+        tree.put(1, rank=3)
+        tree.put(2, rank=2)
+        tree.put(1, rank=1)
+        assert tree.evicted() == [[2], [1]]
+
+    def test_whole_edges_are_given_back_until_it_is_enough(self) -> None:
+        tree = Tree()
+        tree.put(1, 2, 3)
+        tree.put(4, 5)
+        assert [pages.tolist() for pages in tree.cache.evict(4)] == [[1, 2, 3], [4, 5]]
+
+
+class TestNamespaces:
+    def test_no_two_pairs_of_adapter_and_salt_are_one(self) -> None:
+        words = ("", "a", "b", "ab", "1:a", "1:b", "2:ab")
+        assert len({namespace(lora, salt) for lora in words for salt in words}) == len(words) ** 2
+
+    @pytest.mark.parametrize(
+        ("first", "second", "cached"),
+        [
+            (("", ""), ("", ""), 28),
+            (("x", "y"), ("x", "y"), 28),
+            (("", ""), ("", "y"), 0),
+            (("", ""), ("x", ""), 0),
+            (("x", ""), ("", "x"), 0),
+            (("x", "y"), ("x", "z"), 0),
+            (("x", "y"), ("z", "y"), 0),
+        ],
+    )
+    def test_requests_share_within_one_only(self, first: tuple[str, str], second: tuple[str, str], cached: int) -> None:
+        engine = make()
+        for handle, (lora, salt) in enumerate((first, second)):
+            message = Submit(
+                0, handle, f"r{handle}", np.ones(30, dtype=np.int32), SamplingParams(3, ignore_eos=True), lora=lora, salt=salt
+            )
+            engine.submitted[handle] = message
+            engine.core.submit(message, engine.now)
+            engine.drain()
+            engine.check_answer(handle)
+        assert engine.finishes[1].cached_tokens == cached
+
+    def test_an_emptied_one_is_forgotten(self) -> None:
+        engine = make()
+        for handle in range(20):
+            engine.submit(handle, [1] * 12, salt=f"tenant {handle}", max_new_tokens=1)
+        engine.drain()
+        engine.core.flush_cache()
+        assert not engine.core.table.memory.tree._roots
+
+
+def blocks(tokens: list[int], salt: str = "") -> list[bytes]:
+    """What the index is to know of a cached prefix: the names of its whole blocks."""
+    link, out = namespace("", salt).encode(), []
+    for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        link = chained(link, np.array(tokens[at : at + BLOCK_TOKENS], dtype=np.int32).tobytes())
+        out.append(link)
+    return out
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+class TestEvents:
+    @staticmethod
+    def engine(page_size: int) -> Engine:
+        return make(page_size=page_size, num_pages=4096 // page_size, context_len=1024, chunked_prefill_size=256)
+
+    def run(self, engine: Engine, handle: int, tokens: list[int], salt: str = "") -> set[bytes]:
+        """Computes the prompt; returns the names of its blocks that are in whole pages."""
+        engine.submit(handle, tokens, salt=salt, max_new_tokens=1)
+        engine.drain()
+        page = engine.config.page_size
+        return set(blocks(tokens[: len(tokens) // page * page], salt))
+
+    def test_whole_blocks_are_told_when_they_are_computed(self, page_size: int) -> None:
+        engine = self.engine(page_size)
+        tokens = list(range(300))
+        wanted = self.run(engine, 0, tokens)
+        assert len(wanted) == 300 // max(page_size, 64) * max(page_size, 64) // 64
+        assert engine.index == wanted
+
+    def test_prompts_that_part_within_an_edge_share_the_blocks_before(self, page_size: int) -> None:
+        engine = self.engine(page_size)
+        first = self.run(engine, 0, list(range(400)))
+        second = self.run(engine, 1, [*range(200), *range(500, 700)])
+        assert len(first & second) == 200 // 64
+        assert engine.index == first | second
+
+    def test_evicted_blocks_are_taken_back(self, page_size: int) -> None:
+        engine = self.engine(page_size)
+        self.run(engine, 0, list(range(400)))
+        engine.core.flush_cache()
+        engine.check()
+        assert engine.index == set()
+        assert engine.index | self.run(engine, 1, list(range(400))) == engine.index
+
+    def test_namespaces_have_their_own_names(self, page_size: int) -> None:
+        engine = self.engine(page_size)
+        first = self.run(engine, 0, list(range(400)))
+        second = self.run(engine, 1, list(range(400)), salt="tenant")
+        assert not first & second and engine.index == first | second
+
+    def test_a_new_pool_clears_everything(self, page_size: int) -> None:
+        engine = self.engine(page_size)
+        self.run(engine, 0, list(range(400)))
+        engine.turn()
+        engine.core.reset_memory()
+        events = engine.core.take_cache_events()
+        assert events is not None and events.cleared and not events.stored and not events.removed
+
+    def test_a_block_that_came_and_went_between_two_messages_is_in_neither(self, page_size: int) -> None:
+        engine = self.engine(page_size)
+        tree = engine.core.table.memory.tree
+        tokens = np.arange(256, dtype=np.int32)
+        tree.insert(tree.root(""), tokens.tobytes(), engine.core.table.memory.pages.alloc(256 // page_size))
+        engine.core.flush_cache()
+        assert engine.core.take_cache_events() is None

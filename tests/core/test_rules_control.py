@@ -1,0 +1,239 @@
+"""What the control service asks of the core: pauses, flushes, and settings changed while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.worker.core.config import SchedulePolicy
+from services.worker.core.messages import ErrorCode, FinishReason, PauseMode
+from services.worker.core.tunables import NAMES
+from tests.core.fake_grammar import spec
+from tests.core.harness import Engine
+from tests.core.test_scheduler_basic import make
+
+
+def busy(overlap: bool = True) -> Engine:
+    """Two requests that decode, one in the middle of its prompt, and one at the gate."""
+    engine = make(overlap, max_running_requests=3)
+    for handle in range(2):
+        engine.submit(handle, [handle + 1] * 9, max_new_tokens=40, ignore_eos=True)
+    for _ in range(4):
+        engine.turn()
+    engine.submit(2, range(100), max_new_tokens=8, ignore_eos=True)
+    engine.submit(3, [3] * 9, max_new_tokens=20, grammar=spec(0, 12))
+    engine.turn()
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+class TestPause:
+    @pytest.mark.parametrize("mode", PauseMode)
+    def test_nothing_is_planned_and_new_requests_wait_until_it_ends(self, overlap: bool, mode: PauseMode) -> None:
+        engine = busy(overlap)
+        planned = len(engine.plans)
+        engine.core.pause(mode, engine.now)
+        engine.check()
+        engine.submit(9, [9] * 9, max_new_tokens=5, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        assert len(engine.plans) == planned and 9 not in engine.finishes
+        engine.idle_turns = 0
+        engine.core.resume()
+        engine.drain()
+        assert engine.finishes[9].reason is FinishReason.LENGTH
+
+    def test_abort_ends_all_that_are_here_and_they_hold_nothing(self, overlap: bool) -> None:
+        engine = busy(overlap)
+        engine.core.pause(PauseMode.ABORT, engine.now)
+        engine.turn()
+        assert {finish.error for finish in engine.finishes.values()} == {ErrorCode.CANCELLED}
+        assert sorted(engine.finishes) == [0, 1, 2, 3] and engine.core.stats().pages_leased == 0
+        for handle in range(4):
+            engine.check_answer(handle)
+
+    def test_retract_gives_all_memory_back_and_what_is_cached_can_be_flushed(self, overlap: bool) -> None:
+        engine = busy(overlap)
+        engine.core.pause(PauseMode.RETRACT, engine.now)
+        engine.turn()
+        stats = engine.core.stats()
+        assert (stats.num_running, stats.pages_leased, stats.num_retracted) == (0, 0, 3)
+        assert engine.core.flush_cache() > 0
+        assert engine.core.stats().pages_free == engine.config.num_pages
+        self.end(engine)
+
+    def test_in_place_leaves_memory_where_it_is(self, overlap: bool) -> None:
+        engine = busy(overlap)
+        before = engine.core.stats()
+        engine.core.pause(PauseMode.IN_PLACE, engine.now)
+        engine.turn()
+        stats = engine.core.stats()
+        assert (stats.num_running, stats.retractions_total) == (before.num_running, before.retractions_total)
+        assert stats.pages_leased + stats.pages_cached >= before.pages_leased + before.pages_cached - 1
+        self.end(engine)
+
+    @staticmethod
+    def end(engine: Engine) -> None:
+        engine.idle_turns = 0
+        engine.core.resume()
+        engine.drain()
+        for handle in range(4):
+            assert engine.finishes[handle].reason is not FinishReason.ABORT
+            engine.check_answer(handle)
+
+    @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
+    def test_requests_can_be_aborted_and_time_out_meanwhile(self, overlap: bool, mode: PauseMode) -> None:
+        engine = busy(overlap)
+        engine.submit(4, [4] * 9, max_new_tokens=5, timeout_s=0.05)
+        engine.core.pause(mode, engine.now)
+        engine.abort(0)
+        for _ in range(10):
+            engine.turn()
+        assert engine.finishes[0].error is ErrorCode.CANCELLED and engine.finishes[4].error is ErrorCode.TIMEOUT
+
+
+class TestFlush:
+    def test_what_running_requests_use_stays(self) -> None:
+        engine = busy()
+        engine.core.flush_cache()
+        engine.check()
+        engine.drain()
+        for handle in range(4):
+            engine.check_answer(handle)
+
+    def test_afterwards_nothing_is_found_cached(self) -> None:
+        engine = make()
+        for handle in range(2):
+            engine.submit(handle, [1] * 30, max_new_tokens=2)
+            engine.drain()
+            assert engine.core.flush_cache() > 0
+        assert engine.finishes[1].cached_tokens == 0
+
+
+class TestRetune:
+    def test_every_name_is_shown_with_its_value(self) -> None:
+        shown = make().core.tunables()
+        assert set(shown) == {*NAMES, "new_token_ratio"}
+        assert shown["schedule_policy"] == "fcfs" and shown["chunked_prefill_size"] == 16
+        assert shown["max_running_requests"] == 8 and shown["new_token_ratio"] == 0.7
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_each_can_be_set_to_what_it_is(self, name: str) -> None:
+        core = make().core
+        before = core.tunables()
+        core.retune({name: before[name]})
+        assert core.tunables() == before
+
+    @pytest.mark.parametrize(
+        ("changes", "named"),
+        [
+            ({"page_size": 8}, "page_size"),
+            ({"num_pages": 8}, "num_pages"),
+            ({"eviction_policy": "lfu"}, "eviction_policy"),
+            ({"enable_radix_cache": False}, "enable_radix_cache"),
+            ({"nonsense": 1}, "nonsense"),
+            ({"schedule_policy": "best"}, "schedule_policy"),
+            ({"chunked_prefill_size": -1}, "chunked_prefill_size"),
+            ({"chunked_prefill_size": 3}, "chunked_prefill_size"),
+            ({"chunked_prefill_size": 16.5}, "chunked_prefill_size"),
+            ({"chunked_prefill_size": "16"}, "chunked_prefill_size"),
+            ({"chunked_prefill_size": True}, "chunked_prefill_size"),
+            ({"enable_mixed_chunk": 1}, "enable_mixed_chunk"),
+            ({"max_prefill_tokens": 3}, "max_prefill_tokens"),
+            ({"max_prompt_logprob_tokens": 0}, "max_prompt_logprob_tokens"),
+            ({"max_running_requests": 0}, "max_running_requests"),
+            ({"max_running_requests": 9}, "max_running_requests"),
+            ({"new_token_ratio": 1.01}, "new_token_ratio"),
+            ({"new_token_ratio": -0.01}, "new_token_ratio"),
+            ({"waiting_timeout_s": -1.0}, "waiting_timeout_s"),
+            ({"waiting_timeout_s": float("nan")}, "waiting_timeout_s"),
+        ],
+    )
+    def test_what_cannot_be_is_refused_by_name_and_changes_nothing(self, changes: dict[str, Any], named: str) -> None:
+        core = make().core
+        before = core.tunables()
+        with pytest.raises(ValueError, match=named):
+            core.retune({"max_queued_requests": 7, "new_token_ratio": 0.5, **changes})
+        assert core.tunables() == before
+
+    def test_the_policy_holds_from_the_next_plan_on(self) -> None:
+        engine = make(max_running_requests=1)
+        for handle, max_new in enumerate((1, 2, 3)):
+            engine.submit(handle, [handle] * 4, max_new_tokens=max_new, ignore_eos=True)
+        engine.core.retune({"schedule_policy": "lof"})
+        assert engine.core.config.schedule_policy is SchedulePolicy.LOF
+        engine.drain()
+        assert list(engine.finishes) == [2, 1, 0]
+
+    def test_fewer_running_requests_are_let_in_and_more_again(self) -> None:
+        engine = make()
+        engine.core.retune({"max_running_requests": 2})
+        for handle in range(6):
+            engine.submit(handle, [handle] * 4, max_new_tokens=30, ignore_eos=True)
+        for _ in range(4):
+            engine.turn()
+        assert engine.core.stats().num_running == 2
+        engine.core.retune({"max_running_requests": 8})
+        for _ in range(4):
+            engine.turn()
+        assert engine.core.stats().num_running == 6
+
+    @pytest.mark.parametrize(("conservativeness", "ratio"), [(0.5, 0.35), (2.0, 1.0)])
+    def test_conservativeness_starts_the_ratio_over(self, conservativeness: float, ratio: float) -> None:
+        core = make().core
+        core.retune({"schedule_conservativeness": conservativeness})
+        assert core.stats().new_token_ratio == pytest.approx(ratio)
+
+    def test_the_ratio_can_be_set(self) -> None:
+        core = make().core
+        core.retune({"new_token_ratio": 0.25})
+        assert core.stats().new_token_ratio == 0.25 == core.tunables()["new_token_ratio"]
+
+    def test_chunks_mixing_and_the_queue_follow_at_once(self) -> None:
+        engine = make(chunked_prefill_size=16, adaptive_chunk_rows=0)
+        engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        engine.submit(1, range(100), max_new_tokens=2)
+        engine.turn()
+        engine.core.retune({"chunked_prefill_size": 33, "enable_mixed_chunk": True, "max_queued_requests": 0})
+        engine.turn()
+        assert engine.plans[-2].num_tokens.tolist() == [16]
+        assert engine.plans[-1].num_tokens.tolist() == [32, 1]
+        engine.submit(2, [1] * 4, max_new_tokens=1)
+        engine.drain()
+        assert engine.finishes[2].error is ErrorCode.QUEUE_FULL
+
+    def test_retuning_at_any_moment_changes_no_answer(self) -> None:
+        engine = make(num_pages=40)
+        settings: list[dict[str, Any]] = [
+            {"schedule_policy": "lpm", "enable_mixed_chunk": True},
+            {"chunked_prefill_size": 0, "max_running_requests": 1},
+            {"chunked_prefill_size": 4, "retract_interval": 2, "max_running_requests": 8},
+            {"enable_mixed_chunk": False, "max_extend_steps": 1, "prefill_max_requests": 1},
+            {"schedule_policy": "dfs-weight", "adaptive_chunk_rows": 1, "new_token_ratio": 0.0},
+        ]
+        for handle in range(25):
+            engine.submit(handle, [handle % 3] * (5 + handle), max_new_tokens=30)
+            engine.core.retune(settings[handle % 5])
+            for _ in range(3):
+                engine.turn()
+        engine.core.retune({"retract_interval": 0, "chunked_prefill_size": 16, "max_running_requests": 8})
+        engine.drain()
+        for handle in range(25):
+            engine.check_answer(handle)
+
+
+class TestStats:
+    def test_counters_and_gauges_say_what_happened(self) -> None:
+        engine = make()
+        for handle in range(2):
+            engine.submit(handle, [1] * 30, max_new_tokens=5, ignore_eos=True)
+            engine.drain()
+        engine.submit(2, [2] * 30, max_new_tokens=5)
+        engine.abort(2)
+        stats = engine.core.stats()
+        assert (stats.requests_total, stats.aborts_total) == (3, 1)
+        assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.generated_tokens_total) == (60, 28, 10)
+        assert stats.pages_free + stats.pages_cached + stats.pages_leased == engine.config.num_pages

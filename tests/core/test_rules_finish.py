@@ -1,0 +1,185 @@
+"""Reference 2 §22: when a request ends, which rule wins where two hold, and what is reported."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.core.admission import make_request
+from services.worker.core.finish import REGEX_TAIL_TOKENS, Ending, check_finished, first_stop
+from services.worker.core.messages import ErrorCode, Finish, FinishReason, Submit
+from services.worker.core.plan import RowFault
+from services.worker.core.sampling import SamplingParams
+from tests.core.fake_grammar import spec
+from tests.core.harness import LetterDecoder
+from tests.core.test_scheduler_basic import make
+
+B = 1  # LetterDecoder reads token 1 as "b"
+
+
+def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> Ending | None:
+    """What the rules say of a request whose newest output token is the last of `outputs`."""
+    message = Submit(0, 0, "", np.array([5], dtype=np.int32), SamplingParams(**{"max_new_tokens": 99, **params}))
+    request = make_request(message, 0, make().config, 0.0)
+    request.output_ids = outputs
+    return check_finished(request, LetterDecoder(), grammar_done)
+
+
+# In the order of the reference; each holds for the output "cab" whose last token is B.
+RULES: list[tuple[FinishReason, dict[str, Any]]] = [
+    (FinishReason.LENGTH, {"max_new_tokens": 3}),
+    (FinishReason.MATCHED_TOKEN, {"grammar_done": True, "min_new_tokens": 50}),
+    (FinishReason.MATCHED_TOKEN, {"stop_token_ids": (B,)}),
+    (FinishReason.MATCHED_STRING, {"stop": ("ab",)}),
+    (FinishReason.MATCHED_REGEX, {"stop_regex": ("a.",)}),
+]
+NAMES = ["length", "grammar", "stop token", "stop string", "stop regex"]
+
+
+class TestOrder:
+    @pytest.mark.parametrize(("reason", "rule"), RULES, ids=NAMES)
+    def test_each_rule_ends_a_request_by_itself(self, reason: FinishReason, rule: dict[str, Any]) -> None:
+        found = ending([2, 0, B], **rule)
+        assert found is not None and found.reason is reason
+
+    @pytest.mark.parametrize("winner", [0, 1, 2, 3], ids=[f"{a} before {b}" for a, b in pairwise(NAMES)])
+    def test_of_two_neighbours_the_first_wins(self, winner: int) -> None:
+        found = ending([2, 0, B], **{**RULES[winner][1], **RULES[winner + 1][1]})
+        assert found is not None and found.reason is RULES[winner][0]
+
+    def test_the_first_of_all_wins(self) -> None:
+        everything = {name: value for _, rule in RULES for name, value in rule.items()}
+        found = ending([2, 0, B], **everything)
+        assert found is not None and found.reason is FinishReason.LENGTH
+
+    def test_none_of_them_lets_it_go_on(self) -> None:
+        assert ending([2, 0, B], stop_token_ids=(9,), stop=("zz",), stop_regex=("y+",)) is None
+
+    def test_an_abort_comes_before_all(self) -> None:
+        engine = make()
+        engine.submit(0, [1] * 4, max_new_tokens=1)
+        engine.turn()
+        engine.abort(0)
+        engine.drain()
+        assert engine.finishes[0].error is ErrorCode.CANCELLED and engine.finishes[0].completion_tokens == 0
+
+    @pytest.mark.parametrize("rule", [{"max_new_tokens": 1}, {"stop_token_ids": tuple(range(1000))}, {"stop": ("",)}])
+    @pytest.mark.parametrize(
+        ("fault", "error"),
+        [
+            (RowFault.NAN_LOGITS, ErrorCode.INTERNAL),
+            (RowFault.OUT_OF_VOCAB, ErrorCode.INTERNAL),
+            (RowFault.NO_TOKEN_ALLOWED, ErrorCode.INVALID_ARGUMENT),
+        ],
+    )
+    def test_what_is_no_token_is_no_output_whatever_else_holds(
+        self, rule: dict[str, Any], fault: RowFault, error: ErrorCode
+    ) -> None:
+        engine = make()
+        engine.executor.row_faults = {1: {0: fault}}
+        engine.submit(0, [1] * 4, **{"max_new_tokens": 9, **rule})
+        engine.drain()
+        assert engine.finishes[0].reason is FinishReason.ABORT and engine.finishes[0].error is error
+        assert engine.finishes[0].completion_tokens == 0 and 0 not in engine.outputs
+
+
+class TestTokens:
+    def test_a_stop_token_is_reported(self) -> None:
+        found = ending([2, B], stop_token_ids=(7, B))
+        assert found is not None and found.matched_token == B and found.matched_stop == ""
+
+    def test_the_end_of_the_text_is_reported_as_its_token(self) -> None:
+        assert ending([2, 7]) == Ending(FinishReason.MATCHED_TOKEN, matched_token=7)
+        assert ending([2, 7], ignore_eos=True) is None
+        assert ending([2, 7], ignore_eos=True, stop_token_ids=(7,)) == Ending(FinishReason.MATCHED_TOKEN, matched_token=7)
+
+    @pytest.mark.parametrize(("count", "ends"), [(1, False), (2, False), (3, True), (4, True)])
+    def test_no_stop_token_counts_before_min_new_tokens(self, count: int, ends: bool) -> None:
+        assert (ending([B] * count, stop_token_ids=(B,), min_new_tokens=3) is not None) is ends
+
+    @pytest.mark.parametrize("num_ids", [1, 8, 9, 40])
+    def test_any_number_of_stop_tokens_is_looked_at(self, num_ids: int) -> None:
+        engine = make(eos_token_ids=())
+        engine.submit(0, [1] * 8, max_new_tokens=30, ignore_eos=True)
+        engine.drain()
+        out = engine.outputs[0]
+        others = [token for token in range(1000) if token not in out[:11]][: num_ids - 1]
+        engine.submit(1, [1] * 8, max_new_tokens=30, stop_token_ids=(*others, out[10]))
+        engine.drain()
+        assert engine.finishes[1].matched_token == out[10] and engine.outputs[1] == out[:11]
+
+    def test_a_finished_grammar_reports_the_stop_token_if_it_ended_with_one(self) -> None:
+        assert ending([2, B], True) == Ending(FinishReason.MATCHED_TOKEN, matched_token=-1)
+        assert ending([2, B], True, stop_token_ids=(B,)) == Ending(FinishReason.MATCHED_TOKEN, matched_token=B)
+
+
+class TestStrings:
+    @pytest.mark.parametrize(
+        ("text", "stops", "matched"),
+        [
+            ("xxaby", ("b", "ab"), "ab"),
+            ("xxaby", ("ab", "aby"), "ab"),
+            ("xxaby", ("aby", "ab"), "aby"),
+            ("xxaby", ("q", "y"), "y"),
+            ("xxaby", ("q",), None),
+        ],
+        ids=["the earliest in the text", "of one place the first listed", "whichever that is", "a later one", "none"],
+    )
+    def test_which_of_several_is_reported(self, text: str, stops: tuple[str, ...], matched: str | None) -> None:
+        assert first_stop(text, stops) == matched
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_it_may_span_tokens_and_ends_the_output_with_the_token_that_completes_it(self, overlap: bool) -> None:
+        engine = make(overlap)
+        engine.submit(0, [1] * 8, max_new_tokens=30, ignore_eos=True)
+        engine.drain()
+        stop = LetterDecoder().decode(engine.outputs[0][8:11])
+        engine.submit(1, [1] * 8, max_new_tokens=30, ignore_eos=True, stop=("?", stop))
+        engine.drain()
+        assert engine.finishes[1].matched_stop == stop and engine.finishes[1].reason is FinishReason.MATCHED_STRING
+        assert engine.outputs[1] == engine.outputs[0][: engine.finishes[1].completion_tokens]
+
+
+class TestRegexes:
+    def test_the_pattern_is_reported(self) -> None:
+        assert ending([2, 0, B], stop_regex=("z", "a[bc]")) == Ending(FinishReason.MATCHED_REGEX, matched_stop="a[bc]")
+
+    @pytest.mark.parametrize(("behind", "found"), [(REGEX_TAIL_TOKENS - 1, True), (REGEX_TAIL_TOKENS, False)])
+    def test_it_is_sought_in_the_last_256_tokens(self, behind: int, found: bool) -> None:
+        assert REGEX_TAIL_TOKENS == 256
+        assert (ending([25] + [0] * behind, max_new_tokens=999, stop_regex=("z",)) is not None) is found
+
+    def test_it_ends_a_run(self) -> None:
+        engine = make()
+        engine.submit(0, [1] * 8, max_new_tokens=90, ignore_eos=True, stop_regex=("[a-e][f-m]",))
+        engine.drain()
+        assert engine.finishes[0].reason is FinishReason.MATCHED_REGEX
+        engine.check_answer(0)
+
+
+class TestLength:
+    @pytest.mark.parametrize("overlap", [True, False])
+    @pytest.mark.parametrize("max_new", [1, 2, 30])
+    def test_exactly_max_new_tokens_come_out(self, max_new: int, overlap: bool) -> None:
+        engine = make(overlap)
+        engine.submit(0, [1] * 8, max_new_tokens=max_new, ignore_eos=True)
+        engine.drain()
+        finish: Finish = engine.finishes[0]
+        assert (finish.reason, finish.completion_tokens, len(engine.outputs[0])) == (FinishReason.LENGTH, max_new, max_new)
+
+    @pytest.mark.parametrize(("length", "max_new", "fits"), [(100, 28, True), (100, 29, False), (127, 1, True), (128, 1, False)])
+    def test_prompt_and_outputs_fit_the_context_or_the_request_is_refused(self, length: int, max_new: int, fits: bool) -> None:
+        engine = make()
+        engine.submit(0, [1] * length, max_new_tokens=max_new, ignore_eos=True)
+        engine.drain()
+        finish = engine.finishes[0]
+        assert finish.reason is FinishReason.LENGTH if fits else finish.error is ErrorCode.INVALID_ARGUMENT
+
+    def test_a_grammar_is_cut_at_max_new_tokens(self) -> None:
+        engine = make()
+        engine.submit(0, [1] * 8, max_new_tokens=6, grammar=spec(0, 20))
+        engine.drain()
+        assert engine.finishes[0].reason is FinishReason.LENGTH and len(engine.outputs[0]) == 6

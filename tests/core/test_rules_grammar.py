@@ -1,0 +1,198 @@
+"""Reference 2 §12: requests wait at a gate for their grammar, and tokens that the grammar forces are not sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.core.messages import ErrorCode, FinishReason, Submit
+from services.worker.core.sampling import SamplingParams
+from services.worker.core.scheduler import Scheduler
+from tests.core.fake_grammar import PositionMatcher, spec
+from tests.core.harness import Engine, LetterDecoder
+from tests.core.test_scheduler_basic import make
+
+
+class TestGate:
+    def test_a_request_waits_until_its_grammar_is_ready(self) -> None:
+        engine = make()
+        engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
+        for _ in range(5):
+            engine.turn()
+        assert not engine.plans and engine.core.stats().num_gated == 1
+        engine.compile()
+        assert engine.core.stats().num_gated == 0
+        engine.drain()
+        engine.check_answer(0)
+
+    def test_it_holds_nobody_up(self) -> None:
+        engine = make(max_running_requests=1)
+        engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
+        for handle in range(1, 5):
+            engine.submit(handle, [handle] * 8, max_new_tokens=3, ignore_eos=True)
+        for _ in range(40):
+            engine.turn()
+        assert sorted(engine.finishes) == [1, 2, 3, 4]
+
+    def test_a_grammar_that_is_there_is_not_waited_for(self) -> None:
+        engine = make()
+        engine.book.ready.add(spec(1, 12))
+        engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
+        assert engine.core.stats().num_gated == 0
+
+    def test_all_that_wait_for_one_grammar_go_on_together(self) -> None:
+        engine = make()
+        for handle in range(3):
+            engine.submit(handle, [handle] * 8, max_new_tokens=20, grammar=spec(1, 12))
+        engine.submit(3, [3] * 8, max_new_tokens=20, grammar=spec(2, 12))
+        assert len(engine.book.pending) == 2
+        engine.compile()
+        assert (engine.core.stats().num_gated, engine.core.stats().num_waiting) == (1, 4)
+
+    def test_a_grammar_that_was_dropped_meanwhile_is_compiled_again(self) -> None:
+        engine = make()
+        engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
+        del engine.book.pending[spec(1, 12)]
+        engine.core.grammar_ready(spec(1, 12))
+        assert engine.core.stats().num_gated == 1 and spec(1, 12) in engine.book.pending
+        engine.drain()
+        engine.check_answer(0)
+
+    def test_a_failed_grammar_ends_those_that_wait_for_it_with_the_compilers_reason(self) -> None:
+        engine = make()
+        for handle in range(2):
+            engine.submit(handle, [handle] * 8, max_new_tokens=20, grammar=spec(1, 12))
+        engine.submit(2, [2] * 8, max_new_tokens=20, grammar=spec(2, 12))
+        del engine.book.pending[spec(1, 12)]
+        engine.core.grammar_failed(spec(1, 12), "unexpected ( at 3", engine.now)
+        engine.drain()
+        for handle in range(2):
+            finish = engine.finishes[handle]
+            assert (finish.reason, finish.error) == (FinishReason.ABORT, ErrorCode.INVALID_ARGUMENT)
+            assert finish.message == "unexpected ( at 3"
+        engine.check_answer(2)
+
+    def test_it_can_be_aborted_there(self) -> None:
+        engine = make()
+        engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
+        engine.abort(0)
+        engine.compile()
+        engine.drain()
+        assert engine.finishes[0].error is ErrorCode.CANCELLED and not engine.plans
+
+    @pytest.mark.parametrize("limit", [{"waiting_timeout_s": 0.05}, {"timeout_s": 0.05}], ids=["of waiting", "of the request"])
+    def test_its_time_runs_out_there(self, limit: dict[str, float]) -> None:
+        engine = make(waiting_timeout_s=limit.get("waiting_timeout_s", 0.0))
+        engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12), timeout_s=limit.get("timeout_s", 0.0))
+        for _ in range(10):
+            engine.turn()
+        assert engine.finishes[0].error is ErrorCode.TIMEOUT and engine.core.stats().num_gated == 0
+
+    def test_a_worker_without_structured_output_refuses(self) -> None:
+        core = Scheduler(make().config, LetterDecoder())
+        core.submit(Submit(0, 0, "r", np.ones(4, dtype=np.int32), SamplingParams(5, grammar=spec(1, 4))), 0.0)
+        output = core.take_output()
+        assert output is not None and output.peers[0].finishes[0].error is ErrorCode.INVALID_ARGUMENT
+
+
+class TestMasks:
+    def test_rows_with_a_grammar_are_masked_and_others_not(self) -> None:
+        engine = make()
+        engine.book.ready.add(spec(1, 40))
+        engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
+        engine.submit(1, [2] * 20, max_new_tokens=40, grammar=spec(1, 40), top_logprobs=0)
+        engine.drain()
+        masked_slot = next(params.slot for plan in engine.plans for params in plan.admitted if params.params.grammar)
+        masked = {slot for plan in engine.plans for slot in plan.slots[plan.mask_rows].tolist()}
+        assert masked == {masked_slot}
+        assert all(plan.sample[plan.mask_rows].all() for plan in engine.plans), "no mask for a chunk that is not the last"
+        engine.check_answer(0)
+        engine.check_answer(1)
+
+    @pytest.mark.parametrize(("fault", "error"), [("", ErrorCode.INTERNAL), ("too deep", ErrorCode.INVALID_ARGUMENT)])
+    def test_a_token_that_the_grammar_refuses_ends_its_request_alone(
+        self, monkeypatch: pytest.MonkeyPatch, fault: str, error: ErrorCode
+    ) -> None:
+        engine = make()
+        engine.book.ready.add(spec(1, 40))
+        engine.submit(0, [1] * 8, max_new_tokens=10, ignore_eos=True)
+        engine.submit(1, [2] * 8, max_new_tokens=40, grammar=spec(1, 40))
+        monkeypatch.setattr(PositionMatcher, "accept", lambda matcher, token: False)
+        monkeypatch.setattr(PositionMatcher, "fault", fault)
+        engine.drain()
+        assert engine.finishes[1].error is error and fault in engine.finishes[1].message
+        engine.check_answer(0)
+
+
+def answers(overlap: bool, jump: bool, config: dict[str, Any], **params: Any) -> tuple[Engine, list[int]]:
+    """The answer to one request; jump False: by asking for logprobs, which come with sampled tokens alone."""
+    engine = make(overlap, **config)
+    engine.submit(0, [1] * 9, top_logprobs=-1 if jump else 0, **params)
+    engine.submit(1, [2] * 9, max_new_tokens=30, ignore_eos=True)
+    engine.drain()
+    engine.check_answer(0)
+    engine.check_answer(1)
+    return engine, engine.outputs[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+class TestForcedTokens:
+    def test_they_take_fewer_steps_and_are_the_same(self, overlap: bool) -> None:
+        with_jumps, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
+        without, sampled = answers(overlap, False, {}, max_new_tokens=60, grammar=spec(0, 40))
+        assert jumped == sampled and len(jumped) == 40
+        assert len(with_jumps.plans) < len(without.plans) - 5
+
+    @pytest.mark.parametrize("mixed", [True, False])
+    @pytest.mark.parametrize("interval", [1, 2, 3, 5])
+    def test_under_retraction(self, overlap: bool, interval: int, mixed: bool) -> None:
+        config = {"retract_interval": interval, "enable_mixed_chunk": mixed}
+        engine, jumped = answers(overlap, True, config, max_new_tokens=60, grammar=spec(0, 40))
+        assert len(jumped) == 40 and engine.core.stats().retractions_total > 0
+
+    @pytest.mark.parametrize("max_new", range(1, 20))
+    def test_at_max_new_tokens(self, overlap: bool, max_new: int) -> None:
+        engine, jumped = answers(overlap, True, {}, max_new_tokens=max_new, grammar=spec(0, 40))
+        assert engine.finishes[0].reason is FinishReason.LENGTH and len(jumped) == max_new
+
+    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize("length", range(1, 14))
+    def test_at_the_grammars_end(self, overlap: bool, length: int, seed: int) -> None:
+        engine, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(seed, length))
+        assert engine.finishes[0].reason is FinishReason.MATCHED_TOKEN and len(jumped) == length
+
+    @pytest.mark.parametrize("at", range(1, 16))
+    def test_at_stop_strings(self, overlap: bool, at: int) -> None:
+        _, whole = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
+        stop = LetterDecoder().decode(whole[at - 1 : at + 1])
+        engine, cut = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40), stop=(stop,))
+        assert engine.finishes[0].reason is FinishReason.MATCHED_STRING and engine.finishes[0].matched_stop == stop
+        assert cut == whole[: len(cut)] and len(cut) <= at + 1
+
+    @pytest.mark.parametrize("at", range(1, 16))
+    def test_at_stop_tokens(self, overlap: bool, at: int) -> None:
+        _, whole = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
+        engine, cut = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40), stop_token_ids=(whole[at],))
+        assert engine.finishes[0].matched_token == whole[at] and cut == whole[: whole.index(whole[at]) + 1]
+
+    @pytest.mark.parametrize("abort_after", range(1, 9))
+    def test_an_abort_between_them_leaks_nothing(self, overlap: bool, abort_after: int) -> None:
+        engine = make(overlap)
+        engine.book.ready.add(spec(0, 40))
+        engine.submit(0, [1] * 9, max_new_tokens=60, grammar=spec(0, 40))
+        for _ in range(abort_after):
+            engine.turn()
+        engine.abort(0)
+        engine.drain()
+        assert engine.core.table.memory.num_leased == 0
+        engine.check_answer(0)
+
+    @pytest.mark.parametrize("params", [{"top_logprobs": 0}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}])
+    def test_requests_that_need_each_token_sampled_get_it_sampled(self, overlap: bool, params: dict[str, Any]) -> None:
+        engine = make(overlap)
+        engine.submit(0, [1] * 9, max_new_tokens=60, grammar=spec(0, 40), **params)
+        engine.drain()
+        assert sum(plan.num_extend for plan in engine.plans) == 1
+        engine.check_answer(0)

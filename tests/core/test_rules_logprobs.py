@@ -1,0 +1,146 @@
+"""Logprobs of prompts and outputs, and embeddings: the same however the prompt is cut, cached or retracted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.core.plan import RowFault
+from services.worker.core.sampling import EmbeddingParams
+from tests.core.harness import Engine
+from tests.core.test_scheduler_basic import make
+
+PROMPT = list(range(100, 150))
+
+
+def prompt_logprobs(engine: Engine, handle: int, first: int, prompt: list[int] | None = None) -> list[float]:
+    """The fake's are minus the token ids."""
+    prompt = prompt or PROMPT
+    engine.submit(handle, prompt, max_new_tokens=4, ignore_eos=True, prompt_logprobs_from=first)
+    engine.drain()
+    engine.check_answer(handle)
+    return engine.prompt_logprobs.get(handle, [])
+
+
+def wanted(first: int) -> list[float]:
+    return [-float(token) for token in PROMPT[max(first, 1) :]]
+
+
+class TestPromptLogprobs:
+    @pytest.mark.parametrize("first", [0, 1, 2, 15, 16, 17, 33, 48, 49])
+    @pytest.mark.parametrize("chunk", [0, 4, 16, 32])
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_each_wanted_token_has_one_however_the_prompt_is_cut(self, overlap: bool, chunk: int, first: int) -> None:
+        engine = make(overlap, chunked_prefill_size=chunk)
+        assert prompt_logprobs(engine, 0, first) == wanted(first)
+
+    @pytest.mark.parametrize("budget", [4, 16, 40])
+    def test_the_budget_of_a_step_changes_nothing_about_them(self, budget: int) -> None:
+        engine = make(max_prompt_logprob_tokens=budget, chunked_prefill_size=0)
+        assert prompt_logprobs(engine, 0, 0) == wanted(0)
+
+    @pytest.mark.parametrize(("first", "cached"), [(0, 0), (4, 0), (5, 4), (17, 16), (20, 16), (21, 20), (49, 48)])
+    def test_a_cached_prefix_is_used_up_to_the_token_that_predicts_the_first(self, first: int, cached: int) -> None:
+        engine = make()
+        engine.submit(9, PROMPT, max_new_tokens=1)
+        engine.drain()
+        assert prompt_logprobs(engine, 0, first) == wanted(first)
+        assert engine.finishes[0].cached_tokens == cached
+
+    @pytest.mark.parametrize("every", [1, 2, 3])
+    @pytest.mark.parametrize("first", [0, 20, 49])
+    def test_retraction_repeats_and_drops_none(self, first: int, every: int) -> None:
+        engine = make(retract_interval=every, enable_mixed_chunk=True, chunked_prefill_size=8)
+        engine.submit(9, [7] * 8, max_new_tokens=60, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        assert prompt_logprobs(engine, 0, first) == wanted(first)
+        assert engine.core.stats().retractions_total > 3
+
+    @pytest.mark.parametrize("turns", range(1, 7))
+    def test_displacement_in_the_middle_of_the_prompt_repeats_and_drops_none(self, turns: int) -> None:
+        engine = make(enable_priority_scheduling=True, max_running_requests=1, chunked_prefill_size=8)
+        engine.submit(0, PROMPT, max_new_tokens=4, ignore_eos=True, prompt_logprobs_from=0)
+        for _ in range(turns):
+            engine.turn()
+        engine.submit(1, [7] * 8, priority=1, max_new_tokens=2)
+        engine.drain()
+        assert engine.finishes[0].retractions == 1
+        assert engine.prompt_logprobs[0] == wanted(0)
+
+    def test_they_arrive_before_or_with_the_end(self) -> None:
+        engine = make(chunked_prefill_size=16)
+        engine.submit(0, PROMPT, max_new_tokens=30, ignore_eos=True, prompt_logprobs_from=0)
+        seen = []
+        for _ in range(6):
+            engine.turn()
+            seen.append(len(engine.prompt_logprobs.get(0, [])))
+        assert seen[-1] == 49 and sorted(seen) == seen and len(set(seen)) > 3, "chunk by chunk"
+
+
+class TestOutputLogprobs:
+    @pytest.mark.parametrize(("stream", "interval"), [(True, 1), (True, 7), (False, 1)])
+    @pytest.mark.parametrize("changes", [{}, {"retract_interval": 2}, {"enable_mixed_chunk": True}])
+    def test_each_output_token_has_its_own(self, changes: dict[str, Any], stream: bool, interval: int) -> None:
+        engine = make(**changes)
+        engine.submit(0, PROMPT, stream=stream, stream_interval=interval, max_new_tokens=60, top_logprobs=2)
+        engine.submit(1, [3] * 9, max_new_tokens=60)
+        engine.drain()
+        assert engine.logprobs[0] == [-float(token) for token in engine.outputs[0]] and engine.outputs[0]
+        assert 1 not in engine.logprobs
+
+
+def embed(engine: Engine, handle: int, prompt: list[int]) -> None:
+    engine.submit(handle, prompt, embedding=EmbeddingParams(), max_new_tokens=1)
+    engine.drain()
+    engine.check_answer(handle)
+
+
+class TestEmbeddings:
+    @pytest.mark.parametrize("chunk", [0, 4, 16])
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_a_vector_comes_of_the_whole_prompt_and_no_token(self, overlap: bool, chunk: int) -> None:
+        engine = make(overlap, chunked_prefill_size=chunk)
+        embed(engine, 0, PROMPT)
+        assert engine.finishes[0].reason is FinishReason.EMBEDDED
+        assert not any(plan.num_rows - plan.num_extend for plan in engine.plans), "prefill only"
+
+    def test_many_share_the_steps_of_a_batch(self) -> None:
+        engine = make(chunked_prefill_size=64)
+        for handle in range(8):
+            engine.submit(handle, [handle] * 8, embedding=EmbeddingParams(), max_new_tokens=1)
+        engine.drain()
+        assert [plan.num_extend for plan in engine.plans] == [8]
+        for handle in range(8):
+            engine.check_answer(handle)
+
+    @pytest.mark.parametrize(("reuses", "cached"), [(True, 48), (False, 0)])
+    def test_a_cached_prefix_serves_it_where_the_pooling_allows(self, reuses: bool, cached: int) -> None:
+        engine = make(pooling_reuses_prefix=reuses)
+        embed(engine, 0, PROMPT)
+        embed(engine, 1, PROMPT)
+        assert engine.finishes[1].cached_tokens == cached
+
+    def test_generation_shares_the_cache_either_way(self) -> None:
+        engine = make(pooling_reuses_prefix=False)
+        embed(engine, 0, PROMPT)
+        engine.submit(1, PROMPT, max_new_tokens=4)
+        engine.drain()
+        assert engine.finishes[1].cached_tokens == 48
+
+    @pytest.mark.parametrize("reuses", [True, False])
+    def test_retraction_beside_it_changes_nothing(self, reuses: bool) -> None:
+        engine = make(pooling_reuses_prefix=reuses, retract_interval=1, chunked_prefill_size=4, enable_mixed_chunk=True)
+        engine.submit(9, [7] * 8, max_new_tokens=40, ignore_eos=True)
+        embed(engine, 0, PROMPT)
+
+    def test_a_fault_is_the_requests_own(self) -> None:
+        engine = make(chunked_prefill_size=0)
+        engine.executor.row_faults = {1: {0: RowFault.NAN_LOGITS}}
+        engine.submit(0, PROMPT, embedding=EmbeddingParams(), max_new_tokens=1)
+        engine.submit(1, [5] * 8, embedding=EmbeddingParams(), max_new_tokens=1)
+        engine.drain()
+        assert engine.finishes[0].error is ErrorCode.INTERNAL
+        engine.check_answer(1)

@@ -1,0 +1,124 @@
+"""Timeouts, and the bound of the waiting queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.worker.core.messages import ErrorCode, FinishReason
+from tests.core.fake_grammar import spec
+from tests.core.harness import Engine
+from tests.core.test_scheduler_basic import make
+
+
+def ends_at(engine: Engine, handle: int) -> float:
+    """On the engine's clock, of which each turn takes 0.01 s."""
+    for _ in range(300):
+        if handle in engine.finishes:
+            return engine.now
+        engine.turn()
+    raise AssertionError("the request did not end")
+
+
+class TestTimeouts:
+    def test_waiting_ends_so_long_after_arrival(self) -> None:
+        engine = make(max_running_requests=1, waiting_timeout_s=0.2)
+        engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
+        for _ in range(10):
+            engine.turn()
+        engine.submit(1, [2] * 8, max_new_tokens=5)
+        assert ends_at(engine, 1) == pytest.approx(0.3, abs=0.015)
+        assert engine.finishes[1].error is ErrorCode.TIMEOUT and "queue" in engine.finishes[1].message
+
+    def test_running_ends_so_long_after_the_first_admission(self) -> None:
+        engine = make(max_running_requests=1, running_timeout_s=0.3)
+        engine.submit(0, [1] * 8, max_new_tokens=20, ignore_eos=True)
+        engine.submit(1, [2] * 8, max_new_tokens=100, ignore_eos=True)
+        engine.drain()
+        assert engine.finishes[0].reason is FinishReason.LENGTH
+        assert engine.finishes[1].error is ErrorCode.TIMEOUT
+        assert engine.finishes[1].queue_s > 0.15, "waiting took none of its time"
+        assert 25 <= engine.finishes[1].completion_tokens <= 31
+
+    def test_retraction_starts_no_time_anew(self) -> None:
+        engine = make(running_timeout_s=0.3, waiting_timeout_s=0.1, retract_interval=2)
+        engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
+        assert ends_at(engine, 0) == pytest.approx(0.31, abs=0.025)
+        assert engine.finishes[0].retractions > 5
+
+    def test_a_requests_own_limit_counts_from_arrival_to_the_last_token(self) -> None:
+        engine = make(max_running_requests=1)
+        engine.submit(0, [1] * 8, max_new_tokens=10, ignore_eos=True)
+        engine.submit(1, [2] * 8, max_new_tokens=100, ignore_eos=True, timeout_s=0.3)
+        assert ends_at(engine, 1) == pytest.approx(0.3, abs=0.015)
+        assert 0 < engine.finishes[1].completion_tokens < 25
+        engine.check_answer(1)
+
+    def test_what_it_held_is_free(self) -> None:
+        engine = make(running_timeout_s=0.1)
+        engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
+        ends_at(engine, 0)
+        assert engine.core.stats().pages_leased == 0
+
+
+class TestBoundedQueue:
+    @staticmethod
+    def full(**changes: Any) -> Engine:
+        """One running request, 0, and a queue of two: 1 and 2."""
+        engine = make(max_running_requests=1, max_queued_requests=2, **changes)
+        engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
+        engine.turn()
+        for handle in (1, 2):
+            engine.submit(handle, [handle] * 8, max_new_tokens=4, ignore_eos=True)
+        return engine
+
+    def test_one_more_than_it_holds_is_refused_at_once(self) -> None:
+        engine = self.full()
+        assert engine.core.stats().num_waiting == 2
+        engine.submit(3, [3] * 8, max_new_tokens=4)
+        engine.turn()
+        assert list(engine.finishes) == [3] and engine.finishes[3].error is ErrorCode.QUEUE_FULL
+        engine.drain()
+        assert all(engine.finishes[handle].reason is FinishReason.LENGTH for handle in range(3))
+
+    def test_there_is_room_again_when_one_leaves(self) -> None:
+        engine = self.full()
+        engine.abort(1)
+        engine.submit(3, [3] * 8, max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        assert engine.finishes[3].reason is FinishReason.LENGTH
+
+    def test_requests_at_the_gate_take_room(self) -> None:
+        engine = make(max_queued_requests=1)
+        engine.submit(0, [1] * 8, max_new_tokens=4, grammar=spec(1, 4))
+        engine.submit(1, [2] * 8, max_new_tokens=4)
+        engine.drain()
+        assert engine.finishes[1].error is ErrorCode.QUEUE_FULL
+        engine.check_answer(0)
+
+    @pytest.mark.parametrize("low_first", [False, True])
+    @pytest.mark.parametrize(("urgency", "refused"), [(1, 2), (0, 3), (-1, 3)])
+    def test_someone_more_urgent_takes_the_last_ones_place(self, urgency: int, refused: int, low_first: bool) -> None:
+        engine = self.full(
+            enable_priority_scheduling=True, schedule_low_priority_values_first=low_first, priority_preemption_threshold=9
+        )
+        engine.submit(3, [3] * 8, priority=-urgency if low_first else urgency, max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        assert [h for h, finish in engine.finishes.items() if finish.error is ErrorCode.QUEUE_FULL] == [refused]
+
+    def test_without_priority_scheduling_nobody_does(self) -> None:
+        engine = self.full()
+        engine.submit(3, [3] * 8, priority=100, max_new_tokens=4)
+        engine.drain()
+        assert engine.finishes[3].error is ErrorCode.QUEUE_FULL
+
+    def test_the_least_urgent_goes_though_it_came_first(self) -> None:
+        engine = make(
+            max_running_requests=1, max_queued_requests=2, enable_priority_scheduling=True, priority_preemption_threshold=9
+        )
+        for handle, priority in enumerate((9, 0, 1, 2)):
+            engine.submit(handle, [handle] * 8, priority=priority, max_new_tokens=4, ignore_eos=True)
+            engine.turn()
+        engine.drain()
+        assert [h for h, finish in engine.finishes.items() if finish.error is ErrorCode.QUEUE_FULL] == [1]

@@ -1,0 +1,251 @@
+"""Sessions: turns that build on each other, with their KV kept between turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.core.config import EvictionPolicy
+from services.worker.core.messages import ErrorCode, FinishReason, SessionTurn
+from tests.core.harness import Engine
+from tests.core.test_scheduler_basic import make
+
+
+def opened(overlap: bool = True, capacity: int = 0, ttl_s: float = 0.0, **changes: Any) -> Engine:
+    engine = make(overlap, **changes)
+    assert engine.open_session("s", capacity, ttl_s)
+    return engine
+
+
+def say(engine: Engine, handle: int, prompt: list[int], **turn: Any) -> list[int]:
+    """One turn of session s, to its end. Returns the tokens of the whole prompt that it stood for."""
+    engine.submit(handle, prompt, session=SessionTurn("s", **turn), max_new_tokens=6, ignore_eos=True)
+    whole = engine.core.table.by_key.get((0, handle))
+    tokens = whole.prompt_ids.tolist() if whole is not None else []
+    engine.drain()
+    engine.check_answer(handle)
+    return tokens
+
+
+def refused(engine: Engine, handle: int) -> str:
+    finish = engine.finishes[handle]
+    assert finish.error is ErrorCode.INVALID_ARGUMENT
+    return finish.message
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+class TestTurns:
+    def test_a_turn_appends_to_the_latest_one(self, overlap: bool) -> None:
+        engine = opened(overlap)
+        first = say(engine, 0, [1] * 9)
+        second = say(engine, 1, [2, 3])
+        third = say(engine, 2, [4])
+        assert first == [1] * 9
+        assert second == [*first, *engine.outputs[0], 2, 3]
+        assert third == [*second, *engine.outputs[1], 4]
+
+    def test_what_was_computed_in_earlier_turns_is_not_computed_again(self, overlap: bool) -> None:
+        engine = opened(overlap)
+        first = say(engine, 0, [1] * 9)
+        say(engine, 1, [2, 3])
+        computed = len(first) + 6 - 1
+        assert engine.finishes[1].cached_tokens == computed // 4 * 4
+
+    def test_a_turn_branches_from_any_earlier_one(self, overlap: bool) -> None:
+        engine = opened(overlap)
+        first = say(engine, 0, [1] * 9)
+        say(engine, 1, [2, 3])
+        branch = say(engine, 2, [5, 6], parent="r0")
+        assert branch == [*first, *engine.outputs[0], 5, 6]
+        assert say(engine, 3, [7], parent="r1")[-2:] == [engine.outputs[1][-1], 7]
+
+    @pytest.mark.parametrize("offset", [0, 1, 9, 12, 99])
+    def test_an_offset_keeps_so_many_tokens_of_the_parent(self, overlap: bool, offset: int) -> None:
+        engine = opened(overlap)
+        first = say(engine, 0, [1] * 9)
+        context = [*first, *engine.outputs[0]]
+        assert say(engine, 1, [5], offset=offset) == [*context[:offset], 5]
+
+    def test_of_a_parent_whose_output_is_dropped_only_the_prompt_counts(self, overlap: bool) -> None:
+        engine = opened(overlap)
+        say(engine, 0, [1] * 9)
+        engine.submit(1, [5], session=SessionTurn("s", drop_previous_output=True), max_new_tokens=6, ignore_eos=True)
+        assert engine.core.table.by_key[0, 1].prompt_ids.tolist() == [1] * 9 + [5]
+
+    def test_replacing_forgets_the_parents_later_turns(self, overlap: bool) -> None:
+        engine = opened(overlap)
+        for handle in range(3):
+            say(engine, handle, [handle + 1] * 5)
+        say(engine, 3, [9], parent="r0", replace=True)
+        assert engine.core.stats().session_tokens == len(engine.contexts["s", "r3"]), "r0 and what r3 adds to it"
+        engine.submit(4, [1], session=SessionTurn("s", "r2"), max_new_tokens=6)
+        engine.drain()
+        assert "r2" in refused(engine, 4)
+        say(engine, 5, [1], parent="r0")
+
+    def test_a_turn_under_retraction_is_the_same(self, overlap: bool) -> None:
+        engine = opened(overlap, retract_interval=2)
+        for handle in range(4):
+            say(engine, handle, [handle + 1] * 5)
+        assert engine.core.stats().retractions_total > 4
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("turn", "word"),
+        [
+            (SessionTurn("t"), "not open"),
+            (SessionTurn("s", "r7"), "not there"),
+            (SessionTurn("s", "r1"), "still running"),
+        ],
+        ids=["no such session", "no such turn", "an unfinished turn"],
+    )
+    def test_what_cannot_be_continued(self, turn: SessionTurn, word: str) -> None:
+        engine = opened()
+        say(engine, 0, [1] * 5)
+        engine.submit(1, [2] * 5, session=SessionTurn("s"), max_new_tokens=30, ignore_eos=True)
+        engine.turn()
+        engine.submit(2, [3], session=turn, max_new_tokens=3)
+        engine.drain()
+        assert word in refused(engine, 2)
+        assert engine.finishes[1].reason is FinishReason.LENGTH
+
+    def test_a_turn_without_any_token(self) -> None:
+        engine = opened()
+        engine.submit(0, [], session=SessionTurn("s"), max_new_tokens=3)
+        engine.drain()
+        assert "empty" in refused(engine, 0)
+
+    @pytest.mark.parametrize(("length", "outputs"), [(18, 6), (19, 6), (20, 5), (24, 1), (25, 0)])
+    def test_capacity_bounds_what_all_turns_add(self, length: int, outputs: int) -> None:
+        engine = opened(capacity=40)
+        say(engine, 0, [1] * 9)  # 15 tokens with its output
+        engine.submit(1, [2] * length, session=SessionTurn("s"), max_new_tokens=6, ignore_eos=True)
+        engine.drain()
+        if outputs:
+            assert (engine.finishes[1].reason, engine.finishes[1].completion_tokens) == (FinishReason.LENGTH, outputs)
+        else:
+            assert "40 tokens" in refused(engine, 1)
+
+    def test_capacity_is_reserved_by_running_turns(self) -> None:
+        engine = opened(capacity=40)
+        say(engine, 0, [1] * 9)
+        engine.submit(1, [2] * 4, session=SessionTurn("s", "r0"), max_new_tokens=15, ignore_eos=True)
+        engine.submit(2, [3] * 6, session=SessionTurn("s", "r0"), max_new_tokens=9, ignore_eos=True)
+        engine.drain()
+        assert engine.finishes[1].completion_tokens == 15
+        assert "40 tokens" in refused(engine, 2)
+        assert engine.core.stats().session_tokens == 34
+
+    def test_a_long_chat_counts_each_token_once(self) -> None:
+        engine = opened(capacity=90)
+        for handle in range(8):
+            say(engine, handle, [handle + 1] * 5)
+        assert engine.core.stats().session_tokens == 88
+
+    def test_a_session_of_an_old_name_does_not_take_the_old_ones_turns(self) -> None:
+        engine = opened()
+        engine.submit(0, [1] * 5, session=SessionTurn("s"), max_new_tokens=20, ignore_eos=True)
+        engine.turn()
+        assert engine.core.close_session("s") and engine.open_session("s")
+        engine.drain()
+        assert engine.core.stats().session_tokens == 0
+
+    def test_no_more_sessions_than_the_worker_holds(self) -> None:
+        engine = opened(max_sessions=2)
+        assert engine.open_session("t") and not engine.open_session("u")
+        assert engine.core.close_session("s") and engine.open_session("u")
+
+    def test_a_name_is_open_once(self) -> None:
+        engine = opened()
+        assert "is open" in engine.core.open_session("s", 0, 0.0, 0.0)
+        assert not engine.core.close_session("t")
+
+
+class TestLifetime:
+    @pytest.mark.parametrize(("after", "is_open"), [(0.9, True), (1.1, False)])
+    def test_it_ends_so_long_after_its_last_turn(self, after: float, is_open: bool) -> None:
+        engine = opened(ttl_s=1.0)
+        engine.now += 0.5
+        say(engine, 0, [1] * 9)
+        engine.now += after
+        engine.turn()
+        assert engine.core.stats().num_sessions == is_open
+
+    def test_one_with_a_running_turn_goes_on(self) -> None:
+        engine = opened(ttl_s=0.2)
+        engine.submit(0, [1] * 9, session=SessionTurn("s"), max_new_tokens=60, ignore_eos=True)
+        engine.drain()
+        assert engine.now > 0.5 and engine.core.stats().num_sessions == 1
+
+    def test_the_configured_lifetime_is_that_of_sessions_that_name_none(self) -> None:
+        engine = opened(session_ttl_s=1.0)
+        engine.now += 1.5
+        engine.turn()
+        assert engine.core.stats().num_sessions == 0
+
+    def test_closing_in_mid_turn_ends_the_turn_as_it_would_and_keeps_nothing(self) -> None:
+        engine = opened()
+        say(engine, 0, [1] * 9)
+        engine.submit(1, [2] * 9, session=SessionTurn("s"), max_new_tokens=20, ignore_eos=True)
+        engine.turn()
+        assert engine.core.close_session("s")
+        engine.check()
+        engine.drain()
+        assert engine.finishes[1].reason is FinishReason.LENGTH
+        engine.check_answer(1)
+        assert engine.core.stats().num_sessions == engine.core.stats().session_tokens == 0
+        assert all(node.holds == 0 for node in engine.core.table.memory.tree.nodes())
+
+    def test_a_session_opened_again_knows_nothing_of_the_turn_that_outlived_the_first(self) -> None:
+        engine = opened()
+        engine.submit(0, [1] * 9, session=SessionTurn("s"), max_new_tokens=20, ignore_eos=True)
+        engine.turn()
+        engine.core.close_session("s")
+        assert engine.open_session("s")
+        engine.drain()
+        assert say(engine, 1, [5]) == [5]
+
+    @pytest.mark.parametrize("turns", range(5))
+    def test_an_abort_in_mid_turn_leaves_the_session_as_it_was(self, turns: int) -> None:
+        engine = opened(chunked_prefill_size=4)
+        first = say(engine, 0, [1] * 9)
+        before = engine.core.stats().session_tokens
+        engine.submit(1, [2] * 9, session=SessionTurn("s", replace=True), max_new_tokens=20, ignore_eos=True)
+        for _ in range(turns):
+            engine.turn()
+        engine.abort(1)
+        engine.drain()
+        assert engine.core.stats().session_tokens == before
+        assert say(engine, 2, [5]) == [*first, *engine.outputs[0], 5]
+
+
+class TestMemory:
+    @pytest.mark.parametrize("policy", EvictionPolicy)
+    def test_what_a_session_holds_is_evicted_after_all_else(self, policy: EvictionPolicy) -> None:
+        engine = opened(eviction_policy=policy, num_pages=32)
+        say(engine, 0, [1] * 16)
+        held = np.array(engine.contexts["s", "r0"][:20], dtype=np.int32).tobytes()
+        for handle in range(1, 12):
+            engine.submit(handle, [handle + 50] * 40, max_new_tokens=4, ignore_eos=True)
+            engine.drain()
+        assert engine.core.stats().evicted_pages_total > 50
+        assert engine.core.table.memory.tree.peek("", held)[1] == 5, "the turn's whole pages are there"
+
+    def test_a_session_costs_nobody_admission(self) -> None:
+        engine = opened(num_pages=16)
+        say(engine, 0, [1] * 30)
+        engine.submit(1, [2] * 50, max_new_tokens=8, ignore_eos=True)
+        engine.drain()
+        assert engine.finishes[1].reason is FinishReason.LENGTH
+        assert say(engine, 2, [5])[-1] == 5, "what was evicted is computed again"
+
+    def test_closing_leaves_its_pages_to_ordinary_eviction(self) -> None:
+        engine = opened()
+        say(engine, 0, [1] * 30)
+        assert any(node.holds for node in engine.core.table.memory.tree.nodes())
+        engine.core.close_session("s")
+        engine.check()
+        assert not any(node.holds for node in engine.core.table.memory.tree.nodes())
