@@ -62,7 +62,7 @@ def test_scheduler_settings_and_time_model_are_taken_from_flags(
     model = tmp_path / "model.json"
     model.write_text('{"base": 0.1}')
     slow = run_json(capsys, str(trace), *SMALL, "--time-model", str(model), "--no-overlap", "--concurrency", "16")
-    assert slow["tpot"]["p50"] == pytest.approx(0.1)
+    assert slow["tpot"]["p50"] == pytest.approx(0.1, rel=0.1), "a prefill step may stand between two tokens"
     mixed = run_json(capsys, str(trace), *SMALL, "--enable-mixed-chunk", "--chunked-prefill-size", "64")
     assert mixed["steps"]["mixed"] > 0
     cold = run_json(capsys, str(trace), *SMALL, "--no-enable-radix-cache")
