@@ -31,6 +31,10 @@ class AdminBody(BaseModel, ABC):
 
 
 class FlushCache(AdminBody):
+    """empty_cache: accepted and not used; the memory of flushed pages stays with the pool."""
+
+    empty_cache: bool | None = None
+
     def request(self) -> Message:
         return pb.FlushCacheRequest()
 

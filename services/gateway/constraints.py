@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from rootstock.v1 import common_pb2 as pb
-from services.gateway.errors import bad_request
+from services.gateway.errors import ApiError, bad_request
 from services.gateway.openai_types import ConstraintBody
 from services.shared import limits
 
@@ -122,18 +122,17 @@ def choice(value: Any, where: str) -> pb.Grammar:
         raise bad_request(where, f"'{where}' must be a list of texts, none of them empty.")
     if len(value) > limits.MAX_GUIDED_CHOICES:
         raise bad_request(where, f"'{where}' may have at most {limits.MAX_GUIDED_CHOICES} texts.")
+    if sum(map(len, value)) > limits.MAX_GRAMMAR_BYTES:
+        raise _too_large(where)
     return ebnf("root ::= " + " | ".join(map(_literal, dict.fromkeys(value))), where)
 
 
 def _literal(text: str) -> str:
     """A string of EBNF."""
-    return '"' + "".join(map(_escaped, text)) + '"'
+    return f'"{text.translate(_ESCAPES)}"'
 
 
-def _escaped(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return f"\\u{ord(char):04x}" if ord(char) < 0x20 or ord(char) == 0x7F else char
+_ESCAPES = str.maketrans({'"': '\\"', "\\": "\\\\", **{chr(code): f"\\u{code:04x}" for code in (*range(0x20), 0x7F)}})
 
 
 def _loaded(text: str, where: str) -> Any:
@@ -160,9 +159,13 @@ def _text(value: Any, where: str) -> str:
 
 
 def _check_size(text: str, where: str) -> str:
-    if len(text.encode()) > limits.MAX_GRAMMAR_BYTES:
-        raise bad_request(where, f"'{where}' may have at most {limits.MAX_GRAMMAR_BYTES} bytes.")
+    if len(text) > limits.MAX_GRAMMAR_BYTES or len(text.encode()) > limits.MAX_GRAMMAR_BYTES:
+        raise _too_large(where)
     return text
+
+
+def _too_large(where: str) -> ApiError:
+    return bad_request(where, f"'{where}' may have at most {limits.MAX_GRAMMAR_BYTES} bytes.")
 
 
 Maker = Callable[[Any, str], pb.Grammar]  # value, and the field that it stands in

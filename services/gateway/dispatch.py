@@ -231,7 +231,8 @@ class Dispatcher:
                 self._detoks.touch(choice.decoding)
 
     def _aborted(self, link: WorkerLink, choice: Choice, finish: worker_pb2.Finish) -> None:
-        error = from_worker(finish.error, finish.message, self._settings.retry_after_s, choice.generation.grammar_field)
+        names, grammar_field = choice.generation.fields, choice.generation.grammar_field
+        error = from_worker(finish.error, finish.message, self._settings.retry_after_s, names, grammar_field)
         elsewhere = False
         if finish.error == pb.ERROR_CODE_UNAVAILABLE:
             link.draining = elsewhere = True

@@ -28,10 +28,7 @@ class EmbeddingRenderer:
         self._request = request
         self._model = model
 
-    async def load(self, deltas: Sequence[Delta]) -> None:
-        """Nothing is needed besides the vectors."""
-
-    def document(self, deltas: Sequence[Delta]) -> bytes:
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
         usage = usage_of(self._request)
         answer = {
             "object": "list",

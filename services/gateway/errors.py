@@ -8,11 +8,12 @@ from typing import Any
 import orjson
 
 from rootstock.v1 import common_pb2 as pb
+from services.gateway import client_fields
+from services.gateway.client_fields import ClientFields
 
 MAX_DETAIL_CHARS = 500  # of a message that another service wrote
 CLIENT_CLOSED = 499  # nobody reads it: a label of metrics and logs
 _NAMED_FIELD = re.compile(r"([a-z][a-z_.]*)(?:\[\d+\]|, position \d+)?: ")
-_GRAMMAR_NAMES = frozenset(("grammar", "pattern", *(kind.name for kind in pb.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields)))
 _TYPES = {401: "authentication_error", 408: "timeout_error", 504: "timeout_error"}
 
 
@@ -80,11 +81,12 @@ def internal(message: str = "Internal server error.") -> ApiError:
     return ApiError(500, message, code="internal_error")
 
 
-def from_worker(code: int, message: str, retry_after_s: int, grammar_field: str | None = None) -> ApiError:
-    """The client's error for a Finish with reason ABORT. grammar_field: the client's field that gave the grammar, if one did."""
+def from_worker(code: int, message: str, retry_after_s: int, names: ClientFields, grammar_field: str | None = None) -> ApiError:
+    """The client's error for a Finish with reason ABORT. names: the client's, of its fields. grammar_field: the one that gave
+    the grammar, if one did."""
     text = message[:MAX_DETAIL_CHARS]
     if code == pb.ERROR_CODE_INVALID_ARGUMENT:
-        return bad_request(_field_of(text, grammar_field), text or "The worker refused the request.")
+        return _refused(text, names, grammar_field)
     if code == pb.ERROR_CODE_OUT_OF_MEMORY:
         return bad_request(None, text or "The request does not fit the KV pool.", "out_of_memory")
     if code == pb.ERROR_CODE_QUEUE_FULL:
@@ -98,9 +100,12 @@ def from_worker(code: int, message: str, retry_after_s: int, grammar_field: str 
     return internal(text or "The worker failed to compute this request.")
 
 
-def _field_of(message: str, grammar_field: str | None) -> str | None:
+def _refused(message: str, names: ClientFields, grammar_field: str | None) -> ApiError:
     """Workers begin the message of a refusal with the name of the field, where there is one; a grammar's with its kind."""
     named = _NAMED_FIELD.match(message)
     if named is None:
-        return None
-    return grammar_field if grammar_field is not None and named[1] in _GRAMMAR_NAMES else named[1]
+        return bad_request(None, message or "The worker refused the request.")
+    if grammar_field is not None and named[1] in client_fields.GRAMMAR:
+        return bad_request(grammar_field, message)
+    own = names.of(named[1])
+    return bad_request(own, own + message[named.end(1) :])

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway import budgets
 from services.gateway.body import ClientGone, read_body, until_gone
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import CLIENT_CLOSED, ApiError, bad_request, internal, timed_out, unavailable
@@ -179,13 +180,8 @@ class Exchange(Response):
 
     async def _generate(self, scope: Scope, request: ClientRequest, body: bytes, send: Send) -> None:
         key = _routing_key(scope)
-        plan = await self._prepare(body, request.request_id)
-        if key:
-            plan = plan.routed(key)
+        plan = await self._begin(request, body, key)
         scope["state"]["model"] = plan.model.name
-        if request.error is not None:
-            raise request.error
-        request.begin(plan.parts, plan.model.context_len)
         renderer = self._make_renderer(request, int(time.time()), plan.model.name, self._generator.token_texts)
         self._generator.dispatcher.start(request)
         if request.generation.stream:
@@ -194,14 +190,29 @@ class Exchange(Response):
         else:
             await self._send_document(request, renderer, send)
 
+    async def _begin(self, request: ClientRequest, body: bytes, key: str) -> Plan:
+        """Raises ApiError."""
+        try:
+            plan = await self._prepare(body, request.request_id)
+            if key:
+                plan = plan.routed(key)
+            if request.error is not None:
+                raise request.error
+            budgets.check_logprobs(plan.parts, plan.model.context_len)
+            request.begin(plan.parts, plan.model.context_len)
+        except (ValueError, OverflowError):
+            # Every field has its check; this is for a value that passed and does not fit its protobuf message.
+            logger.warning("a value does not fit its message", extra=fields(request_id=request.request_id), exc_info=True)
+            raise bad_request(None, "A value of the request is out of its range.") from None
+        return plan
+
     async def _stream(self, request: ClientRequest, renderer: StreamRenderer, send: Send) -> None:
         """The status goes out with the first chunk, so that an error before it is a plain HTTP error."""
         last = False
         while not last:
             deltas = [delta for choice in await request.news() if (delta := choice.take()) is not None]
             last = request.complete  # before anything is awaited: what comes from here on has not been taken
-            await renderer.load(deltas)
-            pieces = [renderer.chunk(delta) for delta in deltas]
+            pieces = [await renderer.chunk(delta) for delta in deltas]
             if last:
                 pieces += [renderer.usage_chunk()] if request.generation.include_usage else []
                 pieces.append(DONE)
@@ -215,9 +226,8 @@ class Exchange(Response):
     async def _send_document(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
         await request.news()
         deltas = [delta for choice in request.choices if (delta := choice.take()) is not None]
-        await renderer.load(deltas)
         self._count(request)
-        document = renderer.document(deltas)
+        document = await renderer.document(deltas)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(document))]
         await self._start(200, headers, send)
         await send({"type": "http.response.body", "body": document, "more_body": False})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
+from services.gateway.client_fields import ClientFields
 
 _UINT64_MASK = (1 << 64) - 1
 
@@ -35,8 +36,10 @@ class Prompt:
 class Generation:
     """What is asked of one prompt. `sampling` lacks max_new_tokens and seed: they differ by prompt and choice.
 
-    grammar_field: the client's field that `sampling.grammar` came from, for errors. In a session the prompt is what the turn
-    adds to a context that only the worker knows. vector_as_base64: an embedding is answered as its little-endian float32.
+    fields: the client's names of what a worker may refuse. grammar_field: the one that `sampling.grammar` came from. In a
+    session the prompt is what the turn adds to a context that only the worker knows. vector_as_base64: an embedding is
+    answered as its little-endian float32. hidden: nothing was to be made, so the one token that a worker makes at least is
+    not shown. stream_repeats: each event of its stream has all that came before.
     """
 
     stream: bool
@@ -53,8 +56,11 @@ class Generation:
     priority: int
     routing_key: str = ""
     session: worker_pb2.SessionTurn | None = None
+    fields: ClientFields = field(default_factory=ClientFields)
     grammar_field: str | None = None
     vector_as_base64: bool = False
+    hidden: bool = False
+    stream_repeats: bool = False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -70,6 +76,11 @@ class Generation:
         """A vector in place of text."""
         return bool(self.sampling.HasField("embedding"))
 
+    def most_tokens(self, prompt_tokens: int, context_len: int) -> int:
+        """Of one answer. Of a session's turn only the worker knows what the context leaves."""
+        room = context_len if self.session is not None else context_len - prompt_tokens
+        return room if self.max_tokens is None else min(self.max_tokens, room)
+
     def sampling_of(self, choice: int, prompt_tokens: int, context_len: int) -> pb.SamplingParams:
         """The parameters of one choice: `choice` counts from 0 within its prompt."""
         params = pb.SamplingParams()
@@ -77,10 +88,8 @@ class Generation:
         if self.wants_embedding:
             params.max_new_tokens = 1
             return params
-        room = None if self.session is not None else context_len - prompt_tokens
-        lengths = [length for length in (self.max_tokens, room) if length is not None]
-        if lengths:
-            params.max_new_tokens = min(lengths)
+        if self.max_tokens is not None or self.session is None:
+            params.max_new_tokens = self.most_tokens(prompt_tokens, context_len)
         if self.seed is not None:
             params.seed = (self.seed + choice) & _UINT64_MASK
         return params

@@ -82,9 +82,9 @@ class DryBody(_Body):
         None, ge=limits.DRY_MULTIPLIER_RANGE[0], le=limits.DRY_MULTIPLIER_RANGE[1], description="0: none. Default 0."
     )
     dry_base: float | None = Field(None, ge=limits.DRY_BASE_RANGE[0], le=limits.DRY_BASE_RANGE[1], description="Default 1.75.")
-    dry_allowed_length: int | None = Field(None, ge=0, le=UINT32_MAX, description="Default 2.")
+    dry_allowed_length: int | None = Field(None, ge=1, le=limits.MAX_DRY_ALLOWED_LENGTH, description="Default 2.")
     dry_penalty_last_n: int | None = Field(
-        None, ge=-1, le=UINT32_MAX, description="Last tokens looked at. 0: no penalty. -1, the default: all."
+        None, ge=-1, le=limits.MAX_DRY_WINDOW, description="Last tokens looked at. 0: no penalty. -1, the default: all."
     )
     dry_sequence_breakers: list[str] | None = Field(
         None, min_length=1, max_length=limits.MAX_DRY_BREAKERS, description="Default: line feed, colon, quote, asterisk."
@@ -101,12 +101,12 @@ class GenerationBody(ConstraintBody, DryBody):
     stop: Stop = Field(None, description=f"Up to {limits.MAX_STOP_STRINGS} strings that end the answer.")
     seed: int | None = Field(None, ge=INT64[0], le=INT64[1], description="Choice i samples with seed + i.")
     temperature: float | None = Field(None, ge=limits.TEMPERATURE_RANGE[0], le=limits.TEMPERATURE_RANGE[1])
-    top_p: float | None = Field(None, gt=limits.TOP_P_RANGE[0], le=limits.TOP_P_RANGE[1], description="Default 1.")
+    top_p: float | None = Field(None, ge=limits.TOP_P_RANGE[0], le=limits.TOP_P_RANGE[1], description="Default 1.")
     top_k: int | None = Field(None, ge=-1, le=limits.MAX_TOP_K, description="0 or -1: all tokens.")
     min_p: float | None = Field(None, ge=limits.MIN_P_RANGE[0], le=limits.MIN_P_RANGE[1])
     frequency_penalty: float | None = Field(None, ge=limits.FREQUENCY_PENALTY_RANGE[0], le=limits.FREQUENCY_PENALTY_RANGE[1])
     presence_penalty: float | None = Field(None, ge=limits.PRESENCE_PENALTY_RANGE[0], le=limits.PRESENCE_PENALTY_RANGE[1])
-    repetition_penalty: float | None = Field(None, gt=limits.REPETITION_PENALTY_RANGE[0], le=limits.REPETITION_PENALTY_RANGE[1])
+    repetition_penalty: float | None = Field(None, ge=limits.REPETITION_PENALTY_RANGE[0], le=limits.REPETITION_PENALTY_RANGE[1])
     logit_bias: dict[str, float] | None = Field(
         None, max_length=limits.MAX_LOGIT_BIAS_ENTRIES, description="Token id → value added to its logit."
     )
@@ -149,6 +149,11 @@ class ChatCompletionRequest(GenerationBody):
 
 class CompletionRequest(GenerationBody):
     prompt: Prompt
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="Tokens of an answer at most; never more than the context leaves. 0, with echo: none, the prompt alone.",
+    )
     echo: bool | None = Field(None, description="The text begins with the prompt, and logprobs with the prompt's.")
     logprobs: Count = Field(
         None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Log probabilities of the tokens, and of so many likeliest ones."

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.gateway import prompts
+from services.gateway import budgets, prompts
 from services.gateway.decoding import Decoding
 from services.gateway.detok_link import DetokPool
 from services.gateway.dispatch import Dispatcher
@@ -58,6 +58,7 @@ class Preparer:
         request = parse_chat(parse_json(body))
         call = prompts.chat_call(request, request_id)
         model = await self._generating_model(request.model)
+        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
         prompt = await prompts.of_chat(call, self._tokenizer)
         check_prompt_length(len(prompt.ids), model.context_len, "messages")
@@ -67,11 +68,10 @@ class Preparer:
         request = parse_completion(parse_json(body))
         model = await self._generating_model(request.model)
         generation = completion_generation(request, model.vocab_size)
-        checked = await prompts.of_completion(request.prompt, model.vocab_size, self._tokenizer, request_id)
+        checked = await prompts.of_completion(request.prompt, model, self._tokenizer, request_id, "prompt", check_prompt_length)
         if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
             raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
-        for prompt in checked:
-            check_prompt_length(len(prompt.ids), model.context_len, "prompt")
+        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
         prefixes = [""] * len(checked)
         if request.echo:
             prefixes = [await self._text_of(prompt, generation, request_id) for prompt in checked]
@@ -84,9 +84,7 @@ class Preparer:
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = embedding_generation(request, model.embedding_size)
-        checked = await prompts.of_completion(request.input, model.vocab_size, self._tokenizer, request_id, "input")
-        for prompt in checked:
-            check_input_length(len(prompt.ids), model.context_len, "input")
+        checked = await prompts.of_completion(request.input, model, self._tokenizer, request_id, "input", check_input_length)
         return Plan(model, [Part(prompt, generation) for prompt in checked])
 
     async def _generating_model(self, name: str) -> ModelInfo:

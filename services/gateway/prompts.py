@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.errors import ApiError, bad_request, internal
-from services.gateway.generation import Prompt
+from services.gateway.generation import ModelInfo, Prompt
 from services.gateway.openai_types import ChatCompletionRequest
 from services.gateway.sampling_fields import check_token_ids
 from services.gateway.tokenizer_client import TokenizerClient
@@ -46,8 +48,22 @@ def _check_messages(messages: Any) -> None:
         raise bad_request("messages", "'messages' must be a list with at least one message.")
     if len(messages) > limits.MAX_CHAT_MESSAGES:
         raise bad_request("messages", f"'messages' may have at most {limits.MAX_CHAT_MESSAGES} messages.")
+    parts = 0
     for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
+        where = f"messages[{index}]"
+        parts += _part_count(message, where)
+        if parts > limits.MAX_REQUEST_CONTENT_PARTS:
+            raise bad_request("messages", f"'messages' may have at most {limits.MAX_REQUEST_CONTENT_PARTS} content parts in all.")
+        _check_message(message, where)
+
+
+def _part_count(message: Any, where: str) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return 0
+    if len(content) > limits.MAX_CONTENT_PARTS:
+        raise bad_request(f"{where}.content", f"'{where}.content' may have at most {limits.MAX_CONTENT_PARTS} parts.")
+    return len(content)
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -75,24 +91,49 @@ def _check_part(part: Any, where: str) -> None:
         raise bad_request(f"{where}.text", f"'{where}.text' must be a string.")
 
 
+CheckLength = Callable[[int, int, str], None]  # tokens of one prompt, the model's context, the client's field; raises ApiError
+
+
 async def of_completion(
-    prompt: Any, vocab_size: int, tokenizer: TokenizerClient, request_id: str, param: str = "prompt"
+    prompt: Any, model: ModelInfo, tokenizer: TokenizerClient, request_id: str, param: str, check_length: CheckLength
 ) -> list[Prompt]:
     """`prompt` in any of OpenAI's four forms, checked; `param` is the client's name for it. Raises ApiError."""
+    if isinstance(prompt, list) and prompt and type(prompt[0]) in (int, list):
+        return await _of_ids_or_lists(prompt, model, param, check_length)
+    found = await _of_texts(_texts(prompt, param), tokenizer, request_id, param)
+    for one in found:
+        check_length(len(one.ids), model.context_len, param)
+    return found
+
+
+def _texts(prompt: Any, param: str) -> list[str]:
     if isinstance(prompt, str):
-        return await _of_texts([prompt], tokenizer, request_id, param)
+        return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise _wrong_form(param)
-    kind = type(prompt[0])
-    if kind is not int and len(prompt) > limits.MAX_BATCH_PROMPTS:
+    if not isinstance(prompt[0], str):
+        raise _wrong_form(param)
+    _check_count(prompt, param)
+    if not all(isinstance(item, str) for item in prompt):
+        raise bad_request(param, f"'{param}' must hold strings only, or token ids only.")
+    return prompt
+
+
+def _check_count(prompts: list[Any], param: str) -> None:
+    if len(prompts) > limits.MAX_BATCH_PROMPTS:
         raise bad_request(param, f"'{param}' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
-    if kind is str:
-        if not all(isinstance(item, str) for item in prompt):
-            raise bad_request(param, f"'{param}' must hold strings only, or token ids only.")
-        return await _of_texts(prompt, tokenizer, request_id, param)
-    if kind is int:
-        return [_of_ids(prompt, vocab_size, param, param)]
-    return [_of_ids(ids, vocab_size, f"{param}[{index}]", param) for index, ids in enumerate(prompt)]
+
+
+async def _of_ids_or_lists(prompt: list[Any], model: ModelInfo, param: str, check_length: CheckLength) -> list[Prompt]:
+    if isinstance(prompt[0], int):
+        check_length(len(prompt), model.context_len, param)
+        return [of_ids(prompt, model.vocab_size, param)]
+    _check_count(prompt, param)
+    for ids in prompt:
+        if not isinstance(ids, list):
+            raise _wrong_form(param)
+        check_length(len(ids), model.context_len, param)
+    return [await of_many_ids(ids, model.vocab_size, f"{param}[{index}]") for index, ids in enumerate(prompt)]
 
 
 def _wrong_form(param: str) -> ApiError:
@@ -100,9 +141,14 @@ def _wrong_form(param: str) -> ApiError:
     return bad_request(param, f"'{param}' must be {forms}.")
 
 
-def _of_ids(ids: Any, vocab_size: int, where: str, param: str) -> Prompt:
-    if not isinstance(ids, list):
-        raise _wrong_form(param)
+async def of_many_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
+    """Others have their turn on the event loop before. Raises ApiError."""
+    await asyncio.sleep(0)
+    return of_ids(ids, vocab_size, where)
+
+
+def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
+    """Ids whose number has been checked. Raises ApiError."""
     check_token_ids(ids, vocab_size, where)
     return Prompt(tokenizer_pb2.TokenIds(ids=ids).ids, None)
 

@@ -40,19 +40,16 @@ def sse_error(error: ApiError) -> bytes:
 class Renderer(Protocol):
     """One request's answer, for one endpoint."""
 
-    async def load(self, deltas: Sequence[Delta]) -> None:
-        """Fetches what rendering exactly these takes besides themselves. Comes before their chunk() or document(). Raises
-        ApiError."""
-
-    def document(self, deltas: Sequence[Delta]) -> bytes:
-        """The whole answer; `deltas` are all choices, by index."""
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        """The whole answer; `deltas` are all choices, by index. Raises ApiError."""
 
 
 @runtime_checkable
 class StreamRenderer(Renderer, Protocol):
     """Of an endpoint that can stream. Chunks are complete events."""
 
-    def chunk(self, delta: Delta) -> bytes: ...
+    async def chunk(self, delta: Delta) -> bytes:
+        """Raises ApiError."""
 
     def usage_chunk(self) -> bytes: ...
 
@@ -91,16 +88,13 @@ class ChatRenderer:
         self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
         self._began = False
 
-    async def load(self, deltas: Sequence[Delta]) -> None:
-        await self._logprobs.load(deltas)
-
-    def chunk(self, delta: Delta) -> bytes:
+    async def chunk(self, delta: Delta) -> bytes:
         role = self._role_chunk(delta) if delta.first else b""
         if not delta.text and delta.ending is None:
             return role
         content = b'{"content":%s}' % orjson.dumps(delta.text) if delta.text else b"{}"
         ids = _ids_field(b"token_ids", delta.token_ids) if self._ids else b""
-        ending = _ending_fields(delta, orjson.dumps(self._logprobs.of(delta)))
+        ending = _ending_fields(delta, await self._logprobs.of(delta))
         head, tail = self._envelope.head, self._envelope.tail
         return b'%s%s{"index":%d,"delta":%s%s%s}%s' % (role, head, delta.choice.index, content, ending, ids, tail)
 
@@ -117,16 +111,16 @@ class ChatRenderer:
     def usage_chunk(self) -> bytes:
         return self._envelope.usage_chunk(self._request)
 
-    def document(self, deltas: Sequence[Delta]) -> bytes:
-        answer: dict[str, Any] = {**self._envelope.fields, "choices": [self._choice(delta) for delta in deltas]}
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        answer: dict[str, Any] = {**self._envelope.fields, "choices": [await self._choice(delta) for delta in deltas]}
         answer["usage"] = usage_of(self._request)
         if self._ids:
             answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
         return orjson.dumps(answer)
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
+    async def _choice(self, delta: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": delta.text, "refusal": None}
-        fields = _choice_fields(delta, self._logprobs.of(delta), self._ids)
+        fields = _choice_fields(delta, await self._logprobs.of(delta), self._ids)
         return {"index": delta.choice.index, "message": message, **fields}
 
 
@@ -137,10 +131,7 @@ class CompletionRenderer:
         self._logprobs = CompletionLogprobs(request.generation, token_texts)
         self._envelope = _Envelope(request, "text_completion", "cmpl", created, model)
 
-    async def load(self, deltas: Sequence[Delta]) -> None:
-        await self._logprobs.load(deltas)
-
-    def chunk(self, delta: Delta) -> bytes:
+    async def chunk(self, delta: Delta) -> bytes:
         ids = b""
         if self._ids:
             ids = _ids_field(b"token_ids", delta.token_ids)
@@ -152,7 +143,7 @@ class CompletionRenderer:
             envelope.head,
             delta.choice.index,
             text,
-            _ending_fields(delta, orjson.dumps(self._logprobs.of(delta))),
+            _ending_fields(delta, await self._logprobs.of(delta)),
             ids,
             envelope.tail,
         )
@@ -160,22 +151,27 @@ class CompletionRenderer:
     def usage_chunk(self) -> bytes:
         return self._envelope.usage_chunk(self._request)
 
-    def document(self, deltas: Sequence[Delta]) -> bytes:
-        answer: dict[str, Any] = {**self._envelope.fields, "choices": [self._choice(delta) for delta in deltas]}
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        answer: dict[str, Any] = {**self._envelope.fields, "choices": [await self._choice(delta) for delta in deltas]}
         answer["usage"] = usage_of(self._request)
         if self._ids and len(self._request.parts) == 1:
             answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
         return orjson.dumps(answer)
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
-        fields = _choice_fields(delta, self._logprobs.of(delta), self._ids)
+    async def _choice(self, delta: Delta) -> dict[str, Any]:
+        fields = _choice_fields(delta, await self._logprobs.of(delta), self._ids)
         choice = {"index": delta.choice.index, "text": delta.text, **fields}
         if self._ids:
             choice["prompt_token_ids"] = list(delta.choice.prompt.ids)
         return choice
 
 
-def _choice_fields(delta: Delta, logprobs: dict[str, Any] | None, with_ids: bool) -> dict[str, Any]:
+def _choice_fields(delta: Delta, logprobs: bytes, with_ids: bool) -> dict[str, Any]:
     assert delta.ending is not None
     ids = {"token_ids": list(delta.token_ids)} if with_ids else {}
-    return {"logprobs": logprobs, "finish_reason": delta.ending.finish_reason, "stop_reason": delta.ending.stop_reason, **ids}
+    return {
+        "logprobs": orjson.Fragment(logprobs),
+        "finish_reason": delta.ending.finish_reason,
+        "stop_reason": delta.ending.stop_reason,
+        **ids,
+    }

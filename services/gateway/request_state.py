@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +23,7 @@ from rootstock.v1 import worker_pb2
 from services.gateway.decoding import Decoding
 from services.gateway.errors import ApiError
 from services.gateway.generation import Generation, Part, Prompt
-from services.gateway.logprobs import TokenLogprob, entries_of
+from services.gateway.logprobs import LogprobSpan, LogprobTable
 from services.gateway.metrics import GatewayMetrics
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Delta:
     first: bool
     text: str
     token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
+    logprobs: LogprobSpan
     ending: Ending | None
 
 
@@ -137,8 +137,8 @@ class Choice:
     def _begin_output(self) -> None:
         generation = self.generation
         self.output_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []  # of output_ids, where wanted
-        self.prompt_logprobs: list[TokenLogprob] = []  # from position max(1, sampling.logprobs.prompt_from) on
+        self.logprobs = LogprobTable()  # of output_ids, where wanted
+        self.prompt_logprobs = LogprobTable()  # from position max(1, sampling.logprobs.prompt_from) on
         self.embedding: Sequence[float] | None = None
         self.decoding = Decoding(
             self,
@@ -166,15 +166,16 @@ class Choice:
 
     def add_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
         """Of the next output tokens. Raises StreamBroken."""
-        self.logprobs += entries_of(rows)
+        self.logprobs.extend(rows)
 
     def add_prompt_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
         """Of the next prompt tokens. Raises StreamBroken."""
-        self.prompt_logprobs += entries_of(rows)
+        self.prompt_logprobs.extend(rows)
 
     def finish(self, finish: worker_pb2.Finish) -> None:
         """The worker's terminal output, for an answer that is complete; its text is still to come."""
-        self._ending = _ending_of(finish, self.generation.stop_token_ids)
+        ending = _ending_of(finish, self.generation.stop_token_ids)
+        self._ending = _without_output(ending) if self.generation.hidden else ending
         # What a stop pattern has matched stays in the text; a stop string is cut off.
         self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
         if finish.reason == pb.FINISH_REASON_EMBEDDED:
@@ -182,7 +183,7 @@ class Choice:
             self._end()
 
     def on_text(self, text: str, count: int) -> None:
-        if text:
+        if text and not self.generation.hidden:
             self._parts.append(text)
         if count:
             self._observe(count)
@@ -217,11 +218,11 @@ class Choice:
             return None
         text = "".join(self._parts)
         self._parts.clear()
-        new = slice(self._taken_ids, self._shown_ids)
-        self._taken_ids = self._shown_ids
         generation = self.generation
-        ids = self.output_ids[new] if generation.return_token_ids or generation.wants_logprobs else ()
-        logprobs = self.logprobs[new] if generation.wants_logprobs else ()
+        begin, end = self._taken_ids, 0 if generation.hidden else self._shown_ids
+        self._taken_ids = self._shown_ids
+        ids = self.output_ids[begin:end] if generation.return_token_ids or generation.wants_logprobs else ()
+        logprobs = self.logprobs.span(begin, end if generation.wants_logprobs else 0)
         first, self.delivered = not self.delivered, True
         return Delta(self, first, text, ids, logprobs, self.ending)
 
@@ -246,6 +247,12 @@ def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int]) -> End
         queue_ms=finish.queue_ms,
         retractions=finish.retractions,
     )
+
+
+def _without_output(ending: Ending) -> Ending:
+    """The ending of an answer whose tokens are not shown."""
+    reason = "abort" if ending.finish_reason == "abort" else "length"
+    return replace(ending, finish_reason=reason, stop_reason=None, matched=None, completion_tokens=0)
 
 
 class ClientRequest:

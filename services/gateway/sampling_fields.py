@@ -24,10 +24,10 @@ def _texts(value: Any, param: str, most: int, most_chars: int) -> list[str]:
     if value is None:
         return []
     texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and len(texts) > most:
+        raise bad_request(param, f"'{param}' may have at most {most} strings.")
     if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
         raise bad_request(param, f"'{param}' must be a string or a list of strings.")
-    if len(texts) > most:
-        raise bad_request(param, f"'{param}' may have at most {most} strings.")
     if any(not 1 <= len(item) <= most_chars for item in texts):
         raise bad_request(param, f"A string of '{param}' must have 1 to {most_chars} characters.")
     return texts
@@ -62,6 +62,11 @@ def dry(body: DryBody) -> pb.Dry | None:
         window=None if last == -1 else last,
         breakers=body.dry_sequence_breakers,
     )
+
+
+def token_id_set(ids: Sequence[int] | None) -> list[int]:
+    """Of ids that have been checked: each once, rising."""
+    return sorted(set(ids or ()))
 
 
 def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:

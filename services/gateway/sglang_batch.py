@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway import budgets
 from services.gateway.errors import bad_request
 from services.gateway.generation import Generation
+from services.gateway.openai_types import INT32
 from services.gateway.sampling_fields import check_token_ids
 from services.gateway.sglang_sampling import Common, LogprobWish, generation_of, parse, session_turn
 from services.gateway.sglang_types import RID_CHARS, NativeGenerateRequest, NativeInput, NativeSampling
@@ -54,9 +56,10 @@ def inputs_of(request: NativeInput) -> Inputs:
 def _texts(text: Any) -> Inputs:
     if isinstance(text, str):
         return Inputs("text", [text], False)
+    if isinstance(text, list):
+        _check_count(len(text), "text")
     if not isinstance(text, list) or not text or not all(isinstance(item, str) for item in text):
         raise bad_request("text", "'text' must be a string or a list of strings.")
-    _check_count(len(text), "text")
     return Inputs("text", text, True)
 
 
@@ -65,9 +68,9 @@ def _ids(ids: Any) -> Inputs:
         raise bad_request("input_ids", "'input_ids' must be a list of token ids or a list of such lists.")
     if not isinstance(ids[0], list):
         return Inputs("input_ids", [ids], False)
+    _check_count(len(ids), "input_ids")
     if not all(isinstance(item, list) for item in ids):
         raise bad_request("input_ids", "'input_ids' must hold token ids only, or lists of them only.")
-    _check_count(len(ids), "input_ids")
     return Inputs("input_ids", ids, True)
 
 
@@ -78,12 +81,12 @@ def _check_count(count: int, param: str) -> None:
 
 def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
     """One per prompt: those that the client gave, or made from its one, or from the HTTP request's id."""
-    named = given if isinstance(given, list) else [request_id if given is None else given]
+    named = _spread(given, inputs, "rid") if isinstance(given, list) else [request_id if given is None else given]
     if not all(isinstance(rid, str) and 1 <= len(rid) <= RID_CHARS for rid in named):
         raise bad_request("rid", f"A 'rid' must be a string of 1 to {RID_CHARS} characters.")
     if not isinstance(given, list):
         return [f"{named[0]}_{i}" for i in range(len(inputs.prompts))] if inputs.many else named
-    if len(set(_spread(named, inputs, "rid"))) != len(named):
+    if len(set(named)) != len(named):
         raise bad_request("rid", "'rid' must name every prompt differently.")
     return named
 
@@ -110,10 +113,14 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
         raise bad_request("sampling_params.n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
     if common.session is not None:
         _check_session(inputs, n, wishes)
-    return [
-        Asked(generation_of(given, wish, common, vocab_size, where), Form(wish, given.max_new_tokens == 0))
-        for (where, given), wish in zip(sampling, wishes, strict=True)
-    ]
+    made: dict[tuple[int, LogprobWish | None], Asked] = {}  # prompts that ask for the same share what is made of it
+    asked = []
+    for (where, given), wish in zip(sampling, wishes, strict=True):
+        if (id(given), wish) not in made:
+            generation = generation_of(given, wish, common, vocab_size, where, inputs.field)
+            made[id(given), wish] = Asked(generation, Form(wish, given.max_new_tokens == 0))
+        asked.append(made[id(given), wish])
+    return asked
 
 
 def _check_session(inputs: Inputs, n: int, wishes: Sequence[LogprobWish | None]) -> None:
@@ -129,9 +136,24 @@ def _sampling_of(request: NativeGenerateRequest, inputs: Inputs) -> list[tuple[s
     if isinstance(given, list):
         values = _spread(given, inputs, "sampling_params")
         paths = [f"sampling_params[{i}]" for i in range(len(values))]
-        return [(path, parse(NativeSampling, value, path)) for path, value in zip(paths, values, strict=True)]
+        return _each(values, paths)
     one = parse(NativeSampling, {} if given is None else given, "sampling_params")
+    choices = len(inputs.prompts) * (one.n or 1)
+    budgets.check_sets(one.allowed_token_ids, one.banned_token_ids, choices, "sampling_params.")
     return [("sampling_params", one)] * len(inputs.prompts)
+
+
+def _each(values: Sequence[Any], paths: Sequence[str]) -> list[tuple[str, NativeSampling]]:
+    parsed: list[tuple[str, NativeSampling]] = []
+    allowed: list[int] = []
+    banned: list[int] = []
+    for path, value in zip(paths, values, strict=True):
+        given = parse(NativeSampling, value, path)
+        allowed += given.allowed_token_ids or ()
+        banned += given.banned_token_ids or ()
+        budgets.check_sets(allowed, banned, given.n or 1, f"{path}.")
+        parsed.append((path, given))
+    return parsed
 
 
 def _wishes_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) -> list[LogprobWish | None]:
@@ -146,7 +168,7 @@ def _wishes_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) 
 
 
 def _wish(start: int, top: int, ids: list[Any], vocab_size: int) -> LogprobWish:
-    if start < -1:
+    if not -1 <= start <= INT32[1]:
         raise bad_request("logprob_start_len", "'logprob_start_len' must be -1 or a position of the prompt.")
     if not 0 <= top <= limits.MAX_TOP_LOGPROBS:
         raise bad_request("top_logprobs_num", f"'top_logprobs_num' must be from 0 to {limits.MAX_TOP_LOGPROBS}.")
@@ -162,7 +184,7 @@ def _token_ids_of(given: Any, inputs: Inputs) -> list[list[Any]]:
         return [[]] * len(inputs.prompts)
     if not isinstance(given, list):
         raise bad_request("token_ids_logprob", "'token_ids_logprob' must be a list of token ids or a list of such lists.")
-    if all(isinstance(item, int) for item in given):
+    if not given or isinstance(given[0], int):
         return [given] * len(inputs.prompts)
     lists = [[] if item is None else item for item in _spread(given, inputs, "token_ids_logprob")]
     if not all(isinstance(item, list) for item in lists):

@@ -5,6 +5,7 @@ Made per HTTP request; what it finds out while it prepares is what its renderer 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rootstock.v1 import tokenizer_pb2
@@ -12,8 +13,8 @@ from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import bad_request, internal, unknown_model
 from services.gateway.generation import ModelInfo, Part, Prompt
 from services.gateway.preparation import Plan
+from services.gateway.prompts import CheckLength, of_many_ids
 from services.gateway.request_state import ClientRequest
-from services.gateway.sampling_fields import check_token_ids
 from services.gateway.sglang_abort import Aborter
 from services.gateway.sglang_batch import Form, Inputs, asked_of, common_of, inputs_of, rids_of
 from services.gateway.sglang_render import EncodeRenderer, GenerateRenderer
@@ -30,10 +31,15 @@ class PromptSource:
     def __init__(self, tokenizer: TokenizerClient) -> None:
         self._tokenizer = tokenizer
 
-    async def prompts(self, inputs: Inputs, model: ModelInfo, request_id: str, add_special_tokens: bool = True) -> list[Prompt]:
+    async def prompts(
+        self, inputs: Inputs, model: ModelInfo, request_id: str, check_length: CheckLength, add_special_tokens: bool = True
+    ) -> list[Prompt]:
         if inputs.field == "text":
-            return await self._encode(list(inputs.prompts), request_id, add_special_tokens)
-        return [_prompt_of(ids, model.vocab_size, inputs.where(i)) for i, ids in enumerate(inputs.prompts)]
+            encoded = await self._encode(list(inputs.prompts), request_id, add_special_tokens)
+            _check_lengths([prompt.ids for prompt in encoded], inputs, model, check_length)
+            return encoded
+        _check_lengths(inputs.prompts, inputs, model, check_length)
+        return [await of_many_ids(ids, model.vocab_size, inputs.where(i)) for i, ids in enumerate(inputs.prompts)]
 
     async def _encode(self, texts: list[str], request_id: str, add_special_tokens: bool) -> list[Prompt]:
         call = tokenizer_pb2.EncodeRequest(request_id=request_id, texts=texts, add_special_tokens=add_special_tokens)
@@ -43,9 +49,9 @@ class PromptSource:
         return [Prompt(encoded.ids, text) for encoded, text in zip(response.prompts, texts, strict=True)]
 
 
-def _prompt_of(ids: list[Any], vocab_size: int, where: str) -> Prompt:
-    check_token_ids(ids, vocab_size, where)
-    return Prompt(tokenizer_pb2.TokenIds(ids=ids).ids, None)
+def _check_lengths(prompts: Sequence[Sequence[Any]], inputs: Inputs, model: ModelInfo, check_length: CheckLength) -> None:
+    for index, ids in enumerate(prompts):
+        check_length(len(ids), model.context_len, inputs.where(index))
 
 
 async def _served(dispatcher: Dispatcher, name: str | None) -> ModelInfo:
@@ -74,9 +80,9 @@ class GenerateCall:
             if not model.generates:
                 raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
             asked = asked_of(request, inputs, model.vocab_size)
-            prompts = await self._source.prompts(inputs, model, request_id, _begins(request.session_params))
-        for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
-            check_prompt_length(len(prompt.ids), model.context_len, inputs.where(index))
+            begins = _begins(request.session_params)
+            prompts = await self._source.prompts(inputs, model, request_id, check_prompt_length, begins)
+        for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
         self._many = inputs.many or asked[0].generation.n > 1
         self._texts = bool(request.return_text_in_logprobs)
@@ -114,11 +120,9 @@ class EncodeCall:
         with self._aborter.preparing(rids):
             model = await _served(self._dispatcher, request.model)
             _check_dimensions(request.dimensions, model)
-            prompts = await self._source.prompts(inputs, model, request_id)
-        for index, prompt in enumerate(prompts):
-            check_input_length(len(prompt.ids), model.context_len, inputs.where(index))
+            prompts = await self._source.prompts(inputs, model, request_id, check_input_length)
         self._many = inputs.many
-        generation = embedding_generation(common_of(request), request.dimensions)
+        generation = embedding_generation(common_of(request), request.dimensions, inputs.field)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
 
     def renderer(self, _request: ClientRequest, _created: int, _model: str, _token_texts: TokenTexts) -> EncodeRenderer:

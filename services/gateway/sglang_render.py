@@ -4,14 +4,15 @@ sends them; each is rendered once and kept as bytes, so an event costs a join.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import orjson
 
 from services.gateway.embeddings import vector_of
-from services.gateway.logprob_forms import LOWEST
-from services.gateway.logprobs import TokenLogprob
+from services.gateway.logprob_forms import extend
+from services.gateway.logprob_slices import LOWEST, Entry, Slices, Texts
 from services.gateway.request_state import Choice, ClientRequest, Delta, Ending
 from services.gateway.sglang_batch import Form
 from services.gateway.sglang_sampling import LogprobWish
@@ -20,36 +21,28 @@ from services.gateway.token_texts import TokenTexts
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."
 
-Entry = tuple[int, TokenLogprob | None]  # token id, and its values; None where there is no context to predict it from
-Texts = Mapping[int, bytes] | None  # tokens' texts, None where they are not wanted
-
 
 class GenerateRenderer:
     """token_texts: None when the tokens' texts are not wanted beside their ids."""
 
     def __init__(self, request: ClientRequest, many: bool, forms: Sequence[Form], token_texts: TokenTexts | None) -> None:
         self._many = many
-        self._token_texts = token_texts
-        self._texts: Texts = None
-        self._answers = [_Answer(choice, forms[choice.index // request.generation.n]) for choice in request.choices]
+        self._answers = [_Answer(choice, forms[choice.index // request.generation.n], token_texts) for choice in request.choices]
 
-    async def load(self, deltas: Sequence[Delta]) -> None:
-        if self._token_texts is not None:
-            ids = {token for delta in deltas for token in self._answers[delta.choice.index].tokens_in(delta)}
-            self._texts = await self._token_texts.of(ids)
-
-    def chunk(self, delta: Delta) -> bytes:
+    async def chunk(self, delta: Delta) -> bytes:
         answer = self._answers[delta.choice.index]
-        answer.add(delta, self._texts)
+        await answer.add(delta)
         return b"data: " + self._object(answer, delta.ending, indexed=self._many) + b"\n\n"
 
     def usage_chunk(self) -> bytes:
         return b""
 
-    def document(self, deltas: Sequence[Delta]) -> bytes:
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        objects = []
         for delta in deltas:
-            self._answers[delta.choice.index].add(delta, self._texts)
-        objects = [self._object(self._answers[delta.choice.index], delta.ending) for delta in deltas]
+            answer = self._answers[delta.choice.index]
+            await answer.add(delta)
+            objects.append(self._object(answer, delta.ending))
         return b"[" + b",".join(objects) + b"]" if self._many else objects[0]
 
     @staticmethod
@@ -61,49 +54,38 @@ class GenerateRenderer:
 class _Answer:
     """One choice's answer so far, rendered."""
 
-    def __init__(self, choice: Choice, form: Form) -> None:
+    def __init__(self, choice: Choice, form: Form, token_texts: TokenTexts | None) -> None:
         self.choice = choice
         self.form = form
         self.text = bytearray()  # the inside of a JSON string
         self.ids = bytearray()  # the inside of a JSON array
         self._count = 0
         self._began = False
-        self._input = _LogprobLists(form.wish)
-        self._output = _LogprobLists(form.wish)
+        self._input = _LogprobLists(form.wish, token_texts)
+        self._output = _LogprobLists(form.wish, token_texts)
 
-    def add(self, delta: Delta, texts: Texts) -> None:
+    async def add(self, delta: Delta) -> None:
+        """Raises ApiError."""
         if not self._began:
             self._began = True
-            self._input.add(self._prompt_entries(), texts)
+            await self._input.add(self._prompt_entries())
         if self.form.hidden:
             return
         self.text += orjson.dumps(delta.text)[1:-1]
         if delta.token_ids:
-            self.ids += (b"," if self.ids else b"") + orjson.dumps(list(delta.token_ids))[1:-1]
+            extend(self.ids, list(delta.token_ids))
             self._count += len(delta.token_ids)
-        self._output.add(zip(delta.token_ids, delta.logprobs), texts)  # noqa: B905  # no logprobs without a wish
+        await self._output.add(zip(delta.token_ids, delta.logprobs))  # noqa: B905  # no logprobs without a wish
 
-    def tokens_in(self, delta: Delta) -> Iterator[int]:
-        """Every id whose text adding `delta` needs."""
-        if self.form.wish is None:
-            return
-        yield from self.form.wish.token_ids
-        for token, values in (
-            *(() if self._began else self._prompt_entries()),
-            *zip(delta.token_ids, delta.logprobs, strict=True),
-        ):
-            yield token
-            if values is not None:
-                yield from values.top_ids
-
-    def _prompt_entries(self) -> list[Entry]:
+    def _prompt_entries(self) -> Iterator[Entry]:
         wish, choice = self.form.wish, self.choice
         if wish is None or wish.start < 0:
-            return []
-        ids = list(choice.prompt.ids[wish.start :])
+            return iter(())
+        ids = choice.prompt.ids[wish.start :]
         # Values begin at position `start`, or 1: nothing predicts the first token. An aborted request may have fewer.
-        values = choice.prompt_logprobs[1 if wish.start else 0 :]
-        return [(ids[0], None), *zip(ids[1:], values)]  # noqa: B905
+        values = choice.prompt_logprobs
+        known = values.span(1 if wish.start else 0, len(values))
+        return zip(ids, chain((None,), known))  # noqa: B905
 
     def meta(self, ending: Ending | None) -> bytes:
         fields = orjson.dumps(_meta_of(self.choice, ending, self._count, self.form.hidden))[1:-1]
@@ -114,22 +96,26 @@ class _LogprobLists:
     """SGLang's three parallel lists, of a prompt or of an output: the tokens' own values, the top ones, and those of the ids that
     were asked for by id. An entry is [logprob, id, text]."""
 
-    def __init__(self, wish: LogprobWish | None) -> None:
+    def __init__(self, wish: LogprobWish | None, token_texts: TokenTexts | None) -> None:
         self._wish = wish
+        self._texts = token_texts is not None
+        self._slices = Slices(wish.top, wish.token_ids, token_texts) if wish else None
         self._own = bytearray()
         self._top = bytearray()
         self._chosen = bytearray()
 
-    def add(self, entries: Iterable[Entry], texts: Texts) -> None:
+    async def add(self, entries: Iterable[Entry]) -> None:
+        """Raises ApiError."""
         wish = self._wish
-        if wish is None:
+        if wish is None or self._slices is None:
             return
-        for token, values in entries:
-            _append(self._own, _entry(token, values.value if values else None, texts))
+        async for batch, known in self._slices.of(entries):
+            texts = known if self._texts else None
+            extend(self._own, [_entry(token, values.value if values else None, texts) for token, values in batch])
             if wish.top:
-                _append(self._top, _entries(values.top_ids, values.top_values, texts) if values else None)
+                extend(self._top, [_entries(v.top_ids, v.top_values, texts) if v else None for _, v in batch])
             if wish.token_ids:
-                _append(self._chosen, _entries(wish.token_ids, values.chosen_values, texts) if values else None)
+                extend(self._chosen, [_entries(wish.token_ids, v.chosen_values, texts) if v else None for _, v in batch])
 
     def json(self, side: bytes) -> bytes:
         """Further members of an object, each with a comma before it."""
@@ -144,18 +130,11 @@ class _LogprobLists:
         return b"".join(parts)
 
 
-def _append(out: bytearray, value: list[Any] | None) -> None:
-    """One more element of a JSON array."""
-    if out:
-        out += b","
-    out += orjson.dumps(value)
-
-
-def _entries(ids: Sequence[int], values: Sequence[float], texts: Texts) -> list[Any]:
+def _entries(ids: Sequence[int], values: Sequence[float], texts: Texts | None) -> list[Any]:
     return [_entry(token, value, texts) for token, value in zip(ids, values, strict=True)]
 
 
-def _entry(token: int, value: float | None, texts: Texts) -> list[Any]:
+def _entry(token: int, value: float | None, texts: Texts | None) -> list[Any]:
     text = None if texts is None else texts[token].decode("utf-8", "replace")
     return [None if value is None else max(value, LOWEST), token, text]
 
@@ -194,10 +173,7 @@ class EncodeRenderer:
     def __init__(self, many: bool) -> None:
         self._many = many
 
-    async def load(self, deltas: Sequence[Delta]) -> None:
-        """Vectors have no tokens with texts."""
-
-    def document(self, deltas: Sequence[Delta]) -> bytes:
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
         answers = [self._answer(delta.choice, delta.ending) for delta in deltas]
         return orjson.dumps(answers if self._many else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
 

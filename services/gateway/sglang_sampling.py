@@ -6,17 +6,18 @@ Error messages never repeat what the client sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway import constraints
+from services.gateway import client_fields, constraints
 from services.gateway.errors import ApiError, bad_request
 from services.gateway.generation import Generation
-from services.gateway.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings
+from services.gateway.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
+from services.gateway.sglang_neutral import without_neutral
 from services.gateway.sglang_types import NativeSampling, SessionParams
 
 ANY_JSON = "$$ANY$$"  # as a json_schema: any JSON object
@@ -51,7 +52,7 @@ def parse(model: type[M], value: Any, where: str = "") -> M:
     if not isinstance(value, dict):
         raise bad_request(where or None, f"'{where}' must be an object.")
     try:
-        return model.model_validate(value)
+        return model.model_validate(without_neutral(value, model.model_fields.keys()))
     except ValidationError as error:
         raise _translate(error, where) from None
 
@@ -70,10 +71,13 @@ def _translate(error: ValidationError, where: str) -> ApiError:
     return bad_request(param, f"'{param}': {first['msg']}.")
 
 
-def generation_of(given: NativeSampling, wish: LogprobWish | None, common: Common, vocab_size: int, where: str) -> Generation:
-    """`where` is the path of the sampling parameters, for errors."""
+def generation_of(
+    given: NativeSampling, wish: LogprobWish | None, common: Common, vocab_size: int, where: str, prompt_field: str
+) -> Generation:
+    """where, prompt_field: the paths of the sampling parameters and of the prompt, for errors."""
     try:
-        return _generation(given, wish, common, vocab_size, where)
+        generation = _generation(given, wish, common, vocab_size, where)
+        return replace(generation, fields=client_fields.GENERATE.within(where, prompt_field))
     except ApiError as error:
         error.param = f"{where}.{error.param}"
         raise
@@ -111,6 +115,7 @@ def _generation(given: NativeSampling, wish: LogprobWish | None, common: Common,
         routing_key=common.routing_key,
         session=common.session,
         grammar_field=f"{where}.{constraint[0]}" if constraint else None,
+        stream_repeats=common.stream,
     )
 
 
@@ -127,7 +132,7 @@ _GRAMMARS: Mapping[str, Callable[[Any, str], pb.Grammar]] = {
 _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
 
 
-def embedding_generation(common: Common, dimensions: int | None) -> Generation:
+def embedding_generation(common: Common, dimensions: int | None, prompt_field: str) -> Generation:
     return Generation(
         stream=False,
         include_usage=False,
@@ -142,6 +147,7 @@ def embedding_generation(common: Common, dimensions: int | None) -> Generation:
         cache_salt=common.cache_salt,
         priority=common.priority,
         routing_key=common.routing_key,
+        fields=client_fields.ENCODE.within("", prompt_field),
     )
 
 
@@ -173,8 +179,8 @@ def _sampling(given: NativeSampling, wish: LogprobWish | None, grammar: pb.Gramm
         stream_interval=given.stream_interval,
         logit_bias_ids=bias.keys(),
         logit_bias_values=bias.values(),
-        allowed_token_ids=given.allowed_token_ids,
-        banned_token_ids=given.banned_token_ids,
+        allowed_token_ids=token_id_set(given.allowed_token_ids),
+        banned_token_ids=token_id_set(given.banned_token_ids),
         dry=dry(given),
         stop_token_ids=given.stop_token_ids,
         stop=stop_strings(given.stop),

@@ -1,8 +1,9 @@
 """The request bodies of SGLang's native endpoints. They validate and document.
 
-A name that is not here is refused: an option that would be dropped in silence changes the answer. Ranges come from
-services/shared/limits.py. Fields that may be one value or a list with one value per prompt are typed Any here and spread
-over the prompts in sglang_batch.py; each value is then checked as if it had come alone.
+A name that is not here is refused: an option that would be dropped in silence changes the answer. What asks for nothing has
+been taken out before (sglang_neutral.py). Ranges come from services/shared/limits.py. Fields that may be one value or a list
+with one value per prompt are typed Any here and spread over the prompts in sglang_batch.py; each value is then checked as if
+it had come alone.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ class NativeSampling(DryBody):
     model_config = _STRICT
 
     max_new_tokens: int | None = Field(
-        DEFAULT_NEW_TOKENS, ge=0, description="Null: what the context leaves. 0: only the prompt is computed."
+        DEFAULT_NEW_TOKENS, ge=0, le=UINT32_MAX, description="Null: what the context leaves. 0: only the prompt is computed."
     )
     min_new_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="No end of sequence before so many tokens.")
     n: int | None = Field(None, ge=1, le=limits.MAX_N, description="Answers per prompt. Default 1; the same for all prompts.")
     temperature: float | None = Field(None, ge=limits.TEMPERATURE_RANGE[0], le=limits.TEMPERATURE_RANGE[1])
-    top_p: float | None = Field(None, gt=limits.TOP_P_RANGE[0], le=limits.TOP_P_RANGE[1])
+    top_p: float | None = Field(None, ge=limits.TOP_P_RANGE[0], le=limits.TOP_P_RANGE[1])
     top_k: int | None = Field(None, ge=-1, le=limits.MAX_TOP_K, description="0 or -1: all tokens.")
     min_p: float | None = Field(None, ge=limits.MIN_P_RANGE[0], le=limits.MIN_P_RANGE[1])
     frequency_penalty: float | None = Field(None, ge=limits.FREQUENCY_PENALTY_RANGE[0], le=limits.FREQUENCY_PENALTY_RANGE[1])
     presence_penalty: float | None = Field(None, ge=limits.PRESENCE_PENALTY_RANGE[0], le=limits.PRESENCE_PENALTY_RANGE[1])
-    repetition_penalty: float | None = Field(None, gt=limits.REPETITION_PENALTY_RANGE[0], le=limits.REPETITION_PENALTY_RANGE[1])
+    repetition_penalty: float | None = Field(None, ge=limits.REPETITION_PENALTY_RANGE[0], le=limits.REPETITION_PENALTY_RANGE[1])
     logit_bias: dict[str, float] | None = Field(None, max_length=limits.MAX_LOGIT_BIAS_ENTRIES)
     sampling_seed: int | None = Field(None, ge=INT64[0], le=INT64[1], description="Answer i of a prompt samples with seed + i.")
     stop: Stop = Field(None, description=f"Up to {limits.MAX_STOP_STRINGS} strings that end the answer.")

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
 from rootstock.v1 import common_pb2 as pb
+from services.gateway import client_fields
 from services.gateway.constraints import constraint_of
 from services.gateway.errors import ApiError, bad_request, context_length_exceeded
 from services.gateway.generation import Generation
 from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, GenerationBody
-from services.gateway.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings
+from services.gateway.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
 from services.shared.log import fields
 
 logger = logging.getLogger(__name__)
@@ -116,16 +118,21 @@ def chat_generation(request: ChatCompletionRequest, vocab_size: int) -> Generati
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     logprobs = pb.Logprobs(top=request.top_logprobs or 0) if request.logprobs else None
-    return _generation(request, vocab_size, request.max_completion_tokens or request.max_tokens, logprobs)
+    most = request.max_completion_tokens or request.max_tokens
+    return replace(_generation(request, vocab_size, most, logprobs), fields=client_fields.CHAT)
 
 
 def completion_generation(request: CompletionRequest, vocab_size: int) -> Generation:
     """With echo the prompt's log probabilities are wanted too."""
-    most = request.max_completion_tokens or request.max_tokens or DEFAULT_COMPLETION_TOKENS
+    given = (request.max_completion_tokens, request.max_tokens, DEFAULT_COMPLETION_TOKENS)
+    most = next(value for value in given if value is not None)
+    if most == 0 and not request.echo:
+        raise bad_request("max_tokens", "'max_tokens' can be 0 with 'echo' only.")
     logprobs = None
     if request.logprobs is not None:
         logprobs = pb.Logprobs(top=request.logprobs, prompt_from=0 if request.echo else None)
-    return _generation(request, vocab_size, most, logprobs)
+    generation = _generation(request, vocab_size, most, logprobs)
+    return replace(generation, max_tokens=max(1, most), hidden=most == 0, fields=client_fields.COMPLETION)
 
 
 def embedding_generation(request: EmbeddingRequest, embedding_size: int) -> Generation:
@@ -147,6 +154,7 @@ def embedding_generation(request: EmbeddingRequest, embedding_size: int) -> Gene
         priority=request.priority or 0,
         routing_key=request.routing_key or "",
         vector_as_base64=request.encoding_format == "base64",
+        fields=client_fields.EMBEDDING,
     )
 
 
@@ -202,8 +210,8 @@ def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
         stop_token_ids=request.stop_token_ids,
         stop=stop_strings(request.stop),
         stop_regex=stop_regexes(request.stop_regex),
-        allowed_token_ids=request.allowed_token_ids,
-        banned_token_ids=request.banned_token_ids,
+        allowed_token_ids=token_id_set(request.allowed_token_ids),
+        banned_token_ids=token_id_set(request.banned_token_ids),
         dry=dry(request),
     )
 

@@ -70,7 +70,7 @@ def test_an_input_may_fill_the_context(shared: System) -> None:
 def test_a_refusal_by_the_worker_ends_the_batch(system: System) -> None:
     system.do(lambda: system.worker.refuse.append((2, "embedding: not today")))
     answer = embed(system, input=["a", "b", "c"])
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "embedding"
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
 
 
 def test_nothing_goes_to_the_detokenizer(system: System) -> None:

@@ -248,13 +248,13 @@ class TestStopPatterns:
 def test_extensions_that_the_worker_is_given(shared: System) -> None:
     dry = {"dry_multiplier": 0.5, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 64}
     answer = shared.chat(
-        **{"allowed_token_ids": [1, 2, 0], "banned_token_ids": [3], "stop_regex": ["a+", "b"], "routing_key": "key"},
+        **{"allowed_token_ids": [0, 1, 2], "banned_token_ids": [3], "stop_regex": ["a+", "b"], "routing_key": "key"},
         **{"logprobs": True, "top_logprobs": 4, "logprob_token_ids": [9, 8], **dry, "dry_sequence_breakers": ["\n", "."]},
     )
     assert answer.status_code == 200
     submit = shared.worker.submits[-1]
     sampling = submit.sampling
-    assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([1, 2, 0], [3])
+    assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([0, 1, 2], [3])
     assert list(sampling.stop_regex) == ["a+", "b"]
     assert (sampling.dry.multiplier, sampling.dry.base, sampling.dry.allowed_length, sampling.dry.window) == (0.5, 2, 3, 64)
     assert list(sampling.dry.breakers) == ["\n", "."]

@@ -5,10 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from rootstock.v1 import common_pb2, worker_pb2
-from services.gateway.logprobs import entries_of
+from services.gateway.logprobs import LogprobTable, TokenLogprob
 from services.worker.core.messages import ErrorCode, Finish, FinishReason, PeerOutput
 from services.worker.core.plan import PromptLogprobs, RowLogprobs
 from services.worker.wire import output_to_pb
+
+
+def entries_of(rows: worker_pb2.LogprobRows) -> list[TokenLogprob]:
+    """As the gateway reads them."""
+    table = LogprobTable()
+    table.extend(rows)
+    return list(table.span(0, len(table)))
 
 
 def test_an_empty_output_is_an_empty_message() -> None:
@@ -22,7 +29,7 @@ def test_logprobs_come_back_token_by_token() -> None:
     ]
     message = output_to_pb(PeerOutput(1, handles=[5], counts=[2], tokens=[7, 9], logprobs=[(5, rows)]))
     assert message.logprobs[0].handle == 5
-    back = list(entries_of(message.logprobs[0]))
+    back = entries_of(message.logprobs[0])
     assert [tuple(map(tuple, entry[1:])) for entry in back] == [(row.top_ids, row.top, row.chosen) for row in rows]
     assert [entry.value for entry in back] == [row.sampled for row in rows]
 
@@ -38,12 +45,12 @@ def test_prompt_logprobs_come_back_position_by_position() -> None:
     top = -np.arange(6, dtype=np.float32).reshape(3, 2)
     chosen = np.array([[-5], [-6], [-7]], dtype=np.float32)
     message = output_to_pb(PeerOutput(1, prompt_logprobs=[(4, PromptLogprobs(values, top_ids, top, chosen))]))
-    back = list(entries_of(message.prompt_logprobs[0]))
+    back = entries_of(message.prompt_logprobs[0])
     assert message.prompt_logprobs[0].handle == 4
     assert [entry.value for entry in back] == values.tolist()
-    assert [entry.top_ids for entry in back] == top_ids.tolist()
-    assert [entry.top_values for entry in back] == top.tolist()
-    assert [entry.chosen_values for entry in back] == chosen.tolist()
+    assert [list(entry.top_ids) for entry in back] == top_ids.tolist()
+    assert [list(entry.top_values) for entry in back] == top.tolist()
+    assert [list(entry.chosen_values) for entry in back] == chosen.tolist()
 
 
 def test_finish_with_a_vector() -> None:

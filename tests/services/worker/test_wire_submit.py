@@ -131,6 +131,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens: "),
     "temperature": ({"temperature": float("nan")}, "temperature: "),
     "top_p": ({"top_p": 0}, "top_p: "),
+    "top_p below float32's normal numbers": ({"top_p": 1e-40}, "top_p: "),
+    "repetition_penalty below them": ({"repetition_penalty": 1e-40}, "repetition_penalty: "),
     "top_k": ({"top_k": -2}, "top_k: "),
     "stop empty": ({"stop": [""]}, "stop: "),
     "too many stops": ({"stop": ["a"] * (limits.MAX_STOP_STRINGS + 1)}, "stop: "),
@@ -159,6 +161,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "grammar too large": ({"grammar": pb.Grammar(ebnf="é" * (limits.MAX_GRAMMAR_BYTES // 2 + 1))}, "grammar: "),
     "dry multiplier": ({"dry": pb.Dry(multiplier=-1)}, "dry_multiplier: "),
     "dry base": ({"dry": pb.Dry(multiplier=1, base=0.5)}, "dry_base: "),
+    "dry allowed length 0": ({"dry": pb.Dry(multiplier=1, allowed_length=0)}, "dry_allowed_length: "),
+    "dry allowed length": ({"dry": pb.Dry(allowed_length=limits.MAX_DRY_ALLOWED_LENGTH + 1)}, "dry_allowed_length: "),
+    "dry window": ({"dry": pb.Dry(window=limits.MAX_DRY_WINDOW + 1)}, "dry_penalty_last_n: "),
     "dry breaker empty": ({"dry": pb.Dry(multiplier=1, breakers=[""])}, "dry_sequence_breakers: "),
     "dry breaker too long": ({"dry": pb.Dry(breakers=["a" * (limits.MAX_DRY_BREAKER_CHARS + 1)])}, "dry_sequence_breakers: "),
     "too many dry breakers": ({"dry": pb.Dry(breakers=["a"] * (limits.MAX_DRY_BREAKERS + 1))}, "dry_sequence_breakers: "),
@@ -171,6 +176,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD.keys())
 def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
     assert refused(message, **fields).startswith(message)
+
+
+def test_the_ends_of_a_range_are_in_it() -> None:
+    most = pb.Dry(multiplier=1, allowed_length=limits.MAX_DRY_ALLOWED_LENGTH, window=limits.MAX_DRY_WINDOW)
+    params = sampling(top_p=limits.SMALLEST_POSITIVE, repetition_penalty=limits.SMALLEST_POSITIVE, dry=most)
+    assert (params.top_p, params.repetition_penalty) == (limits.SMALLEST_POSITIVE, limits.SMALLEST_POSITIVE)
+    assert params.dry is not None and params.dry.allowed_length == limits.MAX_DRY_ALLOWED_LENGTH
 
 
 def test_a_model_refuses_what_it_cannot_do() -> None:

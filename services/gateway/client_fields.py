@@ -1,0 +1,59 @@
+"""Workers name what they refuse as their messages do; a client is told its own field's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from rootstock.v1 import common_pb2 as pb
+
+GRAMMAR = frozenset(("grammar", "pattern", *(kind.name for kind in pb.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields)))
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFields:
+    """names: a worker's name, or the part of it before a dot → the client's. prefix: the path in which the client's sampling
+    parameters stand, "" for the body itself; it goes before names that are not listed."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+    def of(self, name: str) -> str:
+        for known in (name, name.partition(".")[0]):
+            if known in self.names:
+                return self.names[known]
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+    def within(self, prefix: str, prompt: str) -> ClientFields:
+        """With the sampling parameters at this path, and the prompt in that field."""
+        return replace(self, prefix=prefix, names={**self.names, "prompt_ids": prompt})
+
+
+_OPENAI = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "dry": "dry_multiplier",
+    "logprobs.token_ids": "logprob_token_ids",
+}
+CHAT = ClientFields({**_OPENAI, "prompt_ids": "messages", "logprobs.top": "top_logprobs"})
+COMPLETION = ClientFields({**_OPENAI, "prompt_ids": "prompt", "logprobs": "logprobs", "logprobs.prompt_from": "echo"})
+_VECTOR = {"embedding.dimensions": "dimensions", "embedding.normalize": "normalize", "embedding": "model"}
+EMBEDDING = ClientFields({**_VECTOR, "prompt_ids": "input"})
+GENERATE = ClientFields(
+    {
+        "session": "session_params",
+        "session.session_id": "session_params.id",
+        "session.parent_request_id": "session_params.rid",
+        "session.offset": "session_params.offset",
+        "logprobs": "return_logprob",
+        "logprobs.top": "top_logprobs_num",
+        "logprobs.token_ids": "token_ids_logprob",
+        "logprobs.prompt_from": "logprob_start_len",
+        "cache_salt": "extra_key",
+        "priority": "priority",
+        "routing_key": "routing_key",
+        "request_id": "rid",
+        "seed": "sampling_params.sampling_seed",
+    }
+)
+ENCODE = ClientFields({**_VECTOR, "cache_salt": "extra_key", "request_id": "rid"})
