@@ -11,7 +11,7 @@ from services.shared import limits
 
 
 def check_logprobs(parts: Sequence[Part], context_len: int) -> None:
-    """The values that a request's log probabilities can come to, if every answer is as long as it may be."""
+    """The values that a request's log probabilities can come to, if every answer is as long as it may be, or likely to be."""
     total = 0
     for part in parts:
         generation = part.generation
@@ -31,7 +31,7 @@ def check_logprobs(parts: Sequence[Part], context_len: int) -> None:
 def logprob_values(generation: Generation, prompt_tokens: int, context_len: int) -> int:
     """Of one choice."""
     wanted = generation.sampling.logprobs
-    tokens = generation.most_tokens(prompt_tokens, context_len)
+    tokens = generation.likely_tokens(prompt_tokens, context_len)
     if generation.wants_prompt_logprobs:
         tokens += max(0, prompt_tokens - max(1, wanted.prompt_from))
     return tokens * values_per_token(wanted.top, len(wanted.token_ids))

@@ -11,6 +11,8 @@ from services.gateway.client_fields import ClientFields
 
 _UINT64_MASK = (1 << 64) - 1
 
+UNLIMITED_ANSWER_TOKENS = 16384  # what an answer without max_tokens counts as in budgets
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -80,6 +82,11 @@ class Generation:
         """Of one answer. Of a session's turn only the worker knows what the context leaves."""
         room = context_len if self.session is not None else context_len - prompt_tokens
         return room if self.max_tokens is None else min(self.max_tokens, room)
+
+    def likely_tokens(self, prompt_tokens: int, context_len: int) -> int:
+        """Of one answer, for budgets: one without a limit of its own is not taken to fill a large context."""
+        most = self.most_tokens(prompt_tokens, context_len)
+        return most if self.max_tokens is not None else min(most, UNLIMITED_ANSWER_TOKENS)
 
     def sampling_of(self, choice: int, prompt_tokens: int, context_len: int) -> pb.SamplingParams:
         """The parameters of one choice: `choice` counts from 0 within its prompt."""

@@ -56,7 +56,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox) -> Engine:
     logger.info("scheduler: %s", config)
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     core = Scheduler(config, ModelText(tokenizer), book, _events(settings, info) if settings.enable_cache_events else None)
-    masks = MaskFiller(info.vocab_size, settings.max_running_requests, settings.grammar_mask_threads)
+    threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
+    masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms)
     return Engine(core, executor, info, tokenizer, book, masks)
 
 
@@ -87,6 +88,7 @@ def _book(settings: WorkerSettings, info: ModelInfo, tokenizer: HfTokenizer, inb
         workers=settings.grammar_workers,
         step_ms=settings.grammar_step_ms,
         burst_ms=settings.grammar_burst_ms,
+        fill_ms=settings.grammar_fill_ms,
     )
     return CompiledBook(
         tokenizer,

@@ -161,7 +161,7 @@ def _check_pattern(pattern: str, field: str) -> None:
     try:
         compiled = compile_pattern(pattern)
     except InvalidPattern as error:
-        raise InvalidRequest(f"{field}: is no RE2 pattern: {error}") from None
+        raise InvalidRequest(f"{field}: cannot be used: {error}") from None
     if compiled.search("") is not None:
         raise InvalidRequest(f"{field}: matches the empty string")
 

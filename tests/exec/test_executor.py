@@ -24,7 +24,6 @@ from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.tiny_models import MODELS
 
 
-
 def build(
     folder: Path, dtype: str = "auto", num_pages: int | None = 64, check: bool = True, fraction: float = 0.01
 ) -> tuple[CpuExecutor, ModelInfo]:

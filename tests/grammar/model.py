@@ -6,16 +6,15 @@ import random
 from functools import cache
 from pathlib import Path
 
-import xgrammar
-
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.worker.core.sampling import GrammarSpec
+from services.worker.grammar.compiled import Compiled, GrammarCompiler
 from services.worker.grammar.forced_text import ForcedText
-from services.worker.grammar.grammar_limits import StepMeter
-from services.worker.grammar.grammar_source import compile_prepared, prepare
+from services.worker.grammar.grammar_source import prepare
 from services.worker.grammar.matcher import MatcherSetup, XgrammarMatcher
 from services.worker.grammar.trial import allowed_ids
 from services.worker.grammar.vocabulary import Vocabulary, vocabulary_of
+from services.worker.step_meter import StepMeter
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 EOS = (0, 2)
@@ -34,21 +33,25 @@ def vocabulary(vocab_size: int = 1280, stop_ids: tuple[int, ...] = EOS) -> Vocab
 
 
 @cache
-def compiler() -> xgrammar.GrammarCompiler:
-    return xgrammar.GrammarCompiler(vocabulary().info(), max_threads=1, cache_enabled=False)
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(vocabulary().info(), jumps=True)
 
 
-def compiled(spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-    return compile_prepared(prepare(spec), compiler())
+def compiled(spec: GrammarSpec) -> Compiled:
+    return compiler().compile(prepare(spec))
 
 
-def matcher(grammar: xgrammar.CompiledGrammar, jump: bool = False) -> XgrammarMatcher:
+def unheard() -> None:
+    """Nobody is told of an overrun."""
+
+
+def matcher(grammar: Compiled, jump: bool = False) -> XgrammarMatcher:
     """One that is never too slow."""
     forced = ForcedText(tokenizer()) if jump else None
-    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary(), forced), StepMeter(1e6, 1e6))
+    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary(), forced), StepMeter(1e6, 1e6), unheard)
 
 
-def accepts(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+def accepts(grammar: Compiled, text: str) -> bool:
     """Whether the text, as the tokenizer cuts it, is a whole output."""
     walker = matcher(grammar)
     (ids,) = tokenizer().encode_batch([text], False)
@@ -59,7 +62,7 @@ def may_end(walker: XgrammarMatcher) -> bool:
     return walker.terminated or EOS[0] in allowed_ids(walker.mask(), 1280)
 
 
-def write(grammar: xgrammar.CompiledGrammar, chooser: random.Random, loose: int = 40, most: int = 3000) -> str | None:
+def write(grammar: Compiled, chooser: random.Random, loose: int = 40, most: int = 3000) -> str | None:
     """What a model of no sense writes: `loose` tokens of its own, then those that close something wherever it can.
     None if it comes to no end within `most` tokens."""
     walker = matcher(grammar)

@@ -21,6 +21,10 @@ REGEX_TAIL_TOKENS = 256  # a stop pattern is sought in so many last tokens,
 REGEX_TAIL_CHARS = 1024  # and at most so many characters
 
 
+class StopRuleTooExpensive(Exception):
+    """A stop rule cannot be held to any longer; the message is for the client."""
+
+
 class TextRules(Protocol):
     """What the stop rules need to know of text. Pure."""
 
@@ -29,7 +33,7 @@ class TextRules(Protocol):
         ...
 
     def search(self, pattern: str, text: str) -> bool:
-        """Whether the pattern, which was checked when its request came in, matches anywhere. Time linear in the text."""
+        """Whether the pattern, which was checked when its request came in, matches anywhere. Raises StopRuleTooExpensive."""
         ...
 
 
@@ -84,6 +88,8 @@ def _check_text(request: Request, rules: TextRules) -> Ending | None:
             return None
         text = rules.decode(request.output_ids[-REGEX_TAIL_TOKENS:], params.skip_special_tokens)[-REGEX_TAIL_CHARS:]
         pattern = next((pattern for pattern in params.stop_regex if rules.search(pattern, text)), None)
+    except StopRuleTooExpensive as error:
+        return Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=str(error))
     except Exception as error:
         message = f"the output could not be searched for stop strings: {type(error).__name__}"
         return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)

@@ -5,6 +5,7 @@ open() is called on the loop's thread; compilations end on the pool's. One lock 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -14,11 +15,13 @@ from collections.abc import Callable
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.limits import MAX_GRAMMAR_BYTES
 from services.worker.core.sampling import GrammarSpec
-from services.worker.grammar.compiler_pool import Compiled, CompilerPool
+from services.worker.grammar.compiled import Compiled
+from services.worker.grammar.compiler_pool import QUEUE_FULL, CompilerPool
 from services.worker.grammar.forced_text import ForcedText
-from services.worker.grammar.grammar_limits import MIB, GrammarLimits, StepMeter
-from services.worker.grammar.matcher import MatcherSetup, XgrammarMatcher
+from services.worker.grammar.grammar_limits import MIB, GrammarLimits
+from services.worker.grammar.matcher import TOO_SLOW, MatcherSetup, XgrammarMatcher
 from services.worker.grammar.vocabulary import Vocabulary
+from services.worker.step_meter import StepMeter
 
 MAX_FAILURES = 1024
 
@@ -29,8 +32,8 @@ class CompiledBook:
     """Implements core.grammar.GrammarBook.
 
     on_ready(spec) and on_failed(spec, reason, busy) follow every open() that gave None, from any thread, perhaps before it
-    returns; they must only leave a message. busy: the pool takes no more just now, and the grammar may be good. After on_ready
-    the grammar stays at least until another one is ready.
+    returns; they must only leave a message. busy: it could not be compiled just now, and may be good. After on_ready the grammar
+    stays at least until another one is ready, or until it overruns its meter in use: then it is refused like a bad one.
     """
 
     def __init__(
@@ -52,8 +55,8 @@ class CompiledBook:
         self._ready: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
         self._ready_bytes = 0
         self._pending: set[GrammarSpec] = set()
-        self._failed: OrderedDict[GrammarSpec, tuple[float, str]] = OrderedDict()  # until when, and why
-        self._pool = CompilerPool(vocabulary, limits, self._compiled)
+        self._failed: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # by digest of the spec: until when, and why
+        self._pool = CompilerPool(vocabulary, limits, self._compiled, enable_jump_forward)
 
     @property
     def pool(self) -> CompilerPool:
@@ -78,7 +81,7 @@ class CompiledBook:
             return None
         factor = self._limits.loop_factor
         meter = StepMeter(self._limits.step_ms * factor, self._limits.burst_ms * factor)
-        return XgrammarMatcher(found.grammar, self._setup, meter)
+        return XgrammarMatcher(found, self._setup, meter, lambda: self._condemn(spec))
 
     def close(self) -> None:
         """Ends the compiling processes. Nothing is called back after it; matchers stay usable."""
@@ -88,37 +91,56 @@ class CompiledBook:
         """Starts a compilation, or says why not and whether that is for want of room. Holds the lock."""
         if len(spec.source) > MAX_GRAMMAR_BYTES or len(spec.source.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
             return f"{spec.kind}: longer than {MAX_GRAMMAR_BYTES} bytes", False
-        until, reason = self._failed.get(spec, (0.0, ""))
+        until, reason = self._failed.get(_digest(spec), (0.0, ""))
         if reason and self._clock() < until:
             return reason, False
         if not self._pool.submit(spec):
-            return f"{spec.kind}: too many grammars are waiting to be compiled, try again later", True
+            return f"{spec.kind}: {QUEUE_FULL}", True
         self._pending.add(spec)
         return "", False
 
-    def _compiled(self, spec: GrammarSpec, compiled: Compiled | None, reason: str) -> None:
+    def _compiled(self, spec: GrammarSpec, compiled: Compiled | None, reason: str, busy: bool) -> None:
         """On one of the pool's threads."""
         with self._lock:
             self._pending.discard(spec)
             if compiled is not None:
                 self._keep(spec, compiled)
-            else:
+            elif not busy:
                 self._remember(spec, reason)
         if compiled is not None:
             self._on_ready(spec)
         else:
             logger.info("grammar refused: %s", reason)
-            self._on_failed(spec, reason, False)
+            self._on_failed(spec, reason, busy)
+
+    def _condemn(self, spec: GrammarSpec) -> None:
+        """A matcher has overrun its meter, which the trial had not foretold: others of this grammar would do the same."""
+        reason = f"{spec.kind}: {TOO_SLOW}"
+        logger.info("grammar refused from here on: %s", reason)
+        with self._lock:
+            dropped = self._ready.pop(spec, None)
+            if dropped is not None:
+                self._ready_bytes -= _kept_bytes(spec, dropped)
+            self._remember(spec, reason)
 
     def _keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
         self._ready[spec] = compiled
-        self._ready_bytes += compiled.size
+        self._ready_bytes += _kept_bytes(spec, compiled)
         while self._ready_bytes > self._limits.cache_mib * MIB and len(self._ready) > 1:
-            _, dropped = self._ready.popitem(last=False)
-            self._ready_bytes -= dropped.size
+            self._ready_bytes -= _kept_bytes(*self._ready.popitem(last=False))
 
     def _remember(self, spec: GrammarSpec, reason: str) -> None:
-        self._failed[spec] = (self._clock() + self._limits.failure_s, reason)
-        self._failed.move_to_end(spec)
+        key = _digest(spec)
+        self._failed[key] = (self._clock() + self._limits.failure_s, reason)
+        self._failed.move_to_end(key)
         while len(self._failed) > MAX_FAILURES:
             self._failed.popitem(last=False)
+
+
+def _digest(spec: GrammarSpec) -> bytes:
+    """Stands for a refused spec, whose text would be kept for nothing but comparison."""
+    return hashlib.sha256(f"{spec.kind}\0{spec.source}".encode(errors="surrogatepass")).digest()
+
+
+def _kept_bytes(spec: GrammarSpec, compiled: Compiled) -> int:
+    return compiled.size + len(spec.source)

@@ -2,7 +2,7 @@
 
 It loads xgrammar and the vocabulary once, then forks a child for every grammar: a child that loops, swells or overruns its
 stack dies alone, by its own alarm and limits, and the next one starts in milliseconds with clean memory.
-  setup     one JSON message (GrammarLimits' fields), one frame with the vocabulary → {"ready": true}
+  setup     {"limits": GrammarLimits' fields, "jumps"}, one frame with the vocabulary → {"ready": true}
   a grammar one byte with a socket attached; over that socket {"kind", "source", "seconds"}
             → {"error": null or one line, "is_tag"}, and without an error one frame: the text that was compiled
 The worker compiles that text once more, knowing by then that it is good, and what it costs: xgrammar writes a compiled grammar
@@ -24,9 +24,10 @@ from typing import Any
 import xgrammar
 
 from services.worker.core.sampling import GrammarKind, GrammarSpec
+from services.worker.grammar.compiled import GrammarCompiler
 from services.worker.grammar.frames import receive_frame, receive_message, send_frame, send_message
 from services.worker.grammar.grammar_limits import MIB, GrammarLimits
-from services.worker.grammar.grammar_source import Prepared, compile_prepared, prepare, warning_in
+from services.worker.grammar.grammar_source import Prepared, prepare, warning_in
 from services.worker.grammar.refusal import GrammarRefused
 from services.worker.grammar.trial import try_out
 
@@ -37,18 +38,18 @@ MAX_RECURSION = 2000  # in xgrammar's own descent; its stack is this process's 8
 
 @dataclass(frozen=True, slots=True)
 class Workbench:
-    """What every child inherits."""
+    """What every child inherits. tokens: the bytes of each of the model's."""
 
     limits: GrammarLimits
-    compiler: xgrammar.GrammarCompiler
-    vocab_size: int
+    compiler: GrammarCompiler
+    tokens: tuple[bytes, ...]
 
 
 def main() -> None:
     control = socket.socket(fileno=os.dup(0))
-    limits = GrammarLimits(**receive_message(control))
+    setup = receive_message(control)
     info = xgrammar.TokenizerInfo.deserialize_json(receive_frame(control).decode())
-    bench = Workbench(limits, xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False), info.vocab_size)
+    bench = Workbench(GrammarLimits(**setup["limits"]), GrammarCompiler(info, setup["jumps"]), tuple(info.decoded_vocab))
     os.nice(NICENESS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     xgrammar.set_max_recursion_depth(MAX_RECURSION)
@@ -96,15 +97,15 @@ def _compile(bench: Workbench, request: dict[str, Any], log: int) -> Prepared:
     spec = GrammarSpec(GrammarKind(request["kind"]), request["source"])
     prepared = prepare(spec)
     try:
-        compiled = compile_prepared(prepared, bench.compiler)
+        compiled = bench.compiler.compile(prepared)
     except GrammarRefused as refused:
         raise GrammarRefused(f"{spec.kind}: {refused}") from None
     warning = warning_in(os.pread(log, MAX_LOG_BYTES, 0).decode(errors="replace"))
     if warning:
         raise GrammarRefused(f"{spec.kind}: {warning}")
-    if compiled.memory_size_bytes > bench.limits.compiled_mib * MIB:
+    if compiled.size > bench.limits.compiled_mib * MIB:
         raise GrammarRefused(f"{spec.kind}: larger than {bench.limits.compiled_mib} MiB when compiled")
-    try_out(compiled, -(-bench.vocab_size // 32), bench.vocab_size, bench.limits)
+    try_out(compiled, bench.tokens, bench.limits)
     return prepared
 
 

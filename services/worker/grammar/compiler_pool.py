@@ -18,15 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import xgrammar
-
 from services.worker.core.sampling import GrammarSpec
+from services.worker.grammar.compiled import Compiled, GrammarCompiler
 from services.worker.grammar.frames import receive_frame, receive_message, send_frame, send_message
 from services.worker.grammar.grammar_limits import GrammarLimits
-from services.worker.grammar.grammar_source import Prepared, compile_prepared
+from services.worker.grammar.grammar_source import Prepared
 from services.worker.grammar.refusal import GrammarRefused
 from services.worker.grammar.vocabulary import Vocabulary
 
@@ -36,16 +35,11 @@ JOIN_S = 2.0
 MARGIN_S = 2.0  # the child's own alarm comes first
 NICENESS = 10
 DYING_S = 0.2
+QUEUE_FULL = "too many grammars are waiting to be compiled, try again later"
+
+Done = Callable[[GrammarSpec, Compiled | None, str, bool], None]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """grammar: shared by all its matchers. size: bytes, about."""
-
-    grammar: xgrammar.CompiledGrammar
-    size: int
 
 
 class CompilerGone(Exception):
@@ -59,9 +53,9 @@ class _Slow(Exception):
 class _Nursery:
     """The process that forks compilers. Thread-safe; started at first use and after its death."""
 
-    def __init__(self, vocabulary: bytes, limits: GrammarLimits) -> None:
+    def __init__(self, vocabulary: bytes, limits: GrammarLimits, jumps: bool) -> None:
         self._vocabulary = vocabulary
-        self._limits = limits
+        self._setup = {"limits": asdict(limits), "jumps": jumps}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -129,7 +123,7 @@ class _Nursery:
                 start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
             )
         try:
-            send_message(ours, asdict(self._limits))
+            send_message(ours, self._setup)
             send_frame(ours, self._vocabulary)
             receive_message(ours)
         except (OSError, EOFError) as error:
@@ -152,16 +146,15 @@ class _Nursery:
 
 
 class CompilerPool:
-    """done(spec, compiled, reason) is called on one of the pool's threads for every submitted spec, unless the pool is closed."""
+    """done(spec, compiled, reason, busy) is called on one of the pool's threads for every submitted spec, unless the pool is
+    closed. busy: it was not compiled, and that says nothing about it. jumps: whether grammars are compiled for bytes too."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, limits: GrammarLimits, done: Callable[[GrammarSpec, Compiled | None, str], None]
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, done: Done, jumps: bool) -> None:
         info = vocabulary.info()
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._compiler = GrammarCompiler(info, jumps)
         self._limits = limits
         self._done = done
-        self._nursery = _Nursery(info.serialize_json().encode(), limits)
+        self._nursery = _Nursery(info.serialize_json().encode(), limits, jumps)
         self._quick: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
         self._slow: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
         self._closed = False
@@ -214,22 +207,25 @@ class CompilerPool:
             logger.warning("%s", gone)
 
     def _finish(self, spec: GrammarSpec, lane: queue.Queue[GrammarSpec | None], seconds: float) -> None:
-        compiled, reason = None, ""
+        compiled, reason, busy = None, "", False
         try:
             compiled = self._compile(spec, min(seconds, self._limits.compile_s))
         except GrammarRefused as refused:
             reason = str(refused)
         except CompilerGone as gone:
-            reason = str(gone)
+            reason, busy = f"{gone}, try again later", True
         except _Slow:
-            if lane is self._quick and seconds < self._limits.compile_s and _offer(self._slow, spec):
+            if lane is self._slow or seconds >= self._limits.compile_s:
+                reason = f"{spec.kind}: compiling it took longer than {self._limits.compile_s:g} s"
+            elif _offer(self._slow, spec):
                 return
-            reason = f"{spec.kind}: compiling it took longer than {self._limits.compile_s:g} s"
+            else:
+                reason, busy = f"{spec.kind}: {QUEUE_FULL}", True
         except Exception:  # a fault of ours must not end the thread that all grammars wait for
             logger.exception("compiling a grammar failed")
             reason = f"{spec.kind}: an internal error, see the worker's log"
         if not self._closed:
-            self._done(spec, compiled, reason)
+            self._done(spec, compiled, reason, busy)
 
     def _compile(self, spec: GrammarSpec, seconds: float) -> Compiled:
         """Once more if the process that forks compilers was gone."""
@@ -257,8 +253,7 @@ class CompilerPool:
                 raise self._why_gone(spec, forker, time.monotonic() - started >= seconds) from None
         if reply["error"] is not None:
             raise GrammarRefused(reply["error"])
-        grammar = compile_prepared(Prepared(reply["is_tag"], text), self._compiler)
-        return Compiled(grammar, max(grammar.memory_size_bytes, 1) + len(spec.source))
+        return self._compiler.compile(Prepared(reply["is_tag"], text))
 
     def _why_gone(self, spec: GrammarSpec, forker: int, late: bool) -> Exception:
         if late:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import xgrammar
-
 from services.shared.hf_tokenizer import HfTokenizer
 
 MIN_CHARS = 2  # shorter texts are one token, nearly always
@@ -17,9 +15,10 @@ class ForcedText:
         self._anchor_id = tokenizer.anchor_id
         self._anchor = "" if tokenizer.anchor_id is None else tokenizer.decode([tokenizer.anchor_id], False)
 
-    def tokens(self, matcher: xgrammar.GrammarMatcher) -> list[int]:
-        """Of what must come next, as the tokenizer would cut it if it ended there. Empty where little or nothing is forced."""
-        text = _jump_forward_text(matcher)
+    def tokens(self, data: bytes) -> list[int]:
+        """Of the bytes that must come next, as the tokenizer would cut them if the text ended there. Empty where little or
+        nothing is forced."""
+        text = _whole_characters(data)
         if len(text) < MIN_CHARS:
             return []
         (ids,) = self._tokenizer.encode_batch([self._anchor + text], False)
@@ -28,9 +27,9 @@ class ForcedText:
         return ids[1:] if ids and ids[0] == self._anchor_id else []
 
 
-def _jump_forward_text(matcher: xgrammar.GrammarMatcher) -> str:
-    """The forced bytes may end inside a character, which the library then cannot make text of: its beginning is dropped."""
+def _whole_characters(data: bytes) -> str:
+    """The bytes may end inside a character, whose beginning is dropped, or go on with one that a token has begun."""
     try:
-        return matcher.find_jump_forward_string()
+        return data.decode()
     except UnicodeDecodeError as error:
-        return error.object[: error.start].decode()
+        return data[: error.start].decode()

@@ -12,8 +12,9 @@ class GrammarLimits:
     """compile_s: wall time of one compilation with its trial. quick_s: after so long it gives way to others and is tried once
     more, behind all quick ones. memory_mib: what a compilation may allocate. compiled_mib: size of a compiled
     grammar. cache_mib: compiled grammars that are kept. workers: compilations at once, besides one slow one. queue: grammars
-    that wait, in each of the two queues. failure_s: how long a refusal is remembered. step_ms, burst_ms: CPU time that masks
-    and accepts may take, see StepMeter. loop_factor: how much more than that is borne outside the trial."""
+    that wait, in each of the two queues. failure_s: how long a refusal is remembered. step_ms, burst_ms: CPU time that masks,
+    accepts and jumps of one output may take, see StepMeter. loop_factor: how much more than that is borne outside the trial.
+    fill_ms: CPU time of the same for all outputs of a step together, see MaskFiller."""
 
     compile_s: float = 10.0
     quick_s: float = 1.0
@@ -21,26 +22,9 @@ class GrammarLimits:
     compiled_mib: int = 32
     cache_mib: int = 256
     workers: int = 2
-    queue: int = 256
+    queue: int = 64
     failure_s: float = 60.0
     step_ms: float = 5.0
     burst_ms: float = 50.0
+    fill_ms: float = 20.0
     loop_factor: float = 2.0
-
-
-class StepMeter:
-    """A leaky bucket of CPU time: each token pays for its mask and its accept, step_ms of that are free, and what is owed
-    beyond may not pass burst_ms. Lets a rare slow mask pass, and no lasting slowness."""
-
-    def __init__(self, step_ms: float, burst_ms: float) -> None:
-        self._step_s = step_ms / 1e3
-        self._burst_s = burst_ms / 1e3
-        self._owed_s = 0.0
-        self.overrun = False
-
-    def spend(self, seconds: float) -> None:
-        self._owed_s += seconds
-        self.overrun = self.overrun or self._owed_s > self._burst_s
-
-    def token(self) -> None:
-        self._owed_s = max(0.0, self._owed_s - self._step_s)

@@ -1,33 +1,39 @@
 """One request's place in its grammar, over xgrammar's matcher. Used on the loop's thread alone.
 
-A matcher whose masks or accepts cost more CPU time than its meter bears accepts nothing more: the request that owns it
-ends, and `fault` says why. The trial before has made that rare.
+A matcher whose work costs more CPU time than its meter bears, or whose library fails, accepts nothing more: the request that
+owns it ends, and `fault` says why. The trial before has made that rare.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
+from services.worker.grammar.byte_cursor import ByteCursor
+from services.worker.grammar.compiled import Compiled
 from services.worker.grammar.forced_text import ForcedText
-from services.worker.grammar.grammar_limits import StepMeter
 from services.worker.grammar.vocabulary import Vocabulary
+from services.worker.step_meter import StepMeter
 
 TOO_SLOW = "the grammar has become too expensive: working out which tokens may come next takes too long"
+BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
 MIN_FORCED = 2  # a jump costs a step that extends; one token is as fast sampled
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MatcherSetup:
-    """What all matchers of a worker share. last_word: bits of a mask's last word that stand for token ids.
-    silent: ids that no grammar allows (special tokens, padding), stop ids excepted. forced: None switches jumps off."""
+    """What all matchers of a worker share. tokens: the bytes of each. last_word: bits of a mask's last word that stand for
+    token ids. silent: ids that no grammar allows (special tokens, padding), but for stop ids. forced: None switches jumps off."""
 
-    vocab_size: int
+    tokens: tuple[bytes, ...]
     num_words: int
     stop_mask: NDArray[np.uint32]
     last_word: np.uint32
@@ -42,51 +48,67 @@ class MatcherSetup:
             stop_mask[token >> 5] |= np.uint32(1 << (token & 31))
         silent = frozenset(index for index, text in enumerate(vocabulary.tokens) if not text) - frozenset(vocabulary.stop_ids)
         last_word = np.uint32(0xFFFFFFFF if size % 32 == 0 else (1 << size % 32) - 1)
-        return cls(size, vocabulary.num_words, stop_mask, last_word, silent, forced)
+        return cls(vocabulary.tokens, vocabulary.num_words, stop_mask, last_word, silent, forced)
 
 
 class XgrammarMatcher:
-    """Implements core.grammar.Matcher, and gives masks."""
+    """Implements core.grammar.Matcher, and gives masks. on_overrun is called once, when the meter first overruns."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, setup: MatcherSetup, meter: StepMeter) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled)
+    def __init__(self, compiled: Compiled, setup: MatcherSetup, meter: StepMeter, on_overrun: Callable[[], None]) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled.grammar)
         self._setup = setup
         self._meter = meter
+        self._on_overrun = on_overrun
+        self._cursor = ByteCursor(compiled.by_bytes) if setup.forced is not None and compiled.by_bytes is not None else None
+        self._unseen: list[int] = []  # accepted tokens that the cursor has yet to follow
         self._mask = np.zeros((1, setup.num_words), np.uint32)
         self._row: NDArray[np.uint32] = self._mask[0]
         self._mask_is_current = False
         self._terminated: bool | None = None  # None: to be worked out
+        self._fault = ""
+        self._cost_s = 0.0
 
     @property
     def fault(self) -> str:
         """Why nothing is accepted any more; empty while all is well."""
-        return TOO_SLOW if self._meter.overrun else ""
+        return self._fault
 
     @property
     def terminated(self) -> bool:
         """A stop token was accepted, or the output is complete and only a stop token could follow."""
         if self._terminated is None:
-            self._terminated = self._matcher.is_terminated() or (self._matcher.is_completed() and self._only_stops_follow())
-        return self._terminated
+            try:
+                ended = self._matcher.is_terminated()
+                self._terminated = ended or (self._matcher.is_completed() and self._only_stops_follow())
+            except Exception:
+                self._break()
+        return bool(self._terminated)
 
     def accept(self, token: int) -> bool:
-        setup = self._setup
-        if self._meter.overrun or not 0 <= token < setup.vocab_size or token in setup.silent or self._matcher.is_terminated():
+        if self._fault or not 0 <= token < len(self._setup.tokens) or token in self._setup.silent:
             return False
         started = time.thread_time()
-        accepted: bool = self._matcher.accept_token(token)
-        self._meter.token()
-        self._meter.spend(time.thread_time() - started)
+        try:
+            accepted: bool = not self._matcher.is_terminated() and self._matcher.accept_token(token)
+        except Exception:
+            self._break()
+            return False
+        self._meter.step()
+        self._spend(time.thread_time() - started)
         if accepted:
-            self._moved()
+            self._moved([token])
         return accepted
 
     def mask(self) -> NDArray[np.uint32]:
-        """uint32[words], the tokens that may come next; overwritten after the next accept. After the end: stop ids."""
+        """uint32[words], the tokens that may come next; overwritten after the next accept. After the end: stop ids. Where that
+        cannot be worked out: every token, so that one is sampled, and refused with the fault."""
         if not self._mask_is_current:
             started = time.thread_time()
-            self._fill()
-            self._meter.spend(time.thread_time() - started)
+            try:
+                self._fill()
+            except Exception:
+                self._break()
+            self._spend(time.thread_time() - started)
         return self._row
 
     @property
@@ -105,36 +127,82 @@ class XgrammarMatcher:
         self._row[-1] &= self._setup.last_word
         self._mask_is_current = True
 
+    def take_cost(self) -> float:
+        """Seconds of CPU time spent here since this was last asked."""
+        cost, self._cost_s = self._cost_s, 0.0
+        return cost
+
+    def charge(self, seconds: float) -> None:
+        """Adds to what the meter is owed."""
+        before = self._meter.overrun
+        self._meter.spend(seconds)
+        if self._meter.overrun and not before:
+            self._fault = self._fault or TOO_SLOW
+            self._on_overrun()
+
     def forced(self) -> Sequence[int]:
-        forced = self._setup.forced
-        if forced is None or self._meter.overrun or self.terminated:
+        forced, cursor = self._setup.forced, self._cursor
+        if forced is None or cursor is None or self._fault or self.terminated:
             return ()
         started = time.thread_time()
-        tokens = self._accept_forced(forced.tokens(self._matcher))
-        self._meter.spend(time.thread_time() - started)
+        tokens: tuple[int, ...] = ()
+        data = self._forced_bytes(cursor)
+        try:
+            tokens = self._accept_forced(forced.tokens(data)) if data else ()
+        except Exception:
+            self._break()
+        self._spend(time.thread_time() - started)
         return tokens
 
+    def _forced_bytes(self, cursor: ByteCursor) -> bytes:
+        """A cursor that fails costs its request nothing but the jumps."""
+        try:
+            cursor.advance(b"".join([self._setup.tokens[token] for token in self._unseen]))
+            self._unseen.clear()
+            return cursor.forced()
+        except Exception:
+            logger.exception("the grammar over bytes has failed: this request goes on without jumps")
+            self._cursor = None
+            self._unseen.clear()
+            return b""
+
     def _accept_forced(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """As many as the grammar takes. The last may merge with text that is to come: it counts only if none can come."""
+        """As many as the grammar takes. The last may merge with text that is to come: it counts only if none can come, which
+        is never so where the search for forced bytes has stopped short."""
         taken = 0
         for token in tokens:
             if token in self._setup.silent or not self._matcher.accept_token(token):
                 break
             taken += 1
-            if taken == len(tokens):
-                self._moved()
-                if not self.terminated:
-                    self._matcher.rollback(1)
-                    taken -= 1
+        if taken and taken == len(tokens):
+            self._moved(())
+            if not self.terminated:
+                self._matcher.rollback(1)
+                taken -= 1
         if 0 < taken < MIN_FORCED:
             self._matcher.rollback(taken)
             taken = 0
-        self._moved()
+        self._moved(tokens[:taken])
         return tuple(tokens[:taken])
 
-    def _moved(self) -> None:
+    def _moved(self, tokens: Sequence[int]) -> None:
         self._mask_is_current = False
         self._terminated = None
+        if self._cursor is not None:
+            self._unseen.extend(tokens)
+
+    def _spend(self, seconds: float) -> None:
+        self._cost_s += seconds
+        self.charge(seconds)
+
+    def _break(self) -> None:
+        """While an exception of the library is handled."""
+        logger.exception("a grammar's matcher has failed; its request ends")
+        self._fault = self._fault or BROKEN
+        self._terminated = False
+        self._row[:] = 0xFFFFFFFF
+        self._row[-1] &= self._setup.last_word
+        self._mask_is_current = True
 
     def _only_stops_follow(self) -> bool:
         return not np.any(self.mask() & ~self._setup.stop_mask)

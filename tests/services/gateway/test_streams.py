@@ -240,7 +240,7 @@ class TestStopPatterns:
         assert chunks[-1]["choices"][0]["stop_reason"] == "l+o"
 
     def test_a_bad_one_is_refused_by_the_worker_and_named(self, shared: System) -> None:
-        shared.do(lambda: shared.worker.refuse.append((2, "stop_regex[1]: is no RE2 pattern: missing )")))
+        shared.do(lambda: shared.worker.refuse.append((2, "stop_regex[1]: cannot be used: missing )")))
         answer = shared.chat(stop_regex=["a", "("])
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "stop_regex"
 

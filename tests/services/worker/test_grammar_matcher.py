@@ -1,4 +1,4 @@
-"""A matcher's ends, masks, jumps and guard; the filler's two buffers."""
+"""A matcher's ends, masks and guard; the filler's two buffers and its budget."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ import pytest
 import xgrammar
 
 from services.worker.core.sampling import GrammarKind, GrammarSpec
-from services.worker.grammar.grammar_limits import GrammarLimits, StepMeter
+from services.worker.grammar.compiled import Compiled, GrammarCompiler
+from services.worker.grammar.grammar_limits import GrammarLimits
+from services.worker.grammar.grammar_source import prepare
 from services.worker.grammar.mask_filler import MaskFiller
-from services.worker.grammar.matcher import TOO_SLOW, MatcherSetup, XgrammarMatcher
+from services.worker.grammar.matcher import BROKEN, TOO_SLOW, MatcherSetup, XgrammarMatcher
 from services.worker.grammar.refusal import GrammarRefused
 from services.worker.grammar.trial import allowed_ids, try_out
 from services.worker.grammar.vocabulary import Vocabulary
+from services.worker.step_meter import StepMeter
 from tests.grammar import model
 
 
-def regex(pattern: str) -> xgrammar.CompiledGrammar:
+def regex(pattern: str) -> Compiled:
     return model.compiled(GrammarSpec(GrammarKind.REGEX, pattern))
 
 
-def schema(value: Any) -> xgrammar.CompiledGrammar:
+def schema(value: Any) -> Compiled:
     return model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(value)))
 
 
@@ -34,8 +37,8 @@ def feed(matcher: XgrammarMatcher, text: str) -> None:
 
 def over(vocabulary: Vocabulary, pattern: str) -> XgrammarMatcher:
     """A matcher for a vocabulary of its own."""
-    compiler = xgrammar.GrammarCompiler(vocabulary.info(), max_threads=1)
-    return XgrammarMatcher(compiler.compile_regex(pattern), MatcherSetup.of(vocabulary, None), StepMeter(1e6, 1e6))
+    grammar = GrammarCompiler(vocabulary.info(), jumps=False).compile(prepare(GrammarSpec(GrammarKind.REGEX, pattern)))
+    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary, None), StepMeter(1e6, 1e6), model.unheard)
 
 
 def test_a_stop_token_ends_an_output_that_is_complete() -> None:
@@ -90,79 +93,16 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_cut() -> None:
     assert max(allowed_ids(matcher.mask(), 704)) < 700
 
 
-PERSON = {
-    "type": "object",
-    "properties": {"first_name": {"const": "naïve 世界"}, "age": {"type": "integer"}},
-    "required": ["first_name", "age"],
-}
-
-
-def written(tokens: tuple[int, ...]) -> bytes:
-    return b"".join(model.vocabulary().tokens[token] for token in tokens)
-
-
-def test_what_the_grammar_forces_is_accepted_but_for_its_last_token() -> None:
-    matcher = model.matcher(regex("(yes|no) and so it shall be, 世界(!|[.])"), jump=True)
-    assert matcher.forced() == ()
-    feed(matcher, "y")
-    tokens = tuple(matcher.forced())
-    assert len(tokens) >= 2
-    assert "es and so it shall be, 世界".encode().startswith(written(tokens))
-    assert len(written(tokens)) < len("es and so it shall be, 世界".encode())
-    while not matcher.terminated:
-        assert matcher.accept(next(token for token in allowed_ids(matcher.mask(), 1280) if token not in model.EOS))
-
-
-def test_a_jump_to_the_grammars_end_takes_all() -> None:
-    matcher = model.matcher(regex("(yes|no) and so it shall be"), jump=True)
-    feed(matcher, "n")
-    assert written(tuple(matcher.forced())) == b"o and so it shall be"
-    assert matcher.terminated
-    assert matcher.forced() == ()
-
-
-def test_a_jump_ends_before_a_character_that_is_forced_in_part() -> None:
-    matcher = model.matcher(regex("abc def ghi (世|丗)c"), jump=True)  # of three bytes, two agree
-    tokens = tuple(matcher.forced())
-    assert tokens
-    assert b"abc def ghi ".startswith(written(tokens))
-    feed(matcher, "abc def ghi 世c"[len(written(tokens)) :])
-    assert matcher.terminated
-
-
-def test_a_single_forced_token_is_left_to_the_model() -> None:
-    matcher = model.matcher(regex("(x|y)z(a|b)"), jump=True)
-    feed(matcher, "x")
-    before = allowed_ids(matcher.mask(), 1280)
-    assert matcher.forced() == ()
-    assert allowed_ids(matcher.mask(), 1280) == before
-
-
-def test_text_with_jumps_is_what_the_schema_says() -> None:
-    matcher = model.matcher(schema(PERSON), jump=True)
-    tokens: list[int] = []
-    while not matcher.terminated:
-        tokens += matcher.forced()
-        if matcher.terminated:
-            break
-        allowed = [token for token in allowed_ids(matcher.mask(), 1280) if token not in model.EOS]
-        token = max(allowed, key=lambda found: (model.vocabulary().tokens[found] in (b"}", b"}\n"), found))
-        assert matcher.accept(token)
-        tokens.append(token)
-    assert json.loads(written(tuple(tokens)))["first_name"] == "naïve 世界"
-
-
-def test_jumps_can_be_switched_off() -> None:
-    assert model.matcher(regex("abcdefgh ijkl"), jump=False).forced() == ()
-
-
 def test_a_matcher_that_costs_too_much_ends_its_request() -> None:
     setup = MatcherSetup.of(model.vocabulary(), None)
-    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=0))
+    told: list[bool] = []
+    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=0), lambda: told.append(True))
     assert not matcher.fault
     matcher.mask()
     assert matcher.fault == TOO_SLOW
     assert not matcher.accept(model.tokenizer().encode_batch(["1"], False)[0][0])
+    matcher.charge(1.0)
+    assert told == [True], "it is told once"
 
 
 @pytest.mark.parametrize(
@@ -174,18 +114,51 @@ def test_the_meter_bears_bursts_and_no_lasting_slowness(seconds: list[float], to
     for second in seconds:
         meter.spend(second)
         for _ in range(tokens_between):
-            meter.token()
+            meter.step()
     assert meter.overrun is overrun
+
+
+@pytest.mark.parametrize("method", ["is_terminated", "is_completed", "accept_token", "fill_next_token_bitmask"])
+def test_what_the_library_raises_ends_that_request_alone(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    matcher, other = model.matcher(regex("[0-9]+"), jump=True), model.matcher(regex("[0-9]+"), jump=True)
+    (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
+    with monkeypatch.context() as broken:
+        broken.setattr(xgrammar.GrammarMatcher, method, raises)
+        matcher.mask()
+        assert not matcher.terminated
+        matcher.accept(digit)
+        matcher.forced()
+        assert not matcher.terminated
+    assert matcher.fault == BROKEN
+    assert "out of the library" in caplog.text
+    assert digit in allowed_ids(matcher.mask(), 1280), "something is sampled, so that the fault comes to light"
+    assert not matcher.accept(digit)
+    assert other.accept(digit)
+
+
+def raises(*_: object) -> None:
+    raise RuntimeError("out of the library")
+
+
+def test_the_trial_pays_for_jumps_too() -> None:
+    limits = GrammarLimits(step_ms=0.1, burst_ms=5)
+    cheap = regex("a*")
+    endless = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "a" root'))  # 256 bytes are looked at after each token
+    try_out(cheap, model.vocabulary().tokens, limits)
+    with pytest.raises(GrammarRefused, match="too expensive"):
+        try_out(Compiled(cheap.grammar, endless.by_bytes), model.vocabulary().tokens, limits)
 
 
 def test_the_trial_refuses_what_is_too_expensive_and_what_leads_nowhere() -> None:
     ambiguous = model.compiled(GrammarSpec(GrammarKind.EBNF, "root ::= s\ns ::= s s s | s s | [a-z]"))
     nowhere = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "ab" x\nx ::= x'))
     with pytest.raises(GrammarRefused, match="too expensive"):
-        try_out(ambiguous, 40, 1280, GrammarLimits())
+        try_out(ambiguous, model.vocabulary().tokens, GrammarLimits())
     with pytest.raises(GrammarRefused, match="allows nothing"):
-        try_out(nowhere, 40, 1280, GrammarLimits())
-    try_out(regex("[0-9]+"), 40, 1280, GrammarLimits())
+        try_out(nowhere, model.vocabulary().tokens, GrammarLimits())
+    try_out(regex("[0-9]+"), model.vocabulary().tokens, GrammarLimits())
 
 
 def test_a_steps_masks_outlive_the_filling_of_the_next() -> None:
@@ -216,3 +189,39 @@ def test_masks_of_many_rows_are_those_of_each_alone(threads: int) -> None:
                 assert allowed_ids(masks[row], 1280) == sorted(model.EOS)
             else:
                 np.testing.assert_array_equal(masks[row], alone.mask())
+
+
+def test_a_batch_that_fails_is_filled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", raises)
+    matchers = [model.matcher(regex(pattern)) for pattern in ("[0-9]+", "[a-z]+", "yes|no", "x", "y")]
+    masks = MaskFiller(1280, max_rows=8, threads=2).fill(list(enumerate(matchers)))
+    for row, matcher in enumerate(matchers):
+        np.testing.assert_array_equal(masks[row], matcher.mask())
+        assert not matcher.fault
+
+
+class Ticks:
+    """CPU time that goes on by a millisecond whenever it is looked at twice."""
+
+    def __init__(self) -> None:
+        self._looked = 0
+
+    def thread_time(self) -> float:
+        self._looked += 1
+        return self._looked // 2 * 1e-3
+
+
+@pytest.mark.parametrize("budget_ms, ended", [(100.0, []), (20.0, [0])])
+def test_many_middling_grammars_share_one_budget(budget_ms: float, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.grammar.matcher.time", Ticks())
+    setup = MatcherSetup.of(model.vocabulary(), None)
+    matchers = [XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(5, 50), model.unheard) for _ in range(20)]
+    filler = MaskFiller(1280, max_rows=20, fill_ms=budget_ms)
+    (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
+    steps = 0
+    while steps < 10 and not any(matcher.fault for matcher in matchers):  # 3 ms of the first, 2 ms of each other
+        for matcher in [matchers[0], *matchers]:
+            matcher.accept(digit)
+        filler.fill(list(enumerate(matchers)))
+        steps += 1
+    assert [index for index, matcher in enumerate(matchers) if matcher.fault] == ended

@@ -18,6 +18,7 @@ from services.shared.limits import MAX_GRAMMAR_BYTES
 from services.worker.core.sampling import GrammarKind, GrammarSpec
 from services.worker.grammar.book import CompiledBook
 from services.worker.grammar.grammar_limits import MIB, GrammarLimits
+from services.worker.grammar.matcher import TOO_SLOW
 from services.worker.grammar.trial import allowed_ids
 from tests.grammar import model
 
@@ -129,6 +130,38 @@ def test_a_refusal_is_remembered_for_a_while() -> None:
         assert news.told.empty(), "it is compiled anew"
         os.kill(pid, signal.SIGCONT)
         assert news.next()[1].startswith("pattern")
+
+
+def test_a_refusal_is_remembered_without_its_text() -> None:
+    with opened(LIMITS) as (book, news):
+        assert outcome(book, news, regex("(" + "x" * 100_000)) != ""
+        assert [len(key) for key in book._failed] == [32]
+
+
+def test_what_becomes_too_expensive_in_use_is_refused_from_then_on() -> None:
+    spec = ebnf('root ::= s\ns ::= s s | "a" | "b"')  # its trial is over before it shows
+    with opened(LIMITS) as (book, news):
+        assert outcome(book, news, spec) == ""
+        matcher = book.open(spec)
+        assert matcher is not None
+        (token,) = model.tokenizer().encode_batch(["a"], False)[0]
+        accepted = 0
+        while matcher.accept(token):
+            matcher.mask()
+            matcher.forced()
+            accepted += 1
+            assert accepted < 2000
+        assert matcher.fault == TOO_SLOW
+        assert book.cached_bytes == 0
+        assert outcome(book, news, spec) == f"ebnf: {TOO_SLOW}"
+
+
+def test_a_compiler_that_cannot_be_had_says_nothing_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(LIMITS) as (book, news):
+        with monkeypatch.context() as broken:
+            broken.setattr("services.worker.grammar.compiler_pool.sys.executable", "/bin/false")
+            assert outcome(book, news, regex("[0-9]")).endswith("try again later")  # so it is told as busy
+        assert outcome(book, news, regex("[0-9]")) == ""
 
 
 def test_the_cache_drops_what_was_used_least_recently() -> None:
@@ -289,6 +322,8 @@ HOSTILE: dict[str, GrammarSpec] = {
         "root ::= r0\n" + "\n".join(f'r{n} ::= r{n + 1} | r{n + 1} "x"' for n in range(20_000)) + '\nr20000 ::= "y"'
     ),
     "EBNF 10,000 deep": ebnf("root ::= " + "(" * 10000 + '"a"' + ")" * 10000),
+    "one letter for ever": ebnf('root ::= "a" root'),
+    "ten million by count": regex("(?:a{100000}){100}"),
     "bytes": ebnf("\x00\x01 garbage ((("),
     "stars of free text": GrammarSpec(
         GrammarKind.STRUCTURAL_TAG,
@@ -327,3 +362,4 @@ def walk(book: CompiledBook, spec: GrammarSpec) -> None:
         if not matcher.accept(allowed[0]):
             assert matcher.fault
             return
+        matcher.forced()

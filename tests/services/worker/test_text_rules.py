@@ -4,7 +4,7 @@ import pytest
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.worker.patterns import InvalidPattern, compile_pattern
-from services.worker.text_rules import MAX_PATTERNS, ModelText
+from services.worker.text_rules import MAX_PATTERNS, ModelText, PatternTooExpensive
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,63 @@ def test_what_re2_does_not_take_is_refused_with_its_reason(pattern: str) -> None
     with pytest.raises(InvalidPattern) as refused:
         compile_pattern(pattern)
     assert str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?:.{0,99}x?){9}Q",
+        r"[\s\S]{1,1000}Q",
+        r"(?:.{0,30}a?){30}Q",
+        r"(?:\w{0,20}a?){8}Q",
+        r"[\p{L}\p{N}]{1,30}Q",
+        r"(?:[ab]{0,10}a?){15}Q",
+    ],
+)
+def test_a_pattern_whose_program_is_large_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidPattern, match="too complex: its program has"):
+        compile_pattern(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\d{3}-\d{4}",
+        r"\n\n(User|Human|System):",
+        r"(?i)end of (the )?(text|answer)",
+        r"<[^<>]{1,20}>$",
+        r"\bdone\b",
+        r"[.!?]\s*$",
+    ],
+)
+def test_patterns_that_people_write_are_small(pattern: str) -> None:
+    assert compile_pattern(pattern).search("") is None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.step = 0.0
+
+    def thread_time(self) -> float:
+        self.seconds += self.step
+        return self.seconds
+
+
+def test_a_pattern_that_takes_too_long_is_searched_no_more(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("services.worker.text_rules.time", clock)
+    rules = ModelText(tokenizer)
+    clock.step = 25e-3
+    assert not rules.search("slow at first", "text")
+    clock.step = 0.2e-3
+    for _ in range(1000):
+        assert not rules.search("slow at first", "text")
+    clock.step = 1e-3
+    with pytest.raises(PatternTooExpensive):
+        for _ in range(100):
+            rules.search("slow", "text")
+    clock.step = 0.0
+    with pytest.raises(PatternTooExpensive):
+        rules.search("slow", "text")
+    assert not rules.search("slow at first", "text")
