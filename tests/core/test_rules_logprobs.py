@@ -135,6 +135,8 @@ class TestEmbeddings:
         engine = make(pooling_reuses_prefix=reuses, retract_interval=1, chunked_prefill_size=4, enable_mixed_chunk=True)
         engine.submit(9, [7] * 8, max_new_tokens=40, ignore_eos=True)
         embed(engine, 0, PROMPT)
+        assert engine.finishes[0].reason is FinishReason.EMBEDDED
+        assert engine.core.stats().retractions_total > 0
 
     def test_a_fault_is_the_requests_own(self) -> None:
         engine = make(chunked_prefill_size=0)

@@ -253,8 +253,8 @@ def test_the_deadline_leaves_time_to_say_that_it_has_passed() -> None:
         return left
 
     short, long, none = asyncio.run(run())
-    assert 0.5 < short < 0.95
-    assert 29.0 < long < 29.6
+    assert 0.5 < short < 0.99, "gRPC rounds deadlines up"
+    assert 29.0 < long < 29.9
     assert 3500 < none < 3600
 
 
