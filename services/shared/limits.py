@@ -13,7 +13,6 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_REGEXES = 8
 MAX_STOP_REGEX_CHARS = 512
-MAX_STOP_REGEX_WINDOW_CHARS = 1024  # the end of the output in which they are sought
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 256
 MAX_LOGPROB_VALUES = 4 << 20  # one request's log probabilities, over all tokens of all its choices

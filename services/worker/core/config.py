@@ -61,7 +61,6 @@ class SchedulerConfig:
     whole_prompts: bool = False
     enable_radix_cache: bool = True
     eviction_policy: EvictionPolicy = EvictionPolicy.LRU
-    enable_cache_events: bool = False
     schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
     lpm_fallback_threshold: int = 128
     enable_priority_scheduling: bool = False

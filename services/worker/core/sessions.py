@@ -73,7 +73,6 @@ class SessionTable:
         self._next_number = 0
         self._first_expiry = float("inf")  # no session expires before
         self.num_tokens = 0
-        self.expired_total = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -113,7 +112,6 @@ class SessionTable:
             return
         for session_id in [s for s, session in self._sessions.items() if session.expires <= now and not session.running]:
             self.close(session_id, memory)
-            self.expired_total += 1
         waiting = [session.expires for session in self._sessions.values() if not session.running]
         self._first_expiry = min(waiting, default=float("inf"))
 
