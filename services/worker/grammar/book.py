@@ -81,7 +81,14 @@ class CompiledBook:
             return None
         factor = self._limits.loop_factor
         meter = StepMeter(self._limits.step_ms * factor, self._limits.burst_ms * factor)
-        return XgrammarMatcher(found, self._setup, meter, lambda: self._condemn(spec))
+        try:
+            return XgrammarMatcher(found, self._setup, meter, lambda: self._condemn(spec, f"{spec.kind}: {TOO_SLOW}"))
+        except Exception:  # of the library's: this grammar's end, and not the loop's
+            logger.exception("a matcher could not be made")
+            reason = f"{spec.kind}: it cannot be started"
+            self._condemn(spec, reason)
+            self._on_failed(spec, reason, False)
+            return None
 
     def close(self) -> None:
         """Ends the compiling processes. Nothing is called back after it; matchers stay usable."""
@@ -113,9 +120,8 @@ class CompiledBook:
             logger.info("grammar refused: %s", reason)
             self._on_failed(spec, reason, busy)
 
-    def _condemn(self, spec: GrammarSpec) -> None:
-        """A matcher has overrun its meter, which the trial had not foretold: others of this grammar would do the same."""
-        reason = f"{spec.kind}: {TOO_SLOW}"
+    def _condemn(self, spec: GrammarSpec, reason: str) -> None:
+        """A matcher has shown what the trial had not foretold: others of this grammar would do the same."""
         logger.info("grammar refused from here on: %s", reason)
         with self._lock:
             dropped = self._ready.pop(spec, None)

@@ -363,3 +363,17 @@ def walk(book: CompiledBook, spec: GrammarSpec) -> None:
             assert matcher.fault
             return
         matcher.forced()
+
+
+def test_a_matcher_that_cannot_be_made_is_its_grammars_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("made to fail")
+
+    with opened(LIMITS) as (book, news):
+        assert serves(book, news, "odd") and serves(book, news, "good")
+        with monkeypatch.context() as odd:
+            odd.setattr("services.worker.grammar.book.XgrammarMatcher", broken)
+            assert book.open(regex("odd")) is None
+        assert "cannot be started" in news.next()[1]
+        assert book.open(regex("good")) is not None
+        assert outcome(book, news, regex("odd")), "it is refused for a while"
