@@ -7,6 +7,9 @@ bits; hashes reveal no token ids to whoever has only the index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import xxhash
 
 INDEX_VERSION = "1"
@@ -27,3 +30,14 @@ def root_hash(model: str, revision: str, tokenizer: str, namespace: str) -> byte
 def block_hash(before: bytes, tokens: bytes) -> bytes:
     """before: the hash of the block before, or a root's. tokens: BLOCK_TOKENS little-endian int32. HASH_BYTES bytes."""
     return xxhash.xxh3_64_digest(before + tokens)
+
+
+def block_hashes(root: bytes, ids: Sequence[int]) -> bytes:
+    """The hashes of all full blocks of a prompt, HASH_BYTES each, one after the other."""
+    tokens = np.asarray(ids, dtype=np.uint32).astype("<i4", copy=False).tobytes()
+    size = BLOCK_TOKENS * 4
+    names, link = [], root
+    for at in range(0, len(tokens) - size + 1, size):
+        link = xxhash.xxh3_64_digest(link + tokens[at : at + size])
+        names.append(link)
+    return b"".join(names)

@@ -5,6 +5,9 @@ then while a second process sends every hostile grammar, first one after the oth
 its grammars differently, so that none is known from before. Printed are inter-token latencies (the gaps between two chunks, in
 ms), their ratio to the quiet ones of the same repetition, and what each hostile request got. Exit status 1: a process died, a
 normal stream failed, or a hostile request got neither an answer nor a refusal.
+
+Before the hostile phases comes a control: one process of the lowest priority that does nothing but touch memory, and knows
+nothing of this system. What it costs the streams is what sharing the machine with any compiler costs at least.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import argparse
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,7 @@ STREAM_TOKENS = 400
 WARMUP_S = 2.0
 ANSWER_S = 90.0
 BUSY_SAMPLE_S = 2.0
+STRANGER = "while True:\n  block = bytearray(1 << 26)\n  block[::4096] = bytes(1 << 14)"
 EXPECTED = (200, 400, 413, 503)
 PROMPTS = ("Count from 3 to 9.", "Spell the word lantern.", "What is 17 + 25?", "Repeat: naïve 日本語")
 
@@ -141,8 +147,22 @@ async def quiet(url: str, streams: int, seconds: float) -> Phase:
     return await Lanes(url, streams).run("quiet", asyncio.create_task(asyncio.sleep(seconds)))
 
 
+@contextmanager
+def stranger() -> Iterator[None]:
+    """A process of the lowest priority that touches new memory without end."""
+    process = subprocess.Popen([sys.executable, "-c", STRANGER], preexec_fn=lambda: os.nice(19))
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 async def repetition(url: str, streams: int, quiet_s: float, nonce: int) -> tuple[list[Phase], list[Verdict]]:
     phases = [await quiet(url, streams, quiet_s)]
+    with stranger():
+        control = Lanes(url, streams).run("control", asyncio.create_task(asyncio.sleep(quiet_s)))
+        phases.append(await control)
     verdicts: list[Verdict] = []
     for name, at_once in (("one after another", False), ("all at once", True)):
         task = asyncio.create_task(attacker(url, 2 * nonce + at_once, at_once))
@@ -162,7 +182,7 @@ def print_phases(streams: int, number: int, phases: Sequence[Phase]) -> float:
             + (f"  {phase.failures} FAILED" if phase.failures else ""),
             flush=True,
         )
-    return max(phase.p99 for phase in phases[1:]) / quiet.p99
+    return max(phase.p99 for phase in phases[2:]) / quiet.p99
 
 
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:

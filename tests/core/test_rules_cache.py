@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.core.admission import namespace
+from services.shared.cache_namespace import cache_namespace
 from services.worker.core.cache_events import BLOCK_TOKENS
 from services.worker.core.config import EvictionPolicy
 from services.worker.core.messages import Submit
@@ -115,7 +115,7 @@ class TestEviction:
 class TestNamespaces:
     def test_no_two_pairs_of_adapter_and_salt_are_one(self) -> None:
         words = ("", "a", "b", "ab", "1:a", "1:b", "2:ab")
-        assert len({namespace(lora, salt) for lora in words for salt in words}) == len(words) ** 2
+        assert len({cache_namespace(lora, salt) for lora in words for salt in words}) == len(words) ** 2
 
     @pytest.mark.parametrize(
         ("first", "second", "cached"),
@@ -152,7 +152,7 @@ class TestNamespaces:
 
 def blocks(tokens: list[int], salt: str = "") -> list[bytes]:
     """What the index is to know of a cached prefix: the names of its whole blocks."""
-    link, out = namespace("", salt).encode(), []
+    link, out = cache_namespace("", salt).encode(), []
     for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         link = chained(link, np.array(tokens[at : at + BLOCK_TOKENS], dtype=np.int32).tobytes())
         out.append(link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.shared.cache_namespace import cache_namespace
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.finish import tail_tokens
 from services.worker.core.messages import ErrorCode, Submit
@@ -44,7 +45,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float)
         prompt_ids=message.prompt_ids,
         params=params,
         stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-        namespace=namespace(message.lora, message.salt),
+        namespace=cache_namespace(message.lora, message.salt),
         priority=message.priority,
         rank=config.rank(message.priority),
         interval=params.stream_interval if message.stream else FORCE_STREAM_INTERVAL,
@@ -59,8 +60,3 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float)
     )
     request.rekey()
     return request
-
-
-def namespace(lora: str, salt: str) -> str:
-    """What a cached prefix belongs to: requests share KV only within it. Unambiguous whatever the parts contain."""
-    return f"{len(lora)}:{lora}{salt}" if lora or salt else ""

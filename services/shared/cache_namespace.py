@@ -1,0 +1,8 @@
+"""What a cached prefix belongs to, besides its tokens. Pure: the scheduler core uses it too."""
+
+from __future__ import annotations
+
+
+def cache_namespace(lora: str, salt: str) -> str:
+    """Requests share KV only within one adapter and one salt. Unambiguous whatever the parts contain."""
+    return f"{len(lora)}:{lora}{salt}" if lora or salt else ""
