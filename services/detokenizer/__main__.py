@@ -14,19 +14,23 @@ from services.detokenizer.settings import DetokenizerSettings
 from services.shared import log, metrics, rpc
 from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
 from services.shared.settings import load
+from services.shared.tracing import start_tracing
 
 SERVICE = "detokenizer"
 
 
 async def run(settings: DetokenizerSettings) -> None:
     registry = CollectorRegistry()
-    servicer = DetokenizerServicer(load_tokenizer(settings.model), settings, DetokenizerMetrics(registry))
+    tracing = start_tracing(settings, SERVICE)
+    servicer = DetokenizerServicer(load_tokenizer(settings.model), settings, DetokenizerMetrics(registry), tracing)
     metrics.serve(registry, settings.metrics_host, settings.metrics_port)
     health = rpc.Health(SERVICE)
     add = functools.partial(pb_grpc.add_DetokenizerServicer_to_server, servicer)
-    server = await rpc.start_server(settings.host, settings.port, health, add)
+    server = await rpc.start_server(settings.host, settings.port, health, add, settings.max_connection_age_s)
     await health.set_ready(True)
     await rpc.serve_until_stopped(server, health, settings.grace_s, servicer.drain)
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rootstock.v1 import detokenizer_pb2 as pb
 from services.detokenizer.incremental import IncrementalDetokenizer
@@ -15,6 +16,12 @@ from services.detokenizer.stop_hold import StopHold
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.log import fields
+from services.shared.tracing import trace_fields
+
+if TYPE_CHECKING:
+    from services.shared.spans import Span, Tracing
+
+FINISHED, FAILED, CLOSED = "finish", "failure", "close"  # how a request's span ends
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,9 @@ class _Request:
     """The text of one request: decoded, held back at stop strings, and without the characters given out elsewhere before."""
 
     def __init__(self, tokenizer: HfTokenizer, opened: pb.DecodeOpen) -> None:
+        self.who = _who(opened)
+        self._span: Span | None = None
+        self._num_ids = 0
         skip_special = opened.skip_special_tokens if opened.HasField("skip_special_tokens") else True
         self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special)
         self._hold = StopHold(opened.stop, opened.include_stop)
@@ -38,11 +48,25 @@ class _Request:
         self._replayed = self._unseen(self._hold.push(self._decoder.push(opened.replay_ids)))
 
     def push(self, ids: list[int]) -> str:
+        self._num_ids += len(ids)
         replayed, self._replayed = self._replayed, ""
         return replayed + self._unseen(self._hold.push(self._decoder.push(ids)))
 
     def finish(self, matched_stop: str) -> str:
         return self._unseen(self._hold.push(self._decoder.finish()) + self._hold.finish(matched_stop))
+
+    def begin(self, tracing: Tracing, opened: pb.DecodeOpen) -> None:
+        """Its span, if it belongs to a traced request."""
+        attributes = {"rootstock.request_id": opened.request_id, "rootstock.replayed_tokens": len(opened.replay_ids)}
+        self._span = tracing.under("detokenize", opened.traceparent, attributes)
+
+    def end(self, ended_by: str) -> None:
+        """Its span, if it has one."""
+        if self._span is not None:
+            self._span.set({"rootstock.tokens": self._num_ids, "rootstock.ended_by": ended_by})
+            if ended_by == FAILED:
+                self._span.fail("decoding_failed")
+            self._span.end()
 
     def _unseen(self, text: str) -> str:
         skipped = min(self._to_skip, len(text))
@@ -53,10 +77,13 @@ class _Request:
 class Session:
     """Answers batches in order. Raises BadBatch or TooManyOpen, after which the stream must end."""
 
-    def __init__(self, tokenizer: HfTokenizer, max_open: int, metrics: DetokenizerMetrics) -> None:
+    def __init__(
+        self, tokenizer: HfTokenizer, max_open: int, metrics: DetokenizerMetrics, tracing: Tracing | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_open = max_open
         self._metrics = metrics
+        self._tracing = tracing
         self._requests: dict[int, _Request] = {}
 
     def answer(self, batch: pb.DecodeBatch) -> pb.TextBatch:
@@ -75,26 +102,31 @@ class Session:
             chars += len(text)
             held += bool(ids) and not text
         for handle in batch.closes:
-            self._forget(handle)
+            self._forget(handle, CLOSED)
         self._metrics.count(tokens=len(batch.token_ids), chars=chars, held_rows=held, unknown_rows=len(result.unknown))
         return result
 
     def close(self) -> None:
         """Forgets every request."""
         self._metrics.open_requests.dec(len(self._requests))
+        for request in self._requests.values():
+            request.end(CLOSED)
         self._requests.clear()
 
     def _open(self, opened: pb.DecodeOpen) -> None:
-        self._forget(opened.handle)
+        self._forget(opened.handle, CLOSED)
         if len(self._requests) >= self._max_open:
             raise TooManyOpen(f"opens: this stream may have {self._max_open} open requests")
         try:
-            self._requests[opened.handle] = _Request(self._tokenizer, opened)
+            request = _Request(self._tokenizer, opened)
         except Exception:
-            self._failed(opened.handle)
+            self._failed(opened.handle, _who(opened))
             return
+        if self._tracing is not None:
+            request.begin(self._tracing, opened)
+        self._requests[opened.handle] = request
         self._metrics.open_requests.inc()
-        logger.debug("opened", extra=fields(request_id=opened.request_id, replayed_tokens=len(opened.replay_ids)))
+        logger.debug("opened", extra=fields(**request.who, replayed_tokens=len(opened.replay_ids)))
         self._metrics.replayed_tokens.inc(len(opened.replay_ids))
 
     def _decode(self, handle: int, ids: list[int], finished: bool, matched_stop: str) -> str | None:
@@ -107,20 +139,27 @@ class Session:
             if finished:
                 text += request.finish(matched_stop)
         except Exception:
-            self._failed(handle)
-            self._forget(handle)
+            self._failed(handle, request.who)
+            self._forget(handle, FAILED)
             return None
         if finished:
-            self._forget(handle)
+            self._forget(handle, FINISHED)
         return text
 
-    def _failed(self, handle: int) -> None:
+    def _failed(self, handle: int, who: dict[str, str]) -> None:
         self._metrics.failed_rows.inc()
-        logger.exception("decoding failed", extra=fields(handle=handle))
+        logger.exception("decoding failed", extra=fields(**who, handle=handle))
 
-    def _forget(self, handle: int) -> None:
-        if self._requests.pop(handle, None) is not None:
+    def _forget(self, handle: int, why: str) -> None:
+        request = self._requests.pop(handle, None)
+        if request is not None:
+            request.end(why)
             self._metrics.open_requests.dec()
+
+
+def _who(opened: pb.DecodeOpen) -> dict[str, str]:
+    """For log lines."""
+    return {"request_id": opened.request_id, **trace_fields(opened.traceparent)}
 
 
 def _check(batch: pb.DecodeBatch) -> None:

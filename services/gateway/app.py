@@ -97,10 +97,16 @@ def _add_models(app: FastAPI, dispatcher: Dispatcher) -> None:
     started = int(time.time())
 
     def cards() -> list[dict[str, Any]]:
-        if dispatcher.model is None:
-            return []
-        name, context_len = dispatcher.model.name, dispatcher.model.context_len
-        return [{"id": name, "object": "model", "created": started, "owned_by": "rootstock", "max_model_len": context_len}]
+        return [
+            {
+                "id": model.name,
+                "object": "model",
+                "created": started,
+                "owned_by": "rootstock",
+                "max_model_len": model.context_len,
+            }
+            for model in dispatcher.models()
+        ]
 
     @app.get(MODELS, tags=["OpenAI"], summary="Models that are served")
     async def models() -> Response:

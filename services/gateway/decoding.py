@@ -41,9 +41,11 @@ class Decoding:
         "link",
         "lost",
         "matched_stop",
+        "model",
         "request_id",
         "sent",
         "sink",
+        "traceparent",
     )
 
     def __init__(
@@ -55,8 +57,11 @@ class Decoding:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        model: str = "",
+        traceparent: str = "",
     ) -> None:
-        """`ids` is shared with the owner, who appends to it."""
+        """`ids` is shared with the owner, who appends to it. model: whose ids they are, as detokenizers name it; "" for any.
+        traceparent: "" for ids of a request that is not traced."""
         self.sink = sink
         self.request_id = request_id  # for logs
         self.ids = ids
@@ -70,6 +75,8 @@ class Decoding:
         self.finished = False  # said by the owner
         self.done = False  # the detokenizer has answered the finish
         self.matched_stop = ""
+        self.model = model
+        self.traceparent = traceparent
         self._open_fields = (prompt_ids[-PROMPT_TAIL:], tuple(stop), skip_special_tokens, include_stop)
 
     def finish(self, matched_stop: str) -> None:
@@ -89,4 +96,5 @@ class Decoding:
             skip_special_tokens=skip_special_tokens,
             include_stop=include_stop,
             request_id=self.request_id,
+            traceparent=self.traceparent,
         )

@@ -1,20 +1,22 @@
 """The gateway's streams to the detokenizers. A DetokLink owns one address's stream; a DetokPool owns the links.
 
-Every Decoding is pinned to one link. When the link's stream breaks, its decodings move to another one, or wait for one, and
-go on from the last character that came back. Everything runs on the event loop.
+Every Decoding is pinned to one link. When the link's stream breaks or falls silent, its decodings move to another one, or wait
+for one, and go on from the last character that came back. Everything runs on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 
 import grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+from services.gateway import served_model
 from services.gateway.decoding import Decoding
+from services.gateway.detok_window import DecodeWindow
+from services.gateway.discovery.endpoints import Endpoints
 from services.gateway.errors import internal, unavailable
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.reconnect import Duplex, StreamBroken, keep_connected
@@ -23,101 +25,118 @@ from services.shared.log import fields
 
 logger = logging.getLogger(__name__)
 
-# Unanswered batches at most. Behind that, new ids of a row join its next batch instead of making more batches.
-MAX_IN_FLIGHT = 8
 MAX_LOST = 3  # reopenings of one decoding: one that can never be decoded does not go round for ever
+SILENCE_S = 5.0  # without an answer while batches are unanswered: every batch is answered at once, so nobody is there
+SILENCE_TICKS = 4  # that a silence is counted in: this process's own pauses are one tick, however long
 
-Rows = list[tuple[int, int, bool]]  # handle, new ids, finished
 Call = Duplex[detokenizer_pb2.DecodeBatch, detokenizer_pb2.TextBatch]
 
 
 class DetokLink:
-    """One detokenizer. `open` holds the decodings pinned to it, by handle, whether they were sent yet or not."""
+    """One detokenizer. `open` holds the decodings pinned to it, by handle, whether they were sent yet or not.
 
-    def __init__(self, address: str, on_up: Callable[[DetokLink], None], on_down: Callable[[list[Decoding]], None]) -> None:
+    connected: its stream is up. ready: it may be given new decodings. retiring: it ends when `open` is empty.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        silence_s: float,
+        on_up: Callable[[DetokLink], None],
+        on_down: Callable[[list[Decoding]], None],
+        on_empty: Callable[[DetokLink], None],
+    ) -> None:
+        """`on_empty` is called while retiring, when nothing is open any more."""
         self.address = address
         self.connected = False
+        self.ready = True
+        self.retiring = False
+        self.model = served_model.ANY  # of the stream that is up
         self.stub: detokenizer_pb2_grpc.DetokenizerStub | None = None  # while run() runs
-        self.open: dict[int, Decoding] = {}
+        self._silence_s = silence_s
         self._on_up = on_up
         self._on_down = on_down
-        self._opening: list[Decoding] = []
-        self._dirty: dict[int, Decoding] = {}  # with ids or a finish to send
-        self._closes: list[int] = []
-        self._in_flight: deque[tuple[int, Rows]] = deque()
-        self._seq = 0
+        self._on_empty = on_empty
+        self._window = DecodeWindow(on_down)
         self._wake = asyncio.Event()
+
+    @property
+    def open(self) -> dict[int, Decoding]:
+        return self._window.open
+
+    def takes(self, model: str) -> bool:
+        """Whether a new decoding of this model may be pinned to it."""
+        return self.connected and self.ready and served_model.serves(self.model, model)
 
     def adopt(self, decoding: Decoding, handle: int) -> None:
         """Pins a decoding to this link under a handle that was never used before."""
-        decoding.link, decoding.handle, decoding.sent = self, handle, decoding.decoded
-        self.open[handle] = decoding
-        self._opening.append(decoding)
-        self.touch(decoding)
+        decoding.link = self
+        self._window.adopt(decoding, handle)
+        self._wake.set()
 
     def touch(self, decoding: Decoding) -> None:
-        self._dirty[decoding.handle] = decoding
+        self._window.touch(decoding)
         self._wake.set()
 
     def drop(self, decoding: Decoding) -> None:
-        if self.open.pop(decoding.handle, None) is None:
-            return
-        self._dirty.pop(decoding.handle, None)
-        if decoding in self._opening:
-            self._opening.remove(decoding)
-        else:
-            self._closes.append(decoding.handle)
-            self._wake.set()
-        decoding.link = None
+        self._window.drop(decoding)
+        self._wake.set()
+        self._retire()
 
     async def run(self) -> None:
         channel = rpc.channel(self.address)
         self.stub = stub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[no-untyped-call]
         try:
-            await keep_connected("detokenizer", self.address, lambda: self._session(stub.Decode(wait_for_ready=True)))
+            await keep_connected("detokenizer", self.address, lambda: self._session(stub))
         finally:
             self.stub = None
             await channel.close()
 
-    async def _session(self, call: Call) -> None:
-        writer: asyncio.Task[None] | None = None
+    async def _session(self, stub: detokenizer_pb2_grpc.DetokenizerStub) -> None:
+        call: Call = stub.Decode(wait_for_ready=True)
+        helpers: list[asyncio.Task[None]] = []
+        silence: asyncio.Task[None] | None = None
         try:
-            # The stream has no greeting: an empty batch and its answer show that somebody serves it.
-            self._seq = 0
-            await call.write(detokenizer_pb2.DecodeBatch(seq=0))
-            self._in_flight.append((0, []))
-            self._answered(await self._read(call))
+            await call.write(self._window.greeting())
+            silence = self._helper(call, self._watch_silence())
+            helpers.append(silence)
+            await self._receive(call)
+            info = stub.Info(detokenizer_pb2.DetokenizerInfoRequest(), timeout=served_model.INFO_S)
+            self.model = await served_model.ask(info, self.address)
             self.connected = True
-            logger.info("detokenizer connected", extra=fields(address=self.address))
-            writer = asyncio.create_task(self._write(call))
-            writer.add_done_callback(lambda _: call.cancel())
+            logger.info("detokenizer connected", extra=fields(address=self.address, model=self.model))
+            helpers.append(self._helper(call, self._write(call)))
             self._on_up(self)
             while True:
-                self._answered(await self._read(call))
+                await self._receive(call)
+                self._retire()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if silence is None or not silence.done() or task is None or task.cancelling():
+                raise
+            raise StreamBroken(f"unanswered for {self._silence_s:g} s") from None
         finally:
-            if writer is not None:
-                writer.cancel()
+            for helper in helpers:
+                helper.cancel()
             call.cancel()
-            self._reset()
-
-    def _reset(self) -> None:
-        orphans = list(self.open.values())
-        self.connected = False
-        self.open.clear()
-        self._opening.clear()
-        self._dirty.clear()
-        self._closes.clear()
-        self._in_flight.clear()
-        for decoding in orphans:
-            decoding.link = None
-        self._on_down(orphans)
+            self.connected = False
+            self._on_down(self._window.reset())
+            self._retire()
 
     @staticmethod
-    async def _read(call: Call) -> detokenizer_pb2.TextBatch:
+    def _helper(call: Call, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """A task of the session. Its end is the call's end."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: call.cancel())
+        return task
+
+    async def _receive(self, call: Call) -> None:
         batch = await call.read()
         if not isinstance(batch, detokenizer_pb2.TextBatch):
             raise StreamBroken("ended by peer")
-        return batch
+        self._window.answered(batch)
+        if self._window.has_more:
+            self._wake.set()  # there is room for it
 
     async def _write(self, call: Call) -> None:
         """Sends what has gathered since the last batch: at most one batch per event-loop tick."""
@@ -125,72 +144,26 @@ class DetokLink:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                if len(self._in_flight) < MAX_IN_FLIGHT and (self._dirty or self._closes):
-                    await call.write(self._next_batch())
+                while (batch := self._window.next_batch()) is not None:
+                    await call.write(batch)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, with its reason
 
-    def _next_batch(self) -> detokenizer_pb2.DecodeBatch:
-        rows: Rows = []
-        token_ids: list[int] = []
-        matched: list[str] = []
-        for handle, decoding in self._dirty.items():
-            new = decoding.ids[decoding.sent :]
-            decoding.sent = len(decoding.ids)
-            rows.append((handle, len(new), decoding.finished))
-            token_ids += new
-            matched.append(decoding.matched_stop)
-        self._seq += 1
-        batch = detokenizer_pb2.DecodeBatch(
-            seq=self._seq,
-            opens=[decoding.open_message() for decoding in self._opening],
-            handles=[row[0] for row in rows],
-            counts=[row[1] for row in rows],
-            token_ids=token_ids,
-            finished=[row[2] for row in rows],
-            matched_stops=matched,
-            closes=self._closes,
-        )
-        self._in_flight.append((self._seq, rows))
-        self._dirty.clear()
-        self._opening.clear()
-        self._closes.clear()
-        return batch
+    async def _watch_silence(self) -> None:
+        """Returns when batches were unanswered for so long."""
+        answers, ticks = -1, 0
+        while ticks < SILENCE_TICKS:
+            await asyncio.sleep(self._silence_s / SILENCE_TICKS)
+            ticks = ticks + 1 if self._window.in_flight and self._window.answers == answers else 0
+            answers = self._window.answers
 
-    def _answered(self, batch: detokenizer_pb2.TextBatch) -> None:
-        if not self._in_flight:
-            raise StreamBroken("an answer to no batch")
-        seq, rows = self._in_flight.popleft()
-        if batch.unknown:
-            unknown = frozenset(batch.unknown)
-            self._reopen([row[0] for row in rows if row[0] in unknown])
-            rows = [row for row in rows if row[0] not in unknown]
-        if batch.seq != seq or len(batch.texts) != len(rows) or list(batch.handles) != [row[0] for row in rows]:
-            raise StreamBroken("an answer that does not fit its batch")
-        if self._dirty or self._closes:
-            self._wake.set()  # the window has room
-        for (handle, count, finished), text in zip(rows, batch.texts, strict=True):
-            decoding = self.open.get(handle)
-            if decoding is None:
-                continue  # dropped, or reopened under another handle
-            decoding.decoded += count
-            decoding.emitted_chars += len(text)
-            if finished:
-                del self.open[handle]
-                decoding.link, decoding.done = None, True
-            decoding.sink.on_text(text, count)
-
-    def _reopen(self, unknown: list[int]) -> None:
-        lost = [self.open.pop(handle) for handle in unknown if handle in self.open]
-        for decoding in lost:
-            self._dirty.pop(decoding.handle, None)
-            decoding.link = None
-            decoding.lost += 1
-        self._on_down(lost)
+    def _retire(self) -> None:
+        if self.retiring and not self.open:
+            self._on_empty(self)
 
 
 class DetokPool:
-    """Pins decodings to links: the connected one with the fewest. Ends them with an error when none connects in time."""
+    """Pins decodings to links: the usable one with the fewest. Ends them with an error when none is usable in time."""
 
     def __init__(
         self,
@@ -200,27 +173,73 @@ class DetokPool:
         handles: Iterator[int],
         metrics: GatewayMetrics,
         changed: Callable[[], None],
+        silence_s: float = SILENCE_S,
     ) -> None:
-        self.links = [DetokLink(address, self._up, self._down) for address in addresses]
+        """`addresses` until set_endpoints() is called. `changed` is called when connected() may have changed."""
+        self._links: dict[str, DetokLink] = {}
+        self._tasks: dict[DetokLink, asyncio.Task[None]] = {}  # while run() runs
+        self._group: asyncio.TaskGroup | None = None  # while run() runs
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
         self._handles = handles
         self._retries = metrics.retries.labels("detokenizer")
         self._changed = changed
+        self._silence_s = silence_s
         self._homeless: dict[Decoding, None] = {}
         metrics.watch_connected("detokenizer", self.connected)
+        self.set_endpoints(dict.fromkeys(addresses, True))
 
-    def connected(self) -> int:
-        return sum(link.connected for link in self.links)
+    @property
+    def links(self) -> list[DetokLink]:
+        """Those that retire included."""
+        return list(self._links.values())
 
-    def stubs(self) -> list[detokenizer_pb2_grpc.DetokenizerStub]:
-        """Of the connected detokenizers, for calls beside the streams."""
-        return [link.stub for link in self.links if link.connected and link.stub is not None]
+    def connected(self, model: str = served_model.ANY) -> int:
+        """Detokenizers that a new decoding could go to."""
+        return sum(link.takes(model) for link in self._links.values())
+
+    def stubs(self, model: str = served_model.ANY) -> list[detokenizer_pb2_grpc.DetokenizerStub]:
+        """Of the usable detokenizers, for calls beside the streams."""
+        return [link.stub for link in self._links.values() if link.takes(model) and link.stub is not None]
+
+    def set_endpoints(self, endpoints: Endpoints) -> None:
+        """New ones are connected to. Those that are gone keep their decodings until these end or the stream breaks."""
+        for address, ready in endpoints.items():
+            link = self._links.get(address)
+            if link is None:
+                link = self._links[address] = DetokLink(address, self._silence_s, self._up, self._down, self._close)
+                self._start(link)
+            link.ready, link.retiring = ready, False
+        for link in self.links:
+            if link.address not in endpoints:
+                link.ready, link.retiring = False, True
+                if not link.open:
+                    self._close(link)
+        self._changed()
+        self._house_waiting()
 
     async def run(self) -> None:
+        """Keeps the streams up until cancelled. Once in a pool's life."""
         async with asyncio.TaskGroup() as group:
-            for link in self.links:
-                group.create_task(link.run())
+            self._group = group
+            for link in self._links.values():
+                self._start(link)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._group = None
+
+    def _start(self, link: DetokLink) -> None:
+        if self._group is not None:
+            self._tasks[link] = task = self._group.create_task(link.run())
+            task.add_done_callback(lambda _: self._tasks.pop(link, None))
+
+    def _close(self, link: DetokLink) -> None:
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+        task = self._tasks.pop(link, None)
+        if task is not None and not task.cancelling():
+            task.cancel()
 
     def touch(self, decoding: Decoding) -> None:
         """`ids` has grown or the decoding is finished: its text will come."""
@@ -238,14 +257,26 @@ class DetokPool:
         if decoding.link is not None:
             decoding.link.drop(decoding)
 
+    def _link_for(self, decoding: Decoding) -> DetokLink | None:
+        links = [link for link in self._links.values() if link.takes(decoding.model)]
+        return min(links, key=lambda link: len(link.open), default=None)
+
     def _house(self, decoding: Decoding) -> None:
-        links = [link for link in self.links if link.connected]
-        if links:
-            min(links, key=lambda link: len(link.open)).adopt(decoding, next(self._handles))
+        link = self._link_for(decoding)
+        if link is not None:
+            link.adopt(decoding, next(self._handles))
             return
         loop = asyncio.get_running_loop()
         self._homeless[decoding] = None
         decoding.homeless = loop.call_later(self._wait_s, self._give_up, decoding)
+
+    def _house_waiting(self) -> None:
+        """Those that still find no link wait on, for what is left of their time."""
+        for decoding in list(self._homeless):
+            link = self._link_for(decoding)
+            if link is not None:
+                self.drop(decoding)
+                link.adopt(decoding, next(self._handles))
 
     def _give_up(self, decoding: Decoding) -> None:
         self.drop(decoding)
@@ -253,10 +284,7 @@ class DetokPool:
 
     def _up(self, _link: DetokLink) -> None:
         self._changed()
-        waiting = list(self._homeless)
-        for decoding in waiting:
-            self.drop(decoding)
-            self._house(decoding)
+        self._house_waiting()
 
     def _down(self, orphans: list[Decoding]) -> None:
         self._changed()

@@ -1,32 +1,40 @@
-"""Places choices on workers and carries what comes back to the detokenizers. The one writer of where a choice is.
+"""Places choices on workers, moves them on when a worker is lost, and carries what comes back to the detokenizers. The one
+writer of where a choice is.
 
-A choice is in exactly one place: the waiting queue (no worker is connected), one WorkerLink's `open`, or nowhere. A request that
-fails or ends is released from wherever it is; release is idempotent.
+A choice is in exactly one place: its pool's queue (no worker has room), its pool's `moved` (its worker was lost, and none has
+room yet), one WorkerLink's `open`, or nowhere. A request that fails or ends is released from wherever it is; release is
+idempotent. A choice that moves takes its prompt and its output along: the next worker goes on where the last one was heard.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway import sessions
+from services.gateway import hedging, sessions
 from services.gateway.detok_link import DetokPool
-from services.gateway.errors import ApiError, from_worker, internal, unavailable
+from services.gateway.errors import from_worker, internal, unavailable, unknown_model
+from services.gateway.fleet import Fleet
 from services.gateway.generation import ModelInfo
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.model_pool import ModelPool
 from services.gateway.reconnect import StreamBroken
 from services.gateway.request_state import Choice, ClientRequest
-from services.gateway.routing import WorkerLoad, least_requests
 from services.gateway.settings import GatewaySettings
+from services.gateway.waiting import Waiting
 from services.gateway.worker_link import WorkerLink
 from services.shared.log import fields
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3  # submits of one choice: a request that kills its worker does not go on to kill them all
+MAX_CRASHES = 3  # workers that a choice may lose soon after they got it: one that kills its workers does not kill them all
+SHORT_LIFE_S = 10.0
+LOOK_S = 0.5  # how often a request looks whether its model may still appear
+SESSION, RETRY, HEDGE = "session", "retry", "hedge"
 
 
 class Dispatcher:
@@ -38,66 +46,106 @@ class Dispatcher:
         metrics: GatewayMetrics,
         changed: Callable[[], None],
     ) -> None:
-        self.model: ModelInfo | None = None  # of the last hello; kept while no worker is connected
-        self.links = [WorkerLink(address, self) for address in settings.workers]
+        self.fleet = Fleet(settings, self, metrics, self._ticked)
         self._settings = settings
+        self._waiting = Waiting(settings, metrics, self._place)
         self._detoks = detoks
         self._handles = handles
-        self._retries = metrics.retries.labels("worker")
+        self._metrics = metrics
         self._changed = changed
-        self._waiting: dict[Choice, None] = {}
-        self._strangers = 0  # requests that wait for the first hello
+        self._strangers = 0  # requests that wait until their model is known
         self._model_known = asyncio.Event()
-        self._picks = 0
         self.last_step_at: float | None = None  # of any worker, in the loop's time
         metrics.watch_connected("worker", self.connected)
-        metrics.queue_length.set_function(lambda: float(self.queue_length))
+        metrics.watch_queue(self.waiting_by_model)
 
     @property
     def queue_length(self) -> int:
-        return len(self._waiting) + self._strangers
+        return sum(pool.num_waiting for pool in self.fleet.pools.values()) + self._strangers
+
+    def waiting_by_model(self) -> dict[str, int]:
+        """What waits for a worker, by model; "" for requests whose model no worker has named yet."""
+        return {"": self._strangers, **{name: pool.num_waiting for name, pool in self.fleet.pools.items()}}
 
     def connected(self) -> int:
-        return len(self._usable())
+        return len(self.fleet.usable())
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for link in self.links:
-                group.create_task(link.run())
+        await self.fleet.run()
 
-    async def wait_for_model(self) -> ModelInfo:
-        """What the workers serve; waits for the first worker. Raises ApiError at the deadline."""
-        if self.model is None:
-            self._check_queue(1)
-            self._strangers += 1
-            try:
-                await asyncio.wait_for(self._model_known.wait(), self._settings.wait_for_worker_s)
-            except TimeoutError:
-                raise self._no_worker() from None
-            finally:
-                self._strangers -= 1
-        assert self.model is not None
-        return self.model
+    @property
+    def model(self) -> ModelInfo | None:
+        """The one that is meant where none is named: the first that a worker has named."""
+        return next((pool.model for pool in self.fleet.pools.values()), None)
+
+    def models(self) -> list[ModelInfo]:
+        return [pool.model for pool in self.fleet.pools.values()]
+
+    async def wait_for_model(self, name: str | None = None) -> ModelInfo:
+        """The model of this name, the default one for None. Waits for its first worker, if there may be such a model. Raises
+        ApiError."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.queue_timeout_s
+        while True:
+            found = self.model if name is None else self._known(name)
+            if found is not None:
+                return found
+            if loop.time() >= deadline:
+                raise self._waiting.no_worker()
+            expected = name is None or not self.fleet.pools or name in self._settings.models
+            if not expected and not self.fleet.may_grow:
+                raise unknown_model()
+            await self._wait_for_any_model(deadline if expected else loop.time() + LOOK_S)
+
+    def _known(self, name: str) -> ModelInfo | None:
+        pool = self.fleet.pools.get(name)
+        return None if pool is None else pool.model
+
+    async def _wait_for_any_model(self, until: float) -> None:
+        """Until a worker has connected, or that time. Raises ApiError if too many wait already."""
+        if self._strangers >= self._settings.max_waiting_requests:
+            raise self._waiting.full()
+        self._strangers += 1
+        try:
+            with suppress(TimeoutError):  # the caller looks at the time
+                async with asyncio.timeout_at(until):
+                    self._model_known.clear()
+                    await self._model_known.wait()
+        finally:
+            self._strangers -= 1
+
+    def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
+        """What block hashes of a prompt begin with; empty where nobody needs them."""
+        pool = self.fleet.pools.get(model.name)
+        return model.hash_root(cache_salt) if pool is not None and pool.wants_hashes else b""
 
     def start(self, request: ClientRequest) -> None:
-        """Places every choice. Raises ApiError if they would have to wait and the queue is full."""
-        if not self._usable():
-            self._check_queue(len(request.choices))
+        """Places every choice, or lets it wait. Raises ApiError if the queue is full."""
+        pool = self.fleet.pools[request.model.name]
         for choice in request.choices:
-            self._place(choice)
+            choice.pool = pool
+            if pool.num_waiting or not self._place(pool, choice):
+                self._waiting.wait(pool, choice)
+        self._waiting.pump(pool)  # what waits may wait for one worker only
 
     def release(self, choice: Choice) -> None:
         self._withdraw(choice)
         self._detoks.drop(choice.decoding)
 
     def _withdraw(self, choice: Choice) -> None:
-        if choice.waiting is not None:
-            choice.waiting.cancel()
-            choice.waiting = None
-            self._waiting.pop(choice, None)
+        pool = choice.pool
+        if pool is None:
+            return
+        self._waiting.leave(pool, choice)
+        copy = hedging.cancel(choice)
+        if copy is not None:
+            self._has_room(pool, copy)
         if choice.link is not None:
-            choice.link.abort(choice.handle)
-            choice.link = None
+            link, choice.link = choice.link, None
+            link.abort(choice.handle)
+            self._has_room(pool, link)
+        if choice.placed_at:  # one that no worker has had has cost nothing
+            self._waiting.charge(pool, choice)
 
     def abort(self, choice: Choice) -> None:
         """Ends a choice with what has come so far; its last text is still to come. No effect on one that has ended."""
@@ -110,48 +158,48 @@ class Dispatcher:
         self._detoks.touch(choice.decoding)
 
     def ready_workers(self) -> list[tuple[str, str]]:
-        """(worker id, address) of those that take requests."""
-        return [(link.info.worker_id, link.address) for link in self._usable() if link.info is not None]
+        """(worker id, address) of those of the default model that take requests."""
+        model = self.model
+        links = self.fleet.pools[model.name].usable() if model is not None else []
+        return [(link.info.worker_id, link.address) for link in links if link.info is not None]
 
-    def _usable(self) -> list[WorkerLink]:
-        return [link for link in self.links if link.info is not None and not link.draining]
+    # Placing
 
-    def _check_queue(self, more: int) -> None:
-        if self.queue_length + more > self._settings.max_waiting_requests:
-            raise unavailable("No worker is connected, and the queue is full.", self._settings.retry_after_s, "queue_full")
-
-    def _no_worker(self) -> ApiError:
-        return unavailable("No worker is connected.", self._settings.retry_after_s, "no_worker")
-
-    def _place(self, choice: Choice) -> None:
-        link = self._pick(choice, [link for link in self._usable() if link.address not in choice.refused_by])
-        if link is not None:
-            self._submit(choice, link)
-        elif choice.waiting is None:
-            self._waiting[choice] = None
-            loop = asyncio.get_running_loop()
-            choice.waiting = loop.call_later(self._settings.wait_for_worker_s, self._expire, choice)
-
-    @staticmethod
-    def _pick(choice: Choice, links: Sequence[WorkerLink]) -> WorkerLink | None:
+    def _place(self, pool: ModelPool, choice: Choice) -> bool:
+        """Gives it to a worker, if there is one with room that would take it."""
         session = choice.generation.session
-        if session is None:
-            index = least_requests([WorkerLoad(len(link.open), link.last_pick) for link in links])
-        else:
+        if session is not None:
+            links = pool.usable()
             index = sessions.place(session.session_id, [link.info.worker_id if link.info else "" for link in links])
-        return None if index is None else links[index]
+            if index is None:
+                return False
+            self._submit(pool, choice, links[index], SESSION, 0)
+            return True
+        pick = pool.pick(choice)
+        if pick is None:
+            return False
+        self._submit(pool, choice, pool.links[pick.row], pick.reason, pick.predicted_tokens)
+        return True
 
-    def _submit(self, choice: Choice, link: WorkerLink) -> None:
-        request, generation = choice.request, choice.generation
-        self._picks += 1
-        link.last_pick = self._picks
-        choice.attempts += 1
+    def _submit(self, pool: ModelPool, choice: Choice, link: WorkerLink, reason: str, predicted_tokens: int) -> None:
+        now = choice.request.clock()
         choice.link, choice.handle = link, next(self._handles)
-        left_s = self._settings.request_timeout_s - (request.clock() - request.arrived)
+        choice.placed_at, choice.predicted_tokens = now, predicted_tokens
+        self._send(pool, choice, link, choice.handle, reason, predicted_tokens)
+        after_s = self._settings.hedge_after_s
+        if after_s and choice.generation.session is None and not choice.output_ids:
+            choice.hedge_timer = asyncio.get_running_loop().call_later(after_s, self._hedge, pool, choice)
+        choice.request.submitted()
+
+    def _send(self, pool: ModelPool, choice: Choice, link: WorkerLink, handle: int, reason: str, predicted_tokens: int) -> None:
+        request, generation = choice.request, choice.generation
+        now = request.clock()
+        left_s = self._settings.request_timeout_s - (now - request.arrived)
         message = worker_pb2.Submit(
-            handle=choice.handle,
+            handle=handle,
             request_id=choice.request_id,
             prompt_ids=choice.prompt.ids,
+            output_ids=choice.output_ids,
             sampling=choice.sampling,
             stream=generation.stream,
             cache_salt=generation.cache_salt,
@@ -160,35 +208,62 @@ class Dispatcher:
             routing_key=generation.routing_key,
             session=generation.session,
         )
+        if choice.trace is not None:
+            choice.trace.submits(link, message, reason, predicted_tokens)
         link.submit(choice, message)
-        request.submitted()
+        pool.picked(choice, link.row, now + self._settings.speculative_s)
+        link.breaker.begin(now)
+        pool.refresh(link, now)  # a probe is the only one
+        self._waiting.charge(pool, choice)
+        self._metrics.decisions.labels(reason).inc()
 
-    def _expire(self, choice: Choice) -> None:
-        held_elsewhere = choice.generation.session is not None and self._usable()
-        retry_after_s = self._settings.retry_after_s
-        choice.request.fail(sessions.session_worker_away(retry_after_s) if held_elsewhere else self._no_worker())
+    def _hedge(self, pool: ModelPool, choice: Choice) -> None:
+        """Makes the copy, unless the first token has come or nobody else has room."""
+        choice.hedge_timer = None
+        if choice.link is None or choice.output_ids or len(choice.prompt_logprobs):
+            return
+        pick = pool.pick(choice, without=choice.link)
+        if pick is not None:
+            choice.hedge = hedging.Hedge(pool.links[pick.row], next(self._handles))
+            self._send(pool, choice, choice.hedge.link, choice.hedge.handle, HEDGE, pick.predicted_tokens)
+
+    def _settle(self, choice: Choice, link: WorkerLink) -> None:
+        """This link's copy goes on alone."""
+        loser = hedging.settle(choice, link)
+        if loser is not None and choice.pool is not None:
+            self._has_room(choice.pool, loser)
+
+    def _has_room(self, pool: ModelPool, link: WorkerLink) -> None:
+        """The link has lost a request, for whatever reason."""
+        if link.pool is not None:
+            link.pool.refresh(link, asyncio.get_running_loop().time())
+        self._waiting.pump(pool)
+
+    # What links tell
+
+    def _ticked(self) -> None:
+        self._changed()
+        for pool in self.fleet.pools.values():
+            self._waiting.pump(pool)
 
     def on_hello(self, link: WorkerLink) -> None:
-        info = link.info
-        assert info is not None
-        known = self.model
-        others = [other for other in self._usable() if other is not link]
-        served = self._settings.model_name or info.model
-        if known is not None and others and others[0].info is not None and others[0].info.model != info.model:
-            logger.error("worker serves another model and is not used", extra=fields(address=link.address, model=info.model))
-            link.draining = True
+        pool = self.fleet.join(link)
+        if pool is None:
             return
-        generates = info.generates or not info.embedding_size
-        self.model = ModelInfo(served, info.context_len, info.vocab_size, generates, info.embedding_size)
         self._model_known.set()
         self._changed()
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        for choice in waiting:
-            if choice.waiting is not None:
-                choice.waiting.cancel()
-                choice.waiting = None
-            self._place(choice)
+        self._waiting.pump(pool)
+
+    def on_load(self, link: WorkerLink) -> None:
+        assert link.load is not None
+        pool = link.pool
+        if pool is None:
+            return
+        if link.load.draining != link.draining:
+            link.draining = link.load.draining
+            self._changed()
+        pool.refresh(link, asyncio.get_running_loop().time())
+        self._waiting.pump(pool)
 
     def on_step(self, link: WorkerLink, step: worker_pb2.StepOutput) -> None:
         self.last_step_at = asyncio.get_running_loop().time()
@@ -201,73 +276,114 @@ class Dispatcher:
             choice = link.open.get(handle)
             if choice is None:
                 continue  # aborted here, and the worker did not know yet
+            if choice.hedge is not None:
+                self._settle(choice, link)
             choice.output_ids += token_ids[begin:position]
+            link.open_tokens += count
             self._detoks.touch(choice.decoding)
         self._on_logprobs(link, step)
         for finish in step.finishes:
-            choice = link.open.get(finish.handle)
+            choice = link.close(finish.handle)
             if choice is not None:
                 self._finish(link, choice, finish)
 
-    @staticmethod
-    def _on_logprobs(link: WorkerLink, step: worker_pb2.StepOutput) -> None:
+    def _on_logprobs(self, link: WorkerLink, step: worker_pb2.StepOutput) -> None:
         for rows in step.logprobs:
             if (choice := link.open.get(rows.handle)) is not None:
                 choice.add_logprobs(rows)
         for rows in step.prompt_logprobs:
             if (choice := link.open.get(rows.handle)) is not None:
+                self._settle(choice, link)
                 choice.add_prompt_logprobs(rows)
 
     def _finish(self, link: WorkerLink, choice: Choice, finish: worker_pb2.Finish) -> None:
-        del link.open[finish.handle]
+        pool = choice.pool
+        assert pool is not None
+        now = choice.request.clock()
+        if choice.trace is not None:
+            choice.trace.finished(finish)
+        if finish.error == pb.ERROR_CODE_INTERNAL:
+            link.breaker.failed(now)
+        elif finish.reason != pb.FINISH_REASON_ABORT:
+            link.breaker.succeeded(now)
+        if finish.error == pb.ERROR_CODE_UNAVAILABLE:
+            link.draining = True
+            self._changed()
+        if finish.reason != pb.FINISH_REASON_ABORT:
+            self._settle(choice, link)
+        elif hedging.survives(choice, link):
+            self._has_room(pool, link)
+            return
         choice.link = None
+        hedging.cancel(choice)
+        self._waiting.charge(pool, choice)
         if finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED):
-            self._aborted(link, choice, finish)
+            self._aborted(pool, link, choice, finish)
         elif choice.generation.wants_logprobs and len(choice.logprobs) != len(choice.output_ids):
             choice.request.fail(internal("The worker's log probabilities do not fit its tokens."))
         else:
+            self._metrics.predicted_tokens.inc(choice.predicted_tokens)
             choice.finish(finish)
             if choice.ending is None:
                 self._detoks.touch(choice.decoding)
+        self._has_room(pool, link)
 
-    def _aborted(self, link: WorkerLink, choice: Choice, finish: worker_pb2.Finish) -> None:
+    def _aborted(self, pool: ModelPool, link: WorkerLink, choice: Choice, finish: worker_pb2.Finish) -> None:
         names, grammar_field = choice.generation.fields, choice.generation.grammar_field
         error = from_worker(finish.error, finish.message, self._settings.retry_after_s, names, grammar_field)
-        elsewhere = False
-        if finish.error == pb.ERROR_CODE_UNAVAILABLE:
-            link.draining = elsewhere = True
-            self._changed()
-        elif finish.error == pb.ERROR_CODE_QUEUE_FULL:
+        if link.pool is not None:
+            link.pool.refresh(link, choice.request.clock())
+        if finish.error == pb.ERROR_CODE_UNAVAILABLE and choice.can_move:
+            self._move(pool, choice, "drain")
+            return
+        if finish.error in (pb.ERROR_CODE_QUEUE_FULL, pb.ERROR_CODE_INTERNAL) and not choice.output_ids and choice.can_move:
+            first_fault = finish.error != pb.ERROR_CODE_INTERNAL or not choice.refused_by
             choice.refused_by.append(link.address)
-            elsewhere = any(other.address not in choice.refused_by for other in self._usable())
-        if elsewhere and self._may_move(choice):
-            self._restart(choice)
-        else:
-            choice.request.fail(error)
+            if first_fault and any(other.address not in choice.refused_by for other in pool.usable()):
+                self._move(pool, choice, RETRY)
+                return
+        choice.request.fail(error)
 
     def on_down(self, link: WorkerLink, orphans: list[Choice]) -> None:
+        self.fleet.leave(link)
         self._changed()
+        if orphans and not link.draining:
+            link.breaker.failed(asyncio.get_running_loop().time())
+        orphans = [choice for choice in orphans if not hedging.survives(choice, link)]
         for choice in orphans:
             choice.link = None
             choice.refused_by.clear()
+            hedging.cancel(choice)
         for choice in orphans:
-            if choice.request.error is not None:
-                continue  # a sibling has just ended the whole request
-            if self._may_move(choice):
-                self._restart(choice)
-            elif choice.generation.session is not None:
-                choice.request.fail(sessions.session_worker_away(self._settings.retry_after_s))
-            else:
-                message = "The worker was lost before the answer was complete."
-                choice.request.fail(unavailable(message, self._settings.retry_after_s, "worker_lost"))
+            if choice.request.error is None:  # else a sibling has just ended the whole request
+                self._go_on(choice, link)
+        for other in self.fleet.unused(link):
+            self.on_hello(other)
 
-    @staticmethod
-    def _may_move(choice: Choice) -> bool:
-        """A turn of a session goes on from what only its worker has."""
-        return choice.can_restart and choice.attempts < MAX_ATTEMPTS and choice.generation.session is None
+    def _go_on(self, choice: Choice, link: WorkerLink) -> None:
+        """With a choice whose worker, the link's, was lost."""
+        pool, retry_after_s = choice.pool, self._settings.retry_after_s
+        assert pool is not None
+        survived = choice.request.clock() - choice.placed_at >= SHORT_LIFE_S
+        if not link.draining:  # else it was about to end anyway
+            choice.crashes = 1 if survived else choice.crashes + 1
+        if choice.can_move and choice.crashes <= MAX_CRASHES:
+            self._move(pool, choice, "lost")
+        elif choice.generation.session is not None:
+            choice.request.fail(sessions.session_worker_away(retry_after_s))
+        else:
+            message = "The worker was lost before the answer was complete."
+            choice.request.fail(unavailable(message, retry_after_s, "worker_lost"))
 
-    def _restart(self, choice: Choice) -> None:
-        self._retries.inc()
-        self.release(choice)
-        choice.restart()
-        self._place(choice)
+    def _move(self, pool: ModelPool, choice: Choice, cause: str) -> None:
+        """To another worker, with the output so far."""
+        self._metrics.moves.labels(cause, "begun" if choice.output_ids else "new").inc()
+        logger.info(
+            "request moves to another worker",
+            extra=fields(
+                **choice.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=len(choice.output_ids)
+            ),
+        )
+        choice.move()
+        if not self._place(pool, choice):
+            self._waiting.wait_first(pool, choice)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from services.gateway.render import usage_of
 from services.gateway.request_state import Choice, ClientRequest, Delta
-from services.gateway.token_texts import TokenTexts
+from services.gateway.token_texts import ModelTexts
 
 
 def vector_of(choice: Choice) -> NDArray[np.float32]:
@@ -24,7 +24,7 @@ def vector_of(choice: Choice) -> NDArray[np.float32]:
 class EmbeddingRenderer:
     """One document: an embedding per input, in the inputs' order."""
 
-    def __init__(self, request: ClientRequest, _created: int, model: str, _token_texts: TokenTexts) -> None:
+    def __init__(self, request: ClientRequest, _created: int, model: str, _token_texts: ModelTexts) -> None:
         self._request = request
         self._model = model
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.errors import ApiError, internal
 from services.gateway.metrics import OTHER, GatewayMetrics
+from services.gateway.settings import key_name
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.log import fields
 
@@ -24,7 +25,7 @@ _MODEL_PATH = "/v1/models/"
 
 
 class FrontDoor:
-    """scope["state"] carries `request_id` inwards, and `model` and `code` (instead of the HTTP status) outwards."""
+    """scope["state"] carries `request_id` and `key` inwards, and `model` and `code` (instead of the HTTP status) outwards."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[str], api_keys: Sequence[str], metrics: GatewayMetrics) -> None:
         self._app = app
@@ -49,7 +50,7 @@ class FrontDoor:
             await send(message)
 
         try:
-            self._authenticate(scope["path"], headers)
+            state["key"] = self._authenticate(scope["path"], headers)
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
             await _answer(error, send_with_id)
@@ -61,14 +62,16 @@ class FrontDoor:
             code = str(state.get("code", status))
             self._metrics.requests.labels(self._route(scope["path"]), state.get("model", OTHER), code).inc()
 
-    def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> None:
+    def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """The name of the caller's key, "" where none is asked for. Raises ApiError."""
         if not self._keys or path in _OPEN_PATHS:
-            return
+            return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         # Every key is compared, so that the time tells nothing of which one was near.
         matches = [hmac.compare_digest(key, given.strip()) for key in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(401, "A valid API key is required, as 'Authorization: Bearer KEY'.", code="invalid_api_key")
+        return key_name(matches.index(True))
 
     def _route(self, path: str) -> str:
         if path in self._routes:

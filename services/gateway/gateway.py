@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway import app, http_server
 from services.gateway.detok_link import DetokPool
+from services.gateway.discovery.watch import Discovery
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import unavailable
 from services.gateway.generate import Generator
@@ -24,6 +25,7 @@ from services.gateway.token_texts import TokenTexts
 from services.gateway.tokenizer_client import TokenizerClient
 from services.shared import rpc
 from services.shared.log import fields
+from services.shared.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +42,20 @@ class Gateway:
         handles = itertools.count(1)
         retry = settings.retry_after_s
         self.readiness = readiness = Readiness()
-        self.detoks = DetokPool(
-            settings.detokenizers, settings.wait_for_detokenizer_s, retry, handles, metrics, readiness.changed
-        )
+        self.detoks = DetokPool((), settings.wait_for_detokenizer_s, retry, handles, metrics, readiness.changed)
         self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed)
-        self.tokenizer = TokenizerClient(settings.tokenizers, settings.tokenize_timeout_s, retry, metrics, readiness.changed)
+        self.tokenizer = TokenizerClient((), settings.tokenize_timeout_s, retry, metrics, readiness.changed)
+        refresh_s = settings.dns_refresh_s
+        self._discoveries = [
+            Discovery(settings.tokenizers, self.tokenizer.set_endpoints, dns_refresh_s=refresh_s),
+            Discovery(settings.detokenizers, self.detoks.set_endpoints, dns_refresh_s=refresh_s),
+        ]
         readiness.watch(
             {"worker": self.dispatcher.connected, "tokenizer": self.tokenizer.connected, "detokenizer": self.detoks.connected}
         )
         token_texts = TokenTexts(self.detoks, settings.wait_for_detokenizer_s, retry)
-        self.generator = Generator(settings, self.dispatcher, token_texts, metrics)
+        self._tracing = start_tracing(settings, SERVICE)
+        self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self._tracing)
         preparer = Preparer(self.dispatcher, self.tokenizer, self.detoks)
         native = NativeApi(self.generator, self.tokenizer)
         self.app = app.build(self.generator, preparer, self.dispatcher, native, readiness, metrics)
@@ -59,7 +65,8 @@ class Gateway:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if the health port is taken."""
         health = rpc.Health(SERVICE)
         health_server = await self._start_health(health)
-        links = [asyncio.create_task(run()) for run in (self.dispatcher.run, self.detoks.run, self.tokenizer.run)]
+        runs = (self.dispatcher.run, self.detoks.run, self.tokenizer.run, *(discovery.run for discovery in self._discoveries))
+        links = [asyncio.create_task(run()) for run in runs]
         links.append(asyncio.create_task(self.readiness.publish(health)))
         serving = asyncio.create_task(self._http.serve([listener]))
         host, port = listener.getsockname()[:2]
@@ -74,6 +81,8 @@ class Gateway:
                 task.cancel()
             await asyncio.wait(links)
             await health_server.stop(0)
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _start_health(self, health: rpc.Health) -> grpc.aio.Server:
         host, port = self._settings.host, self._settings.health_port

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,13 +20,18 @@ from services.gateway.body import ClientGone, read_body, until_gone
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import CLIENT_CLOSED, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.origin import Origin
 from services.gateway.preparation import Plan
 from services.gateway.render import DONE, Renderer, StreamRenderer, sse_error, usage_of
 from services.gateway.request_state import ClientRequest, Phase
+from services.gateway.request_trace import RequestTrace, begin_trace
 from services.gateway.settings import GatewaySettings
-from services.gateway.token_texts import TokenTexts
+from services.gateway.token_texts import ModelTexts, TokenTexts
 from services.shared import limits
 from services.shared.log import fields
+
+if TYPE_CHECKING:
+    from services.shared.spans import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +44,26 @@ _SSE_HEADERS = [
 ]
 
 
-Prepare = Callable[[bytes, str], Awaitable[Plan]]  # body, request id
-MakeRenderer = Callable[[ClientRequest, int, str, TokenTexts], Renderer]  # request, created (Unix seconds), model
+Prepare = Callable[[bytes, Origin], Awaitable[Plan]]  # body
+MakeRenderer = Callable[[ClientRequest, int, str, ModelTexts], Renderer]  # request, created (Unix seconds), model
 
 
 class Generator:
     """Knows all generation requests that are open. One per process."""
 
     def __init__(
-        self, settings: GatewaySettings, dispatcher: Dispatcher, token_texts: TokenTexts, metrics: GatewayMetrics
+        self,
+        settings: GatewaySettings,
+        dispatcher: Dispatcher,
+        token_texts: TokenTexts,
+        metrics: GatewayMetrics,
+        tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
         self.dispatcher = dispatcher
         self.token_texts = token_texts
         self.metrics = metrics
+        self._tracing = tracing
         self._open: dict[Exchange, None] = {}
         metrics.in_flight.set_function(lambda: float(len(self._open)))
 
@@ -60,6 +72,10 @@ class Generator:
         if len(self._open) >= self.settings.max_concurrent_requests:
             raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
         self._open[exchange] = None
+
+    def trace(self, scope: Scope) -> RequestTrace | None:
+        """A request's spans begin. None: it is not traced."""
+        return None if self._tracing is None else begin_trace(self._tracing, scope)
 
     def forget(self, exchange: Exchange) -> None:
         self._open.pop(exchange, None)
@@ -95,7 +111,8 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generator = self._generator
-        request = ClientRequest(scope["state"]["request_id"], generator.dispatcher, generator.metrics)
+        state, trace = scope["state"], generator.trace(scope)
+        request = ClientRequest(state["request_id"], generator.dispatcher, generator.metrics, state.get("key", ""), trace)
         self._request = request
         try:
             generator.admit(self)
@@ -108,6 +125,8 @@ class Exchange(Response):
             await self._answer(scope, body, receive, send)
         finally:
             generator.forget(self)
+            if trace is not None:
+                trace.end()
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         self._work = work = asyncio.create_task(self._serve(scope, body, send))
@@ -127,7 +146,9 @@ class Exchange(Response):
         assert self._request is not None
         scope["state"]["code"] = CLIENT_CLOSED
         self._generator.metrics.aborts.labels(self._request.phase.value).inc()
-        logger.info("client gone", extra=fields(request_id=self._request.request_id, phase=self._request.phase.value))
+        if self._request.trace is not None:
+            self._request.trace.client_gone()
+        logger.info("client gone", extra=fields(**self._request.origin.log_fields, phase=self._request.phase.value))
         self._request.close()
 
     def interrupt(self, error: ApiError) -> None:
@@ -171,7 +192,7 @@ class Exchange(Response):
                 raise
             error = request.error  # interrupted, and the client is still there
         except Exception:
-            logger.exception("request failed", extra=fields(request_id=request.request_id))
+            logger.exception("request failed", extra=fields(**request.origin.log_fields))
             error = internal()
         finally:
             request.close()
@@ -182,7 +203,8 @@ class Exchange(Response):
         key = _routing_key(scope)
         plan = await self._begin(request, body, key)
         scope["state"]["model"] = plan.model.name
-        renderer = self._make_renderer(request, int(time.time()), plan.model.name, self._generator.token_texts)
+        texts = self._generator.token_texts.of_model(plan.model.source)
+        renderer = self._make_renderer(request, int(time.time()), plan.model.name, texts)
         self._generator.dispatcher.start(request)
         if request.generation.stream:
             assert isinstance(renderer, StreamRenderer)
@@ -193,16 +215,18 @@ class Exchange(Response):
     async def _begin(self, request: ClientRequest, body: bytes, key: str) -> Plan:
         """Raises ApiError."""
         try:
-            plan = await self._prepare(body, request.request_id)
+            plan = await self._prepare(body, request.origin)
             if key:
                 plan = plan.routed(key)
             if request.error is not None:
                 raise request.error
             budgets.check_logprobs(plan.parts, plan.model.context_len)
-            request.begin(plan.parts, plan.model.context_len)
+            request.begin(plan.parts, plan.model)
+            if request.trace is not None:
+                request.trace.begin(plan.model.name, plan.parts)
         except (ValueError, OverflowError):
             # Every field has its check; this is for a value that passed and does not fit its protobuf message.
-            logger.warning("a value does not fit its message", extra=fields(request_id=request.request_id), exc_info=True)
+            logger.warning("a value does not fit its message", extra=fields(**request.origin.log_fields), exc_info=True)
             raise bad_request(None, "A value of the request is out of its range.") from None
         return plan
 
@@ -234,10 +258,16 @@ class Exchange(Response):
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]], send: Send) -> None:
         self._started = True
+        if self._request is not None and self._request.trace is not None:
+            self._request.trace.first_byte(status)
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _tell(self, error: ApiError, send: Send) -> None:
         """As HTTP if nothing is out yet, else as the stream's last event."""
+        request = self._request
+        assert request is not None
+        if request.trace is not None:
+            request.trace.failed(error)
         try:
             async with asyncio.timeout(ERROR_SEND_S):
                 if self._started:
@@ -246,7 +276,7 @@ class Exchange(Response):
                     await self._start(error.status, error.headers(), send)
                     await send({"type": "http.response.body", "body": error.json(), "more_body": False})
         except TimeoutError:
-            logger.warning("client does not read its error", extra=fields(status=error.status))
+            logger.warning("client does not read its error", extra=fields(**request.origin.log_fields, status=error.status))
 
     def _count(self, request: ClientRequest) -> None:
         metrics, usage = self._generator.metrics, usage_of(request)
@@ -254,7 +284,9 @@ class Exchange(Response):
         metrics.output_tokens.inc(usage["completion_tokens"])
         metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
         metrics.e2e_latency.observe(request.clock() - request.arrived)
-        logger.info("answered", extra=fields(request_id=request.request_id, choices=len(request.choices), usage=usage))
+        if request.trace is not None:
+            request.trace.answered(usage, [choice.ending.finish_reason for choice in request.choices if choice.ending])
+        logger.info("answered", extra=fields(**request.origin.log_fields, choices=len(request.choices), usage=usage))
 
 
 def _routing_key(scope: Scope) -> str:

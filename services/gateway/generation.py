@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.client_fields import ClientFields
+from services.shared.block_hash import root_hash
+from services.shared.cache_namespace import cache_namespace
 
 _UINT64_MASK = (1 << 64) - 1
 
@@ -16,22 +19,32 @@ UNLIMITED_ANSWER_TOKENS = 16384  # what an answer without max_tokens counts as i
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the gateway knows of the model that its workers serve. Lengths in tokens. embedding_size: numbers in its vectors,
-    0 if it gives none."""
+    """What the gateway knows of a model that workers serve. Lengths in tokens. embedding_size: numbers in its vectors,
+    0 if it gives none. source: the name that workers, tokenizers and detokenizers give it. revision, tokenizer: what block
+    hashes begin with."""
 
     name: str
     context_len: int
     vocab_size: int
     generates: bool = True
     embedding_size: int = 0
+    source: str = ""
+    revision: str = ""
+    tokenizer: str = ""
+
+    def hash_root(self, cache_salt: str) -> bytes:
+        """What the first block of a prompt is chained to in the prefix index."""
+        return root_hash(self.source, self.revision, self.tokenizer, cache_namespace("", cache_salt))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding."""
+    """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding.
+    block_hashes: of its full blocks, one after the other; empty where nobody has computed them yet."""
 
     ids: Sequence[int]
     text: str | None
+    block_hashes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +112,8 @@ class Generation:
             params.max_new_tokens = self.most_tokens(prompt_tokens, context_len)
         if self.seed is not None:
             params.seed = (self.seed + choice) & _UINT64_MASK
+        elif params.temperature > 0 or not params.HasField("temperature"):
+            params.seed = secrets.randbits(64)  # made here, so that another worker can go on with it
         return params
 
 

@@ -13,10 +13,10 @@ from services.gateway.generation import Generation
 from services.gateway.logprob_slices import LOWEST, Entry, Slices, Texts
 from services.gateway.logprobs import TokenLogprob
 from services.gateway.request_state import Choice, Delta
-from services.gateway.token_texts import TokenTexts
+from services.gateway.token_texts import ModelTexts
 
 
-def _slices(generation: Generation, token_texts: TokenTexts) -> Slices:
+def _slices(generation: Generation, token_texts: ModelTexts) -> Slices:
     wanted = generation.sampling.logprobs
     return Slices(wanted.top, list(wanted.token_ids), token_texts)
 
@@ -29,7 +29,7 @@ def extend(array: bytearray, values: Sequence[Any]) -> None:
 
 
 class ChatLogprobs:
-    def __init__(self, generation: Generation, token_texts: TokenTexts) -> None:
+    def __init__(self, generation: Generation, token_texts: ModelTexts) -> None:
         self._wanted = generation.wants_logprobs
         self._requested = list(generation.sampling.logprobs.token_ids)
         self._slices = _slices(generation, token_texts)
@@ -61,7 +61,7 @@ def _named(token: int, value: float, texts: Texts) -> dict[str, Any]:
 class CompletionLogprobs:
     """With echo the prompt's tokens come first; the first of all has no value."""
 
-    def __init__(self, generation: Generation, token_texts: TokenTexts) -> None:
+    def __init__(self, generation: Generation, token_texts: ModelTexts) -> None:
         self._wanted = generation.wants_logprobs
         self._requested = list(generation.sampling.logprobs.token_ids)
         self._slices = _slices(generation, token_texts)

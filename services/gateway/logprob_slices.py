@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from itertools import islice
 
 from services.gateway.logprobs import TokenLogprob
-from services.gateway.token_texts import TokenTexts
+from services.gateway.token_texts import ModelTexts
 
 SLICE_VALUES = 4096  # some milliseconds of rendering
 LOWEST = -9999.0  # JSON has no infinity; OpenAI's own word for "very unlikely"
@@ -24,7 +24,7 @@ def values_per_token(top: int, chosen: int) -> int:
 class Slices:
     """chosen: the ids that were asked for by id. token_texts: None where tokens' texts are not wanted; they are then {}."""
 
-    def __init__(self, top: int, chosen: Sequence[int], token_texts: TokenTexts | None) -> None:
+    def __init__(self, top: int, chosen: Sequence[int], token_texts: ModelTexts | None) -> None:
         self._count = max(1, SLICE_VALUES // values_per_token(top, len(chosen)))
         self._chosen = chosen
         self._token_texts = token_texts

@@ -6,14 +6,21 @@ Labels are bounded: routes and phases are ours, models are names the server know
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter as Count
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from services.gateway.routing.breaker import BreakerState
 from services.shared.metrics import LATENCY_BUCKETS_S
+
+if TYPE_CHECKING:
+    from services.gateway.fleet import Fleet
+    from services.gateway.mirror import IndexMirror
 
 PREFIX = "rootstock_gateway_"
 OTHER = "other"
@@ -43,6 +50,63 @@ class UnlockedHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
+class QueueCollector(Collector):
+    def __init__(self, waiting: Callable[[], Mapping[str, int]]) -> None:
+        self._waiting = waiting
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(f"{PREFIX}queue_length", "Choices that wait for a worker with room.", labels=["model"])
+        for model, count in self._waiting().items():
+            family.add_metric([model or OTHER], float(count))
+        yield family
+
+
+class FleetCollector(Collector):
+    """Workers and the prefix index as the gateway sees them."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        fleet = self._fleet
+        workers = GaugeMetricFamily(
+            f"{PREFIX}workers", "Workers by model and state.", labels=["model", "state"]
+        )
+        for name, pool in fleet.pools.items():
+            usable = len(pool.usable())
+            workers.add_metric([name, "usable"], float(usable))
+            workers.add_metric([name, "unusable"], float(len(pool.links) - usable))
+        yield workers
+        breakers = Count(link.breaker.state.value for link in fleet.links.values())
+        family = GaugeMetricFamily(f"{PREFIX}breakers", "Workers by the state of their circuit breaker.", labels=["state"])
+        for state in BreakerState:
+            family.add_metric([state.value], float(breakers[state.value]))
+        yield family
+        if fleet.index is not None:
+            yield self._gauge(
+                "index_blocks", "Blocks in this copy of the prefix index.", fleet.index.num_blocks
+            )
+            yield self._gauge(
+                "index_speculative_blocks", "Blocks thought to be where they were sent.", fleet.index.num_speculative
+            )
+        if fleet.mirror is not None:
+            yield from self._mirror(fleet.mirror)
+
+    def _mirror(self, mirror: IndexMirror) -> Iterator[Metric]:
+        yield self._gauge("index_up", "Whether Redis answers; without it routing goes by what is known.", mirror.available)
+        yield self._gauge("index_lag_seconds", "Time since this copy had all that Redis had.", mirror.lag_s)
+        for name, text, value in (
+            ("index_events", "Batches of changes that were read.", mirror.counts.events),
+            ("index_loads", "Times that all blocks of a worker were read.", mirror.counts.loads),
+            ("index_gaps", "Of those, because batches had been missed.", mirror.counts.gaps),
+        ):
+            yield CounterMetricFamily(PREFIX + name, text, value=float(value))
+
+    @staticmethod
+    def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+        return GaugeMetricFamily(PREFIX + name, text, value=float(value))
+
+
 class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -54,7 +118,12 @@ class GatewayMetrics:
         self.output_tokens = self._counter("output_tokens", "Tokens that were generated.")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that a prefix cache had.")
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")
-        self.queue_length = self._gauge("queue_length", "Choices that wait for a worker to connect.")
+        self.decisions = self._counter("routing_decisions", "Choices given to a worker, by why it was that one.", "reason")
+        self.moves = self._counter(
+            "moves", "Choices that went to another worker.", "cause", "state"
+        )
+        self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing took to be cached.")
+        self.queue_time = self._histogram("queue_time_seconds", "Time that a choice waited for a worker with room.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to a choice's first decoded token.")
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to the last byte of a generation request.")
@@ -64,6 +133,13 @@ class GatewayMetrics:
 
     def watch_connected(self, service: str, count: Callable[[], int]) -> None:
         self.connected.labels(service).set_function(lambda: float(count()))
+
+    def watch_queue(self, waiting: Callable[[], Mapping[str, int]]) -> None:
+        """waiting: choices that wait for a worker, by model."""
+        self.registry.register(QueueCollector(waiting))
+
+    def watch_fleet(self, fleet: Fleet) -> None:
+        self.registry.register(FleetCollector(fleet))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)

@@ -13,8 +13,9 @@ from services.gateway import budgets, prompts
 from services.gateway.decoding import Decoding
 from services.gateway.detok_link import DetokPool
 from services.gateway.dispatch import Dispatcher
-from services.gateway.errors import ApiError, bad_request, unknown_model
+from services.gateway.errors import ApiError, bad_request
 from services.gateway.generation import Generation, ModelInfo, Part, Prompt
+from services.gateway.origin import Origin
 from services.gateway.tokenizer_client import TokenizerClient
 from services.gateway.validation import (
     chat_generation,
@@ -54,37 +55,40 @@ class Preparer:
         self._tokenizer = tokenizer
         self._detoks = detoks
 
-    async def chat(self, body: bytes, request_id: str) -> Plan:
+    async def chat(self, body: bytes, origin: Origin) -> Plan:
         request = parse_chat(parse_json(body))
-        call = prompts.chat_call(request, request_id)
+        call = prompts.chat_call(request, origin.request_id)
         model = await self._generating_model(request.model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
-        prompt = await prompts.of_chat(call, self._tokenizer)
+        call.hash_root = self._dispatcher.hash_root(model, generation.cache_salt)
+        prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
         check_prompt_length(len(prompt.ids), model.context_len, "messages")
         return Plan(model, [Part(prompt, generation)])
 
-    async def completion(self, body: bytes, request_id: str) -> Plan:
+    async def completion(self, body: bytes, origin: Origin) -> Plan:
         request = parse_completion(parse_json(body))
         model = await self._generating_model(request.model)
         generation = completion_generation(request, model.vocab_size)
-        checked = await prompts.of_completion(request.prompt, model, self._tokenizer, request_id, "prompt", check_prompt_length)
+        root = self._dispatcher.hash_root(model, generation.cache_salt)
+        checked = await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", check_prompt_length, root)
         if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
             raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
         prefixes = [""] * len(checked)
         if request.echo:
-            prefixes = [await self._text_of(prompt, generation, request_id) for prompt in checked]
+            prefixes = [await self._text_of(prompt, generation, origin, model) for prompt in checked]
         parts = [Part(prompt, generation, prefix) for prompt, prefix in zip(checked, prefixes, strict=True)]
         return Plan(model, parts)
 
-    async def embedding(self, body: bytes, request_id: str) -> Plan:
+    async def embedding(self, body: bytes, origin: Origin) -> Plan:
         request = parse_embedding(parse_json(body))
         model = await self._model(request.model)
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = embedding_generation(request, model.embedding_size)
-        checked = await prompts.of_completion(request.input, model, self._tokenizer, request_id, "input", check_input_length)
+        root = self._dispatcher.hash_root(model, generation.cache_salt)
+        checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", check_input_length, root)
         return Plan(model, [Part(prompt, generation) for prompt in checked])
 
     async def _generating_model(self, name: str) -> ModelInfo:
@@ -94,21 +98,25 @@ class Preparer:
         return model
 
     async def _model(self, name: str) -> ModelInfo:
-        info = await self._dispatcher.wait_for_model()
-        if name != info.name:
-            raise unknown_model()
-        return info
+        return await self._dispatcher.wait_for_model(name)
 
-    async def _text_of(self, prompt: Prompt, generation: Generation, request_id: str) -> str:
+    async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:
         if prompt.text is not None:
             return prompt.text
-        return await decode_once(self._detoks, request_id, prompt.ids, generation.skip_special_tokens)
+        return await decode_once(self._detoks, origin, prompt.ids, generation.skip_special_tokens, model.source)
 
 
-async def decode_once(detoks: DetokPool, request_id: str, ids: Sequence[int], skip_special_tokens: bool) -> str:
+async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], skip_special_tokens: bool, model: str) -> str:
     """The text of ids that are all there. Raises ApiError; cancelling it frees the handle."""
     sink = _WholeText()
-    decoding = Decoding(sink, request_id, list(ids), skip_special_tokens=skip_special_tokens)
+    decoding = Decoding(
+        sink,
+        origin.request_id,
+        list(ids),
+        skip_special_tokens=skip_special_tokens,
+        model=model,
+        traceparent=origin.traceparent,
+    )
     sink.decoding = decoding
     decoding.finish("")
     detoks.touch(decoding)

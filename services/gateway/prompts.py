@@ -10,6 +10,7 @@ from rootstock.v1 import tokenizer_pb2
 from services.gateway.errors import ApiError, bad_request, internal
 from services.gateway.generation import ModelInfo, Prompt
 from services.gateway.openai_types import ChatCompletionRequest
+from services.gateway.origin import Origin
 from services.gateway.sampling_fields import check_token_ids
 from services.gateway.tokenizer_client import TokenizerClient
 from services.gateway.validation import dump_json
@@ -18,11 +19,12 @@ from services.shared import limits
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 
 
-async def of_chat(call: tokenizer_pb2.EncodeChatRequest, tokenizer: TokenizerClient) -> Prompt:
-    response = await tokenizer.encode_chat(call)
+async def of_chat(call: tokenizer_pb2.EncodeChatRequest, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Prompt:
+    with origin.tokenizing(call):
+        response = await tokenizer.encode_chat(call, model.source)
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of prompts.")
-    return Prompt(response.prompts[0].ids, None)
+    return Prompt(response.prompts[0].ids, None, response.prompts[0].block_hashes)
 
 
 def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.EncodeChatRequest:
@@ -95,12 +97,19 @@ CheckLength = Callable[[int, int, str], None]  # tokens of one prompt, the model
 
 
 async def of_completion(
-    prompt: Any, model: ModelInfo, tokenizer: TokenizerClient, request_id: str, param: str, check_length: CheckLength
+    prompt: Any,
+    model: ModelInfo,
+    tokenizer: TokenizerClient,
+    origin: Origin,
+    param: str,
+    check_length: CheckLength,
+    hash_root: bytes,
 ) -> list[Prompt]:
     """`prompt` in any of OpenAI's four forms, checked; `param` is the client's name for it. Raises ApiError."""
     if isinstance(prompt, list) and prompt and type(prompt[0]) in (int, list):
         return await _of_ids_or_lists(prompt, model, param, check_length)
-    found = await _of_texts(_texts(prompt, param), tokenizer, request_id, param)
+    call = tokenizer_pb2.EncodeRequest(request_id=origin.request_id, texts=_texts(prompt, param), hash_root=hash_root)
+    found = await of_texts(call, tokenizer, param, model, origin)
     for one in found:
         check_length(len(one.ids), model.context_len, param)
     return found
@@ -153,8 +162,12 @@ def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
     return Prompt(tokenizer_pb2.TokenIds(ids=ids).ids, None)
 
 
-async def _of_texts(texts: list[str], tokenizer: TokenizerClient, request_id: str, param: str) -> list[Prompt]:
-    response = await tokenizer.encode(tokenizer_pb2.EncodeRequest(request_id=request_id, texts=texts), param)
-    if len(response.prompts) != len(texts):
+async def of_texts(
+    call: tokenizer_pb2.EncodeRequest, tokenizer: TokenizerClient, param: str, model: ModelInfo, origin: Origin
+) -> list[Prompt]:
+    """One prompt for each of the call's texts. Raises ApiError."""
+    with origin.tokenizing(call):
+        response = await tokenizer.encode(call, param, model.source)
+    if len(response.prompts) != len(call.texts):
         raise internal("The tokenizer answered with the wrong number of prompts.")
-    return [Prompt(encoded.ids, text) for encoded, text in zip(response.prompts, texts, strict=True)]
+    return [Prompt(one.ids, text, one.block_hashes) for one, text in zip(response.prompts, call.texts, strict=True)]

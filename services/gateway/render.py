@@ -13,7 +13,7 @@ import orjson
 from services.gateway.errors import ApiError
 from services.gateway.logprob_forms import ChatLogprobs, CompletionLogprobs
 from services.gateway.request_state import ClientRequest, Delta
-from services.gateway.token_texts import TokenTexts
+from services.gateway.token_texts import ModelTexts
 
 DONE = b"data: [DONE]\n\n"
 
@@ -80,7 +80,7 @@ def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
 
 
 class ChatRenderer:
-    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: TokenTexts) -> None:
+    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
         self._ids = request.generation.return_token_ids
         self._logprobs = ChatLogprobs(request.generation, token_texts)
@@ -125,7 +125,7 @@ class ChatRenderer:
 
 
 class CompletionRenderer:
-    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: TokenTexts) -> None:
+    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
         self._ids = request.generation.return_token_ids
         self._logprobs = CompletionLogprobs(request.generation, token_texts)

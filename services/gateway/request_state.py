@@ -6,7 +6,7 @@
     tokenizing   for a worker                              client is gone
 
 Written on the event loop only: by the request's task (begin, take, close), by Dispatcher and WorkerLink events (tokens, finish,
-restart, fail) and by the detokenizer's answers (on_text). What reaches the client waits here, merged per choice, until the
+move, fail) and by the detokenizer's answers (on_text). What reaches the client waits here, merged per choice, until the
 request's task takes it: a slow client costs one pending piece per choice.
 """
 
@@ -22,11 +22,15 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.decoding import Decoding
 from services.gateway.errors import ApiError
-from services.gateway.generation import Generation, Part, Prompt
+from services.gateway.generation import Generation, ModelInfo, Part, Prompt
 from services.gateway.logprobs import LogprobSpan, LogprobTable
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.origin import Origin
 
 if TYPE_CHECKING:
+    from services.gateway.hedging import Hedge
+    from services.gateway.model_pool import ModelPool
+    from services.gateway.request_trace import RequestTrace
     from services.gateway.worker_link import WorkerLink
 
 
@@ -88,24 +92,33 @@ class Choice:
         "_parts",
         "_shown_ids",
         "_taken_ids",
-        "attempts",
+        "arrived_in_queue",
+        "blocks",
+        "charged",
+        "crashes",
         "decoding",
         "delivered",
         "embedding",
         "ending",
         "generation",
         "handle",
+        "hedge",
+        "hedge_timer",
         "index",
         "link",
         "logprobs",
         "number",
         "output_ids",
         "part",
+        "placed_at",
+        "pool",
+        "predicted_tokens",
         "prompt",
         "prompt_logprobs",
         "refused_by",
         "request",
         "sampling",
+        "trace",
         "waiting",
     )
 
@@ -119,11 +132,20 @@ class Choice:
         self.sampling = sampling
         self.handle = 0  # on the worker's stream; a new one with every submit
         self.link: WorkerLink | None = None
-        self.waiting: asyncio.TimerHandle | None = None  # runs while no worker is connected
-        self.attempts = 0
-        self.refused_by: list[str] = []  # addresses of workers whose queue was full
+        self.pool: ModelPool | None = None  # from its first placement on
+        self.waiting: asyncio.TimerHandle | None = None  # runs while it waits for a worker
+        self.arrived_in_queue = 0.0
+        self.placed_at = 0.0  # when its worker got it
+        self.hedge: Hedge | None = None  # its copy on another worker
+        self.hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
+        self.crashes = 0  # workers lost soon after they got it
+        self.refused_by: list[str] = []  # addresses of workers that would not or could not serve it
+        self.charged = 0  # of its output tokens, to its key's account
+        self.blocks: Sequence[bytes] | None = None  # hashes of its prompt's blocks, once routing has asked for them
+        self.predicted_tokens = 0  # of its prompt, that its worker was thought to have cached
         self.delivered = False  # the client has something of it
         self.ending: Ending | None = None
+        self.trace = None if request.trace is None else request.trace.choice(self.request_id)
         self._begin_output()
 
     @property
@@ -148,6 +170,8 @@ class Choice:
             self.sampling.stop,
             generation.skip_special_tokens,
             generation.include_stop,
+            model=self.request.model_source,
+            traceparent=self.request.origin.traceparent,
         )
         self._parts = [self.part.prefix] if self.part.prefix else []
         self._shown_ids = 0  # ids whose text has come, not counting those at the end that have given no text yet
@@ -156,13 +180,15 @@ class Choice:
         self._last_text_at = 0.0
 
     @property
-    def can_restart(self) -> bool:
-        return not self.delivered and self.ending is None
+    def can_move(self) -> bool:
+        """Whether another worker can go on with it: from its prompt and the output so far. A turn of a session goes on from what
+        only its worker has."""
+        return self._ending is None and self.generation.session is None and self.request.error is None
 
-    def restart(self) -> None:
-        """Forgets its output, of which nothing has reached the client. The caller has released it before."""
-        assert self.can_restart
-        self._begin_output()
+    def move(self) -> None:
+        """Before it goes to another worker: what the last one said of a prompt that it did not finish is void."""
+        if not self.output_ids:
+            self.prompt_logprobs = LogprobTable()
 
     def add_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
         """Of the next output tokens. Raises StreamBroken."""
@@ -259,9 +285,22 @@ class ClientRequest:
     """Owns its choices from begin() to close(). After fail() or close() it holds nothing anywhere."""
 
     generation: Generation  # of its first part, for what all parts have in common
+    model: ModelInfo  # from begin() on
 
-    def __init__(self, request_id: str, releaser: Releaser, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        releaser: Releaser,
+        metrics: GatewayMetrics,
+        key: str = "",
+        trace: RequestTrace | None = None,
+    ) -> None:
+        """key: whose request it is, for fairness; "" where nobody has keys. trace: where it is traced."""
         self.request_id = request_id
+        self.trace = trace
+        self.origin = Origin(request_id, trace)
+        self.key = key
+        self.model_source = ""  # what workers and detokenizers call its model
         self.metrics = metrics
         self.clock = asyncio.get_running_loop().time
         self.arrived = self.clock()
@@ -274,9 +313,10 @@ class ClientRequest:
         self._news: dict[int, Choice] = {}  # by index
         self._waker: asyncio.Future[None] | None = None
 
-    def begin(self, parts: Sequence[Part], context_len: int) -> None:
+    def begin(self, parts: Sequence[Part], model: ModelInfo) -> None:
         """Makes the choices, prompt by prompt. `stream` and `include_usage` are the same in all parts."""
         self.generation = parts[0].generation
+        self.model, self.model_source, context_len = model, model.source, model.context_len
         self.parts = parts
         for part in parts:
             for number in range(part.generation.n):

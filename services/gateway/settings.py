@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
+from services.gateway.discovery.targets import check_target
+from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.shared.limits import MAX_BODY_BYTES
 from services.shared.settings import ServiceSettings
 
@@ -15,7 +17,14 @@ def _split_commas(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _checked_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(check_target(target) for target in targets)
+
+
 CommaSeparated = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
+Targets = Annotated[CommaSeparated, AfterValidator(_checked_targets)]
+TARGETS = "Comma separated: host:port, dns:///name:port (all addresses of the name), k8s:///service.namespace:port (by watch)."
+ROUTING = RoutingConfig()
 
 
 class GatewaySettings(ServiceSettings):
@@ -23,17 +32,49 @@ class GatewaySettings(ServiceSettings):
 
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP API. 0 takes a free one.")
     health_port: int = Field(7000, ge=0, le=65535, description="Port of the gRPC health service.")
-    tokenizers: CommaSeparated = Field(
-        ("127.0.0.1:7001",), min_length=1, description="Addresses of tokenizers: comma separated host:port."
+    tokenizers: Targets = Field(("127.0.0.1:7001",), min_length=1, description=f"Where tokenizers are. {TARGETS}")
+    detokenizers: Targets = Field(("127.0.0.1:7002",), min_length=1, description=f"Where detokenizers are. {TARGETS}")
+    workers: Targets = Field(("127.0.0.1:7003",), min_length=1, description=f"Where workers are. {TARGETS}")
+    dns_refresh_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of a dns:/// target.")
+    redis_url: str = Field(
+        "",
+        description="Redis with the prefix index, e.g. redis://127.0.0.1:6379/0. Empty: own picks count alone.",
     )
-    detokenizers: CommaSeparated = Field(
-        ("127.0.0.1:7002",), min_length=1, description="Addresses of detokenizers: comma separated host:port."
+    model_name: str = Field("", description="Name that clients know the one model by. Empty: what its workers say.")
+    models: CommaSeparated = Field(
+        (), description="Models whose requests wait even while no worker has ever named them, as after a scale to zero."
     )
-    workers: CommaSeparated = Field(
-        ("127.0.0.1:7003",), min_length=1, description="Addresses of workers: comma separated host:port."
+    routing_policy: RoutingPolicy = Field(RoutingPolicy.PREFIX_AWARE, description="How a worker is picked for a request.")
+    routing_imbalance_abs: float = Field(
+        ROUTING.gate_abs,
+        ge=0,
+        description="Workers are out of balance when their open requests differ by more than this and by the factor below.",
     )
-    model_name: str = Field("", description="Name that clients know the model by. Empty: what the worker says.")
+    routing_imbalance_rel: float = Field(
+        ROUTING.gate_rel, ge=1, description="That factor; out of balance, the idlest worker is picked."
+    )
+    routing_load_weight: float = Field(
+        ROUTING.load_weight, ge=0, description="What relative load counts against a cached prefix in prefix_aware routing."
+    )
+    speculative_s: float = Field(
+        30.0, gt=0, description="Seconds for which a prompt counts as cached where it was sent, until the worker says so."
+    )
+    max_speculative_blocks: int = Field(1 << 18, ge=0, description="Blocks of 64 tokens that may count so at once.")
+    worker_queue_slack: float = Field(
+        0.25, ge=0, description="Requests that a worker gets beyond those that it can run, as a share of these; more wait here."
+    )
+    worker_silence_s: float = Field(5.0, gt=0, description="Seconds without a word after which a worker is taken for lost.")
+    breaker_faults: int = Field(5, ge=1, description="Faults of a worker in a row after which it is left alone for a while.")
+    breaker_cooldown_s: float = Field(5.0, gt=0, description="Seconds of that while; then one request tries.")
+    hedge_after_s: float = Field(
+        0.0, ge=0, description="Seconds without a token after which a second worker gets a copy of a request; 0: never."
+    )
+    enable_priority_scheduling: bool = Field(False, description="Requests that wait here go by their priority first.")
+    schedule_low_priority_values_first: bool = Field(False, description="Lower values are more urgent.")
     api_keys: CommaSeparated = Field((), repr=False, description="Accepted bearer tokens, comma separated. Empty: no check.")
+    key_weights: CommaSeparated = Field(
+        (), description="Share of each API key while requests wait: numbers in the keys' order. Empty: equal shares."
+    )
     admin_host: str = Field(
         "127.0.0.1", description="Address that the operators' HTTP API listens on; others than loopback need control_token."
     )
@@ -47,11 +88,32 @@ class GatewaySettings(ServiceSettings):
     control_token_file: str = Field("", description="File that holds the operators' token, instead of control_token.")
     control_timeout_s: float = Field(60.0, gt=0, description="Seconds that an operation may take on a worker, waiting included.")
     max_concurrent_requests: int = Field(2048, ge=1, description="Generation requests in flight; one more gets 503.")
-    max_waiting_requests: int = Field(1024, ge=0, description="Choices that may wait for a worker to connect; one more gets 503.")
-    wait_for_worker_s: float = Field(10.0, ge=0, description="Seconds that a request waits for a worker to connect, then 503.")
+    max_waiting_requests: int = Field(
+        1024, ge=0, description="Choices of one model that may wait for a worker with room; one more gets 503."
+    )
+    queue_timeout_s: float = Field(60.0, ge=0, description="Seconds that a request waits for a worker with room, then 503.")
     wait_for_detokenizer_s: float = Field(10.0, ge=0, description="Seconds that a request waits for a detokenizer, then 503.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Deadline of tokenizing one request, in seconds, retries included.")
     body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request's body must have arrived, then 408.")
     request_timeout_s: float = Field(600.0, gt=0, description="Seconds from a request's arrival to its last byte, then 504.")
     retry_after_s: int = Field(1, ge=1, description="Retry-After of a 503, in seconds.")
     max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1, le=MAX_BODY_BYTES, description="Largest body of an HTTP request, in bytes.")
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> GatewaySettings:
+        self.weights()
+        return self
+
+    def weights(self) -> dict[str, float]:
+        """Of API keys, by key_name(). Raises ValueError."""
+        if self.key_weights and len(self.key_weights) != len(self.api_keys):
+            raise ValueError("key_weights must have one number for each of api_keys")
+        weights = [float(weight) for weight in self.key_weights]
+        if any(not 0 < weight < float("inf") for weight in weights):
+            raise ValueError("key_weights must be positive numbers")
+        return {key_name(index): weight for index, weight in enumerate(weights)}
+
+
+def key_name(index: int) -> str:
+    """What an API key is called where the key itself has no business. index: its place in api_keys."""
+    return f"key-{index}"

@@ -10,17 +10,18 @@ from typing import Any
 
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.dispatch import Dispatcher
-from services.gateway.errors import bad_request, internal, unknown_model
+from services.gateway.errors import bad_request
 from services.gateway.generation import ModelInfo, Part, Prompt
+from services.gateway.origin import Origin
 from services.gateway.preparation import Plan
-from services.gateway.prompts import CheckLength, of_many_ids
+from services.gateway.prompts import CheckLength, of_many_ids, of_texts
 from services.gateway.request_state import ClientRequest
 from services.gateway.sglang_abort import Aborter
 from services.gateway.sglang_batch import Form, Inputs, asked_of, common_of, inputs_of, rids_of
 from services.gateway.sglang_render import EncodeRenderer, GenerateRenderer
 from services.gateway.sglang_sampling import embedding_generation, parse
 from services.gateway.sglang_types import NativeEncodeRequest, NativeGenerateRequest, SessionParams
-from services.gateway.token_texts import TokenTexts
+from services.gateway.token_texts import ModelTexts
 from services.gateway.tokenizer_client import TokenizerClient
 from services.gateway.validation import check_input_length, check_prompt_length, parse_json
 
@@ -32,21 +33,23 @@ class PromptSource:
         self._tokenizer = tokenizer
 
     async def prompts(
-        self, inputs: Inputs, model: ModelInfo, request_id: str, check_length: CheckLength, add_special_tokens: bool = True
+        self,
+        inputs: Inputs,
+        model: ModelInfo,
+        origin: Origin,
+        check_length: CheckLength,
+        hash_root: bytes,
+        add_special_tokens: bool = True,
     ) -> list[Prompt]:
         if inputs.field == "text":
-            encoded = await self._encode(list(inputs.prompts), request_id, add_special_tokens)
+            call = tokenizer_pb2.EncodeRequest(
+                request_id=origin.request_id, texts=inputs.prompts, add_special_tokens=add_special_tokens, hash_root=hash_root
+            )
+            encoded = await of_texts(call, self._tokenizer, "text", model, origin)
             _check_lengths([prompt.ids for prompt in encoded], inputs, model, check_length)
             return encoded
         _check_lengths(inputs.prompts, inputs, model, check_length)
         return [await of_many_ids(ids, model.vocab_size, inputs.where(i)) for i, ids in enumerate(inputs.prompts)]
-
-    async def _encode(self, texts: list[str], request_id: str, add_special_tokens: bool) -> list[Prompt]:
-        call = tokenizer_pb2.EncodeRequest(request_id=request_id, texts=texts, add_special_tokens=add_special_tokens)
-        response = await self._tokenizer.encode(call, "text")
-        if len(response.prompts) != len(texts):
-            raise internal("The tokenizer answered with the wrong number of prompts.")
-        return [Prompt(encoded.ids, text) for encoded, text in zip(response.prompts, texts, strict=True)]
 
 
 def _check_lengths(prompts: Sequence[Sequence[Any]], inputs: Inputs, model: ModelInfo, check_length: CheckLength) -> None:
@@ -55,10 +58,7 @@ def _check_lengths(prompts: Sequence[Sequence[Any]], inputs: Inputs, model: Mode
 
 
 async def _served(dispatcher: Dispatcher, name: str | None) -> ModelInfo:
-    model = await dispatcher.wait_for_model()
-    if name is not None and name != model.name:
-        raise unknown_model()
-    return model
+    return await dispatcher.wait_for_model(name)
 
 
 class GenerateCall:
@@ -70,18 +70,19 @@ class GenerateCall:
         self._texts = False  # tokens' texts beside their ids
         self._forms: list[Form] = []
 
-    async def prepare(self, body: bytes, request_id: str) -> Plan:
+    async def prepare(self, body: bytes, origin: Origin) -> Plan:
         """Raises ApiError."""
         request = parse(NativeGenerateRequest, parse_json(body))
         inputs = inputs_of(request)
-        rids = rids_of(request.rid, inputs, request_id)
+        rids = rids_of(request.rid, inputs, origin.request_id)
         with self._aborter.preparing(rids):
             model = await _served(self._dispatcher, request.model)
             if not model.generates:
                 raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
             asked = asked_of(request, inputs, model.vocab_size)
             begins = _begins(request.session_params)
-            prompts = await self._source.prompts(inputs, model, request_id, check_prompt_length, begins)
+            root = self._dispatcher.hash_root(model, request.extra_key or "")
+            prompts = await self._source.prompts(inputs, model, origin, check_prompt_length, root, begins)
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
         self._many = inputs.many or asked[0].generation.n > 1
@@ -91,7 +92,7 @@ class GenerateCall:
         parts = [Part(prompt, gen, request_id=rid) for prompt, gen, rid in zip(prompts, generations, rids, strict=True)]
         return Plan(model, parts)
 
-    def renderer(self, request: ClientRequest, _created: int, _model: str, token_texts: TokenTexts) -> GenerateRenderer:
+    def renderer(self, request: ClientRequest, _created: int, _model: str, token_texts: ModelTexts) -> GenerateRenderer:
         return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)
 
 
@@ -112,20 +113,21 @@ class EncodeCall:
         self._aborter = aborter
         self._many = False
 
-    async def prepare(self, body: bytes, request_id: str) -> Plan:
+    async def prepare(self, body: bytes, origin: Origin) -> Plan:
         """Raises ApiError."""
         request = parse(NativeEncodeRequest, parse_json(body))
         inputs = inputs_of(request)
-        rids = rids_of(request.rid, inputs, request_id)
+        rids = rids_of(request.rid, inputs, origin.request_id)
         with self._aborter.preparing(rids):
             model = await _served(self._dispatcher, request.model)
             _check_dimensions(request.dimensions, model)
-            prompts = await self._source.prompts(inputs, model, request_id, check_input_length)
+            root = self._dispatcher.hash_root(model, request.extra_key or "")
+            prompts = await self._source.prompts(inputs, model, origin, check_input_length, root)
         self._many = inputs.many
         generation = embedding_generation(common_of(request), request.dimensions, inputs.field)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
 
-    def renderer(self, _request: ClientRequest, _created: int, _model: str, _token_texts: TokenTexts) -> EncodeRenderer:
+    def renderer(self, _request: ClientRequest, _created: int, _model: str, _token_texts: ModelTexts) -> EncodeRenderer:
         return EncodeRenderer(self._many)
 
 

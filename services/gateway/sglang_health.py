@@ -42,7 +42,7 @@ class GenerationProbe:
         request = ClientRequest(f"health-{next(self._numbers)}", self._dispatcher, self._metrics)
         try:
             async with asyncio.timeout(TRY_S):
-                request.begin([Part(Prompt([_PROMPT_ID], None), _one_token(model))], model.context_len)
+                request.begin([Part(Prompt([_PROMPT_ID], None), _one_token(model))], model)
                 self._dispatcher.start(request)
                 await request.news()
         except ApiError as error:

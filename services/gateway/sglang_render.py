@@ -16,7 +16,7 @@ from services.gateway.logprob_slices import LOWEST, Entry, Slices, Texts
 from services.gateway.request_state import Choice, ClientRequest, Delta, Ending
 from services.gateway.sglang_batch import Form
 from services.gateway.sglang_sampling import LogprobWish
-from services.gateway.token_texts import TokenTexts
+from services.gateway.token_texts import ModelTexts
 
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."
@@ -25,7 +25,7 @@ ABORT_MESSAGE = "The request was aborted."
 class GenerateRenderer:
     """token_texts: None when the tokens' texts are not wanted beside their ids."""
 
-    def __init__(self, request: ClientRequest, many: bool, forms: Sequence[Form], token_texts: TokenTexts | None) -> None:
+    def __init__(self, request: ClientRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
         self._many = many
         self._answers = [_Answer(choice, forms[choice.index // request.generation.n], token_texts) for choice in request.choices]
 
@@ -54,7 +54,7 @@ class GenerateRenderer:
 class _Answer:
     """One choice's answer so far, rendered."""
 
-    def __init__(self, choice: Choice, form: Form, token_texts: TokenTexts | None) -> None:
+    def __init__(self, choice: Choice, form: Form, token_texts: ModelTexts | None) -> None:
         self.choice = choice
         self.form = form
         self.text = bytearray()  # the inside of a JSON string
@@ -96,7 +96,7 @@ class _LogprobLists:
     """SGLang's three parallel lists, of a prompt or of an output: the tokens' own values, the top ones, and those of the ids that
     were asked for by id. An entry is [logprob, id, text]."""
 
-    def __init__(self, wish: LogprobWish | None, token_texts: TokenTexts | None) -> None:
+    def __init__(self, wish: LogprobWish | None, token_texts: ModelTexts | None) -> None:
         self._wish = wish
         self._texts = token_texts is not None
         self._slices = Slices(wish.top, wish.token_ids, token_texts) if wish else None

@@ -2,6 +2,9 @@
 
 Owns which choices are open on the worker. Knows nothing of what they mean: that is the LinkEvents' part. When the stream
 breaks, the worker aborts what came over it, and the open choices are handed back.
+
+A worker that has told its load does so every second. One that falls silent for `silence_s` is taken for lost, whatever the
+connection looks like: stopped, cut off, or hanging.
 """
 
 from __future__ import annotations
@@ -14,15 +17,19 @@ import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.gateway.reconnect import Duplex, StreamBroken, keep_connected
+from services.gateway.routing.breaker import CircuitBreaker
 from services.shared import rpc
 from services.shared.log import fields
 
 if TYPE_CHECKING:
+    from services.gateway.model_pool import ModelPool
     from services.gateway.request_state import Choice
 
 logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 4 << 20  # of submits in one message: far below what gRPC accepts, for a burst of long prompts is large
+
+LOOKS = 5  # that find nothing new, within the time that a link may be silent: a pause of this process is one, however long
 
 Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
@@ -35,17 +42,29 @@ class LinkEvents(Protocol):
 
     def on_step(self, link: WorkerLink, step: worker_pb2.StepOutput) -> None: ...
 
+    def on_load(self, link: WorkerLink) -> None:
+        """The link's `load` is new."""
+
     def on_down(self, link: WorkerLink, orphans: list[Choice]) -> None:
         """The session is over; `orphans` were open on it."""
 
 
 class WorkerLink:
-    def __init__(self, address: str, events: LinkEvents) -> None:
+    def __init__(self, address: str, events: LinkEvents, silence_s: float, breaker: CircuitBreaker) -> None:
         self.address = address
+        self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
+        self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
         self.draining = False  # it said that it is going away; until its next hello
+        self.endpoint_ready = True  # as discovery sees it
+        self.met = False  # it has been connected once
+        self.retired = False  # discovery does not know the address any more
         self.open: dict[int, Choice] = {}
-        self.last_pick = 0
+        self.open_tokens = 0  # prompt and output of what is open, as far as it is known here
+        self.pool: ModelPool | None = None  # of its model, and
+        self.row = -1  # its row there, while it is connected
+        self._silence_s = silence_s
+        self._heard = 0  # messages
         self._events = events
         self._submits: dict[int, worker_pb2.Submit] = {}
         self._aborts: list[int] = []
@@ -53,13 +72,24 @@ class WorkerLink:
 
     def submit(self, choice: Choice, message: worker_pb2.Submit) -> None:
         self.open[message.handle] = choice
+        self.open_tokens += len(message.prompt_ids) + len(message.output_ids)
         self._submits[message.handle] = message
         self._wake.set()
 
+    def close(self, handle: int) -> Choice | None:
+        """Forgets the choice, which the worker has ended."""
+        choice = self.open.pop(handle, None)
+        if choice is not None:
+            self.open_tokens -= len(choice.prompt.ids) + len(choice.output_ids)
+        return choice
+
     def abort(self, handle: int) -> None:
         """Forgets the choice: whatever the worker still says of it is dropped."""
-        if self.open.pop(handle, None) is None:
+        choice = self.close(handle)
+        if choice is None:
             return
+        if choice.trace is not None:
+            choice.trace.aborted(handle)
         if self._submits.pop(handle, None) is None:
             self._aborts.append(handle)
             self._wake.set()
@@ -74,30 +104,53 @@ class WorkerLink:
 
     async def _session(self, call: Call) -> None:
         writer: asyncio.Task[None] | None = None
+        listener: asyncio.Task[None] | None = None
         try:
             first = await self._read(call)
             if not first.HasField("hello"):
                 raise StreamBroken("the first message is no hello")
-            self.info, self.draining = first.hello, False
+            self.info, self.load, self.draining, self.met = first.hello, None, False, True
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
+            listener = asyncio.create_task(self._listen(call))
             self._events.on_hello(self)
             while True:
-                self._events.on_step(self, (await self._read(call)).step)
+                message = await self._read(call)
+                self._heard += 1
+                if message.HasField("load"):
+                    self.load = message.load
+                    self._events.on_load(self)
+                else:
+                    self._events.on_step(self, message.step)
         finally:
-            if writer is not None:
-                writer.cancel()
+            for task in (writer, listener):
+                if task is not None:
+                    task.cancel()
             call.cancel()
             self._reset()
 
     def _reset(self) -> None:
         orphans = list(self.open.values())
-        self.info = None
+        for handle, choice in self.open.items():
+            if choice.trace is not None:
+                choice.trace.lost(handle)
+        self.info = self.load = None
         self.open.clear()
+        self.open_tokens = 0
         self._submits.clear()
         self._aborts.clear()
         self._events.on_down(self, orphans)
+
+    async def _listen(self, call: Call) -> None:
+        """Ends the call when a worker that tells its load has fallen silent."""
+        heard, silent = self._heard, 0
+        while silent < LOOKS:
+            await asyncio.sleep(self._silence_s / LOOKS)
+            silent = silent + 1 if self.load is not None and self._heard == heard else 0
+            heard = self._heard
+        logger.warning("worker is silent", extra=fields(address=self.address, seconds=self._silence_s))
+        call.cancel()
 
     @staticmethod
     async def _read(call: Call) -> worker_pb2.GenerateResponse:

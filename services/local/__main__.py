@@ -54,7 +54,7 @@ async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[
     async with asyncio.timeout(settings.start_timeout_s):
         for part, child in zip(started, children, strict=True):
             await _until_ready(part, child)
-            print(f"  {part.command.name:<12} ready after {time.monotonic() - begun:4.1f} s   pid {child.pid}", flush=True)
+            print(f"  {part.command.name:<13} ready after {time.monotonic() - begun:4.1f} s   pid {child.pid}", flush=True)
     keeping = asyncio.create_task(supervisor.keep_running())
     try:
         if settings.demo:
@@ -95,8 +95,8 @@ async def _is_serving(health: health_pb2_grpc.HealthStub, service: str) -> bool:
 
 
 def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
-    url = f"http://{HOST}:{settings.port}"
-    print(f"\n  API          {url}/v1\n  OpenAPI page {url}/docs")
+    urls = [part.url for part in started if part.url]
+    print("\n" + "".join(f"  API          {url}/v1\n" for url in urls) + f"  OpenAPI page {urls[0]}/docs")
     for part in started:
         if part.metrics_url:
             print(f"  metrics      {part.metrics_url}   ({part.command.name})")
@@ -104,7 +104,7 @@ def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
     body = f'{{"model": "{served_name(settings)}", '
     body += '"messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}'
     print(
-        f"\n  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n  Ctrl-C stops everything.",
+        f"\n  curl {urls[0]}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n  Ctrl-C stops everything.",
         flush=True,
     )
 

@@ -19,25 +19,27 @@ MEM_FRACTION = 0.5  # of the free memory, for the KV pools of all workers togeth
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process. health: port of its gRPC health service, 0 for none. service: the name whose health means ready."""
+    """A process. health: port of its gRPC health service, 0 for none. service: the name whose health means ready.
+    url: of its HTTP API, empty for none."""
 
     command: Command
     service: str
     health: int
     metrics_url: str
+    url: str = ""
 
 
 def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Part]:
     """In start order. `ports`: num_ports(settings) free ones."""
     take = iter(ports)
-    redis_port, token_port, token_metrics, detok_port, detok_metrics, gateway_health = (next(take) for _ in range(6))
+    redis_port = next(take)
     common = ["--log-level", settings.log_level, "--grace-s", str(GRACE_S)]
-    out = [
-        Part(Command("redis", redis_argv(redis_port)), "", 0, ""),
-        _service("tokenizer", token_port, token_metrics, ["--model", model_path, *common]),
-        _service("detokenizer", detok_port, detok_metrics, ["--model", model_path, *common]),
+    front = ["--model", model_path, "--served-model-name", served_name(settings), *common]
+    tokenizers = [_service("tokenizer", next(take), next(take), front, name) for name in names("tokenizer", settings.tokenizers)]
+    detokenizers = [
+        _service("detokenizer", next(take), next(take), front, name) for name in names("detokenizer", settings.detokenizers)
     ]
-    workers: list[str] = []
+    workers: list[Part] = []
     controls: list[str] = []
     for index in range(settings.workers):
         port, metrics_port, control_port = next(take), next(take), next(take)
@@ -45,15 +47,23 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
         if settings.admin_port:
             flags += ["--control-port", str(control_port)]
             controls.append(f"{HOST}:{control_port}")
-        out.append(_service("worker", port, metrics_port, flags + common, f"worker-{index}"))
-        workers.append(f"{HOST}:{port}")
-    flags = ["--port", str(settings.port), "--health-port", str(gateway_health), "--workers", ",".join(workers)]
-    flags += ["--tokenizers", f"{HOST}:{token_port}", "--detokenizers", f"{HOST}:{detok_port}"]
-    if settings.admin_port:
-        flags += ["--admin-port", str(settings.admin_port), "--worker-control-addresses", ",".join(controls)]
-    argv = [sys.executable, "-m", "services.gateway", *flags, *common, *shlex.split(settings.gateway_flags)]
-    out.append(Part(Command("gateway", argv), "gateway", gateway_health, f"http://{HOST}:{settings.port}/metrics"))
-    return out
+        workers.append(_service("worker", port, metrics_port, flags + common, f"worker-{index}"))
+    peers = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
+    peers += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
+    gateways: list[Part] = []
+    for index, name in enumerate(names("gateway", settings.gateways)):
+        flags = [*peers, *common]
+        if settings.admin_port and not index:  # one operators' API acts on all workers
+            flags += ["--admin-port", str(settings.admin_port), "--worker-control-addresses", ",".join(controls)]
+        port = next(take) if index else settings.port
+        gateways.append(_gateway(port, next(take), flags + shlex.split(settings.gateway_flags), name))
+    redis = Part(Command("redis", redis_argv(redis_port)), "", 0, "")
+    return [redis, *tokenizers, *detokenizers, *workers, *gateways]
+
+
+def names(service: str, count: int) -> list[str]:
+    """A single one is called as its service is."""
+    return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
 def served_name(settings: LocalSettings) -> str:
@@ -63,7 +73,7 @@ def served_name(settings: LocalSettings) -> str:
 
 
 def num_ports(settings: LocalSettings) -> int:
-    return 6 + 3 * settings.workers
+    return 2 * (settings.gateways + settings.tokenizers + settings.detokenizers) + 3 * settings.workers
 
 
 def redis_argv(port: int) -> list[str]:
@@ -76,9 +86,23 @@ def redis_argv(port: int) -> list[str]:
     return [binary, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
 
 
-def _service(service: str, port: int, metrics_port: int, flags: list[str], name: str = "") -> Part:
+def _service(service: str, port: int, metrics_port: int, flags: list[str], name: str) -> Part:
     argv = [sys.executable, "-m", f"services.{service}", "--port", str(port), "--metrics-port", str(metrics_port), *flags]
-    return Part(Command(name or service, argv), service, port, f"http://{HOST}:{metrics_port}/metrics")
+    return Part(Command(name, argv), service, port, f"http://{HOST}:{metrics_port}/metrics")
+
+
+def _gateway(port: int, health_port: int, flags: list[str], name: str) -> Part:
+    argv = [sys.executable, "-m", "services.gateway", "--port", str(port), "--health-port", str(health_port), *flags]
+    url = f"http://{HOST}:{port}"
+    return Part(Command(name, argv), "gateway", health_port, f"{url}/metrics", url)
+
+
+def _addresses(started: list[Part]) -> str:
+    return ",".join(f"{HOST}:{part.health}" for part in started)
+
+
+def _redis_url(port: int) -> str:
+    return f"redis://{HOST}:{port}/0"
 
 
 def _worker_flags(settings: LocalSettings, model_path: str, index: int, redis_port: int) -> list[str]:
@@ -86,5 +110,5 @@ def _worker_flags(settings: LocalSettings, model_path: str, index: int, redis_po
     flags = ["--model", model_path, "--dtype", settings.dtype, "--num-threads", str(threads), "--worker-id", f"worker-{index}"]
     flags += ["--mem-fraction-static", str(MEM_FRACTION / settings.workers)]
     flags += ["--served-model-name", served_name(settings)]
-    flags += ["--redis-url", f"redis://{HOST}:{redis_port}/0", "--max-total-tokens", str(settings.max_total_tokens)]
+    flags += ["--redis-url", _redis_url(redis_port), "--max-total-tokens", str(settings.max_total_tokens)]
     return flags + shlex.split(settings.worker_flags)

@@ -49,6 +49,10 @@ class Child:
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -67,9 +67,19 @@ class Health:
         await self.servicer.set(LIVENESS, state.SERVING if live else state.NOT_SERVING)
 
 
-async def start_server(host: str, port: int, health: Health, add: Callable[[grpc.aio.Server], None]) -> grpc.aio.Server:
-    """A started server with the health service and whatever `add` registers. Raises RuntimeError if the port is taken."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+async def start_server(
+    host: str,
+    port: int,
+    health: Health,
+    add: Callable[[grpc.aio.Server], None],
+    max_connection_age_s: float = 0.0,
+) -> grpc.aio.Server:
+    """A started server with the health service and whatever `add` registers. Raises RuntimeError if the port is taken.
+
+    max_connection_age_s: connections get no new calls after so long, calls in flight end as they are; 0: never.
+    """
+    ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
+    server = grpc.aio.server(options=[*SERVER_OPTIONS, *ages])
     add(server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     server.add_insecure_port(f"{host}:{port}")

@@ -32,6 +32,14 @@ class ServiceSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address that the service's port listens on.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level that is logged.")
     grace_s: float = Field(10.0, ge=0, description="Seconds that work in flight gets after SIGTERM.")
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^((https?://)?[^\s/]+:\d+)?$",
+        description="OTLP/gRPC collector that spans go to: host:port, https:// before it for TLS. Empty: no tracing.",
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of requests that are traced where their client's trace context does not say."
+    )
 
 
 def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:

@@ -11,6 +11,7 @@ from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.shared import log, metrics, rpc
 from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
 from services.shared.settings import load
+from services.shared.tracing import start_tracing
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.server import TokenizerServicer
 from services.tokenizer.settings import TokenizerSettings
@@ -20,21 +21,24 @@ SERVICE = "tokenizer"
 
 async def run(settings: TokenizerSettings) -> None:
     registry = CollectorRegistry()
-    servicer = TokenizerServicer(load_tokenizer(settings.model), settings, TokenizerMetrics(registry))
+    tracing = start_tracing(settings, SERVICE)
+    servicer = TokenizerServicer(load_tokenizer(settings.model), settings, TokenizerMetrics(registry), tracing)
     metrics.serve(registry, settings.metrics_host, settings.metrics_port)
     health = rpc.Health(SERVICE)
     add = functools.partial(pb_grpc.add_TokenizerServicer_to_server, servicer)
-    server = await rpc.start_server(settings.host, settings.port, health, add)
+    server = await rpc.start_server(settings.host, settings.port, health, add, settings.max_connection_age_s)
     try:
         await servicer.start()
         await health.set_ready(True)
         await rpc.serve_until_stopped(server, health, settings.grace_s, _nothing_to_drain)
     finally:
         await servicer.stop()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 async def _nothing_to_drain() -> None:
-    """Calls are short: the grace period is enough for them."""
+    """Calls are short: the grace period is enough for them, and what comes meanwhile is told to go elsewhere (GOAWAY)."""
 
 
 def main() -> None:

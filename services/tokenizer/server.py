@@ -8,31 +8,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
 from rootstock.v1 import tokenizer_pb2 as pb
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.shared import limits
+from services.shared.block_hash import HASH_BYTES, block_hashes
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.log import fields
+from services.shared.tracing import trace_fields
+from services.tokenizer.call_spans import begin_call, end_call, part
 from services.tokenizer.encode_queue import EncodeQueue
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.refusal import Refusal, invalid, too_much
 from services.tokenizer.render_pool import RenderJob, RenderPool, RenderSetup
 from services.tokenizer.settings import TokenizerSettings
 
+if TYPE_CHECKING:
+    from services.shared.spans import Span, Tracing
+
+R = TypeVar("R", pb.EncodeRequest, pb.EncodeChatRequest)
+
 MAX_BYTES_PER_CHAR = 6  # of JSON: \uXXXX
+INLINE_TOKENS = 2048  # up to which an answer is hashed and packed on the event loop: some 0.2 ms
 
 logger = logging.getLogger(__name__)
 
 
 class TokenizerServicer(pb_grpc.TokenizerServicer):
-    def __init__(self, tokenizer: HfTokenizer, settings: TokenizerSettings, metrics: TokenizerMetrics) -> None:
+    def __init__(
+        self, tokenizer: HfTokenizer, settings: TokenizerSettings, metrics: TokenizerMetrics, tracing: Tracing | None = None
+    ) -> None:
         self._settings = settings
         self._metrics = metrics
+        self._tracing = tracing
         self._executor = ThreadPoolExecutor(settings.encode_threads + 1, thread_name_prefix="encode")
         self._short = self._queue(tokenizer, lanes=settings.encode_threads)
         self._long = self._queue(tokenizer, lanes=1)
@@ -54,10 +67,13 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
-        return await self._serve("Encode", request.request_id, context, self._encode_texts(request))
+        return await self._serve("Encode", request, context, self._encode_texts)
 
     async def EncodeChat(self, request: pb.EncodeChatRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
-        return await self._serve("EncodeChat", request.request_id, context, self._encode_chat(request))
+        return await self._serve("EncodeChat", request, context, self._encode_chat)
+
+    async def Info(self, request: pb.TokenizerInfoRequest, context: grpc.aio.ServicerContext) -> pb.TokenizerInfo:
+        return pb.TokenizerInfo(model=self._settings.model_name)
 
     def _queue(self, tokenizer: HfTokenizer, lanes: int) -> EncodeQueue:
         return EncodeQueue(
@@ -70,13 +86,19 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         )
 
     async def _serve(
-        self, rpc: str, request_id: str, context: grpc.aio.ServicerContext, work: Awaitable[pb.EncodeResponse]
+        self,
+        rpc: str,
+        request: R,
+        context: grpc.aio.ServicerContext,
+        work: Callable[[R, Span | None], Awaitable[pb.EncodeResponse]],
     ) -> pb.EncodeResponse:
-        """Counts and logs a call and turns what it raises into a status."""
+        """Counts, traces and logs a call and turns what it raises into a status."""
         started, code, message = time.perf_counter(), grpc.StatusCode.OK, ""
+        who = {"request_id": request.request_id[: limits.MAX_REQUEST_ID_CHARS], **trace_fields(request.traceparent)}
+        span = None if self._tracing is None else begin_call(self._tracing, rpc, request.request_id, request.traceparent)
         self._metrics.in_flight.inc()
         try:
-            return await work
+            return await work(request, span)
         except Refusal as refusal:
             code, message = refusal.code, refusal.message
         except asyncio.CancelledError:
@@ -84,27 +106,31 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
             raise
         except Exception:
             code, message = grpc.StatusCode.INTERNAL, "the tokenizer failed"
-            logger.exception("call failed", extra=fields(rpc=rpc, request_id=request_id))
+            logger.exception("call failed", extra=fields(rpc=rpc, **who))
         finally:
             seconds = time.perf_counter() - started
+            if span is not None:
+                end_call(span, code, message)
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(rpc, code.name).inc()
             self._metrics.seconds.labels(rpc).observe(seconds)
-            logger.debug("call", extra=fields(rpc=rpc, request_id=request_id, code=code.name, seconds=round(seconds, 6)))
+            logger.debug("call", extra=fields(rpc=rpc, **who, code=code.name, seconds=round(seconds, 6)))
         await context.abort(code, message)
         raise AssertionError("abort raises")
 
-    async def _encode_texts(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
+    async def _encode_texts(self, request: pb.EncodeRequest, span: Span | None) -> pb.EncodeResponse:
         _check_request_id(request.request_id)
+        _check_hash_root(request.hash_root)
         if not request.texts:
             raise invalid("texts: empty")
         if len(request.texts) > limits.MAX_BATCH_PROMPTS:
             raise too_much(f"texts: {len(request.texts)} texts, at most {limits.MAX_BATCH_PROMPTS}")
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        return await self._encode(list(request.texts), add_special_tokens)
+        return await self._encode(list(request.texts), add_special_tokens, request.hash_root, span)
 
-    async def _encode_chat(self, request: pb.EncodeChatRequest) -> pb.EncodeResponse:
+    async def _encode_chat(self, request: pb.EncodeChatRequest, span: Span | None) -> pb.EncodeResponse:
         _check_request_id(request.request_id)
+        _check_hash_root(request.hash_root)
         size = len(request.messages_json) + len(request.tools_json) + len(request.template_kwargs_json)
         if size > self._settings.max_request_chars * MAX_BYTES_PER_CHAR:
             raise too_much(f"messages_json: {size} bytes with tools and template_kwargs")
@@ -114,18 +140,39 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         starts = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continues
         job = RenderJob(request.messages_json, request.tools_json, request.template_kwargs_json, starts, continues)
         # A template writes its own special tokens.
-        return await self._encode([await self._renderers.render(job)], add_special_tokens=False)
+        with part(span, "render"):
+            text = await self._renderers.render(job)
+        return await self._encode([text], False, request.hash_root, span)
 
-    async def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> pb.EncodeResponse:
+    async def _encode(
+        self, texts: Sequence[str], add_special_tokens: bool, hash_root: bytes, span: Span | None
+    ) -> pb.EncodeResponse:
         chars = sum(map(len, texts))
         if chars > self._settings.max_request_chars:
             raise too_much(f"texts: {chars} characters, at most {self._settings.max_request_chars}")
         queue = self._short if chars <= self._settings.max_batch_chars else self._long
-        prompts = await queue.encode(texts, add_special_tokens)
-        self._metrics.tokens.inc(sum(map(len, prompts)))
+        with part(span, "encode", {"rootstock.texts": len(texts), "rootstock.chars": chars}):
+            prompts = await queue.encode(texts, add_special_tokens)
+        tokens = sum(map(len, prompts))
+        if span is not None:
+            span.set({"rootstock.tokens": tokens})
+        self._metrics.tokens.inc(tokens)
+        if tokens <= INLINE_TOKENS:
+            return _response(prompts, hash_root)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, _response, prompts, hash_root)
+
+
+def _response(prompts: Sequence[Sequence[int]], hash_root: bytes) -> pb.EncodeResponse:
+    if not hash_root:
         return pb.EncodeResponse(prompts=[pb.TokenIds(ids=ids) for ids in prompts])
+    return pb.EncodeResponse(prompts=[pb.TokenIds(ids=ids, block_hashes=block_hashes(hash_root, ids)) for ids in prompts])
 
 
 def _check_request_id(request_id: str) -> None:
     if len(request_id) > limits.MAX_REQUEST_ID_CHARS:
         raise invalid(f"request_id: longer than {limits.MAX_REQUEST_ID_CHARS} characters")
+
+
+def _check_hash_root(hash_root: bytes) -> None:
+    if len(hash_root) not in (0, HASH_BYTES):
+        raise invalid(f"hash_root: {len(hash_root)} bytes, {HASH_BYTES} are wanted")

@@ -17,6 +17,7 @@ class TokenizerSettings(ServiceSettings):
     metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     metrics_port: int = Field(9101, ge=1, le=65535, description="Port of GET /metrics.")
     model: Path = Field(description="Folder of a Hugging Face model; only its tokenizer and template files are read.")
+    served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
     encode_threads: int = Field(2, ge=1, description="Encoding calls that run at the same time.")
     max_batch_texts: int = Field(256, ge=1, description="Texts of several requests encoded in one call.")
     max_batch_chars: int = Field(262_144, ge=1, description="Characters encoded in one call; a longer text is encoded alone.")
@@ -28,3 +29,13 @@ class TokenizerSettings(ServiceSettings):
     render_seconds: float = Field(
         limits.MAX_TEMPLATE_SECONDS, gt=0, description="Seconds after which a rendering process is killed."
     )
+    max_connection_age_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds after which clients have to connect again, so that those that use DNS find new replicas; 0: never.",
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients know the model by."""
+        return self.served_model_name or self.model.resolve().name

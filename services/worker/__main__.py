@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import socket
 import sys
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared import log, metrics, rpc
 from services.shared.settings import load
+from services.shared.tracing import start_tracing
 from services.worker.control.server import start_control
 from services.worker.core.cache_events import CacheEvents
 from services.worker.core.messages import StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
+from services.worker.drain import drain
 from services.worker.engine import Engine, build_engine
 from services.worker.inbox import Inbox
+from services.worker.index.metrics import PublisherMetrics
+from services.worker.index.publisher import IndexPublisher
+from services.worker.load import LoadReport, NoIndex
 from services.worker.loop import Loop
 from services.worker.metrics import WorkerMetrics
-from services.worker.presence import Presence
+from services.worker.outbox import StreamOutbox
+from services.worker.pod_cost import PodCost, pod_patch
+from services.worker.request_spans import RequestSpans
 from services.worker.scheduler_thread import SchedulerThread
-from services.worker.server import StreamOutbox, WorkerServicer
+from services.worker.server import WorkerServicer
 from services.worker.settings import WorkerSettings
 from services.worker.watchdog import Watchdog
 from services.worker.wire import ModelLimits
@@ -39,8 +44,11 @@ logger = logging.getLogger("services.worker")
 class LoopObserver:
     """What the loop's turns mean to metrics and watchdog."""
 
-    def __init__(self, worker_metrics: WorkerMetrics, watchdog: Watchdog) -> None:
-        self._metrics, self._watchdog = worker_metrics, watchdog
+    def __init__(
+        self, worker_metrics: WorkerMetrics, watchdog: Watchdog, load_report: LoadReport, publisher: IndexPublisher | None
+    ) -> None:
+        self._metrics, self._watchdog, self._load = worker_metrics, watchdog, load_report
+        self._publisher = publisher
 
     def planned(self, plan: BatchPlan) -> None:
         self._metrics.planned(plan)
@@ -48,9 +56,12 @@ class LoopObserver:
     def turned(self, stats: StepStats, busy: bool) -> None:
         self._watchdog.beat()
         self._metrics.turned(stats, busy)
+        self._load.turned(stats)
 
     def cached(self, events: CacheEvents) -> None:
         self._metrics.cached(events)
+        if self._publisher is not None:
+            self._publisher.cached(events)
 
 
 class MeasuredOutbox:
@@ -62,11 +73,11 @@ class MeasuredOutbox:
         self._outbox.send(output)
 
 
-def _info(settings: WorkerSettings, engine: Engine, model_name: str, generation: int) -> worker_pb2.WorkerInfo:
+def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_pb2.WorkerInfo:
     return worker_pb2.WorkerInfo(
         worker_id=settings.worker_id or f"{socket.gethostname()}-{settings.port}",
         generation=generation,
-        model=model_name,
+        model=engine.identity.model,
         context_len=engine.info.context_len,
         vocab_size=engine.info.vocab_size,
         page_size=engine.info.page_size,
@@ -74,6 +85,9 @@ def _info(settings: WorkerSettings, engine: Engine, model_name: str, generation:
         max_running_requests=settings.max_running_requests,
         generates=engine.info.generates,
         embedding_size=engine.info.embedding_size,
+        revision=engine.identity.revision,
+        tokenizer=engine.identity.tokenizer,
+        publishes_index=engine.publishes_index,
     )
 
 
@@ -113,29 +127,39 @@ async def serve(settings: WorkerSettings) -> None:
     registry = _registry(settings)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
     engine = await asyncio.to_thread(build_engine, settings, inbox)
-    model_name = settings.served_model_name or os.path.basename(os.path.abspath(settings.model))
-    info = _info(settings, engine, model_name, secrets.randbits(63))
-    worker_metrics = WorkerMetrics(model_name, info.page_size, info.num_pages, info.max_running_requests)
+    info = _info(settings, engine, secrets.randbits(63))
+    worker_metrics = WorkerMetrics(info.model, info.page_size, info.num_pages, info.max_running_requests)
     registry.register(worker_metrics)
-    presence = _presence(settings, info, registry)
+    publisher = _publisher(settings, info, registry)
     watchdog = _watchdog(settings, health)
-    measured, observer = MeasuredOutbox(worker_metrics, outbox), LoopObserver(worker_metrics, watchdog)
+    load_report = LoadReport(outbox, info.page_size, publisher or NoIndex(info.generation))
+    measured, observer = MeasuredOutbox(worker_metrics, outbox), LoopObserver(worker_metrics, watchdog, load_report, publisher)
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
-    loop = Loop(engine.core, engine.executor, inbox, measured, observer, engine.masks, *overlap)
-    scheduler = SchedulerThread(loop, inbox, outbox)
-    servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.arrived)
+    tracing = start_tracing(settings, "worker")
+    spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
+    loop = Loop(engine.core, engine.executor, inbox, measured, observer, engine.masks, *overlap, spans=spans)
+    scheduler = SchedulerThread(loop, inbox)
+    servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.arrived, load_report, spans)
     server = await rpc.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
     )
-    control = await start_control(settings, inbox.put, info.worker_id, model_name)
+    control = await start_control(settings, inbox.put, info.worker_id, info.model)
     scheduler.start()
     watchdog.start()
-    keeping = asyncio.create_task(presence.keep()) if presence else None
+    keeping = asyncio.create_task(publisher.keep()) if publisher else None
     await health.set_ready(True)
     if engine.book is not None:
         engine.book.pool.warm_up()
 
-    await rpc.serve_until_stopped(server, health, 1.0, lambda: scheduler.drain(settings.grace_s))
+    telling = asyncio.create_task(load_report.keep())
+    pod_cost = _pod_cost(settings, load_report)
+    if pod_cost is not None:
+        pod_cost.start()
+    await rpc.serve_until_stopped(server, health, 1.0, lambda: drain(outbox, load_report, scheduler, settings.grace_s))
+    scheduler.leave_if_alive()
+    telling.cancel()
+    if pod_cost is not None:
+        pod_cost.stop()
     if control is not None:
         await control.stop(1.0)
     watchdog.stop()
@@ -143,27 +167,27 @@ async def serve(settings: WorkerSettings) -> None:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
     engine.close()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
+
+
+def _pod_cost(settings: WorkerSettings, load_report: LoadReport) -> PodCost | None:
+    if not settings.pod_name or not settings.pod_namespace:
+        return None
+    return PodCost(lambda: pod_patch(settings.pod_namespace, settings.pod_name), lambda: load_report.num_requests)
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, health: rpc.Health, live: bool) -> None:
     asyncio.run_coroutine_threadsafe(health.set_live(live), loop)
 
 
-def _presence(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: CollectorRegistry) -> Presence | None:
+def _publisher(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: CollectorRegistry) -> IndexPublisher | None:
+    """Where there is a Redis; without cache events it keeps the lease alone."""
     if not settings.redis_url:
         return None
-    presence = Presence(settings.redis_url, info.worker_id, info.generation)
-    registry.register(_PresenceCollector(presence))
-    return presence
-
-
-class _PresenceCollector:
-    def __init__(self, presence: Presence) -> None:
-        self._presence = presence
-
-    def collect(self) -> list[GaugeMetricFamily]:
-        reachable = float(self._presence.reachable)
-        return [GaugeMetricFamily("rootstock_worker_redis_up", "Whether Redis took this worker's lease lately.", value=reachable)]
+    publisher = IndexPublisher(settings.redis_url, info.model, info.worker_id, info.generation)
+    registry.register(PublisherMetrics(publisher))
+    return publisher
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from services.shared.block_hash import block_hash, root_hash
+from services.shared.block_hash import block_hash
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.worker.core.cache_events import CacheEventLog
 from services.worker.core.config import SchedulerConfig
@@ -22,6 +22,7 @@ from services.worker.grammar.grammar_limits import GrammarLimits
 from services.worker.grammar.mask_filler import MaskFiller
 from services.worker.grammar.vocabulary import vocabulary_of
 from services.worker.inbox import GrammarFailed, GrammarReady, Inbox
+from services.worker.model_identity import ModelIdentity, identify_model
 from services.worker.settings import WorkerSettings
 from services.worker.text_rules import ModelText
 
@@ -30,11 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """book: None where structured output is off."""
+    """book: None where structured output is off. publishes_index: the core tells of the blocks it caches."""
 
     core: Scheduler
     executor: Executor
     info: ModelInfo
+    identity: ModelIdentity
+    publishes_index: bool
     tokenizer: HfTokenizer
     book: CompiledBook | None
     masks: MaskFiller
@@ -55,10 +58,13 @@ def build_engine(settings: WorkerSettings, inbox: Inbox) -> Engine:
     logger.info("model ready: %s", info)
     logger.info("scheduler: %s", config)
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
-    core = Scheduler(config, ModelText(tokenizer), book, _events(settings, info) if settings.enable_cache_events else None)
+    identity = identify_model(settings.model, settings.served_model_name)
+    publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
+    events = CacheEventLog(info.page_size, block_hash, identity.root_hash) if publishes else None
+    core = Scheduler(config, ModelText(tokenizer), book, events)
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms)
-    return Engine(core, executor, info, tokenizer, book, masks)
+    return Engine(core, executor, info, identity, publishes, tokenizer, book, masks)
 
 
 def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerConfig:
@@ -72,12 +78,6 @@ def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerCon
         values |= {"chunked_prefill_size": 0, "enable_mixed_chunk": False, "enable_radix_cache": False}
         values |= {"max_prefill_tokens": largest, "whole_prompts": True}
     return SchedulerConfig(**values)
-
-
-def _events(settings: WorkerSettings, info: ModelInfo) -> CacheEventLog:
-    """Blocks are named for the model as clients know it: workers that serve it under one name share an index."""
-    model = settings.served_model_name or Path(settings.model).resolve().name
-    return CacheEventLog(info.page_size, block_hash, lambda namespace: root_hash(model, "", model, namespace))
 
 
 def _book(settings: WorkerSettings, info: ModelInfo, tokenizer: HfTokenizer, inbox: Inbox) -> CompiledBook:

@@ -20,6 +20,8 @@ from services.worker.core.grammar import Matcher
 from services.worker.core.messages import StepOutput, StepStats, Submit
 from services.worker.core.plan import BatchPlan, ForwardMode
 from services.worker.core.scheduler import Scheduler
+from services.worker.core.step_rows import Extend
+from services.worker.core.trace import TraceEvent
 from services.worker.exec.protocol import Executor, ExecutorError, Masks, Run
 from services.worker.inbox import Abort, CloseSession, GrammarFailed, GrammarReady, Inbox, Message, OpenSession, PeerGone, Stop
 
@@ -54,6 +56,18 @@ class Observer(Protocol):
     def cached(self, events: CacheEvents) -> None: ...
 
 
+class Spans(Protocol):
+    """Notes when things happen to requests. Called on the loop's thread; returns at once."""
+
+    def launched(self, step_id: int, extends: Sequence[Extend], at: float) -> None: ...
+
+    def committed(self, step_id: int) -> None: ...
+
+    def happened(self, events: Sequence[TraceEvent]) -> None: ...
+
+    def told(self, output: StepOutput) -> None: ...
+
+
 @dataclass(slots=True)
 class _Flight:
     """A launched step; `error` in place of a run where launching it failed."""
@@ -78,6 +92,7 @@ class Loop:
         overlap: bool,
         consecutive_prefill_overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        spans: Spans | None = None,
     ) -> None:
         self._core = core
         self._executor = executor
@@ -91,10 +106,13 @@ class Loop:
         self._commands = PendingCommands(core, executor, self._pace)
         self._launched_at = 0.0
         self._clock = clock
+        self._spans = spans
+        self._num_traced = 0  # of the core's trace events
         self._checked = False
 
     def run(self) -> None:
-        """Until a Stop message. Raises nothing: a failing step ends its own requests, a failing message its own request."""
+        """Until a Stop message: then what is in flight still counts, and the rest ends. Raises nothing: a failing step ends its
+        own requests, a failing message its own request."""
         prev: _Flight | None = None
         stuck = False
         while self._drain(prev is None, stuck):
@@ -118,6 +136,7 @@ class Loop:
         self._commit(prev)
         for message in self._inbox.drain(0.0):
             self._apply(message)
+        self._core.end_all(STOPPING, self._clock())
         self._commands.end()
         self._tell(busy=False)
 
@@ -177,7 +196,6 @@ class Loop:
                 self._commands.add(message, now)
             case Stop():
                 core.closed = STOPPING
-                core.end_all(STOPPING, now)
                 return False
         return True
 
@@ -190,6 +208,8 @@ class Loop:
     def _launch(self, plan: BatchPlan) -> _Flight:
         self._observer.planned(plan)
         self._launched_at = self._clock()
+        if self._spans is not None:
+            self._spans.launched(plan.step_id, self._core.extends(), self._launched_at)
         try:
             return _Flight(plan, self._executor.forward(plan))
         except ExecutorError as error:
@@ -198,6 +218,11 @@ class Loop:
     def _commit(self, flight: _Flight | None) -> None:
         if flight is None:
             return
+        self._take_in(flight)
+        if self._spans is not None:
+            self._spans.committed(flight.plan.step_id)
+
+    def _take_in(self, flight: _Flight) -> None:
         error = flight.error
         if flight.run is not None:
             try:
@@ -212,12 +237,20 @@ class Loop:
 
     def _tell(self, busy: bool) -> None:
         output = self._core.take_output()
+        if self._spans is not None:
+            self._trace(self._spans, output)
         if output is not None:
             self._outbox.send(output)
         events = self._core.take_cache_events()
         if events is not None:
             self._observer.cached(events)
         self._observer.turned(self._core.stats(), busy)
+
+    def _trace(self, spans: Spans, output: StepOutput | None) -> None:
+        self._num_traced, events = self._core.trace_since(self._num_traced)
+        spans.happened(events)
+        if output is not None:
+            spans.told(output)
 
     def _check_idle(self) -> None:
         """Once per idle spell. What is found is logged and mended: an idle worker's memory can always start over."""

@@ -142,6 +142,7 @@ class WorkerMetrics(Collector):
             ("sglang:generation_tokens", "Output tokens.", stats.generated_tokens_total),
             ("sglang:cached_tokens", "Prompt tokens that a prefix hit gave.", stats.cached_tokens_total),
             ("sglang:num_retracted_requests", "Retractions.", stats.retractions_total),
+            ("rootstock_worker_resumed_requests", "Requests that came with output from elsewhere.", stats.resumed_total),
             ("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.", stats.preemptions_total),
             ("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", stats.evicted_pages_total * self._page_size),
             ("rootstock_worker_cache_blocks_stored", "Blocks that became cached here, where events are on.", self._stored_blocks),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import threading
 
 from services.worker.inbox import Inbox, Stop
 from services.worker.loop import Loop
-from services.worker.server import StreamOutbox
 
 logger = logging.getLogger(__name__)
 
@@ -18,23 +16,28 @@ EXIT_STATUS = 70  # the loop has died or hangs; a restart is the cure
 
 
 class SchedulerThread:
-    def __init__(self, loop: Loop, inbox: Inbox, outbox: StreamOutbox) -> None:
+    def __init__(self, loop: Loop, inbox: Inbox) -> None:
         self._loop = loop
-        self._inbox, self._outbox = inbox, outbox
+        self._inbox = inbox
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    async def drain(self, grace_s: float) -> None:
-        """Lets what is here end for grace_s seconds, then ends the rest and the loop. Ends the process if the loop hangs."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._outbox.wait_empty()
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ends the loop, and what is left in it. Waits so long for the steps that it has in flight."""
         self._inbox.put(Stop())
-        await asyncio.to_thread(self._thread.join, grace_s + 1)
-        if self._thread.is_alive():
-            logger.critical("the scheduler's loop hangs; leaving without it")
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        if not self.ended:
+            logger.critical("the scheduler's loop has not ended in %.1f s", timeout_s)
+
+    def leave_if_alive(self) -> None:
+        """Ends the process if the loop has not ended: nothing that it uses can be closed."""
+        if not self.ended:
             logging.shutdown()
             os._exit(EXIT_STATUS)
 

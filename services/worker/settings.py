@@ -26,7 +26,9 @@ class WorkerSettings(ServiceSettings):
     model: str = Field("models/demo", description="Folder of the model in Hugging Face layout (safetensors).")
     served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
     worker_id: str = Field("", description="Name of this worker in logs and metrics; by default host name and port.")
-    redis_url: str = Field("", description="Redis that holds this worker's lease, e.g. redis://127.0.0.1:6379/0; empty: none.")
+    redis_url: str = Field("", description="Redis that holds the prefix index, e.g. redis://127.0.0.1:6379/0; empty: none.")
+    pod_name: str = Field("", description="This worker's pod, whose deletion cost follows its load; empty: none.")
+    pod_namespace: str = Field("", description="That pod's namespace.")
     executor: Literal["cpu", "fake"] = Field("cpu", description="What runs the steps; `fake` needs no model weights.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Of weights and KV; auto: the checkpoint's."
@@ -47,7 +49,7 @@ class WorkerSettings(ServiceSettings):
     enable_mixed_chunk: bool = Field(False, description="Decode rows ride along in prefill steps.")
     enable_radix_cache: bool = Field(True, description="Share the KV of common prefixes.")
     eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="Which cached prefix is given up first.")
-    enable_cache_events: bool = Field(False, description="Tell which blocks of 64 tokens are cached, for the prefix index.")
+    enable_prefix_index: bool = Field(True, description="Tell Redis, if there is one, which blocks of 64 tokens are cached here.")
     schedule_policy: SchedulePolicy = Field(SchedulePolicy.FCFS, description="The order in which waiting requests begin.")
     lpm_fallback_threshold: int = Field(128, ge=0, description="Waiting requests above which lpm serves as fcfs does.")
     enable_priority_scheduling: bool = Field(False, description="Serve requests by their priority first.")

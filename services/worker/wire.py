@@ -24,6 +24,7 @@ def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, ra
     within(len(message.routing_key), limits.MAX_ROUTING_KEY_CHARS, "routing_key")
     session = _session_from_pb(message)
     prompt = _prompt_from_pb(message, model)
+    output = _output_from_pb(message, len(prompt), model)
     return Submit(
         peer,
         message.handle,
@@ -36,7 +37,24 @@ def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, ra
         message.timeout_ms / 1000.0,
         routing_key=message.routing_key,
         session=session,
+        output_ids=output,
     )
+
+
+def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLimits) -> tuple[int, ...]:
+    """Output that was sampled elsewhere."""
+    output = tuple(message.output_ids)
+    if not output:
+        return ()
+    if message.HasField("session"):
+        raise InvalidRequest("output_ids: not in a session")
+    if message.sampling.HasField("embedding"):
+        raise InvalidRequest("output_ids: not for an embedding")
+    if prompt_len + len(output) > model.context_len:
+        raise InvalidRequest(f"output_ids: with the prompt they are more than the context's {model.context_len} tokens")
+    if max(output) >= model.vocab_size:
+        raise InvalidRequest(f"output_ids: a token id is not below the vocabulary's size, {model.vocab_size}")
+    return output
 
 
 def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:

@@ -69,12 +69,13 @@ class Engine:
         priority: int = 0,
         session: SessionTurn | None = None,
         routing_key: str = "",
+        output: Sequence[int] = (),
         **params: Any,
     ) -> None:
+        """output: what the request has already, sampled elsewhere."""
         ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
-        message = Submit(
-            peer, handle, f"r{handle}", ids, sampling, stream, salt, priority, timeout_s, routing_key=routing_key, session=session
-        )
+        more: dict[str, Any] = {"routing_key": routing_key, "session": session, "output_ids": tuple(output)}
+        message = Submit(peer, handle, f"r{handle}", ids, sampling, stream, salt, priority, timeout_s, **more)
         self.submitted[handle] = self._whole(message)
         if session is not None:
             self.turns_of_open_session.add(handle)
@@ -181,8 +182,9 @@ class Engine:
         if finish.error is ErrorCode.INVALID_ARGUMENT:
             assert message.session is not None, finish
             return
-        got, want = self.outputs.get(handle, []), self.expected(handle)
-        self._check_logprobs(handle, got)
+        given = len(message.output_ids)
+        got, want = [*message.output_ids, *self.outputs.get(handle, [])], self.expected(handle)
+        self._check_logprobs(handle, got[given:])
         if finish.reason is FinishReason.ABORT:
             expected = (ErrorCode.CANCELLED, ErrorCode.OUT_OF_MEMORY, ErrorCode.TIMEOUT, ErrorCode.QUEUE_FULL)
             assert finish.error in expected, finish
@@ -202,7 +204,7 @@ class Engine:
         if params.prompt_logprobs_from >= 0:
             want = [-float(token) for token in message.prompt_ids[max(params.prompt_logprobs_from, 1) :]]
             seen = self.prompt_logprobs.get(handle, [])
-            assert seen == (want if got else want[: len(seen)])
+            assert seen == ([] if message.output_ids else want if got else want[: len(seen)])
 
     def check(self) -> None:
         found = violations(self.core.table)

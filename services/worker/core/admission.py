@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.shared.cache_namespace import cache_namespace
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.finish import tail_tokens
@@ -16,7 +18,7 @@ Refusal = tuple[ErrorCode, str]
 
 def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> Refusal | None:
     """Why a request can never run here."""
-    length = len(message.prompt_ids)
+    length, given = len(message.prompt_ids), len(message.output_ids)
     outputs = 0 if message.params.embedding else message.params.max_new_tokens
     if length < 1:
         return ErrorCode.INVALID_ARGUMENT, "the prompt is empty"
@@ -24,16 +26,23 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
         return ErrorCode.INVALID_ARGUMENT, f"the prompt has {length} tokens; the context holds {config.context_len}"
     if length + outputs > config.context_len:
         return ErrorCode.INVALID_ARGUMENT, "prompt and max_new_tokens together exceed the context"
-    if -(-length // config.page_size) > config.num_pages:
+    if length + given > config.context_len:
+        return ErrorCode.INVALID_ARGUMENT, "output_ids: prompt and output together exceed the context"
+    if given and (message.session is not None or message.params.embedding is not None):
+        return ErrorCode.INVALID_ARGUMENT, "output_ids: neither in a session nor for an embedding"
+    if -(-(length + given) // config.page_size) > config.num_pages:
         size = config.num_pages * config.page_size
-        return ErrorCode.OUT_OF_MEMORY, f"the prompt has {length} tokens; the KV pool holds {size}"
+        return ErrorCode.OUT_OF_MEMORY, f"the prompt has {length + given} tokens; the KV pool holds {size}"
     if message.params.grammar is not None and not offers_grammars:
         return ErrorCode.INVALID_ARGUMENT, "grammar: this worker offers no structured output"
     return None
 
 
 def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float) -> Request:
-    params = message.params
+    """With output from elsewhere it is as if retracted here: that output is kept and was sent, and the prompt's logprobs too."""
+    params, given = message.params, len(message.output_ids)
+    if given and params.prompt_logprobs_from >= 0:
+        params = replace(params, prompt_logprobs_from=-1)
     eos = () if params.ignore_eos else config.eos_token_ids
     reusable = params.embedding is None or config.pooling_reuses_prefix
     first_logprob = max(params.prompt_logprobs_from, 1)
@@ -55,6 +64,9 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float)
         reuse_limit=_UNLIMITED if reusable else 0,
         routing_key=message.routing_key,
         session=message.session,
+        output_ids=list(message.output_ids),
+        num_given=given,
+        num_sent=given,
         logprob_planned=first_logprob,
         logprob_done=first_logprob,
     )

@@ -45,6 +45,14 @@ class Committer:
         if result.faults:
             self._end_unsampled(step, result, live & ~plan.sample, now)
 
+    def take_given(self, request: Request, now: float) -> None:
+        """Of a waiting request with its matcher: its output from elsewhere, which may be all there is to come."""
+        taken = self._intake.take_given(request)
+        self._table.generated_tokens_total += taken.num_tokens
+        request.rekey()
+        if taken.endings:
+            self._table.end(request, taken.endings[0], now)
+
     def _publish_extends(self, step: Step, sound: Mask) -> None:
         """Prompts are shared as soon as their pages are computed, never before, and not where the computation went wrong."""
         for row in range(step.plan.num_extend):

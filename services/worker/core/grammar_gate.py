@@ -1,4 +1,5 @@
-"""Requests whose grammar is still being compiled. They stand beside the waiting queue and hold nobody up."""
+"""Requests that have to wait for their grammar: it is being compiled, or its matcher has yet to follow output from elsewhere.
+They stand beside the waiting queue and hold nobody up."""
 
 from __future__ import annotations
 
@@ -6,14 +7,19 @@ from services.worker.core.grammar import GrammarBook
 from services.worker.core.request import Request
 from services.worker.core.sampling import GrammarSpec
 
+FOLLOW_TOKENS = 1024  # that matchers follow in one turn, of all requests together: some ten milliseconds
+
 
 class GrammarGate:
     """book: None where the worker offers no structured output."""
 
-    def __init__(self, book: GrammarBook | None) -> None:
+    def __init__(self, book: GrammarBook | None, follow_tokens: int = FOLLOW_TOKENS) -> None:
         self._book = book
+        self._follow_tokens = follow_tokens
         self._waiting: dict[GrammarSpec, dict[int, Request]] = {}
+        self._following: dict[int, Request] = {}
         self._size = 0
+        self.num_tokens = 0  # of prompts and outputs
 
     def __len__(self) -> int:
         return self._size
@@ -23,27 +29,71 @@ class GrammarGate:
         return self._book is not None
 
     def admits(self, request: Request) -> bool:
-        """Gives the request its matcher. False: the grammar is not there yet; the caller lets the request `wait`."""
+        """Gives the request its matcher. False: the grammar is not there yet, or output is to be followed; the caller lets the
+        request `wait`."""
         spec = request.params.grammar
         if spec is None:
             return True
         assert self._book is not None
         request.matcher = self._book.open(spec)
-        return request.matcher is not None
+        return request.matcher is not None and not request.num_given
 
     def wait(self, request: Request) -> None:
-        assert request.params.grammar is not None
-        self._waiting.setdefault(request.params.grammar, {})[request.seq] = request
         self._size += 1
+        request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
+        self.num_tokens += request.queued_tokens
+        self._hold(request)
 
     def leave(self, request: Request) -> None:
-        assert request.params.grammar is not None
-        waiting = self._waiting[request.params.grammar]
-        del waiting[request.seq]
         self._size -= 1
-        if not waiting:
-            del self._waiting[request.params.grammar]
+        self.num_tokens -= request.queued_tokens
+        if self._following.pop(request.seq, None) is None:
+            self._unlist(request)
+
+    def compiled(self, spec: GrammarSpec) -> list[Request]:
+        """Those that waited for it and may go; the caller lets them `leave`."""
+        free = []
+        for request in self.waiting_for(spec):
+            if self.admits(request):
+                free.append(request)
+            elif request.matcher is not None:
+                self._unlist(request)
+                self._hold(request)
+        return free
 
     def waiting_for(self, spec: GrammarSpec) -> list[Request]:
         """In order of arrival."""
         return list(self._waiting.get(spec, {}).values())
+
+    def follow(self) -> list[Request]:
+        """Lets matchers follow given output up to its last token, or up to one that does not fit. Those that are through may
+        go; the caller lets them `leave`."""
+        free = []
+        left = self._follow_tokens
+        for request in self._following.values():
+            matcher, end = request.matcher, min(len(request.output_ids) - 1, request.num_followed + left)
+            assert matcher is not None
+            fits = True
+            while fits and request.num_followed < end:
+                fits = matcher.accept(request.output_ids[request.num_followed])
+                request.num_followed += fits
+                left -= 1
+            if not fits or request.num_followed == len(request.output_ids) - 1:
+                free.append(request)
+            if left <= 0:
+                break
+        return free
+
+    def _hold(self, request: Request) -> None:
+        assert request.params.grammar is not None
+        if request.matcher is not None:
+            self._following[request.seq] = request
+        else:
+            self._waiting.setdefault(request.params.grammar, {})[request.seq] = request
+
+    def _unlist(self, request: Request) -> None:
+        assert request.params.grammar is not None
+        waiting = self._waiting[request.params.grammar]
+        del waiting[request.seq]
+        if not waiting:
+            del self._waiting[request.params.grammar]

@@ -10,12 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.finish import Ending, TextRules, check_fault, check_finished
+from services.worker.core.grammar import Matcher
 from services.worker.core.messages import ErrorCode, FinishReason
 from services.worker.core.plan import StepResult
 from services.worker.core.request import Request
 
 _OUTSIDE_GRAMMAR = Ending(
     FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token does not fit the request's grammar"
+)
+_GIVEN_OUTSIDE_GRAMMAR = Ending(
+    FinishReason.ABORT,
+    error=ErrorCode.INVALID_ARGUMENT,
+    message="output_ids: the output does not fit the request's grammar",
 )
 _NO_VECTOR = Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
 
@@ -65,6 +71,17 @@ class Intake:
                 self._after_output(requests[at], at, taken)
         return taken
 
+    def take_given(self, request: Request) -> Taken:
+        """The output that the request came with, as if its last token had just been sampled: its grammar follows it, and it may
+        be complete. Once the request has its matcher."""
+        taken = Taken()
+        matcher = request.matcher
+        if matcher is not None and not all(matcher.accept(token) for token in request.output_ids[request.num_followed : -1]):
+            taken.endings[0] = _refused(matcher, _GIVEN_OUTSIDE_GRAMMAR)
+        else:
+            self._after_output(request, 0, taken, _GIVEN_OUTSIDE_GRAMMAR)
+        return taken
+
     def take_one(self, request: Request, token: int, row: int, result: StepResult) -> Taken:
         one, here = np.array([token], dtype=np.int32), np.array([row], dtype=np.int64)
         return self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
@@ -83,14 +100,13 @@ class Intake:
             if requests[at].wants_logprobs and at not in taken.endings and row in result.logprobs:
                 requests[at].logprobs.append(result.logprobs[row])
 
-    def _after_output(self, request: Request, at: int, taken: Taken) -> None:
+    def _after_output(self, request: Request, at: int, taken: Taken, outside: Ending = _OUTSIDE_GRAMMAR) -> None:
+        """outside: the ending of output that the grammar does not allow."""
         matcher = request.matcher
         if matcher is None:
             ending = check_finished(request, self._rules)
         elif not matcher.accept(request.output_ids[-1]):
-            fault = matcher.fault
-            error = ErrorCode.INVALID_ARGUMENT
-            ending = Ending(FinishReason.ABORT, error=error, message=fault) if fault else _OUTSIDE_GRAMMAR
+            ending = _refused(matcher, outside)
         else:
             ending = check_finished(request, self._rules, matcher.terminated)
             if ending is None and request.jump:
@@ -112,3 +128,9 @@ class Intake:
         if forced:
             taken.jumped.append(at)
         return None
+
+
+def _refused(matcher: Matcher, outside: Ending) -> Ending:
+    if matcher.fault:
+        return Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=matcher.fault)
+    return outside

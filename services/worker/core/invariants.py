@@ -51,6 +51,8 @@ def _leases(table: RequestTable) -> list[str]:
             out.append(f"request {request.request_id} in {request.phase.name}: lease and queues disagree")
     if len(running) + table.num_waiting != len(table.by_key):
         out.append("a request stands in no queue, or in two")
+    if table.waiting_tokens != sum(r.queued_tokens for r in table.by_key.values() if r.lease is None):
+        out.append("the queues miscount their tokens")
     for slot in slots:
         row = table.memory.slots.page_table[slot, : table.memory.slots.num_pages[slot]]
         if len(np.unique(row)) != len(row):

@@ -53,6 +53,7 @@ class SessionTurn:
 class Submit:
     """prompt_ids: int32[n], n >= 1; in a session, what this turn adds. timeout_s: from arrival to the last token, 0 for none.
     salt, lora: cache namespace. routing_key: requests of one key share a cache elsewhere; the routing-key policy groups them.
+    output_ids: output that the request has already, sampled elsewhere; it goes on after it as a retracted request does.
     """
 
     peer: int
@@ -67,6 +68,7 @@ class Submit:
     lora: str = ""
     routing_key: str = ""
     session: SessionTurn | None = None
+    output_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class StepStats:
     num_sessions: int = 0
     session_tokens: int = 0
     preemptions_total: int = 0
+    waiting_tokens: int = 0
+    resumed_total: int = 0
 
 
 class PauseMode(enum.StrEnum):

@@ -35,7 +35,8 @@ class Outputs:
     def add_logprobs(self, request: Request, first: int, end: int) -> None:
         """Of output tokens first to end; the row that tells these tokens goes out with the same message."""
         if request.wants_logprobs:
-            self._peer(request.peer).logprobs.append((request.handle, request.logprobs[first:end]))
+            rows = request.logprobs[first - request.num_given : end - request.num_given]
+            self._peer(request.peer).logprobs.append((request.handle, rows))
 
     def add_prompt_logprobs(self, request: Request, values: PromptLogprobs) -> None:
         self._peer(request.peer).prompt_logprobs.append((request.handle, values))

@@ -40,7 +40,9 @@ class Request:
     lease is set exactly in EXTEND and DECODE. flight_step: the step that was uncommitted when the request lost its lease
     to retraction, whose sampled token still counts (-1: none). parked_step: the plan that took its lease; it may not come
     back in that one. logprob_planned, logprob_done: prompt positions below these have their logprobs planned, committed.
-    logprobs: of each output token, in order, if they are wanted. jump: the grammar may add tokens by itself.
+    num_given: output tokens that it came with, sampled elsewhere. num_followed: those that its matcher has accepted since.
+    logprobs: of each later output token, in order, if they are wanted. queued_tokens: prompt and output when it last began to
+    wait. jump: the grammar may add tokens by itself.
     """
 
     seq: int
@@ -66,7 +68,10 @@ class Request:
     phase: Phase = Phase.WAITING
     lease: Lease | None = None
     matcher: Matcher | None = None
+    num_given: int = 0
+    num_followed: int = 0
     num_sent: int = 0
+    queued_tokens: int = 0
     num_cached_tokens: int = 0
     num_retractions: int = 0
     queue_s: float = -1.0

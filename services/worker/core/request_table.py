@@ -47,6 +47,7 @@ class RequestTable:
         self.decoding: list[Request] = []
         self.batch_is_full = False
         self.requests_total = self.aborts_total = self.retractions_total = self.preemptions_total = 0
+        self.resumed_total = 0
         self.prompt_tokens_total = self.cached_tokens_total = self.generated_tokens_total = 0
         self._deadlines = Deadlines()
         self._slots: NDArray[np.int64] | None = None
@@ -55,6 +56,11 @@ class RequestTable:
     def num_waiting(self) -> int:
         """Those at the gate among them."""
         return len(self.waiting) + len(self.gate)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts and outputs of those that wait, as they were when they began to."""
+        return self.waiting.num_tokens + self.gate.num_tokens
 
     @property
     def num_running(self) -> int:
@@ -73,11 +79,12 @@ class RequestTable:
     def enqueue(self, request: Request) -> None:
         """A new request, to the queue or to the gate."""
         self.requests_total += 1
+        self.resumed_total += request.num_given > 0
         self.by_key[request.peer, request.handle] = request
         if request.session is not None:
             self.sessions.begin(request)
         if self.gate.admits(request):
-            self.waiting.add(request)
+            self.waiting.add(request, back=request.num_given > 0)
             self.trace.add(request.request_id, TraceKind.QUEUED, request.num_prompt_tokens)
         else:
             self.trace.add(request.request_id, TraceKind.GATED, request.num_prompt_tokens)
@@ -92,7 +99,7 @@ class RequestTable:
         """GATED to WAITING."""
         self.gate.leave(request)
         request.move(Phase.WAITING)
-        self.waiting.add(request)
+        self.waiting.add(request, back=request.num_given > 0)
         self.trace.add(request.request_id, TraceKind.UNGATED, 0)
 
     def begin(self, request: Request, match: Match, now: float) -> Lease:

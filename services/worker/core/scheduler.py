@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
 from services.worker.core.admission import Refusal, make_request, refusal
 from services.worker.core.cache_events import CacheEventLog, CacheEvents
@@ -19,10 +20,10 @@ from services.worker.core.invariants import violations
 from services.worker.core.messages import ErrorCode, FinishReason, PauseMode, StepOutput, StepStats, Submit
 from services.worker.core.plan import BatchPlan, StepResult
 from services.worker.core.planner import Planner
-from services.worker.core.request import Request
+from services.worker.core.request import Phase, Request
 from services.worker.core.request_table import RequestTable
 from services.worker.core.sampling import GrammarSpec
-from services.worker.core.step_rows import Step
+from services.worker.core.step_rows import Extend, Step
 from services.worker.core.trace import TraceEvent
 from services.worker.core.tunables import Tunable, retuned, tunables
 
@@ -71,7 +72,9 @@ class Scheduler:
             self.table.refuse(message.peer, message.handle, message.request_id, *resolved)
             return
         self._next_seq += 1
-        self.table.enqueue(make_request(resolved, self._next_seq, self.config, now))
+        request = make_request(resolved, self._next_seq, self.config, now)
+        self.table.enqueue(request)
+        self._take_given(request, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
         """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before."""
@@ -92,9 +95,8 @@ class Scheduler:
 
     def grammar_ready(self, spec: GrammarSpec) -> None:
         """A compilation that GrammarBook.open has begun is done. A grammar that was dropped meanwhile is compiled again."""
-        for request in self.table.gate.waiting_for(spec):
-            if self.table.gate.admits(request):
-                self.table.ungate(request)
+        for request in self.table.gate.compiled(spec):
+            self.table.ungate(request)
 
     def grammar_failed(self, spec: GrammarSpec, reason: str, now: float, busy: bool = False) -> None:
         """Ends the requests that wait for it. reason: for their clients. busy: the compiler takes no more just now."""
@@ -119,6 +121,9 @@ class Scheduler:
         for request, message in self.table.expired(now):
             self.table.end(request, Ending(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
         self.table.sessions.expire(self.table.memory, now)
+        for request in self.table.gate.follow():
+            self.table.ungate(request)
+            self._take_given(request, now)
         if self.idle:
             self._planner.ratio.reset()
             self.table.batch_is_full = False
@@ -156,6 +161,12 @@ class Scheduler:
             if columns.epoch[slot] == step.epochs[row] and not columns.redundant[slot] and request.matcher is not None:
                 out.append((row, request.matcher))
         return out
+
+    def extends(self) -> list[Extend]:
+        """Extend rows of the newest uncommitted step."""
+        step = self._flight[-1]
+        rows = zip(step.requests, step.plan.starts.tolist(), step.plan.num_tokens.tolist(), strict=True)
+        return [Extend((r.peer, r.handle), start, count) for r, start, count in islice(rows, step.plan.num_extend)]
 
     def take_output(self) -> StepOutput | None:
         """What front ends are to be told since the last call."""
@@ -212,6 +223,10 @@ class Scheduler:
         """What has happened to the request, as far as it is remembered."""
         return self.table.trace.of(request_id)
 
+    def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
+        """The number of events of all requests since the start, and those after the first `count`, as far as remembered."""
+        return self.table.trace.since(count)
+
     def self_check(self) -> list[str]:
         """While idle: what breaks an invariant, after which the memory is made anew. Empty when all is well."""
         found = violations(self.table)
@@ -245,7 +260,14 @@ class Scheduler:
             num_sessions=len(table.sessions),
             session_tokens=table.sessions.num_tokens,
             preemptions_total=table.preemptions_total,
+            waiting_tokens=table.waiting_tokens,
+            resumed_total=table.resumed_total,
         )
+
+    def _take_given(self, request: Request, now: float) -> None:
+        """Once it stands in the queue with all that it needs."""
+        if request.num_given and request.phase is Phase.WAITING:
+            self._committer.take_given(request, now)
 
     def _resolve(self, message: Submit, now: float) -> Submit | Refusal:
         """The message as it can be queued, or why it cannot."""

@@ -25,6 +25,15 @@ class Step:
     epochs: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """A row that computes known tokens: `tokens` of them from position `start` on. key: the request's peer and handle."""
+
+    key: tuple[int, int]
+    start: int
+    tokens: int
+
+
 @dataclass(slots=True)
 class ExtendRows:
     """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 MAX_EVENTS = 16384
 
@@ -38,11 +39,18 @@ class TraceLog:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self._count = 0  # of all events since the start
         self._events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
 
     def add(self, request_id: str, kind: TraceKind, detail: int) -> None:
         self._events.append(TraceEvent(self.now, request_id, kind, detail))
+        self._count += 1
 
     def of(self, request_id: str) -> list[TraceEvent]:
         """Oldest first; empty for a request that is unknown, or whose events have left the ring."""
         return [event for event in self._events if event.request_id == request_id]
+
+    def since(self, count: int) -> tuple[int, list[TraceEvent]]:
+        """How many there have been, and those after the first `count`, oldest first, as far as they are in the ring."""
+        latest = list(islice(reversed(self._events), self._count - count))
+        return self._count, latest[::-1]

@@ -24,6 +24,7 @@ class WaitingQueue:
         self._ranks: dict[int, _Rank] = {}
         self._order: list[int] = []
         self._size = 0
+        self.num_tokens = 0  # of prompts and outputs, as they were when they came
 
     def __len__(self) -> int:
         return self._size
@@ -44,12 +45,15 @@ class WaitingQueue:
         else:
             rank.fresh[request.seq] = request
         self._size += 1
+        request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
+        self.num_tokens += request.queued_tokens
 
     def remove(self, request: Request) -> None:
         rank = self._ranks[request.rank]
         if rank.fresh.pop(request.seq, None) is None:
             rank.back.remove(request)
         self._size -= 1
+        self.num_tokens -= request.queued_tokens
         if not rank.fresh and not rank.back:
             del self._ranks[request.rank]
             self._order = sorted(self._ranks)

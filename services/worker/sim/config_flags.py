@@ -6,7 +6,7 @@ import argparse
 import enum
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
@@ -18,11 +18,12 @@ SIM_DEFAULTS: dict[str, Any] = {"num_pages": 50_000, "page_size": 16, "context_l
 SET_BY_SIM: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS_ID,)}
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
+def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """without: fields that the caller gives to config_of itself."""
     group = parser.add_argument_group("the scheduler's configuration (see services/worker/core/config.py)")
     hints = typing.get_type_hints(SchedulerConfig)
     for field in fields(SchedulerConfig):
-        if field.name in SET_BY_SIM:
+        if field.name in SET_BY_SIM or field.name in without:
             continue
         default = SIM_DEFAULTS.get(field.name, field.default)
         if default is MISSING:
@@ -31,10 +32,11 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, default=default, help=_shown(default), **options)
 
 
-def config_of(args: argparse.Namespace) -> SchedulerConfig:
+def config_of(args: argparse.Namespace, **given: Any) -> SchedulerConfig:
     """Raises ValueError for values that the scheduler does not take."""
-    given = {field.name: getattr(args, field.name) for field in fields(SchedulerConfig) if field.name not in SET_BY_SIM}
-    return SchedulerConfig(**given, **SET_BY_SIM)
+    given |= SET_BY_SIM
+    flags = {field.name: getattr(args, field.name) for field in fields(SchedulerConfig) if field.name not in given}
+    return SchedulerConfig(**flags, **given)
 
 
 def _shown(default: object) -> str:

@@ -27,6 +27,8 @@ def _make(args: argparse.Namespace) -> Trace:
     match args.kind:
         case "shared-prefix":
             return workloads.shared_prefix(**given)
+        case "hot-prefix":
+            return workloads.hot_prefix(**given)
         case "random":
             return workloads.random_lengths(**given)
         case "multi-turn":
@@ -41,6 +43,10 @@ def _parser() -> argparse.ArgumentParser:
 
     shared = _kind(kinds, "shared-prefix", "groups of requests that begin alike, in random order")
     _ints(shared, groups=64, per_group=16, prefix=2048, suffix=128, output=256)
+
+    hot = _kind(kinds, "hot-prefix", "one prefix that many requests begin with, the others unlike anything")
+    _ints(hot, requests=1024, prefix=2048, suffix=128, output=256)
+    hot.add_argument("--share", type=float, default=0.6, help="share of the requests that begin with it (default 0.6)")
 
     random = _kind(kinds, "random", "nothing shared")
     _ints(random, requests=1000, input_len=512, output=64)

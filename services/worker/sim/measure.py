@@ -15,7 +15,7 @@ from services.worker.core.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.protocol import Executor
 from services.worker.sim.fit import StepTiming
-from services.worker.sim.simulation import NoText
+from services.worker.sim.worker import NoText
 
 WARM_UP_STEPS = 3
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from services.worker.sim.arrivals import Arrivals, ClosedLoop, OpenLoop
 from services.worker.sim.config_flags import add_config_flags, config_of
 from services.worker.sim.report import as_dict, as_table, make_report
-from services.worker.sim.simulation import HostTimes, Simulation
+from services.worker.sim.simulation import Simulation
 from services.worker.sim.time_models import PRESETS, load_time_model
 from services.worker.sim.timeline import check_drawable, draw_timeline
 from services.worker.sim.trace import BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, Trace, read_trace
+from services.worker.sim.worker import HostTimes
 
 
 def main(argv: Sequence[str]) -> None:

@@ -5,46 +5,23 @@ With overlap, step N+1 is planned and launched before step N is committed; witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.worker.core.config import SchedulerConfig
-from services.worker.core.messages import StepStats, Submit
-from services.worker.core.sampling import SamplingParams
-from services.worker.core.scheduler import Scheduler
+from services.worker.core.messages import StepStats
 from services.worker.exec.fake import TimeModel
 from services.worker.sim.arrivals import Arrivals
-from services.worker.sim.clock import VirtualClock
-from services.worker.sim.executor import SimExecutor, SimRun
+from services.worker.sim.executor import SimRun
 from services.worker.sim.logs import RequestLog, StepLog
 from services.worker.sim.script import Script
 from services.worker.sim.trace import Trace
+from services.worker.sim.worker import STUCK_WAIT_S, HostTimes, SimWorker, submit_message
 
-STUCK_WAIT_S = 0.001  # as the worker's loop waits while requests are here and none can run
 MAX_STUCK_TURNS = 100_000
-PEER = 0
 
 
 class SimulationError(RuntimeError):
     """The scheduler did what it must never do: it stood still, or lost pages."""
-
-
-class NoText:
-    """Traces have no stop strings or patterns, so there is never a text to look at."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return ""
-
-    def search(self, pattern: str, text: str) -> bool:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class HostTimes:
-    """Seconds of the host's work, which the device does not wait for under overlap."""
-
-    plan_s: float = 0.0
-    commit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +49,9 @@ class Simulation:
         overlap: bool = True,
     ) -> None:
         self._config, self._trace, self._arrivals, self._overlap = config, trace, arrivals, overlap
-        self._host = host or HostTimes()
-        self._clock = VirtualClock()
         self._script = Script(trace)
-        self._core = Scheduler(config, NoText())
-        self._executor = SimExecutor(self._script, config.max_running_requests, time_model, self._clock)
+        self._worker = SimWorker(config, self._script, time_model, host)
+        self._clock, self._core = self._worker.clock, self._worker.core
         self._requests = RequestLog(len(trace.requests))
         self._steps = StepLog()
         self._stuck_turns = 0
@@ -102,8 +77,6 @@ class Simulation:
             self._stuck_turns = 0
         if self._overlap:
             self._commit(prev)
-        if run is not None:
-            self._executor.sample(run, {})
         self._take_output()
         return run
 
@@ -111,39 +84,19 @@ class Simulation:
         now = self._clock.now
         for index in self._arrivals.due(now):
             self._requests.sent[index] = now
-            self._core.submit(self._submit(index), now)
-
-    def _submit(self, index: int) -> Submit:
-        request = self._trace.requests[index]
-        params = SamplingParams(max_new_tokens=request.max_new_tokens, temperature=0.0, seed=index)
-        return Submit(
-            PEER,
-            index,
-            f"request {index}",
-            self._script.prompt(index),
-            params,
-            salt=request.salt,
-            priority=request.priority,
-            lora=request.lora,
-            routing_key=request.routing_key,
-        )
+            self._worker.submit(submit_message(self._trace, self._script, index))
 
     def _launch(self) -> SimRun | None:
         planned = self._clock.now
-        plan = self._core.plan(planned)
-        if plan is None:
-            return None
-        self._clock.pass_time(self._host.plan_s)
-        run = self._executor.forward(plan)
-        self._steps.add(run, planned, self._core.stats())
+        run = self._worker.launch()
+        if run is not None:
+            self._steps.add(run, planned, self._core.stats())
         return run
 
     def _commit(self, run: SimRun | None) -> None:
         if run is None:
             return
-        result = self._executor.wait(run)
-        self._core.commit(result, self._clock.now)
-        self._clock.pass_time(self._host.commit_s)
+        self._worker.commit(run)
         self._take_output()
 
     def _take_output(self) -> None:

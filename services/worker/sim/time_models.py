@@ -10,9 +10,11 @@ from services.worker.exec.fake import TimeModel
 
 # h200-like is an assumption and no measurement: an 8B model in bfloat16 on one H200. Weights of 16 GB at 4 TB/s and launches
 # make the base, 16 GFLOP per token at 500 TFLOP/s the prefill, sampling and bookkeeping the row, 128 KiB of KV at 4 TB/s the
-# token of context.
+# token of context. h200-8b is the same with the data sheet's 4.8 TB/s, 800 of its 989 TFLOP/s, and 0.7 ms of launches: what
+# kernels at their best would do.
 PRESETS = {
     "h200-like": TimeModel(base=5e-3, per_prefill_token=32e-6, per_row=10e-6, per_context_token=33e-9),
+    "h200-8b": TimeModel(base=4e-3, per_prefill_token=20e-6, per_row=10e-6, per_context_token=27e-9),
     "zero": TimeModel(),
 }
 

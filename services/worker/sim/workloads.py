@@ -29,6 +29,20 @@ def shared_prefix(groups: int, per_group: int, prefix: int, suffix: int, output:
     )
 
 
+def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
+    """Prompts of prefix + suffix tokens. `share` of them, at random places, begin with the same prefix; the others are unlike
+    anything."""
+    if not 0 <= share <= 1:
+        raise ValueError("share is within 0 and 1")
+    if prefix % BLOCK_SIZE:
+        raise ValueError(f"prefix is a multiple of {BLOCK_SIZE}, the tokens of a block")
+    rng = np.random.default_rng(seed)
+    hot = rng.permutation(requests) < round(share * requests)
+    blocks = tuple(range(prefix // BLOCK_SIZE))
+    rows = zip(_arrivals(requests, rate, rng).tolist(), hot.tolist(), strict=True)
+    return _trace(TraceRequest(at, blocks if is_hot else (), prefix + suffix, output, output) for at, is_hot in rows)
+
+
 def random_lengths(requests: int, input_len: int, output: int, spread: float, rate: float, seed: int) -> Trace:
     """Nothing shared. Lengths are uniform in mean * (1 - spread) .. mean * (1 + spread)."""
     rng = np.random.default_rng(seed)

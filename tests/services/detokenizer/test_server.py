@@ -22,7 +22,7 @@ from services.shared.hf_tokenizer import HfTokenizer
 
 @contextlib.asynccontextmanager
 async def serving(
-    tokenizer: HfTokenizer, **settings: int
+    tokenizer: HfTokenizer, **settings: int | str
 ) -> AsyncIterator[tuple[pb_grpc.DetokenizerStub, DetokenizerServicer, CollectorRegistry]]:
     registry = CollectorRegistry()
     config = DetokenizerSettings(model=Path("."), **settings)  # type: ignore[arg-type]
@@ -114,5 +114,82 @@ def test_draining_ends_idle_streams_as_unavailable(tokenizers: dict[str, HfToken
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await call.read()
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(run())
+
+
+def test_draining_answers_what_was_sent_before(tokenizers: dict[str, HfTokenizer]) -> None:
+    async def run() -> None:
+        async with serving(tokenizers["byte_level"], inline_tokens=0) as (stub, servicer, registry):
+            call = stub.Decode()
+            await call.write(row(1, [10], opens=[pb.DecodeOpen(handle=1)]))
+            await call.read()
+            for seq in range(1, 6):
+                await call.write(row(1, [10], seq=seq))
+            await servicer.drain()
+            seqs = []
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                while True:
+                    seqs.append((await call.read()).seq)
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert seqs == [1, 2, 3, 4, 5]
+            assert registry.get_sample_value("rootstock_detokenizer_open_requests") == 0
+
+    asyncio.run(run())
+
+
+def test_draining_ends_busy_streams_too_and_takes_no_new_ones(tokenizers: dict[str, HfTokenizer]) -> None:
+    async def run() -> None:
+        async with serving(tokenizers["byte_level"]) as (stub, servicer, _):
+            call = stub.Decode()
+            await call.write(row(1, [10], opens=[pb.DecodeOpen(handle=1)]))
+            await call.read()
+            await servicer.drain()
+            with pytest.raises(grpc.aio.AioRpcError):
+                async with asyncio.timeout(10):
+                    while True:
+                        await call.write(row(1, [10]))
+                        await call.read()
+            assert await call.code() == grpc.StatusCode.UNAVAILABLE
+            late = stub.Decode()
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await late.read()
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert (await stub.TokenTexts(pb.TokenTextsRequest(token_ids=[10]))).texts, "unary calls go on"
+
+    asyncio.run(run())
+
+
+def test_the_served_name(tokenizers: dict[str, HfTokenizer]) -> None:
+    async def run() -> None:
+        async with serving(tokenizers["byte_level"], served_model_name="llama") as (stub, _, _registry):
+            assert (await stub.Info(pb.DetokenizerInfoRequest())).model == "llama"
+
+    asyncio.run(run())
+
+
+def test_connections_of_an_age_are_replaced_and_their_streams_go_on(tokenizers: dict[str, HfTokenizer]) -> None:
+    async def run() -> None:
+        config = DetokenizerSettings(model=Path("."))
+        servicer = DetokenizerServicer(tokenizers["byte_level"], config, DetokenizerMetrics(CollectorRegistry()))
+        ports: list[int] = []
+
+        def add(server: grpc.aio.Server) -> None:
+            pb_grpc.add_DetokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+            ports.append(server.add_insecure_port("127.0.0.1:0"))
+
+        server = await rpc.start_server("127.0.0.1", 0, rpc.Health("detokenizer"), add, max_connection_age_s=0.3)
+        try:
+            async with rpc.channel(f"127.0.0.1:{ports[0]}") as channel:
+                call = pb_grpc.DetokenizerStub(channel).Decode()  # type: ignore[no-untyped-call]
+                await call.write(row(1, [10], opens=[pb.DecodeOpen(handle=1)]))
+                await call.read()
+                async with asyncio.timeout(10):
+                    await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+                await call.write(row(1, [10], seq=7))
+                assert (await call.read()).seq == 7
+                call.cancel()
+        finally:
+            await server.stop(None)
 
     asyncio.run(run())

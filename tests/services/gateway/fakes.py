@@ -81,6 +81,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         await self._begin(request, context)
         return tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenIds(ids=ids_of(text)) for text in request.texts])
 
+    async def Info(self, request: Any, context: Any) -> tokenizer_pb2.TokenizerInfo:
+        return tokenizer_pb2.TokenizerInfo()
+
     async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
         await self._begin(request, context)
         text = chat_text(orjson.loads(request.messages_json), request.add_generation_prompt)
@@ -137,6 +140,9 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         await self.text_gate.wait()
         return detokenizer_pb2.TokenTextsResponse(texts=[self.bytes_of.get(i, chr(i).encode()) for i in request.token_ids])
 
+    async def Info(self, request: Any, context: Any) -> detokenizer_pb2.DetokenizerInfo:
+        return detokenizer_pb2.DetokenizerInfo()
+
     async def Decode(
         self, batches: AsyncIterator[detokenizer_pb2.DecodeBatch], context: Any
     ) -> AsyncIterator[detokenizer_pb2.TextBatch]:
@@ -187,6 +193,10 @@ class Running:
     submit: worker_pb2.Submit
     script: list[int]
     made: list[int] = field(default_factory=list)
+    said_pieces: int = 0  # of prompt_logprobs
+
+    def __post_init__(self) -> None:
+        self.made += self.submit.output_ids  # made elsewhere: goes on after it
 
     def next(self) -> tuple[int, worker_pb2.Finish | None]:
         token = self.script[len(self.made)] if len(self.made) < len(self.script) else EOS
@@ -234,7 +244,8 @@ class Running:
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """One step is one token for every request. `tokens_per_gate` None: steps run freely; else only that many more."""
+    """One step is one token for every request. `steps_left` None: steps run freely; else only that many more. It tells its
+    load when a test says so, and with `beat_s` as often as that."""
 
     def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:
         self.info = worker_pb2.WorkerInfo(worker_id=name, generation=1, model=model)
@@ -244,6 +255,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.refuse: list[tuple[int, str]] = []  # ABORT finishes for the next submits: error code, message
         self.steps_left: int | None = None
         self.merge = 1  # steps in one message, as a worker sends them to a slow front end
+        self.early_prompt = False  # a prompt's first log probabilities come before any step
+        self.load: worker_pb2.WorkerLoad | None = None  # as told last
+        self.beat_s: float | None = None
         self.submits: list[worker_pb2.Submit] = []
         self.messages: list[worker_pb2.GenerateRequest] = []
         self.aborted: list[int] = []
@@ -251,6 +265,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.contexts: list[Any] = []
         self.steps = 0
         self._kick = asyncio.Event()
+        self._loads = 0  # told
+        self._refused: list[worker_pb2.Finish] = []  # of the newest stream
+
+    def tell(self, **fields: Any) -> None:
+        """Its load, now and first on every stream to come."""
+        self.load = worker_pb2.WorkerLoad(**fields)
+        self._loads += 1
+        self._kick.set()
+
+    def end_running(self, code: int, message: str = "") -> None:
+        """Ends all that runs with an error."""
+        reason = pb.FINISH_REASON_ABORT
+        self._refused += [worker_pb2.Finish(handle=handle, reason=reason, error=code, message=message) for handle in self.running]
+        self.running.clear()
+        self._kick.set()
 
     def allow(self, steps: int | None) -> None:
         self.steps_left = steps
@@ -261,12 +290,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
         running: dict[int, Running] = {}
         refused: list[worker_pb2.Finish] = []
-        self.running = running
+        self.running, self._refused = running, refused
         self.contexts.append(context)
         yield worker_pb2.GenerateResponse(hello=self.info)
+        told = 0 if self.load is not None else self._loads
         reader = asyncio.create_task(self._read(requests, running, refused))
         try:
             while True:
+                if told != self._loads and self.load is not None:
+                    told = self._loads
+                    yield worker_pb2.GenerateResponse(load=self.load)
+                early = self._early_prompts(running)
+                if early.prompt_logprobs:
+                    yield worker_pb2.GenerateResponse(step=early)
                 if refused or (running and self.steps_left != 0):
                     step = self._step(running, refused)
                     for _ in range(self.merge - 1):
@@ -275,7 +311,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     await asyncio.sleep(0.001)
                 else:
                     self._kick.clear()
-                    await self._kick.wait()
+                    try:
+                        await asyncio.wait_for(self._kick.wait(), self.beat_s)
+                    except TimeoutError:
+                        told = -1
         finally:
             reader.cancel()
             running.clear()
@@ -299,6 +338,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 running.pop(handle, None)
             self._kick.set()
 
+    def _early_prompts(self, running: dict[int, Running]) -> worker_pb2.StepOutput:
+        step = worker_pb2.StepOutput()
+        for request in running.values() if self.early_prompt else ():
+            if not request.made and not request.said_pieces:
+                step.prompt_logprobs.extend(request.prompt_logprobs()[:1])
+                request.said_pieces = 1
+        return step
+
     def _step(self, running: dict[int, Running], refused: list[worker_pb2.Finish]) -> worker_pb2.StepOutput:
         self.steps += 1
         step = worker_pb2.StepOutput(finishes=refused)
@@ -320,7 +367,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if sampling.HasField("embedding"):
             return request.embedded()
         if not request.made:
-            step.prompt_logprobs.extend(request.prompt_logprobs())
+            step.prompt_logprobs.extend(request.prompt_logprobs()[request.said_pieces :])
         token, finish = request.next()
         step.handles.append(handle)
         step.counts.append(1)

@@ -17,6 +17,7 @@ from openai import OpenAI
 from services.gateway import http_server
 from services.gateway.gateway import Gateway
 from services.gateway.settings import GatewaySettings
+from services.gateway.worker_link import WorkerLink
 
 from .fakes import MODEL, FakeDetokenizer, FakeTokenizer, FakeWorker, Host
 
@@ -33,12 +34,21 @@ def wait_until(condition: Callable[[], bool], what: str = "condition") -> None:
 
 class System:
     def __init__(
-        self, workers: int = 1, detokenizers: int = 1, tokenizers: int = 1, down: tuple[str, ...] = (), **settings: Any
+        self,
+        workers: int = 1,
+        detokenizers: int = 1,
+        tokenizers: int = 1,
+        down: tuple[str, ...] = (),
+        configure: Callable[[list[FakeWorker]], None] = lambda workers: None,
+        **settings: Any,
     ) -> None:
-        """`down` names services that are not started: "worker", "tokenizer", "detokenizer"."""
+        """`down` names services that are not started: "worker", "tokenizer", "detokenizer". configure: the workers, before
+        they are started."""
+        self._configure = configure
         self._sizes = (workers, detokenizers, tokenizers)
         self._down = down
-        self._overrides = {"wait_for_worker_s": 10.0, "wait_for_detokenizer_s": 10.0, "grace_s": 0.2, **settings}
+        self.clients: list[RawClient] = []
+        self._overrides = {"queue_timeout_s": 10.0, "wait_for_detokenizer_s": 10.0, "grace_s": 0.2, **settings}
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -47,9 +57,12 @@ class System:
         self.call(self._start())
         if not self._down:
             wait_until(lambda: self.get("/readiness").status_code == 200, "readiness")
+            wait_until(lambda: all(link.info is not None for link in self.links), "every worker")
         return self
 
     def __exit__(self, *_: object) -> None:
+        for client in self.clients:
+            client.vanish()
         self.call(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)
@@ -57,6 +70,7 @@ class System:
     async def _start(self) -> None:
         workers, detokenizers, tokenizers = self._sizes
         self.workers = [Host(FakeWorker(f"worker-{i}")) for i in range(workers)]
+        self._configure([host.servicer for host in self.workers])
         self.detokenizers = [Host(FakeDetokenizer()) for _ in range(detokenizers)]
         self.tokenizers = [Host(FakeTokenizer()) for _ in range(tokenizers)]
         for service, hosts in (("worker", self.workers), ("detokenizer", self.detokenizers), ("tokenizer", self.tokenizers)):
@@ -93,6 +107,26 @@ class System:
             action()
 
         self.call(run())
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """To the workers, in their order."""
+        return [self.gateway.dispatcher.fleet.links[host.address] for host in self.workers]
+
+    @property
+    def num_waiting(self) -> int:
+        return self.gateway.dispatcher.queue_length
+
+    def allow(self, steps: int | None) -> None:
+        """On every worker."""
+        self.do(lambda: [host.servicer.allow(steps) for host in self.workers])
+
+    def submits(self) -> list[int]:
+        """By worker: those that it got."""
+        return [len(host.servicer.submits) for host in self.workers]
+
+    def running(self) -> list[int]:
+        return [len(host.servicer.running) for host in self.workers]
 
     @property
     def worker(self) -> FakeWorker:
@@ -133,16 +167,24 @@ class System:
                 return float(value)
         return 0.0
 
+    def total(self, name: str) -> float:
+        """Of all samples of a metric, over its labels."""
+        lines = (line.rpartition(" ") for line in self.get("/metrics").text.splitlines())
+        return sum(float(value) for sample, _, value in lines if sample.partition("{")[0] == name)
+
 
 class RawClient:
     """A bare socket that can stop reading, or vanish, at any moment."""
 
-    def __init__(self, system: System, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, system: System, path: str, body: dict[str, Any], key: str = "") -> None:
+        """key: API key."""
         content = orjson.dumps({"model": MODEL, **body})
+        authorization = f"authorization: Bearer {key}\r\n" if key else ""
         self._socket = socket.create_connection(("127.0.0.1", system.port), timeout=WAIT_S)
-        head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: test\r\n{authorization}content-length: {len(content)}\r\n\r\n"
         self._socket.sendall(head.encode() + content)
         self.received = b""
+        system.clients.append(self)  # connected until it vanishes, or the system ends
 
     def read_until(self, text: bytes) -> None:
         while text not in self.received:

@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 def idle(system: System) -> bool:
     """Nothing of any request is left in the gateway."""
     gateway = system.gateway
-    if any(link.open for link in gateway.dispatcher.links) or any(link.open for link in gateway.detoks.links):
+    if any(link.open for link in gateway.dispatcher.fleet.links.values()) or any(link.open for link in gateway.detoks.links):
         return False
     return gateway.generator.idle and gateway.dispatcher.queue_length == 0
 
@@ -54,7 +54,7 @@ def test_while_waiting_for_a_worker(system: System, stream: bool) -> None:
     system.call(system.workers[0].stop())
     wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the worker's end")
     client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
-    wait_until(lambda: system.metric("rootstock_gateway_queue_length") == 2, "the queue")
+    wait_until(lambda: system.total("rootstock_gateway_queue_length") == 2, "the queue")
     client.vanish()
     assert has_ended(system, "tokenized")
     system.call(system.workers[0].start())
@@ -66,7 +66,7 @@ def test_while_waiting_for_a_worker(system: System, stream: bool) -> None:
 def test_while_waiting_for_the_first_worker() -> None:
     with System(down=("worker",)) as system:
         client = RawClient(system, CHAT, chat_body())
-        wait_until(lambda: system.metric("rootstock_gateway_queue_length") == 1, "the queue")
+        wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
         client.vanish()
         assert has_ended(system, "accepted")
 

@@ -11,7 +11,7 @@ import pytest
 
 from rootstock.v1 import common_pb2 as pb
 
-from .fakes import MODEL
+from .fakes import MODEL, ids_of
 from .system import RawClient, System, chat_body, events, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -52,7 +52,8 @@ class TestWorker:
         answer = whole.result().json()
         assert answer["choices"][0]["message"]["content"] == ANSWER
         assert answer["usage"]["completion_tokens"] == len(ANSWER) + 1
-        assert system.metric("rootstock_gateway_retries_total", service="worker") == 1
+        assert system.metric("rootstock_gateway_moves_total", cause="lost", state="begun") == 1
+        assert list(system.worker.submits[1].output_ids) == ids_of(ANSWER[:5])
 
     def test_a_stream_without_a_token_goes_to_another_worker(self) -> None:
         with System(workers=2) as system:
@@ -66,28 +67,45 @@ class TestWorker:
             assert content_of(pending.result().text) == ANSWER
             assert len(first.servicer.submits) == len(second.servicer.submits) == 1
 
-    def test_a_stream_with_tokens_ends_with_an_error_event(self, system: System) -> None:
+    def test_a_stream_with_tokens_goes_on_elsewhere(self) -> None:
+        with System(workers=2) as system:
+            for host in system.workers:
+                system.do(lambda host=host: host.servicer.allow(5))
+            client = RawClient(system, CHAT, chat_body(stream=True, n=2))
+            client.read_until(b'"content":"o"')
+            for host in system.workers:
+                system.do(lambda host=host: host.servicer.allow(None))
+            first = max(system.workers, key=lambda host: len(host.servicer.submits))
+            system.call(first.stop())
+            text = client.read_to_end_of_stream().decode()
+            assert b"[DONE]" in text.encode() and "error" not in text
+
+    def test_what_a_client_has_seen_is_not_repeated(self, system: System) -> None:
         system.do(lambda: system.worker.allow(5))
-        client = RawClient(system, CHAT, chat_body(stream=True, n=2))
-        client.read_until(b'"content":"o"')
+        pending = Pending(system, stream=True, stream_options={"include_usage": True})
+        wait_until(lambda: system.worker.steps_left == 0, "five tokens")
         system.call(system.workers[0].stop())
-        text = client.read_to_end_of_stream()
-        assert b'data: {"error":{"message":"The worker was lost' in text and b"[DONE]" not in text
-        assert text.count(b'"error"') == 1
+        system.do(lambda: system.worker.allow(None))
+        system.call(system.workers[0].start())
+        text = pending.result().text
+        chunks = events(text)
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk["choices"]) == ANSWER
+        usage = chunks[-1]["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(system.worker.submits[0].prompt_ids), len(ANSWER) + 1)
 
     def test_a_request_that_kills_workers_is_given_up(self, system: System) -> None:
         system.do(lambda: system.worker.allow(0))
         pending = Pending(system)
-        for attempt in (1, 2, 3):
+        for attempt in (1, 2, 3, 4):
             wait_until(lambda attempt=attempt: len(system.worker.submits) == attempt, f"submit {attempt}")
             system.call(system.workers[0].stop())
             system.call(system.workers[0].start())
         answer = pending.result()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "worker_lost"
-        assert len(system.worker.submits) == 3
+        assert len(system.worker.submits) == 4
 
     def test_waits_for_a_worker_then_503(self) -> None:
-        with System(down=("worker",), wait_for_worker_s=0.2) as system:
+        with System(down=("worker",), queue_timeout_s=0.2) as system:
             answer = system.chat()
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "no_worker"
@@ -95,14 +113,14 @@ class TestWorker:
     def test_waits_for_a_worker_and_is_served(self) -> None:
         with System(down=("worker",)) as system:
             pending = Pending(system)
-            wait_until(lambda: system.metric("rootstock_gateway_queue_length") == 1, "the queue")
+            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
             system.call(system.workers[0].start())
             assert pending.result().json()["choices"][0]["message"]["content"] == ANSWER
 
     def test_bounded_queue(self) -> None:
         with System(down=("worker",), max_waiting_requests=1) as system:
             first = RawClient(system, CHAT, chat_body())
-            wait_until(lambda: system.metric("rootstock_gateway_queue_length") == 1, "the queue")
+            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
             answer = system.chat()
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "queue_full" and "retry-after" in answer.headers
@@ -131,7 +149,7 @@ class TestWorker:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.refuse.append((pb.ERROR_CODE_UNAVAILABLE, "draining")))
             pending = Pending(system)
-            wait_until(lambda: system.metric("rootstock_gateway_queue_length") == 1, "the queue")
+            wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
             system.call(system.workers[0].stop())
             system.call(system.workers[0].start())
             assert pending.result().status_code == 200

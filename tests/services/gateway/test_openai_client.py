@@ -117,8 +117,19 @@ def test_unset_sampling_fields_stay_unset(shared: System) -> None:
     sampling = shared.worker.submits[-1].sampling
     assert sampling.temperature == 1.0
     assert sampling.max_new_tokens == CONTEXT_LEN - PROMPT_TOKENS
-    for name in ("top_p", "top_k", "min_p", "seed", "min_new_tokens", "ignore_eos", "repetition_penalty"):
+    for name in ("top_p", "top_k", "min_p", "min_new_tokens", "ignore_eos", "repetition_penalty"):
         assert not sampling.HasField(name), name
+
+
+def test_a_seed_is_made_where_something_is_drawn(shared: System) -> None:
+    """So that another worker can go on with the same draws."""
+    seeds = set()
+    for _ in range(2):
+        shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES, n=2)
+        seeds |= {submit.sampling.seed for submit in shared.worker.submits[-2:]}
+    assert len(seeds) == 4
+    shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
+    assert not shared.worker.submits[-1].sampling.HasField("seed")
 
 
 def test_models(shared: System) -> None:

@@ -95,7 +95,7 @@ def make() -> Iterator[Callable[[int], System]]:
     systems: list[System] = []
 
     def build(workers: int) -> System:
-        system = System(workers=workers, down=("worker",), wait_for_worker_s=1.0)
+        system = System(workers=workers, down=("worker",), queue_timeout_s=1.0)
         systems.append(system)
         system.__enter__()
         for index, host in enumerate(system.workers):
@@ -173,7 +173,7 @@ class TestOpenAndClose:
         assert open_session(system).status_code == status
 
     def test_without_a_worker(self) -> None:
-        with System(down=("worker",), wait_for_worker_s=0.2) as system:
+        with System(down=("worker",), queue_timeout_s=0.2) as system:
             answer = open_session(system)
             assert answer.status_code == 503 and "retry-after" in answer.headers
 

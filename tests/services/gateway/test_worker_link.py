@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from rootstock.v1 import worker_pb2
+from services.gateway.generation import Prompt
+from services.gateway.routing.breaker import CircuitBreaker
 from services.gateway.worker_link import MESSAGE_BYTES, WorkerLink
 from services.shared.limits import MAX_MESSAGE_BYTES
 
 
 def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
     async def run() -> list[worker_pb2.GenerateRequest]:
-        choice: Any = object()
-        link = WorkerLink("127.0.0.1:1", choice)
+        choice: Any = SimpleNamespace(prompt=Prompt([], None), output_ids=[], trace=None)
+        link = WorkerLink("127.0.0.1:1", choice, 5.0, CircuitBreaker())
         for handle in range(700):
             link.submit(choice, worker_pb2.Submit(handle=handle, prompt_ids=[150_000] * 40_000))
         link.abort(3)

@@ -15,6 +15,8 @@ import pytest
 
 from rootstock.v1 import tokenizer_pb2 as pb
 from services.shared import limits
+from services.shared.block_hash import block_hashes, root_hash
+from services.tokenizer import server
 from tests.services.tokenizer.model_folders import byte_level
 from tests.services.tokenizer.serving import Serving, serving
 
@@ -37,6 +39,8 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
         (pb.EncodeRequest(texts=["x"] * (limits.MAX_BATCH_PROMPTS + 1)), EXHAUSTED, "texts"),
         (pb.EncodeRequest(texts=["secret" * 200]), EXHAUSTED, "texts"),
         (pb.EncodeRequest(texts=["x"], request_id="r" * 257), INVALID, "request_id"),
+        (pb.EncodeRequest(texts=["x"], hash_root=b"1234567"), INVALID, "hash_root"),
+        (pb.EncodeChatRequest(messages_json=HELLO, hash_root=b"123456789"), INVALID, "hash_root"),
         (pb.EncodeChatRequest(), INVALID, "messages"),
         (pb.EncodeChatRequest(messages_json=b"[secret"), INVALID, "messages"),
         (pb.EncodeChatRequest(messages_json=HELLO, tools_json=b"{}"), INVALID, "tools"),
@@ -145,6 +149,38 @@ def test_concurrent_requests_get_their_own_ids(folders: dict[str, Path]) -> None
             together = await asyncio.gather(*(ids(service, n) for n in range(200)))
             assert list(together[:20]) == alone
             assert service.metric("tokens_total") == sum(map(len, alone)) + sum(map(len, together))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("inline_tokens", [0, 1 << 20], ids=["in a thread", "on the loop"])
+def test_block_hashes_where_a_root_is_given(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, inline_tokens: int
+) -> None:
+    monkeypatch.setattr(server, "INLINE_TOKENS", inline_tokens)
+    root = root_hash("model", "", "tokenizer", "")
+
+    async def run() -> None:
+        async with serving(folders["byte_level"]) as service:
+            texts = ["hello there " * 100, "hello", "hello there " * 200]
+            response = await service.stub.Encode(pb.EncodeRequest(texts=texts, hash_root=root))
+            assert [prompt.block_hashes for prompt in response.prompts] == [block_hashes(root, p.ids) for p in response.prompts]
+            long, short, longer = (prompt.block_hashes for prompt in response.prompts)
+            assert not short and len(long) >= 8 and longer.startswith(long) and len(longer) > len(long)
+            messages = json.dumps([{"role": "user", "content": texts[0]}]).encode()
+            (chat,) = (await service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=messages, hash_root=root))).prompts
+            assert chat.block_hashes == block_hashes(root, chat.ids) != b""
+            (plain,) = (await service.stub.Encode(pb.EncodeRequest(texts=texts[:1]))).prompts
+            assert plain.ids == response.prompts[0].ids and not plain.block_hashes
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("setting", "name"), [({}, "byte_level"), ({"served_model_name": "llama"}, "llama")])
+def test_the_served_name(folders: dict[str, Path], setting: dict[str, str], name: str) -> None:
+    async def run() -> None:
+        async with serving(folders["byte_level"], **setting) as service:
+            assert (await service.stub.Info(pb.TokenizerInfoRequest())).model == name
 
     asyncio.run(run())
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,10 +16,13 @@ from services.worker.core.messages import StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FakeExecutor, TimeModel
-from services.worker.inbox import Inbox, Stop
+from services.worker.inbox import Inbox
+from services.worker.load import BEAT_S, GAP_S, LoadReport, NoIndex
 from services.worker.loop import Loop
 from services.worker.metrics import WorkerMetrics
-from services.worker.server import StreamOutbox, WorkerServicer
+from services.worker.outbox import StreamOutbox
+from services.worker.scheduler_thread import SchedulerThread
+from services.worker.server import WorkerServicer
 from services.worker.wire import ModelLimits
 from tests.core.harness import LetterDecoder
 
@@ -44,6 +46,9 @@ class Serving:
     executor: FakeExecutor
     metrics: WorkerMetrics
     inbox: Inbox
+    outbox: StreamOutbox
+    load: LoadReport
+    scheduler: SchedulerThread
 
     async def idle(self) -> StepStats:
         """Waits until nothing runs or waits, at most five seconds."""
@@ -56,14 +61,15 @@ class Serving:
 
 
 class Observer:
-    def __init__(self, metrics: WorkerMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: WorkerMetrics, load: LoadReport) -> None:
+        self._metrics, self._load = metrics, load
 
     def planned(self, plan: BatchPlan) -> None:
         self._metrics.planned(plan)
 
     def turned(self, stats: StepStats, busy: bool) -> None:
         self._metrics.turned(stats, busy)
+        self._load.turned(stats)
 
     def cached(self, events: CacheEvents) -> None:
         self._metrics.cached(events)
@@ -86,7 +92,9 @@ class Tap:
 
 
 @asynccontextmanager
-async def serving(step_s: float = 0.001, config: SchedulerConfig = CONFIG, overlap: bool = True) -> AsyncIterator[Serving]:
+async def serving(
+    step_s: float = 0.001, config: SchedulerConfig = CONFIG, overlap: bool = True, gap_s: float = GAP_S, beat_s: float = BEAT_S
+) -> AsyncIterator[Serving]:
     core = Scheduler(config, LetterDecoder())
     executor = FakeExecutor(
         config.num_pages,
@@ -98,23 +106,27 @@ async def serving(step_s: float = 0.001, config: SchedulerConfig = CONFIG, overl
     )
     metrics = WorkerMetrics("fake", config.page_size, config.num_pages, config.max_running_requests)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
-    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics), PlainMasks(), overlap)
-    thread = threading.Thread(target=loop.run, daemon=True)
+    load = LoadReport(outbox, config.page_size, NoIndex(5), gap_s, beat_s)
+    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics, load), PlainMasks(), overlap)
+    scheduler = SchedulerThread(loop, inbox)
     info = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
-    servicer = WorkerServicer(inbox, outbox, info, ModelLimits(config.context_len, config.vocab_size, False), metrics.arrived)
+    limits = ModelLimits(config.context_len, config.vocab_size, False)
+    servicer = WorkerServicer(inbox, outbox, info, limits, metrics.arrived, load)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    thread.start()
+    scheduler.start()
+    telling = asyncio.create_task(load.keep())
     try:
         async with rpc.channel(f"127.0.0.1:{port}") as channel:
-            yield Serving(worker_pb2_grpc.WorkerStub(channel), core, executor, metrics, inbox)
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            yield Serving(stub, core, executor, metrics, inbox, outbox, load, scheduler)
     finally:
-        inbox.put(Stop())
-        await asyncio.to_thread(thread.join, 5)
+        await scheduler.stop(5)
         await server.stop(0)
-    assert not thread.is_alive()
+        telling.cancel()
+    assert scheduler.ended
 
 
 def run(test: Callable[[], object]) -> None:

@@ -58,7 +58,7 @@ async def operated(step_s: float = 0.002, overlap: bool = True) -> AsyncIterator
         assert control is not None
         try:
             async with rpc.channel(f"127.0.0.1:{control.port}") as channel:
-                front = FrontEnd(worker)
+                front = FrontEnd(worker.stub)
                 await front.hello()
                 yield Operated(worker, front, control_pb2_grpc.ControlStub(channel))
         finally:

@@ -20,7 +20,7 @@ from tests.services.worker.test_server import FrontEnd, submit
 
 
 async def front_end(at: Serving) -> FrontEnd:
-    front = FrontEnd(at)
+    front = FrontEnd(at.stub)
     await front.hello()
     return front
 

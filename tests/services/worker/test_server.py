@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rootstock.v1 import common_pb2, worker_pb2
+from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.worker.exec.fake import hashed_token
-from tests.services.worker.conftest import Serving, run, serving
+from tests.services.worker.conftest import run, serving
 
 LENGTH, TOKEN, STRING, ABORT = (
     common_pb2.FINISH_REASON_LENGTH,
@@ -42,10 +42,11 @@ def expected(prompt: list[int], count: int) -> list[int]:
 class FrontEnd:
     """One Generate stream, its outputs gathered by handle."""
 
-    def __init__(self, serving: Serving) -> None:
-        self.call = serving.stub.Generate()
+    def __init__(self, stub: worker_pb2_grpc.WorkerStub) -> None:
+        self.call = stub.Generate()
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, worker_pb2.Finish] = {}
+        self.loads: list[worker_pb2.WorkerLoad] = []
         self.messages = 0
 
     async def hello(self) -> worker_pb2.WorkerInfo:
@@ -57,7 +58,18 @@ class FrontEnd:
     async def until(self, done: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not done():
-                self._take((await self.call.read()).step)
+                assert await self.next(), "the stream has ended"
+
+    async def next(self) -> bool:
+        """Takes one message. False: the stream has ended."""
+        message = await self.call.read()
+        if message is grpc.aio.EOF:
+            return False
+        if message.HasField("load"):
+            self.loads.append(message.load)
+        else:
+            self._take(message.step)
+        return True
 
     async def ended(self, *handles: int) -> None:
         await self.until(lambda: set(handles) <= set(self.finishes))
@@ -77,7 +89,7 @@ class FrontEnd:
 def test_many_requests_share_one_message_per_step(overlap: bool) -> None:
     async def check() -> None:
         async with serving(step_s=0.005, overlap=overlap) as worker:
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             assert (await front.hello()).generation == 5
             await front.send(*[submit(handle, [handle + 1] * 5) for handle in range(20)])
             await front.ended(*range(20))
@@ -93,7 +105,7 @@ def test_many_requests_share_one_message_per_step(overlap: bool) -> None:
 def test_a_second_request_is_told_what_was_cached() -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             await front.hello()
             await front.send(submit(1, list(range(20))))
             await front.ended(1)
@@ -107,7 +119,7 @@ def test_a_second_request_is_told_what_was_cached() -> None:
 def test_abort_ends_the_request_once_and_frees_its_pages() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             await front.hello()
             await front.send(submit(1, max_new_tokens=200), submit(2, max_new_tokens=20))
             await front.until(lambda: len(front.tokens[1]) > 3)
@@ -124,7 +136,7 @@ def test_abort_ends_the_request_once_and_frees_its_pages() -> None:
 def test_a_front_end_that_goes_away_leaves_nothing_behind() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
-            first, second = FrontEnd(worker), FrontEnd(worker)
+            first, second = FrontEnd(worker.stub), FrontEnd(worker.stub)
             await first.hello()
             await second.hello()
             await first.send(*[submit(handle, max_new_tokens=240) for handle in range(36)])
@@ -167,7 +179,7 @@ BAD_SAMPLING = {
 def test_the_worker_refuses_what_a_gateway_should_have(name: str) -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             await front.hello()
             message = submit(1, **BAD_SAMPLING.get(name, {}))
             for field, value in BAD.get(name, {}).items():
@@ -185,7 +197,7 @@ def test_the_worker_refuses_what_a_gateway_should_have(name: str) -> None:
 def test_the_bounded_queue_refuses_one_more() -> None:
     async def check() -> None:
         async with serving(step_s=0.02) as worker:
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             await front.hello()
             await front.send(*[submit(handle, max_new_tokens=100) for handle in range(120)])
             await front.until(lambda: len(front.finishes) >= 20)
@@ -197,7 +209,7 @@ def test_the_bounded_queue_refuses_one_more() -> None:
 def test_stop_strings_and_tokens_are_the_workers_decision() -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             await front.hello()
             whole = expected([1, 2, 3], 10)
             letters = "".join(chr(97 + token % 26) for token in whole)
@@ -214,7 +226,7 @@ def test_a_failing_step_ends_its_requests_and_the_worker_goes_on() -> None:
     async def check() -> None:
         async with serving(step_s=0.002) as worker:
             worker.executor.fail_steps = {3}
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             await front.hello()
             await front.send(submit(1, max_new_tokens=50))
             await front.ended(1)
@@ -230,7 +242,7 @@ def test_a_failing_step_ends_its_requests_and_the_worker_goes_on() -> None:
 def test_metrics_carry_sglangs_names_and_true_counts() -> None:
     async def check() -> None:
         async with serving() as worker:
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             await front.hello()
             await front.send(submit(1, list(range(20))))
             await front.ended(1)
@@ -264,7 +276,7 @@ def test_metrics_carry_sglangs_names_and_true_counts() -> None:
 def test_a_handle_that_is_in_use_ends_the_stream_and_what_came_over_it() -> None:
     async def check() -> None:
         async with serving(step_s=0.005) as worker:
-            front = FrontEnd(worker)
+            front = FrontEnd(worker.stub)
             await front.hello()
             await front.send(submit(1, max_new_tokens=200))
             await front.until(lambda: len(front.tokens[1]) > 1)

@@ -10,7 +10,7 @@ import pytest
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.shared import limits
-from services.worker.core.messages import SessionTurn
+from services.worker.core.messages import SessionTurn, Submit
 from services.worker.core.sampling import DryParams, EmbeddingParams, GrammarKind, GrammarSpec, SamplingParams
 from services.worker.wire import InvalidRequest, ModelLimits, submit_from_pb
 
@@ -246,3 +246,40 @@ class TestSubmit:
     def test_a_bad_field_is_named(self, change: Callable[[worker_pb2.Submit], Any], field: str) -> None:
         with pytest.raises(InvalidRequest, match=f"^{field}"):
             self.made(change)
+
+
+class TestOutputFromElsewhere:
+    @staticmethod
+    def submit(output: list[int], prompt: list[int] = PROMPT, model: ModelLimits = MODEL, **more: Any) -> Submit:
+        message = worker_pb2.Submit(handle=1, prompt_ids=prompt, output_ids=output, **more)
+        return submit_from_pb(message, 1, model, 77)
+
+    def test_arrives(self) -> None:
+        assert self.submit([7, 8, 999]).output_ids == (7, 8, 999)
+        assert self.submit([]).output_ids == ()
+
+    def test_fills_the_context_at_most(self) -> None:
+        whole = self.submit([5] * (CONTEXT - len(PROMPT)))
+        assert len(whole.output_ids) == whole.params.max_new_tokens
+        with pytest.raises(InvalidRequest, match=r"^output_ids: .* 100 tokens"):
+            self.submit([5] * (CONTEXT - len(PROMPT) + 1))
+
+    def test_counts_after_a_prompt_that_was_cut(self) -> None:
+        cutting = ModelLimits(CONTEXT, VOCAB, True)
+        assert len(self.submit([5], [1] * 300, cutting).prompt_ids) == CONTEXT - 1
+        with pytest.raises(InvalidRequest, match=r"^output_ids: "):
+            self.submit([5, 6], [1] * 300, cutting)
+
+    @pytest.mark.parametrize(
+        ("output", "more"),
+        [
+            ([VOCAB], {}),
+            ([1 << 31], {}),
+            ([1], {"session": worker_pb2.SessionTurn(session_id="s")}),
+            ([1], {"sampling": pb.SamplingParams(embedding=pb.Embedding())}),
+        ],
+        ids=["vocabulary", "beyond int32", "session", "embedding"],
+    )
+    def test_is_refused_by_name(self, output: list[int], more: dict[str, Any]) -> None:
+        with pytest.raises(InvalidRequest, match=r"^output_ids: "):
+            self.submit(output, **more)

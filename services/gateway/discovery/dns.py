@@ -1,0 +1,76 @@
+"""The addresses of a DNS name, looked up again and again: a headless Service's pods."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from services.gateway.discovery.endpoints import Endpoints, join
+from services.gateway.discovery.targets import DnsTarget
+from services.shared.log import fields
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.25  # while there was no answer yet
+LONGEST_PAUSE_S = 30.0
+EMPTY_ANSWERS = 2  # in a row, that are believed: a server that has just restarted may know nothing yet
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+async def resolve(name: str, port: int) -> list[str]:
+    """A and AAAA records of a name, as bare addresses; none where the name exists without them or does not exist.
+
+    Raises OSError where the servers give no answer.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+            return []
+        raise
+    return [str(address[0]) for _, _, _, _, address in found]
+
+
+class DnsWatch:
+    """One name. `changed` is told of every answer that counts."""
+
+    def __init__(self, target: DnsTarget, refresh_s: float, lookup: Resolve, changed: Callable[[Endpoints], None]) -> None:
+        self._target = target
+        self._refresh_s = refresh_s
+        self._lookup = lookup
+        self._changed = changed
+        self._answered = False
+        self._failures = 0  # in a row
+        self._empty = 0  # in a row
+
+    async def run(self) -> None:
+        while True:
+            await self._look_up()
+            await asyncio.sleep(self._pause_s() * random.uniform(0.9, 1.1))
+
+    async def _look_up(self) -> None:
+        name, port = self._target.name, self._target.port
+        try:
+            hosts = await self._lookup(name, port)
+        except OSError as error:
+            self._failures += 1
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            logger.log(level, "a name cannot be looked up, its last addresses stay: %s", error, extra=fields(name_=name))
+            return
+        if self._failures:
+            logger.info("a name can be looked up again", extra=fields(name_=name))
+        self._failures = 0
+        self._empty = 0 if hosts else self._empty + 1
+        if hosts or self._empty >= EMPTY_ANSWERS:
+            self._answered = True
+            self._changed({join(host, port): True for host in hosts})
+
+    def _pause_s(self) -> float:
+        tries = min(self._failures if self._answered else self._failures + self._empty, 16)
+        first, longest = (self._refresh_s, LONGEST_PAUSE_S) if self._answered else (FIRST_PAUSE_S, self._refresh_s)
+        return min(first * float(2**tries), max(longest, self._refresh_s))

@@ -1,0 +1,152 @@
+"""Follows the EndpointSlices of one Service: list, then watch from there, list again when the versions are gone or now and then.
+
+The blocking client lives in a daemon thread; what it finds is handed to the event loop. While the API server fails, the last
+endpoints stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import urllib3
+from kubernetes import client, config
+
+from services.gateway.discovery.endpoint_slices import endpoints_of
+from services.gateway.discovery.endpoints import Endpoints
+from services.gateway.discovery.kubernetes_api import GONE, WATCH_S, ApiError, SliceApi, load_client, own_namespace
+from services.gateway.discovery.targets import KubernetesTarget
+from services.shared.log import fields
+
+logger = logging.getLogger(__name__)
+
+RESYNC_S = 600.0  # between two lists, whatever the watch says
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 30.0
+
+LoadClient = Callable[[], client.ApiClient]
+_FAILURES = (ApiError, config.ConfigException, urllib3.exceptions.HTTPError, OSError, ValueError, KeyError)
+
+
+class KubernetesWatch:
+    def __init__(
+        self,
+        target: KubernetesTarget,
+        changed: Callable[[Endpoints], None],
+        load: LoadClient = load_client,
+        watch_s: float = WATCH_S,
+        resync_s: float = RESYNC_S,
+    ) -> None:
+        """`changed` is called on the event loop that runs run()."""
+        self._target = target
+        self._changed = changed
+        self._load = load
+        self._watch_s = watch_s
+        self._resync_s = resync_s
+        self._stopping = threading.Event()
+        self._api: SliceApi | None = None  # the thread's, once it is made
+        self._slices: dict[str, dict[str, Any]] = {}  # the thread's, by name
+        self._told: Endpoints | None = None  # the thread's
+        self._failures = 0  # the thread's, in a row
+
+    async def run(self) -> None:
+        """Until cancelled. Raises what ended the thread, which is a fault of this code."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        threading.Thread(
+            target=self._thread, args=(loop, ended), name=f"endpoints of {self._target.service}", daemon=True
+        ).start()
+        try:
+            await ended
+        finally:
+            self._stopping.set()
+            if self._api is not None:
+                self._api.stop()
+
+    def _thread(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
+        def tell(endpoints: Endpoints) -> None:
+            if not self._stopping.is_set():
+                self._changed(endpoints)
+
+        def end(error: BaseException) -> None:
+            if not ended.done():
+                ended.set_exception(error)
+
+        try:
+            while not self._stopping.is_set():
+                self._attempt(lambda endpoints: loop.call_soon_threadsafe(tell, endpoints))
+                self._stopping.wait(self._pause_s())
+        except Exception as error:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(end, error)
+
+    def _pause_s(self) -> float:
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, 16))
+        return random.uniform(longest / 2, longest)
+
+    def _attempt(self, tell: Callable[[Endpoints], object]) -> None:
+        """One list and the watches from there. Failures are logged and counted."""
+        try:
+            if self._api is None:
+                namespace = self._target.namespace or own_namespace()
+                self._api = SliceApi(self._load(), namespace, self._target.service, self._watch_s)
+            self._follow(self._api, tell)
+        except ApiError as error:
+            if error.status == GONE:
+                logger.info("the versions of the EndpointSlices are gone, listing again", extra=self._fields())
+                self._failures = min(self._failures, 1)
+            else:
+                self._failed(error)
+        except _FAILURES as error:
+            self._failed(error)
+
+    def _follow(self, api: SliceApi, tell: Callable[[Endpoints], object]) -> None:
+        listed, version = api.list()
+        self._slices = {slice_["metadata"]["name"]: slice_ for slice_ in listed}
+        self._tell(tell)
+        if self._failures:
+            logger.info("EndpointSlices can be read again", extra=self._fields())
+        resync = time.monotonic() + self._resync_s * random.uniform(0.8, 1.2)
+        while time.monotonic() < resync and not self._stopping.is_set():
+            began = time.monotonic()
+            for event in api.watch(version):
+                self._failures = 0
+                version = self._apply(event) or version
+                self._tell(tell)
+            self._failures = 0
+            if time.monotonic() - began < FIRST_PAUSE_S:
+                self._stopping.wait(FIRST_PAUSE_S)  # a server, or a proxy, that ends watches at once
+
+    def _apply(self, event: dict[str, Any]) -> str:
+        """Returns the version to go on from."""
+        slice_ = event["object"]
+        kind = event["type"]
+        name = slice_["metadata"].get("name", "")
+        if kind in ("ADDED", "MODIFIED"):
+            self._slices[name] = slice_
+        elif kind == "DELETED":
+            self._slices.pop(name, None)
+        return str(slice_["metadata"].get("resourceVersion", ""))
+
+    def _tell(self, tell: Callable[[Endpoints], object]) -> None:
+        endpoints = endpoints_of(self._slices.values(), self._target.port)
+        if endpoints != self._told:
+            self._told = endpoints
+            tell(endpoints)
+
+    def _failed(self, error: Exception) -> None:
+        if self._stopping.is_set():
+            return
+        self._failures += 1
+        denied = isinstance(error, ApiError) and error.status in (401, 403)
+        hint = "; the service account needs list and watch on endpointslices (discovery.k8s.io)" if denied else ""
+        level = logging.ERROR if denied and self._failures == 1 else logging.WARNING
+        logger.log(level, "EndpointSlices cannot be read, the last ones stay: %s%s", error, hint, extra=self._fields())
+
+    def _fields(self) -> dict[str, dict[str, Any]]:
+        return fields(service_=self._target.service, namespace=self._target.namespace)

@@ -1,0 +1,91 @@
+"""What a setting may say of where a service is: host:port, dns:///name:port, or k8s:///service.namespace:port."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+DNS = "dns:///"
+KUBERNETES = "k8s:///"
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SERVICE = re.compile(rf"(?P<service>{_LABEL})(\.(?P<namespace>{_LABEL}))?", re.ASCII)
+_PORT_NAME = re.compile(_LABEL, re.ASCII)
+_HOST = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]*[A-Za-z0-9_.])?", re.ASCII)
+_IPV6 = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._~-]+)?\]", re.ASCII)
+
+
+@dataclass(frozen=True)
+class StaticTarget:
+    """One address. gRPC resolves it, if it is a name, and takes one of the results."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class DnsTarget:
+    """Every address that the name has."""
+
+    name: str
+    port: int
+
+
+@dataclass(frozen=True)
+class KubernetesTarget:
+    """The pods behind a Service."""
+
+    service: str
+    namespace: str  # "": the gateway's own
+    port: int | str  # the pods' port, or the name that the Service gives to it
+
+
+Target = StaticTarget | DnsTarget | KubernetesTarget
+
+
+def parse(target: str) -> Target:
+    """Raises ValueError with a sentence."""
+    if target.startswith(KUBERNETES):
+        return _kubernetes(target)
+    if target.startswith(DNS):
+        name, port = _split(target, target.removeprefix(DNS))
+        if not _HOST.fullmatch(name):
+            raise ValueError(f"'{target}' has no DNS name: dns:///name:port is wanted.")
+        return DnsTarget(name, _port(target, port))
+    if "/" in target:
+        raise ValueError(f"'{target}' is none of host:port, dns:///name:port and k8s:///service.namespace:port.")
+    host, port = _split(target, target)
+    if not (_HOST.fullmatch(host) or _IPV6.fullmatch(host)):
+        raise ValueError(f"'{target}' has no host: host:port is wanted, an IPv6 address in brackets.")
+    _port(target, port)
+    return StaticTarget(target)
+
+
+def check_target(target: str) -> str:
+    """The target, unchanged. Raises ValueError with a sentence."""
+    parse(target)
+    return target
+
+
+def _kubernetes(target: str) -> KubernetesTarget:
+    name, port = _split(target, target.removeprefix(KUBERNETES))
+    match = _SERVICE.fullmatch(name)
+    if match is None:
+        raise ValueError(f"'{target}' names no Service: k8s:///service.namespace:port or k8s:///service:port is wanted.")
+    named = not port.isdecimal()
+    if named and not (_PORT_NAME.fullmatch(port) and len(port) <= 15):
+        raise ValueError(f"'{target}' has no port: a number or the name of one of the Service's ports is wanted.")
+    return KubernetesTarget(match["service"], match["namespace"] or "", port if named else _port(target, port))
+
+
+def _split(target: str, rest: str) -> tuple[str, str]:
+    name, colon, port = rest.rpartition(":")
+    if not colon:
+        raise ValueError(f"'{target}' has no port.")
+    return name, port
+
+
+def _port(target: str, port: str) -> int:
+    number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else 0
+    if not 1 <= number <= 65535:
+        raise ValueError(f"'{target}' has no port from 1 to 65535.")
+    return number

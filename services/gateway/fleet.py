@@ -1,0 +1,204 @@
+"""All workers, as links that follow discovery, grouped into one pool per model. Decides nothing about requests.
+
+A link lives as long as its address is known; one whose address has gone gets nothing new and is closed when its last request
+has ended or its stream breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+
+from services.gateway.discovery.watch import Discovery
+from services.gateway.generation import ModelInfo
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.mirror import IndexMirror
+from services.gateway.model_pool import ModelPool
+from services.gateway.request_state import Choice
+from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
+from services.gateway.routing.fair_queue import FairQueue
+from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make_policy
+from services.gateway.routing.prefix_index import PrefixIndex
+from services.gateway.settings import GatewaySettings
+from services.gateway.worker_link import LinkEvents, WorkerLink
+from services.shared.log import fields
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25  # how late a lease, a breaker or an expired guess is noticed
+YOUNG_S = 5.0  # after the start
+SWEEP_BLOCKS = 2000  # of workers that have gone, per tick
+NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)
+
+
+class Fleet:
+    """ticked: called several times a second, when what time alone changes has been brought up to date."""
+
+    def __init__(
+        self, settings: GatewaySettings, events: LinkEvents, metrics: GatewayMetrics, ticked: Callable[[], None]
+    ) -> None:
+        self.links: dict[str, WorkerLink] = {}  # by address
+        self.pools: dict[str, ModelPool] = {}  # by the name that clients know
+        self._settings = settings
+        self._events = events
+        self._ticked = ticked
+        self._rng = random.Random()
+        self._group: asyncio.TaskGroup | None = None
+        self._young_until = 0.0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._discovery = Discovery(settings.workers, self._endpoints_changed, dns_refresh_s=settings.dns_refresh_s)
+        self.index = PrefixIndex(settings.max_speculative_blocks) if settings.routing_policy in NEEDS_INDEX else None
+        self.mirror: IndexMirror | None = None
+        if settings.redis_url and self.index is not None:
+            self.mirror = IndexMirror(settings.redis_url, self.index, lambda: None)
+        metrics.watch_fleet(self)
+
+    async def run(self) -> None:
+        self._young_until = asyncio.get_running_loop().time() + YOUNG_S
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._discovery.run())
+                group.create_task(self._tick())
+                if self.mirror is not None:
+                    group.create_task(self.mirror.run())
+        finally:
+            self._group = None
+
+    @property
+    def may_grow(self) -> bool:
+        """Shortly after the start, workers that were never met may still name their models."""
+        return asyncio.get_running_loop().time() < self._young_until and not all(link.met for link in self.links.values())
+
+    def usable(self) -> list[WorkerLink]:
+        return [link for pool in self.pools.values() for link in pool.usable()]
+
+    def join(self, link: WorkerLink) -> ModelPool | None:
+        """The pool of the model that the link's worker has named. None: the gateway's one name is another model's."""
+        info = link.info
+        assert info is not None
+        name = self._settings.model_name or info.model
+        pool = self.pools.get(name)
+        if pool is not None and pool.model.source != info.model:
+            if pool.links:
+                logger.error("worker serves another model and is not used", extra=fields(address=link.address, model=info.model))
+                return None
+            pool = None  # the name has got another model
+        model = ModelInfo(
+            name,
+            info.context_len,
+            info.vocab_size,
+            info.generates or not info.embedding_size,
+            info.embedding_size,
+            info.model,
+            info.revision,
+            info.tokenizer,
+        )
+        if pool is None:
+            pool = self.pools[name] = self._new_pool(model)
+        pool.model = model
+        if self.mirror is not None:
+            self.mirror.watch_model(info.model)
+        pool.join(link, asyncio.get_running_loop().time())
+        return pool
+
+    def _new_pool(self, model: ModelInfo) -> ModelPool:
+        settings = self._settings
+        config = RoutingConfig(
+            gate_abs=settings.routing_imbalance_abs,
+            gate_rel=settings.routing_imbalance_rel,
+            load_weight=settings.routing_load_weight,
+        )
+        policy = make_policy(settings.routing_policy, config, self._rng)
+        queue: FairQueue[Choice] = FairQueue(settings.max_waiting_requests, settings.weights())
+        return ModelPool(model, policy, self.index, queue, self._lease_alive, self._owner_of, settings.worker_queue_slack)
+
+    def _lease_alive(self, link: WorkerLink) -> bool:
+        """A worker that keeps no lease, or says itself that Redis refuses it, needs none."""
+        info, load = link.info, link.load
+        if self.mirror is None or info is None or not info.publishes_index or load is None or not load.lease_held:
+            return True
+        return self.mirror.lease_alive(info.worker_id, load.index_generation) is not False
+
+    def _owner_of(self, link: WorkerLink) -> int:
+        """With a mirror, it says who owns what; without one, a worker's own word about its generation does."""
+        info, load = link.info, link.load
+        if self.index is None or info is None:
+            return -1
+        if self.mirror is not None:
+            return self.mirror.owner_of(info.worker_id)
+        generation = info.generation if load is None else load.index_generation
+        if self.index.find(info.worker_id, generation) < 0:
+            self._retire(link)
+        return self.index.owner(info.worker_id, generation)
+
+    def _retire(self, link: WorkerLink) -> None:
+        """What the link's worker held it holds no more. Where it is known by two addresses, the last one counts."""
+        if self.index is None or self.mirror is not None or link.pool is None:
+            return
+        owners = link.pool.columns.owner
+        owner = int(owners[link.row])
+        if owner >= 0 and (owners == owner).sum() == 1:
+            self.index.retire(owner)
+
+    def leave(self, link: WorkerLink) -> None:
+        """The link's session is over."""
+        pool = link.pool
+        if pool is None:
+            return
+        self._retire(link)  # what it will hold when it comes back, nobody here knows
+        pool.leave(link)
+
+    def unused(self, gone: WorkerLink) -> list[WorkerLink]:
+        """Connected links that could not join while the worker that has gone, of another model, had the gateway's one name."""
+        pool = self.pools.get(self._settings.model_name)
+        if pool is None or pool.links:
+            return []
+        return [link for link in self.links.values() if link is not gone and link.info is not None and link.pool is None]
+
+    def _endpoints_changed(self, endpoints: Mapping[str, bool]) -> None:
+        now = asyncio.get_running_loop().time()
+        for address, ready in endpoints.items():
+            link = self.links.get(address)
+            if link is None:
+                link = self._open(address)
+            link.endpoint_ready = ready
+            if link.pool is not None:
+                link.pool.refresh(link, now)
+        for address, link in self.links.items():
+            if address not in endpoints:
+                link.endpoint_ready, link.retired = False, True
+                if link.pool is not None:
+                    link.pool.refresh(link, now)
+            else:
+                link.retired = False
+        self._close_retired()
+
+    def _open(self, address: str) -> WorkerLink:
+        settings = self._settings
+        breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=settings.breaker_cooldown_s))
+        link = self.links[address] = WorkerLink(address, self._events, settings.worker_silence_s, breaker)
+        assert self._group is not None
+        self._tasks[address] = self._group.create_task(link.run())
+        return link
+
+    def _close_retired(self) -> None:
+        for address in [address for address, link in self.links.items() if link.retired and not link.open]:
+            del self.links[address]
+            self._tasks.pop(address).cancel()
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = loop.time()
+            if self.index is not None:
+                self.index.expire(now)
+                if self.mirror is None:
+                    self.index.sweep(SWEEP_BLOCKS)
+            for pool in self.pools.values():
+                pool.refresh_all(now)
+            self._close_retired()
+            self._ticked()

@@ -1,0 +1,86 @@
+"""What routing sees of the workers: parallel arrays, one row per worker. Plain data; the dispatcher is its one writer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FIRST_ROWS = 8
+
+
+class WorkerColumns:
+    """Arrays of `capacity` rows; a row is meaningful while `used`. Rows keep their number while their worker is known.
+
+    usable: it may get new requests. requests: open on it, over all gateways. waiting: of those, without memory. tokens: prompt
+    and output tokens of what is open on it. limit: requests that it may have open before more wait at the gateway; running:
+    of those, how many it can run at once. owner: its number in the PrefixIndex, -1 for none. last_pick: counts up over all
+    picks. key: 64 random bits that stay the worker's own (of its id), for rendezvous hashing.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []  # worker ids by row, "" where unused
+        self.loras: list[frozenset[str]] = []
+        self.used = np.zeros(0, np.bool_)
+        self.usable = np.zeros(0, np.bool_)
+        self.requests = np.zeros(0, np.int64)
+        self.waiting = np.zeros(0, np.int64)
+        self.tokens = np.zeros(0, np.int64)
+        self.limit = np.zeros(0, np.int64)
+        self.running = np.zeros(0, np.int64)
+        self.owner = np.full(0, -1, np.int64)
+        self.last_pick = np.zeros(0, np.int64)
+        self.key = np.zeros(0, np.uint64)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.ids)
+
+    def add(self, worker_id: str, key: int) -> int:
+        """A zeroed row that is used and not yet usable."""
+        free = np.flatnonzero(~self.used)
+        if not len(free):
+            self._grow()
+            return self.add(worker_id, key)
+        row = int(free[0])
+        for name in ("usable", "requests", "waiting", "tokens", "limit", "running", "last_pick"):
+            getattr(self, name)[row] = 0
+        self.ids[row], self.loras[row] = worker_id, frozenset()
+        self.used[row], self.owner[row], self.key[row] = True, -1, key
+        return row
+
+    def drop(self, row: int) -> None:
+        self.used[row] = self.usable[row] = False
+        self.ids[row], self.loras[row], self.owner[row] = "", frozenset(), -1
+
+    def _grow(self) -> None:
+        more = max(_FIRST_ROWS, self.capacity)
+        self.ids += [""] * more
+        self.loras += [frozenset()] * more
+        for name in ("used", "usable", "requests", "waiting", "tokens", "limit", "running", "last_pick", "key"):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
+        self.owner = np.concatenate([self.owner, np.full(more, -1, np.int64)])
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request to be placed. matched: int64[capacity], prompt tokens that each row's worker is thought to have cached, or
+    None if nothing is known. key: routing key, "" for none. lora: adapter, "" for none. allowed: bool[capacity] to choose
+    from, or None for all."""
+
+    prompt_tokens: int
+    matched: NDArray[np.int64] | None = None
+    key: str = ""
+    lora: str = ""
+    allowed: NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """reason: a policy's word for why, from policies.REASONS. predicted_tokens: cached there, as far as is known."""
+
+    row: int
+    reason: str
+    predicted_tokens: int

@@ -1,0 +1,156 @@
+"""Which worker gets a request: filter, score, pick. Pure: arrays in, one row and a word for the reason out.
+
+Filters (filters.py) leave the rows that are ready, have room and preferably the adapter; a policy chooses one of these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from services.gateway.routing.filters import has_room, ready_rows, rows_with_room, with_adapter, with_room
+from services.gateway.routing.load import least, load_over_mean, over_gate, relative_load, running_slots
+from services.gateway.routing.rendezvous import rendezvous_weights
+
+__all__ = ["REASONS", "Policy", "RoutingConfig", "RoutingPolicy", "has_room", "make_policy", "rows_with_room"]
+
+REASONS = (
+    "round_robin",
+    "random",
+    "least_requests",
+    "least_tokens",
+    "power_of_two",
+    "affinity",
+    "affinity_overflow",
+    "prefix",
+    "prefix_overflow",
+    "no_match",
+    "load_gate",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a policy chooses from. rows: never empty, those left by the filters; ready: also those without room."""
+
+    ask: Ask
+    workers: WorkerColumns
+    rows: NDArray[np.int64]
+    ready: NDArray[np.int64]
+    config: RoutingConfig
+    rng: random.Random
+
+
+Chooser = Callable[[Choice], tuple[int, str]]
+
+
+class Policy:
+    """One way to choose; make_policy makes them."""
+
+    def __init__(self, choose: Chooser, config: RoutingConfig, rng: random.Random) -> None:
+        self._choose, self._config, self._rng = choose, config, rng
+
+    def pick(self, ask: Ask, workers: WorkerColumns) -> Pick | None:
+        """None: no ready worker has room. Changes nothing; the caller counts the pick in the columns."""
+        ready = ready_rows(ask, workers)
+        rows = with_room(ready, workers)
+        if not len(rows):
+            return None
+        rows = with_adapter(rows, ready, ask, workers, self._config)
+        row, reason = self._choose(Choice(ask, workers, rows, ready, self._config, self._rng))
+        return Pick(row, reason, 0 if ask.matched is None else int(ask.matched[row]))
+
+
+def make_policy(name: str, config: RoutingConfig, rng: random.Random) -> Policy:
+    """name: a RoutingPolicy. Raises ValueError for any other."""
+    return Policy(_CHOOSERS[RoutingPolicy(name)], config, rng)
+
+
+def _round_robin(c: Choice) -> tuple[int, str]:
+    return int(c.rows[c.workers.last_pick[c.rows].argmin()]), "round_robin"
+
+
+def _random(c: Choice) -> tuple[int, str]:
+    return int(c.rows[c.rng.randrange(len(c.rows))]), "random"
+
+
+def _least_loaded(c: Choice) -> int:
+    return least(c.rows, relative_load(c.rows, c.workers), c.workers)
+
+
+def _least_requests(c: Choice) -> tuple[int, str]:
+    return _least_loaded(c), "least_requests"
+
+
+def _least_tokens(c: Choice) -> tuple[int, str]:
+    return least(c.rows, c.workers.tokens[c.rows] / running_slots(c.rows, c.workers), c.workers), "least_tokens"
+
+
+def _power_of_two(c: Choice) -> tuple[int, str]:
+    """The less loaded of two drawn ones (Mitzenmacher 2001)."""
+    two = np.array(c.rng.sample(range(len(c.rows)), min(2, len(c.rows))))
+    rows = c.rows[two]
+    return least(rows, relative_load(rows, c.workers), c.workers), "power_of_two"
+
+
+def _affinity(c: Choice) -> tuple[int, str]:
+    if not c.ask.key:
+        return _least_requests(c)
+    return _by_key(c, over_gate(c.ready, c.ready, c.workers, c.config))
+
+
+def _by_key(c: Choice, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
+    """The key's first worker that may be chosen (bounded load: Mirrokni et al. 2018). too_busy: bool[ready]."""
+    weights = rendezvous_weights(c.ask.key, c.workers.key[c.ready])
+    first = int(c.ready[weights.argmax()])
+    rows = c.ready[~too_busy & np.isin(c.ready, c.rows, assume_unique=True)]
+    if not len(rows):
+        return _least_loaded(c), "affinity_overflow"
+    weights = rendezvous_weights(c.ask.key, c.workers.key[rows])
+    row = int(rows[weights.argmax()])
+    return row, "affinity" if row == first else "affinity_overflow"
+
+
+def _prefix_aware(c: Choice) -> tuple[int, str]:
+    """Score = matched / prompt tokens - load_weight x load in units of the mean; a match at a worker whose load would be above
+    load_bound x the mean counts nothing.
+
+    So a full match wins over none while its worker is at most 1 / load_weight of the mean busier, and no prefix takes a
+    worker above the bound: what is too much for one worker goes to an idler one, which then holds the prefix too. Where
+    nobody has a match, the choice is least_requests'.
+    """
+    if over_gate(c.ready, c.ready, c.workers, c.config).any():
+        return _least_loaded(c), "load_gate"
+    matched = np.zeros(len(c.rows), np.int64) if c.ask.matched is None else c.ask.matched[c.rows]
+    matched = np.where(matched >= c.config.min_match_tokens, matched, 0)
+    if not matched.any():
+        return _without_match(c)
+    load = load_over_mean(c.rows, c.ready, c.workers, c.config)
+    matched[load > c.config.load_bound] = 0
+    score = matched / max(c.ask.prompt_tokens, 1) - c.config.load_weight * load
+    best = least(c.rows, -score, c.workers)
+    return best, "prefix" if matched[c.rows == best].any() else "prefix_overflow"
+
+
+def _without_match(c: Choice) -> tuple[int, str]:
+    """With a key, the key's worker, within the same bound: one user's prompts meet there again."""
+    if not c.ask.key:
+        return _least_loaded(c), "no_match"
+    return _by_key(c, load_over_mean(c.ready, c.ready, c.workers, c.config) > c.config.load_bound)
+
+
+_CHOOSERS: dict[RoutingPolicy, Chooser] = {
+    RoutingPolicy.ROUND_ROBIN: _round_robin,
+    RoutingPolicy.RANDOM: _random,
+    RoutingPolicy.LEAST_REQUESTS: _least_requests,
+    RoutingPolicy.LEAST_TOKENS: _least_tokens,
+    RoutingPolicy.POWER_OF_TWO: _power_of_two,
+    RoutingPolicy.AFFINITY: _affinity,
+    RoutingPolicy.PREFIX_AWARE: _prefix_aware,
+}

@@ -1,0 +1,30 @@
+"""Cache events on their way from the loop's thread to the asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from services.worker.core.cache_events import CacheEvents
+
+
+class CacheEventHandover:
+    """put() costs the loop's thread an append; the asyncio loop is woken once for all that has gathered."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[CacheEvents], None]) -> None:
+        self._loop, self._deliver = loop, deliver
+        self._queue: deque[CacheEvents] = deque()
+        self._scheduled = False
+
+    def put(self, events: CacheEvents) -> None:
+        """From one thread, in order."""
+        self._queue.append(events)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._scheduled = False  # first: what is appended from here on is either drained below or schedules another run
+        while self._queue:
+            self._deliver(self._queue.popleft())

@@ -1,0 +1,217 @@
+"""Keeps this worker's lease and tells Redis which blocks it holds, off the step path (DESIGN §5).
+
+One asyncio task owns all of it but the handover. While Redis is away, full or slow the worker serves on: changes gather, undo
+each other, and never exceed what the cache holds. Whatever leaves it open what Redis has (a write that failed, a restart, keys
+that went missing) is answered by a new generation, under which everything held is published again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from services.shared.prefix_index import LEASE_TTL_S, RENEW_S, IndexEvent
+from services.shared.redis_client import redis_client
+from services.worker.core.cache_events import CacheEvents
+from services.worker.index.handover import CacheEventHandover
+from services.worker.index.held_blocks import HeldBlocks
+from services.worker.index.records import WorkerRecords
+from services.worker.index.sweeper import Sweeper
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_S = 0.1  # between two batches, unless BATCH_BLOCKS changes have gathered
+PUBLISH_S_PER_WORKER = 0.0005  # longer in a large fleet: its events share one stream, and each gateway reads them all
+LONGEST_PUBLISH_S = 0.5
+BATCH_BLOCKS = 500
+BATCH_PAUSE_S = 0.01  # between batches in a row
+FIRST_PAUSE_S = 0.1  # after a failure, doubling
+LONGEST_PAUSE_S = 2.0
+GIVE_UP_S = 1.0
+
+
+@dataclass(slots=True)
+class PublisherCounts:
+    """Since the start. republished: blocks published again under a new generation; dropped: changes given up by a failure."""
+
+    stored: int = 0
+    removed: int = 0
+    events: int = 0
+    generations: int = 0
+    republished: int = 0
+    dropped: int = 0
+    failures: int = 0
+
+
+class IndexPublisher:
+    """For the load report: `lease_held`, `generation` under which blocks are published, `seq` of its last event in Redis.
+
+    Made on the event loop. Raises ValueError if the URL is none.
+    """
+
+    def __init__(self, url: str, model: str, worker: str, generation: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.generation = generation
+        self.seq = 0
+        self.counts = PublisherCounts()
+        self.blocks = HeldBlocks()
+        self._worker = worker
+        self._client = redis_client(url, RENEW_S)
+        self._records = WorkerRecords(self._client, model, worker)
+        self._sweeper = Sweeper(self._client, model, worker)
+        self._handover = CacheEventHandover(asyncio.get_running_loop(), self._merge)
+        self._clock = clock
+        self._news = asyncio.Event()
+        self._registered = False  # this generation's lease is written and nothing has failed since
+        self._held_until: float | None = None  # of the lease; None: there never was one
+        self._run_id = ""
+        self._renew_at = self._publish_at = self._resume_at = clock()
+        self._publish_s = PUBLISH_S
+        self._pause = FIRST_PAUSE_S
+        self._failing = False
+
+    @property
+    def lease_held(self) -> bool:
+        return self._held_until is not None and self._clock() < self._held_until
+
+    @property
+    def num_swept(self) -> int:
+        return self._sweeper.num_swept
+
+    def cached(self, events: CacheEvents) -> None:
+        """From the loop's thread; returns at once."""
+        self._handover.put(events)
+
+    async def keep(self) -> None:
+        """Until cancelled; then the lease is given up."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._sweeper.run())
+                tasks.create_task(self._publish_for_ever())
+        except Exception:
+            logger.critical("the prefix index is published no more", exc_info=True)
+            raise
+        finally:
+            await self._give_up()
+
+    def _merge(self, events: CacheEvents) -> None:
+        idle = not self.blocks.num_pending
+        self.blocks.merge(events)
+        if events.cleared:
+            self._registered = False
+        if events.cleared or idle or self.blocks.num_pending >= BATCH_BLOCKS:
+            self._news.set()
+
+    async def _publish_for_ever(self) -> None:
+        while True:
+            try:
+                await self._turn()
+            except (RedisError, OSError) as error:
+                self._failed(error)
+            await self._rest()
+
+    async def _turn(self) -> None:
+        """The lease comes first: after a long sleep of this process its blocks may have been swept."""
+        if self._held_until is not None and self._clock() >= self._renew_at:
+            await self._renew()
+        if not self._registered:
+            await self._begin()
+        elif self.blocks.num_pending >= BATCH_BLOCKS or (self.blocks.num_pending and self._clock() >= self._publish_at):
+            await self._publish()
+
+    async def _rest(self) -> None:
+        now = self._clock()
+        if now < self._resume_at:
+            await asyncio.sleep(self._resume_at - now)
+        elif not self._registered or self.blocks.num_pending >= BATCH_BLOCKS:
+            await asyncio.sleep(BATCH_PAUSE_S)
+        else:
+            until = min(self._publish_at, self._renew_at) if self.blocks.num_pending else self._renew_at
+            self._news.clear()
+            try:
+                async with asyncio.timeout(max(until - now, 0.0)):
+                    await self._news.wait()
+            except TimeoutError:
+                return
+
+    async def _renew(self) -> None:
+        asked = self._clock()
+        found = await self._records.renew(self.generation)
+        self._renew_at = asked + RENEW_S
+        self._publish_s = min(max(PUBLISH_S, found.num_workers * PUBLISH_S_PER_WORKER), LONGEST_PUBLISH_S)
+        if found.lease != str(self.generation).encode():
+            self._held_until = asked
+            self._lost("the lease is gone" if found.lease is None else "the lease has another generation")
+            return
+        self._held_until = asked + LEASE_TTL_S
+        if not self._registered:
+            return
+        if found.run_id != self._run_id:
+            self._lost("it was restarted")
+        elif found.num_blocks != self.blocks.num_published or not found.listed:
+            self._lost("blocks are missing")
+        else:
+            self._succeeded()
+
+    def _lost(self, why: str) -> None:
+        if self._registered:
+            logger.warning("redis has lost this worker's part of the prefix index, publishing it again: %s", why)
+        self._registered = False
+
+    async def _begin(self) -> None:
+        """A new generation, empty in Redis, with everything held to be published."""
+        generation = secrets.randbits(63) if self.counts.generations or self._failing else self.generation
+        asked = self._clock()
+        self._run_id = await self._records.register(generation, self.generation)
+        self._held_until, self._renew_at = asked + LEASE_TTL_S, asked + RENEW_S
+        self.generation, self.seq = generation, 0
+        self.blocks.restart()
+        if self.counts.generations:
+            self.counts.republished += self.blocks.num_pending
+        self.counts.generations += 1
+        self._registered = True
+        await self._publish()
+        logger.info("redis holds this worker's lease, %d blocks to publish", self.blocks.num_pending)
+
+    async def _publish(self) -> None:
+        generation, seq = self.generation, self.seq + 1
+        stored, removed = self.blocks.take(BATCH_BLOCKS)
+        event = IndexEvent(self._worker, generation, seq, seq == 1, tuple(stored), tuple(removed))
+        try:
+            await self._records.publish(event)
+        except (RedisError, OSError):
+            self._registered = False  # what Redis has is open
+            self.counts.dropped += len(stored) + len(removed)
+            raise
+        self.seq = seq
+        self._publish_at = self._clock() + self._publish_s
+        self.counts.stored += len(stored)
+        self.counts.removed += len(removed)
+        self.counts.events += 1
+        self._succeeded()
+
+    def _failed(self, error: Exception) -> None:
+        self.counts.failures += 1
+        if not self._failing:
+            logger.warning("redis is away or refuses, serving on without it: %s", type(error).__name__)
+        self._failing = True
+        self._resume_at = self._clock() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+
+    def _succeeded(self) -> None:
+        if self._failing:
+            logger.info("redis takes the prefix index again")
+        self._failing, self._pause = False, FIRST_PAUSE_S
+
+    async def _give_up(self) -> None:
+        try:
+            async with asyncio.timeout(GIVE_UP_S):
+                await self._records.give_up(self.generation)
+        except (RedisError, OSError) as error:
+            logger.info("the lease is left to expire: %s", type(error).__name__)
+        await self._client.aclose()

@@ -1,0 +1,99 @@
+"""Clears what dead generations left in Redis, a few blocks at a time, through their own: sets (DESIGN §5).
+
+Every worker looks after itself and after a few random others of its model. A generation is dead when the worker's lease names
+another one; or when the lease is gone, and was gone some time before as well: a lease may be a moment late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.shared.log import fields
+from services.shared.prefix_index import LEASE_TTL_S, block_key, generations_key, lease_key, own_key, owner_field, workers_key
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 30.0
+LATE_S = 2.5 * LEASE_TTL_S  # how long a lease must have been seen gone
+OTHERS = 8
+BATCH_BLOCKS = 250
+BATCH_PAUSE_S = 0.02
+
+
+class Sweeper:
+    """Any number of them may sweep the same generation at once."""
+
+    def __init__(self, client: Redis, model: str, worker: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_swept = 0
+        self._client = client
+        self._model, self._worker = model, worker
+        self._clock = clock
+        self._gone: dict[str, float] = {}  # worker → when its lease was first seen gone
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await self.sweep()
+            except (RedisError, OSError) as error:
+                logger.debug("sweeping is put off: %s", type(error).__name__)
+            await asyncio.sleep(EVERY_S)
+
+    async def sweep(self) -> None:
+        """One round. Raises RedisError or OSError."""
+        await self._sweep_worker(self._worker)
+        others = {name.decode(errors="replace") for name in await self._random(workers_key(self._model), OTHERS)}
+        for worker in sorted((others | self._gone.keys()) - {self._worker}):
+            await self._sweep_worker(worker)
+
+    async def _sweep_worker(self, worker: str) -> None:
+        lease, generations = await self._state(worker)
+        if lease is None:
+            since = self._gone.setdefault(worker, self._clock())
+            if worker == self._worker or self._clock() - since < LATE_S:
+                return
+        self._gone.pop(worker, None)
+        for generation in sorted(generations - {lease}):
+            await self._sweep_generation(worker, int(generation))
+        if lease is None:
+            await self._forget(worker)
+
+    async def _state(self, worker: str) -> tuple[bytes | None, set[bytes]]:
+        """Lease and generations at one moment: one that is just being registered must not look dead."""
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.get(lease_key(worker))
+            pipe.smembers(generations_key(worker))
+            lease, generations = await pipe.execute()
+        return lease, {generation for generation in generations if generation.isdigit()}
+
+    async def _sweep_generation(self, worker: str, generation: int) -> None:
+        """Blocks first, then their names in the own: set: whatever stops this, the next sweep finds the rest."""
+        own, owner = own_key(worker, generation), owner_field(worker, generation)
+        swept = 0
+        while blocks := await self._random(own, BATCH_BLOCKS):
+            async with self._client.pipeline(transaction=False) as pipe:
+                for block in blocks:
+                    pipe.execute_command("HDEL", block_key(self._model, block), owner)
+                pipe.srem(own, *blocks)
+                await pipe.execute()
+            swept += len(blocks)
+            self.num_swept += len(blocks)
+            await asyncio.sleep(BATCH_PAUSE_S)
+        await self._client.srem(generations_key(worker), generation)
+        logger.info("swept a dead generation", extra=fields(worker=worker, blocks=swept))
+
+    async def _random(self, key: str, count: int) -> list[bytes]:
+        return cast(list[bytes], await self._client.srandmember(key, count) or [])
+
+    async def _forget(self, worker: str) -> None:
+        """A worker that is back lists itself again if it finds that it is not."""
+        lease, generations = await self._state(worker)
+        if lease is None and not generations:
+            await self._client.srem(workers_key(self._model), worker)

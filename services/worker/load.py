@@ -1,0 +1,118 @@
+"""How busy the worker is, told to every front end: when it has changed, and once a second in any case.
+
+Runs on the asyncio loop, so that front ends hear of a worker whose step takes long. `turned` is called on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Protocol
+
+from rootstock.v1 import worker_pb2
+from services.worker.core.messages import StepStats
+from services.worker.outbox import PeerStream, StreamOutbox
+
+GAP_S = 0.1
+BEAT_S = 1.0
+
+
+class IndexState(Protocol):
+    """What the prefix index knows of this worker. Read on the asyncio loop."""
+
+    @property
+    def lease_held(self) -> bool: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def seq(self) -> int:
+        """Of the last batch of that generation that Redis has; 0: none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoIndex:
+    """Of a worker without Redis."""
+
+    generation: int
+    lease_held: bool = False
+    seq: int = 0
+
+
+class LoadReport:
+    """page_size in tokens. gap_s, beat_s: between two loads on a stream, at least and at most. stats: the scheduler's latest,
+    None before its first turn."""
+
+    def __init__(
+        self, outbox: StreamOutbox, page_size: int, index: IndexState, gap_s: float = GAP_S, beat_s: float = BEAT_S
+    ) -> None:
+        self._outbox = outbox
+        self._page_size = page_size
+        self._index = index
+        self._gap_s, self._beat_s = gap_s, beat_s
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._signalled = False
+        self.stats: StepStats | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting, as of the scheduler's latest turn. From any thread."""
+        return 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
+
+    def turned(self, stats: StepStats) -> None:
+        """On the scheduler's thread. Wakes the asyncio loop once for all turns between two tellings."""
+        self.stats = stats
+        if not self._signalled:
+            self._signalled = True
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def changed(self) -> None:
+        """Something other than the stats may have changed."""
+        self._changed.set()
+
+    def greet(self, stream: PeerStream) -> None:
+        """A new stream's first load."""
+        stream.put_load(self.of(stream), self._loop.time())
+
+    def tell(self) -> float:
+        """Tells every stream whose load has changed or is a beat old. Returns seconds until the next is that old."""
+        self._changed.clear()
+        self._signalled = False  # before stats are read, so that no later ones are missed
+        now, due_s = self._loop.time(), self._beat_s
+        for stream in self._outbox.streams:
+            load = self.of(stream)
+            if load != stream.told or now - stream.told_at >= self._beat_s:
+                stream.put_load(load, now)
+            due_s = min(due_s, stream.told_at + self._beat_s - now)
+        return due_s
+
+    async def keep(self) -> None:
+        """For ever."""
+        while True:
+            due_s = self.tell()
+            await asyncio.sleep(self._gap_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(due_s - self._gap_s, 0.0)):
+                    await self._changed.wait()
+
+    def of(self, stream: PeerStream) -> worker_pb2.WorkerLoad:
+        index = self._index
+        load = worker_pb2.WorkerLoad(
+            num_open=self._outbox.num_open,
+            num_open_here=len(stream.open),
+            draining=bool(self._outbox.closed),
+            lease_held=index.lease_held,
+            index_generation=index.generation,
+            index_seq=index.seq,
+        )
+        stats = self.stats
+        if stats is not None:
+            pinned = stats.pages_cached - stats.pages_evictable
+            load.num_running, load.num_waiting = stats.num_running, stats.num_waiting
+            load.used_tokens = (stats.pages_leased + pinned) * self._page_size + stats.waiting_tokens
+            load.cached_tokens = stats.pages_evictable * self._page_size
+        return load

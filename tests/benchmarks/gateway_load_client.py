@@ -1,0 +1,83 @@
+"""A load generator that costs next to nothing: ready-made requests over kept connections, answers counted and not parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+END_OF_HEAD = b"\r\n\r\n"
+
+
+def http_request(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@dataclass
+class Tally:
+    """latencies_s: of whole answers with status 200, in order of their ends. failed: the first bytes of the others."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    failed: list[bytes] = field(default_factory=list)
+
+
+class _Connection(asyncio.Protocol):
+    """Sends the next request when the answer to the last one is there, until `end`."""
+
+    def __init__(self, requests: Sequence[bytes], first: int, end: float, tally: Tally) -> None:
+        self._requests = itertools.islice(itertools.cycle(requests), first, None)
+        self._end, self._tally = end, tally
+        self._received = b""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has its methods and is none
+        self._send()
+
+    def _send(self) -> None:
+        self._sent_at = time.perf_counter()
+        if self._sent_at >= self._end:
+            self._transport.close()
+            return
+        self._received = b""
+        self._transport.write(next(self._requests))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = self._received.partition(END_OF_HEAD)
+        if not found or len(body) < _content_length(head):
+            return
+        if head.startswith(b"HTTP/1.1 200"):
+            self._tally.latencies_s.append(time.perf_counter() - self._sent_at)
+        else:
+            self._tally.failed.append(self._received[:600])
+        self._send()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if time.perf_counter() < self._end:
+            self._tally.failed.append(f"connection lost: {error}".encode())
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+def _content_length(head: bytes) -> int:
+    _, _, rest = head.lower().partition(b"content-length:")
+    return int(rest.split(b"\r\n", 1)[0])
+
+
+async def run_load(targets: Sequence[tuple[str, int]], requests: Sequence[bytes], connections: int, seconds: float) -> Tally:
+    """A closed loop of `connections` requests in flight, spread over the targets. Raises OSError if one cannot be reached."""
+    tally, end = Tally(), time.perf_counter() + seconds
+    loop = asyncio.get_running_loop()
+    made: list[_Connection] = []
+    for index in range(connections):
+        host, port = targets[index % len(targets)]
+        connection = _Connection(requests, index * len(requests) // connections, end, tally)
+        await loop.create_connection(lambda connection=connection: connection, host, port)  # type: ignore[misc]
+        made.append(connection)
+    await asyncio.gather(*(connection.done for connection in made))
+    return tally

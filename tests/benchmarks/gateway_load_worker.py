@@ -1,0 +1,131 @@
+"""python -m tests.benchmarks.gateway_load_worker: a worker that answers every request at once with one token.
+
+It says what a worker says of itself, keeps its lease in Redis, and reads of a request only its handle: what is measured beside it
+is the gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import redis.asyncio
+import uvloop
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.local.ports import HOST
+from services.shared import prefix_index, rpc
+
+MODEL = "instant"
+VOCAB_SIZE = 152_064
+CONTEXT_LEN = 131_072
+GENERATION = 7
+TOKEN = 5
+LOAD_S = 1.0
+_SUBMITS, _HANDLE = (1 << 3) | 2, 1 << 3  # wire tags of GenerateRequest.submits and Submit.handle
+
+
+def handles_of(message: bytes) -> Iterator[int]:
+    """Of the submits of a serialized GenerateRequest; the rest of it is not decoded."""
+    at = 0
+    while at < len(message) and message[at] == _SUBMITS:
+        size, at = _varint(message, at + 1)
+        assert message[at] == _HANDLE, "the handle is written first, and is never 0"
+        yield _varint(message, at + 1)[0]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The value, and where what follows it begins."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+class InstantWorker:
+    def __init__(self, name: str) -> None:
+        self._info = worker_pb2.WorkerInfo(
+            worker_id=name,
+            generation=GENERATION,
+            model=MODEL,
+            context_len=CONTEXT_LEN,
+            vocab_size=VOCAB_SIZE,
+            page_size=16,
+            num_pages=1 << 20,
+            max_running_requests=4096,
+            generates=True,
+            publishes_index=True,
+        )
+
+    async def generate(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        yield worker_pb2.GenerateResponse(hello=self._info)
+        answers: asyncio.Queue[worker_pb2.GenerateResponse] = asyncio.Queue()
+        reading = asyncio.create_task(self._read(requests, answers))
+        telling = asyncio.create_task(self._tell_load(answers))
+        try:
+            while True:
+                yield await answers.get()
+        finally:
+            reading.cancel()
+            telling.cancel()
+
+    async def _read(self, requests: AsyncIterator[bytes], answers: asyncio.Queue[worker_pb2.GenerateResponse]) -> None:
+        async for message in requests:
+            handles = list(handles_of(message))
+            step = worker_pb2.StepOutput(handles=handles, counts=[1] * len(handles), token_ids=[TOKEN] * len(handles))
+            for handle in handles:
+                step.finishes.add(handle=handle, reason=pb.FINISH_REASON_LENGTH, prompt_tokens=1, completion_tokens=1)
+            if handles:
+                answers.put_nowait(worker_pb2.GenerateResponse(step=step))
+
+    @staticmethod
+    async def _tell_load(answers: asyncio.Queue[worker_pb2.GenerateResponse]) -> None:
+        while True:
+            load = worker_pb2.WorkerLoad(lease_held=True, index_generation=GENERATION)
+            answers.put_nowait(worker_pb2.GenerateResponse(load=load))
+            await asyncio.sleep(LOAD_S)
+
+
+async def serve(name: str, port: int, redis_url: str) -> None:
+    worker = InstantWorker(name)
+    method = grpc.stream_stream_rpc_method_handler(
+        worker.generate, response_serializer=worker_pb2.GenerateResponse.SerializeToString
+    )
+    handler = grpc.method_handlers_generic_handler("rootstock.v1.Worker", {"Generate": method})
+    health = rpc.Health("worker")
+    server = await rpc.start_server(HOST, port, health, lambda server: server.add_generic_rpc_handlers((handler,)))
+    await health.set_ready(True)
+    lease = asyncio.create_task(_keep_lease(name, redis_url))
+    await rpc.wait_for_stop()
+    lease.cancel()
+    await server.stop(0)
+
+
+async def _keep_lease(name: str, redis_url: str) -> None:
+    client = redis.asyncio.from_url(redis_url)
+    await client.sadd(prefix_index.workers_key(MODEL), name)
+    while True:
+        await client.set(prefix_index.lease_key(name), GENERATION, ex=prefix_index.LEASE_TTL_S)
+        await asyncio.sleep(prefix_index.RENEW_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", default="instant-0")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--redis-url", required=True)
+    args = parser.parse_args()
+    uvloop.run(serve(args.name, args.port, args.redis_url))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""What one routing decision costs: python -m tests.benchmarks.router
+
+One thread, no I/O. A decision is the gateway's: match a prompt's blocks against the index, pick by policy, remember the pick
+as speculative. What is over is forgotten between decisions (`expire`), about one prompt's blocks each time. Shapes say which of
+`--workers` workers hold how much of the `--blocks` blocks of a prompt. Printed per shape are µs of a decision at the median, the
+99th percentile and the worst, and the medians of expire and of the decision's parts; last, what hashing the prompt costs. Times
+are of the thread's CPU, so that other processes on the machine count less; `--wall` takes the clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gateway.routing.columns import Ask, WorkerColumns
+from services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from services.gateway.routing.policies import Policy, make_policy
+from services.gateway.routing.prefix_index import PrefixIndex
+from services.shared.block_hash import BLOCK_TOKENS, block_hashes, root_hash
+from services.shared.prefix_index import split_hashes
+
+SYSTEM_BLOCKS = 64
+SPECULATION_S = 2.0
+DECISIONS_PER_S = 400.0
+
+Prompt = list[bytes]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    index: PrefixIndex
+    owners: list[int]
+    workers: WorkerColumns
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """µs per decision; expiry, match, pick and speculation in that order in `parts`."""
+
+    total: NDArray[np.float64]
+    parts: NDArray[np.float64]
+
+
+def new_fleet(size: int, rng: random.Random) -> Fleet:
+    index, workers, owners = PrefixIndex(), WorkerColumns(), []
+    for number in range(size):
+        row = workers.add(f"worker-{number}", rng.getrandbits(64))
+        owner = index.owner(f"worker-{number}", rng.getrandbits(63))
+        workers.usable[row], workers.limit[row], workers.running[row], workers.owner[row] = True, 320, 256, owner
+        workers.requests[row] = 20 + rng.randrange(3)
+        owners.append(owner)
+    return Fleet(index, owners, workers)
+
+
+def fresh(rng: random.Random, count: int) -> Prompt:
+    raw = rng.randbytes(8 * count)
+    return [raw[at : at + 8] for at in range(0, len(raw), 8)]
+
+
+def background(fleet: Fleet, rng: random.Random, blocks: int) -> None:
+    """Blocks of other prompts, so that the index has a real one's size."""
+    for owner in fleet.owners:
+        fleet.index.stored(owner, fresh(rng, blocks))
+
+
+def nobody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    while True:
+        yield fresh(rng, blocks)
+
+
+def everybody(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    prompt = fresh(rng, blocks)
+    for owner in fleet.owners:
+        fleet.index.stored(owner, prompt)
+    while True:
+        yield copied(prompt)
+
+
+def different_depths(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    prompt = fresh(rng, blocks)
+    for owner in fleet.owners:
+        fleet.index.stored(owner, prompt[: rng.randrange(blocks + 1)])
+    while True:
+        yield copied(prompt)
+
+
+def system_prefix(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    """Everybody holds the system prompt; what follows is new."""
+    system = fresh(rng, SYSTEM_BLOCKS)
+    for owner in fleet.owners:
+        fleet.index.stored(owner, system)
+    while True:
+        yield copied(system) + fresh(rng, blocks - SYSTEM_BLOCKS)
+
+
+def conversations(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    """A system prompt that everybody holds, then one of 256 histories that one to four workers hold, then a new turn."""
+    system = fresh(rng, SYSTEM_BLOCKS)
+    for owner in fleet.owners:
+        fleet.index.stored(owner, system)
+    histories = [fresh(rng, blocks - SYSTEM_BLOCKS - 8) for _ in range(256)]
+    for history in histories:
+        for owner in rng.sample(fleet.owners, min(len(fleet.owners), rng.randint(1, 4))):
+            fleet.index.stored(owner, history)
+    while True:
+        yield copied(system) + copied(rng.choice(histories)) + fresh(rng, 8)
+
+
+def half_of_them(fleet: Fleet, rng: random.Random, blocks: int) -> Iterator[Prompt]:
+    """Every block is the last one of half of those that got there: few, large drops."""
+    prompt, owners = fresh(rng, blocks), list(fleet.owners)
+    for owner in owners:
+        depth = int(np.random.default_rng(owner).geometric(0.5)) * blocks // 16
+        fleet.index.stored(owner, prompt[:depth])
+    while True:
+        yield copied(prompt)
+
+
+SHAPES = (nobody, everybody, different_depths, system_prefix, conversations, half_of_them)
+
+
+def copied(prompt: Prompt) -> Prompt:
+    """New objects, as a request brings: a bytes object remembers its hash."""
+    return [bytes(bytearray(block)) for block in prompt]
+
+
+def decide(fleet: Fleet, policy: Policy, prompt: Prompt, now: float, clock: Clock) -> tuple[float, ...]:
+    """Times (s): begin, expired, matched, picked, done."""
+    index, workers = fleet.index, fleet.workers
+    begin = clock()
+    index.expire(now)
+    after_expiry = clock()
+    depths = index.match(prompt)
+    matched = np.where(workers.owner >= 0, depths[workers.owner], 0) * BLOCK_TOKENS
+    after_match = clock()
+    pick = policy.pick(Ask(len(prompt) * BLOCK_TOKENS, matched), workers)
+    assert pick is not None
+    after_pick = clock()
+    index.speculate(int(workers.owner[pick.row]), prompt, now + SPECULATION_S)
+    workers.last_pick[pick.row] = int(now * 1e6)
+    return begin, after_expiry, after_match, after_pick, clock()
+
+
+def measure(shape: Callable[..., Iterator[Prompt]], args: argparse.Namespace, clock: Clock) -> tuple[Costs, int]:
+    rng = random.Random(args.seed)
+    fleet = new_fleet(args.workers, rng)
+    background(fleet, rng, args.background)
+    prompts = shape(fleet, rng, args.blocks)
+    policy = make_policy(args.policy, RoutingConfig(), random.Random(args.seed))
+    times = np.zeros((args.decisions, 5))
+    warmup = args.decisions // 10
+    for number in range(-warmup, args.decisions):
+        measured = decide(fleet, policy, next(prompts), (number + warmup) / DECISIONS_PER_S, clock)
+        if number >= 0:
+            times[number] = measured
+    return Costs((times[:, 4] - times[:, 1]) * 1e6, np.diff(times, axis=1) * 1e6), fleet.index.num_blocks
+
+
+def hashing(ids: Sequence[int], decisions: int, clock: Clock) -> NDArray[np.float64]:
+    """µs to hash a prompt and split the hashes."""
+    root = root_hash("model", "main", "tokenizer", "")
+    costs = np.zeros(decisions)
+    for number in range(decisions):
+        begin = clock()
+        list(split_hashes(block_hashes(root, ids)))
+        costs[number] = (clock() - begin) * 1e6
+    return costs
+
+
+def row(name: str, costs: NDArray[np.float64], rest: str = "") -> str:
+    p50, p99 = np.percentile(costs, (50, 99))
+    return f"{name:18}{p50:8.0f}{p99:8.0f}{costs.max():8.0f}  {rest}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--blocks", type=int, default=512, help="of 64 tokens, in every prompt")
+    parser.add_argument("--background", type=int, default=500, help="blocks of other prompts that each worker holds")
+    parser.add_argument("--decisions", type=int, default=4000)
+    parser.add_argument("--policy", default=RoutingPolicy.PREFIX_AWARE.value, choices=[p.value for p in RoutingPolicy])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--wall", action="store_true")
+    args = parser.parse_args(argv)
+    clock = time.perf_counter if args.wall else time.thread_time
+    print(f"{args.workers} workers, prompts of {args.blocks} blocks, {args.policy}; µs per decision")
+    print(f"{'shape':18}{'p50':>8}{'p99':>8}{'max':>8}  of p50: expire, match, pick, speculate; blocks in the index")
+    for shape in SHAPES:
+        costs, blocks = measure(shape, args, clock)
+        parts = ", ".join(f"{part:.0f}" for part in np.median(costs.parts, axis=0))
+        print(row(shape.__name__, costs.total, f"{parts}; {blocks:,}"), flush=True)
+        gc.collect()
+    ids = array("I", range(args.blocks * BLOCK_TOKENS))
+    print(row("hashing a list", hashing(ids.tolist(), args.decisions // 10, clock)))
+    print(row("hashing an array", hashing(ids, args.decisions // 10, clock)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""A whole fleet as real processes: several of each service and Redis, each of which can be killed, stopped, cut off, restarted.
+
+Redis is reached through a proxy that can be made slow. One worker, `far_worker`, lives behind a cable of its own where this
+process may make network namespaces, else behind a proxy: it is the one that can be partitioned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import psutil
+import redis
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.local.plan import Part, num_ports, parts
+from services.local.ports import HOST, free_ports
+from services.local.settings import LocalSettings
+from services.local.supervisor import Child
+from tests.e2e import fleet_namespace
+from tests.e2e.fleet_namespace import Namespace
+from tests.e2e.fleet_proxy import TcpProxy
+from tests.e2e.system import DEMO, START_S, wait_until
+
+SIZES = {"gateways": 2, "tokenizers": 2, "detokenizers": 2, "workers": 4}
+SETTINGS = {
+    **SIZES,
+    "dtype": "float32",  # another batch changes no token
+    "num_threads": 1,
+    "max_total_tokens": 12_288,
+    "log_level": "info",
+    "gateway_flags": "--grace-s 60",  # a rollout lets a gateway's streams end
+}
+MODEL = "demo"
+
+
+class Fleet:
+    """settings: as LocalSettings takes them, over SETTINGS. down: names that are not started."""
+
+    def __init__(self, log_dir: Path, down: tuple[str, ...] = (), **settings: Any) -> None:
+        port, redis_target, far_port, *ports = free_ports(3 + 96)
+        values = {"model": str(DEMO), "port": port, **SETTINGS, **settings}
+        local = LocalSettings(_cli_parse_args=False, **values)  # type: ignore[call-arg]
+        started = parts(local, values["model"], ports[: num_ports(local)])
+        self.parts: dict[str, Part] = {part.command.name: part for part in started}
+        self.urls = {name: part.url for name, part in self.parts.items() if part.url}
+        self.workers = [name for name in self.parts if name.startswith("worker")]
+        self.far_worker = self.workers[-1]
+        self._far_host = HOST
+        self._down = down
+        self._open = contextlib.ExitStack()
+        self._namespace = Namespace() if fleet_namespace.is_permitted() else None
+        self._put_redis_behind_a_proxy(ports[0], redis_target)
+        self._put_a_worker_far_away(ports[0], far_port)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.children = {name: Child(part.command, log_dir) for name, part in self.parts.items()}
+
+    def _put_redis_behind_a_proxy(self, port: int, target: int) -> None:
+        """`port` is where everybody looks for it."""
+        argv = self.parts["redis"].command.argv
+        argv[argv.index("--port") + 1] = str(target)
+        hosts = (HOST, self._namespace.near) if self._namespace else (HOST,)
+        self.redis_proxy = TcpProxy(port, target, hosts)
+        self.redis = redis.Redis(HOST, target, socket_timeout=5)
+
+    def _put_a_worker_far_away(self, redis_port: int, far_port: int) -> None:
+        """A flag that is given twice counts as given last."""
+        part = self.parts[self.far_worker]
+        argv, port = part.command.argv, part.health
+        self._far_proxy = None if self._namespace else TcpProxy(far_port, port)
+        if self._namespace:
+            self._far_host = self._namespace.far
+            redis_url = f"redis://{self._namespace.near}:{redis_port}/0"
+            argv += ["--host", self._far_host, "--metrics-host", self._far_host, "--redis-url", redis_url]
+            argv[:] = self._namespace.argv(argv)
+        else:
+            port = far_port
+        near = [f"{HOST}:{self.parts[name].health}" for name in self.workers[:-1]]
+        for name in self.urls:
+            self.parts[name].command.argv.extend(["--workers", ",".join([*near, f"{self._far_host}:{port}"])])
+
+    # Life
+
+    def __enter__(self) -> Fleet:
+        try:
+            if self._namespace:
+                self._open.enter_context(self._namespace)
+            self._open.callback(self._end_all)
+            self._open.enter_context(self.redis_proxy)
+            if self._far_proxy:
+                self._open.enter_context(self._far_proxy)
+            for name in self.children:
+                if name not in self._down:
+                    self.start(name)
+            if not self._down:
+                self.wait_ready()
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.close()
+
+    def _end_all(self) -> None:
+        for child in self.children.values():
+            child.signal(signal.SIGCONT)
+            child.signal(signal.SIGKILL if "gateway" in child.command.name else signal.SIGTERM)
+        deadline = time.monotonic() + 6
+        while time.monotonic() < deadline and any(self.is_alive(name) for name in self.children):
+            time.sleep(0.05)
+        for child in self.children.values():
+            child.kill_group()
+        wait_until(lambda: not any(self.is_alive(name) for name in self.children), 5, "every process to be gone")
+
+    def restore(self) -> None:
+        """Whatever a test has done to it, all of it runs afterwards."""
+        self.redis_proxy.delay_s = 0.0
+        self.redis_proxy.release()
+        self.join()
+        for name, child in self.children.items():
+            if not self.is_alive(name):
+                self.start(name)
+            child.signal(signal.SIGCONT)
+        self.wait_ready()
+        self.redis.config_set("maxmemory", 0)
+
+    # One process
+
+    def is_alive(self, name: str) -> bool:
+        return self.children[name].running
+
+    def start(self, name: str) -> None:
+        self.children[name].start()
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.children[name].signal(signal.SIGKILL)
+        wait_until(lambda: not self.is_alive(name), 5, f"{name} to die")
+
+    def term(self, name: str, within_s: float = 90.0) -> None:
+        """SIGTERM, and its end."""
+        self.children[name].signal(signal.SIGTERM)
+        wait_until(lambda: not self.is_alive(name), within_s, f"{name} to end after SIGTERM")
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP: its sockets stay open and say nothing."""
+        self.children[name].signal(signal.SIGSTOP)
+
+    def cont(self, name: str) -> None:
+        self.children[name].signal(signal.SIGCONT)
+
+    def cut(self) -> None:
+        """far_worker's network drops everything."""
+        if self._namespace:
+            self._namespace.cut()
+        elif self._far_proxy:
+            self._far_proxy.hold()
+
+    def join(self) -> None:
+        if self._namespace:
+            self._namespace.join()
+        elif self._far_proxy:
+            self._far_proxy.release()
+
+    # Readiness
+
+    def is_ready(self, name: str) -> bool:
+        if name == "redis":
+            try:
+                return bool(self.redis.ping())
+            except redis.exceptions.RedisError:
+                return False
+        part = self.parts[name]
+        request = health_pb2.HealthCheckRequest(service=part.service)
+        with grpc.insecure_channel(f"{self._host(name)}:{part.health}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=2)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def is_listening(self, gateway: str) -> bool:
+        """Whether its HTTP port answers, ready or not."""
+        try:
+            with urllib.request.urlopen(f"{self.urls[gateway]}/health", timeout=5) as response:
+                return int(response.status) == 200
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+
+    def wait_ready(self, *names: str) -> None:
+        """Of all that was meant to run, if none is named."""
+        for name in names or self.children:
+            wait_until(lambda name=name: self._is_up(name), START_S, f"{name} to be ready")  # type: ignore[misc]
+
+    def _is_up(self, name: str) -> bool:
+        assert self.is_alive(name), f"{name} has ended: {self.children[name].last_lines(20)}"
+        return self.is_ready(name)
+
+    def _host(self, name: str) -> str:
+        return self._far_host if name == self.far_worker else HOST
+
+    # What can be seen
+
+    def metric(self, name: str, metric: str, **labels: str) -> float:
+        """Sum over the samples of one process that have these labels; 0 if there are none."""
+        return sum(value for sample, found, value in self._samples(name) if sample == metric and labels.items() <= found.items())
+
+    def _samples(self, name: str) -> list[tuple[str, dict[str, str], float]]:
+        url = self.parts[name].metrics_url.replace(HOST, self._host(name))
+        with urllib.request.urlopen(url, timeout=5) as response:
+            families = text_string_to_metric_families(response.read().decode())
+            return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+
+    def busy(self) -> dict[str, float]:
+        """What requests hold, by process; empty: nothing anywhere. What does not listen holds nothing."""
+        watched = [(name, "rootstock_gateway_requests_in_flight") for name in self.urls]
+        watched += [(name, "rootstock_detokenizer_open_requests") for name in self.parts if name.startswith("detokenizer")]
+        for name in self.workers:
+            watched += [(name, f"sglang:{metric}") for metric in ("num_used_tokens", "num_running_reqs", "num_queue_reqs")]
+        held: dict[str, float] = {}
+        for name, metric in watched:
+            try:
+                held[f"{name} {metric}"] = self.metric(name, metric) if self.is_alive(name) else 0.0
+            except urllib.error.URLError as error:
+                if not isinstance(error.reason, ConnectionRefusedError):
+                    raise
+        return {what: value for what, value in held.items() if value}
+
+    def wait_quiet(self, within_s: float) -> float:
+        """Seconds until no request holds anything. A failure says what is held."""
+        begun = time.monotonic()
+        while held := self.busy():
+            assert time.monotonic() - begun < within_s, f"held after {within_s} s: {held}"
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+    def resident_mb(self, name: str) -> float:
+        """Of the process and its children."""
+        return sum(process.memory_info().rss for process in self._processes(name)) / 2**20
+
+    def num_fds(self, name: str) -> int:
+        return sum(process.num_fds() for process in self._processes(name)[:1])
+
+    def _processes(self, name: str) -> list[psutil.Process]:
+        process = psutil.Process(self.children[name].pid)
+        return [process, *process.children(recursive=True)]
+
+    def log(self, name: str) -> str:
+        return self.children[name].log.read_text(errors="replace")

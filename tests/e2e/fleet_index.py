@@ -1,0 +1,42 @@
+"""What the prefix index in Redis says, held against itself, the workers' own counts, and the gateways' copies of it."""
+
+from __future__ import annotations
+
+from services.shared import prefix_index
+from tests.e2e.fleet import MODEL, Fleet
+
+
+def index_faults(fleet: Fleet) -> list[str]:
+    """Of a fleet at rest; empty: there are none. Asks Redis by the keys that the index documents, and every block by name."""
+    faults: list[str] = []
+    known = {bytes(member).decode() for member in fleet.redis.smembers(prefix_index.workers_key(MODEL))}
+    if missing := set(fleet.workers) - known:
+        faults.append(f"workers that the index does not know: {sorted(missing)}")
+    for worker in sorted(known):
+        lease = fleet.redis.get(prefix_index.lease_key(worker))
+        if lease is None:
+            faults.append(f"{worker} has no lease")
+            continue
+        generation = int(lease)
+        if str(generation).encode() not in fleet.redis.smembers(prefix_index.generations_key(worker)):
+            faults.append(f"{worker}'s generation is not among those that a sweeper would find")
+        faults += _block_faults(fleet, worker, generation)
+    copies = {name: fleet.metric(name, "rootstock_gateway_index_blocks") for name in fleet.urls}
+    if len(set(copies.values())) != 1:
+        faults.append(f"gateways have different numbers of blocks: {copies}")
+    return faults
+
+
+def _block_faults(fleet: Fleet, worker: str, generation: int) -> list[str]:
+    """The reverse index names a block exactly if the block names the owner."""
+    field = prefix_index.owner_field(worker, generation)
+    blocks = sorted(fleet.redis.smembers(prefix_index.own_key(worker, generation)))
+    with fleet.redis.pipeline(transaction=False) as pipeline:
+        for block in blocks:
+            pipeline.hexists(prefix_index.block_key(MODEL, block), field)
+        named = pipeline.execute()
+    unnamed = len(blocks) - sum(named)
+    faults = [f"{unnamed} of {len(blocks)} blocks of {worker} do not name it"] if unnamed else []
+    if (held := fleet.metric(worker, "rootstock_worker_index_held_blocks")) != len(blocks):
+        faults.append(f"{worker} holds {held:.0f} blocks, and the index has {len(blocks)}")
+    return faults

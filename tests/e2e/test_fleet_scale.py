@@ -1,0 +1,126 @@
+"""From no worker to several and back with requests waiting at each step, and what is left to ten clients by one that asks for
+fifty times as much. Workers have the fake executor: steps take the time that they are told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tests.e2e.fleet import MODEL, Fleet
+from tests.e2e.fleet_cases import COMPLETIONS, Case
+from tests.e2e.fleet_clients import Clients, Exchange, Wave
+from tests.e2e.system import wait_until
+
+SMALL = {"gateways": 1, "tokenizers": 1, "detokenizers": 1, "dtype": "auto"}
+SLOTS = 16  # requests that the one worker of the fair fleet runs at once
+MODEST = 9
+ARRIVALS, EVERY_S = 9, 0.6  # of each of them: nine take half of the worker
+LATE_S = 1.5  # in which the last answer has come
+TOKENS = 30
+FAIR_SHARE = 0.9
+GREED = 200  # requests that the greedy one keeps open: some fifty times those of another
+
+
+def completion(number: int, max_tokens: int) -> Case:
+    """Runs for `max_tokens` steps."""
+    body = {"model": MODEL, "prompt": [100 + number % 900] * 8, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+    return Case("completion", COMPLETIONS, orjson.dumps(body))
+
+
+def all_answered(exchanges: list[Exchange], tokens: int) -> None:
+    assert not (failed := [exchange.error for exchange in exchanges if exchange.error]), failed[:3]
+    assert all(exchange.answer and exchange.answer.completion_tokens == tokens for exchange in exchanges)
+
+
+def waiting(fleet: Fleet) -> float:
+    return fleet.metric("gateway", "rootstock_gateway_queue_length")
+
+
+def usable(fleet: Fleet) -> float:
+    return fleet.metric("gateway", "rootstock_gateway_workers", state="usable")
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Fleet]:
+    """A gateway that knows where four workers will be, and none of them."""
+    flags = {"worker_flags": "--executor fake --fake-step-s 0.02", "gateway_flags": "--grace-s 30"}
+    down = tuple(f"worker-{index}" for index in range(4))
+    with Fleet(tmp_path, down=down, workers=4, **SMALL, **flags) as started:
+        started.wait_ready("redis", "tokenizer", "detokenizer")
+        wait_until(lambda: started.is_listening("gateway"), 30, "the gateway to listen")
+        yield started
+
+
+def test_scale_from_none_to_one_to_four_to_none(empty: Fleet) -> None:
+    fleet, tokens = empty, 40
+    with Clients(fleet.urls) as clients:
+
+        def send(count: int) -> Wave:
+            return clients.wave([completion(number, tokens) for number in range(count)])
+
+        first = send(8)
+        wait_until(lambda: waiting(fleet) > 0, 10, "requests to wait for the first worker")
+        fleet.start("worker-0")
+        all_answered(first.wait(), tokens)
+
+        second = send(160)  # more than one worker runs at once
+        for name in ("worker-1", "worker-2", "worker-3"):
+            fleet.start(name)
+        fleet.wait_ready(*fleet.workers)
+        wait_until(lambda: usable(fleet) == 4, 10, "the gateway to know all four")
+        third = send(160)
+        all_answered(second.wait() + third.wait(), tokens)
+        served = {name: fleet.metric(name, "sglang:num_requests_total") for name in fleet.workers}
+        assert all(served.values()), f"all four have work: {served}"
+
+        last = send(40)
+        time.sleep(0.2)  # some run, none has ended
+        for name in fleet.workers:
+            fleet.term(name)
+        late = send(4)
+        wait_until(lambda: waiting(fleet) > 0, 10, "requests to wait while there is no worker")
+        fleet.start("worker-0")
+        all_answered(last.wait() + late.wait(), tokens)
+    fleet.wait_quiet(5)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Fleet]:
+    keys = ",".join(["greedy", *(f"modest-{number}" for number in range(MODEST))])
+    flags = {
+        "worker_flags": f"--executor fake --fake-step-s 0.02 --max-running-requests {SLOTS}",
+        "gateway_flags": f"--api-keys {keys}",
+    }
+    with Fleet(tmp_path, workers=1, **SMALL, **flags) as started:
+        yield started
+
+
+def test_one_that_asks_for_fifty_times_as_much_takes_nothing_from_the_others(shared: Fleet) -> None:
+    """The nine send at a rate of their own; as many of their answers are there in time as were alone."""
+    with Clients(shared.urls) as clients:
+        alone = served_to_the_modest(clients)
+        over = threading.Event()
+        greedy = clients.keep_asking([completion(number, TOKENS) for number in range(97)], GREED, over, key="greedy")
+        wait_until(lambda: greedy.num_ended() > SLOTS, 30, "the greedy one to fill the worker")
+        beside = served_to_the_modest(clients)
+        over.set()
+        greedy.wait()
+    print(f"{MODEST} modest clients: {alone} answers alone, {beside} beside one that asks for some fifty times as much as each")
+    assert beside >= FAIR_SHARE * alone
+    assert not [exchange.error for exchange in greedy.exchanges if exchange.error], (
+        "the greedy one waits, and is served in its turn"
+    )
+
+
+def served_to_the_modest(clients: Clients) -> int:
+    cases = [[completion(100 * number + index, TOKENS) for index in range(ARRIVALS)] for number in range(MODEST)]
+    waves = [clients.arrive(asked, EVERY_S, key=f"modest-{number}") for number, asked in enumerate(cases)]
+    time.sleep(ARRIVALS * EVERY_S + LATE_S)
+    count = sum(wave.num_ended() for wave in waves)
+    all_answered([exchange for wave in waves for exchange in wave.wait()], TOKENS)
+    return count

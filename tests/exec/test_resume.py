@@ -1,0 +1,183 @@
+"""A request cut anywhere and taken over by a second engine gets the rest of its answer: the demo model on the CPU in float32,
+with real tokenizer and grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.grammar import Matcher
+from services.worker.core.messages import Finish, FinishReason, Submit
+from services.worker.core.sampling import DryParams, GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.scheduler import Scheduler
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.cpu import CpuExecutor
+from services.worker.exec.protocol import Run
+from services.worker.text_rules import ModelText
+from tests.grammar import model
+
+VOCAB, CONTEXT, PAGE, OUTPUTS = 1280, 512, 4, 40
+PROMPT = "The stars were bright over the quiet harbour, and"
+
+
+@dataclass(frozen=True)
+class Book:
+    """Grammars that are compiled when they are asked for."""
+
+    jump: bool
+
+    def open(self, spec: GrammarSpec) -> Matcher:
+        return model.matcher(model.compiled(spec), self.jump)
+
+
+@dataclass
+class Engine:
+    """One worker's core on an executor, turned by hand. rest, logprobs, finishes: by handle."""
+
+    executor: CpuExecutor
+    jump: bool = True
+    prev: Run | None = None
+    rest: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    finishes: dict[int, Finish] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = SchedulerConfig(400, PAGE, CONTEXT, VOCAB, model.EOS, max_running_requests=8, chunked_prefill_size=16)
+        self.core = Scheduler(config, ModelText(model.tokenizer()), Book(self.jump))
+
+    def run(self, wishes: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
+        """wishes: output so far, and the request's parameters."""
+        (prompt,) = model.tokenizer().encode_batch([PROMPT], True)
+        ids = np.array(prompt, dtype=np.int32)
+        for handle, (output, params) in enumerate(wishes):
+            self.rest[handle], self.logprobs[handle] = [], []
+            self.core.submit(Submit(0, handle, f"r{handle}", ids, params, output_ids=tuple(output)), 0.0)
+        while not self.core.idle or self.prev is not None:
+            self._turn()
+        self._take()
+
+    def _turn(self) -> None:
+        plan = self.core.plan(0.0)
+        run = self.executor.forward(plan) if plan is not None else None
+        if self.prev is not None:
+            self.core.commit(self.executor.wait(self.prev), 0.0)
+        if run is not None:
+            self.executor.sample(run, {row: matcher.mask() for row, matcher in self.core.matchers()})
+        self.prev = run
+        self._take()
+
+    def _take(self) -> None:
+        output = self.core.take_output()
+        for peer in output.peers if output else ():
+            tokens = iter(peer.tokens)
+            for handle, count in zip(peer.handles, peer.counts, strict=True):
+                self.rest[handle] += [next(tokens) for _ in range(count)]
+            for handle, rows in peer.logprobs:
+                self.logprobs[handle] += [row.sampled for row in rows]
+            self.finishes.update({finish.handle: finish for finish in peer.finishes})
+
+
+@pytest.fixture(scope="module")
+def executors() -> Iterator[list[CpuExecutor]]:
+    made = [
+        build_cpu_executor(str(model.DEMO), "float32", PAGE, 8, 400, 0.5, CONTEXT, 1, lambda _: None, check_relay=True)[0]
+        for _ in range(2)
+    ]
+    yield made
+    for executor in made:
+        executor.close()
+
+
+def params_of(**values: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": OUTPUTS, "temperature": 0.0, "ignore_eos": True, **values})
+
+
+DRAWN = {"temperature": 1.0, "seed": 77}
+SCHEMA = {
+    "type": "object",
+    "properties": {"first_name": {"const": "naive world"}, "age": {"type": "integer"}, "mood": {"enum": ["calm", "cheerful"]}},
+    "required": ["first_name", "age", "mood"],
+}
+JSON = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+WISHES = {
+    "greedy": params_of(),
+    "drawn": params_of(**DRAWN, top_p=0.95, top_k=200, min_p=0.001),
+    "penalties": params_of(**DRAWN, frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2),
+    "dry": params_of(dry=DryParams(2.0, 1.75, 1), temperature=0.7, seed=3),
+    "bias and bans": params_of(**DRAWN, logit_bias=((100, 3.0),), banned_token_ids=tuple(range(20, 60))),
+    "min new tokens": params_of(**DRAWN, ignore_eos=False, min_new_tokens=25, logit_bias=((2, 9.0),)),
+    "logprobs": params_of(**DRAWN, top_logprobs=2, prompt_logprobs_from=0),
+    "grammar": params_of(**DRAWN, max_new_tokens=120, grammar=JSON),
+    "grammar with penalties": params_of(**DRAWN, max_new_tokens=120, grammar=JSON, repetition_penalty=1.1),
+}
+
+
+def cuts_of(length: int) -> list[int]:
+    return sorted({1, 2, length // 3, length // 2, length - 1, length} - {0})
+
+
+def check_cuts(executors: list[CpuExecutor], params: SamplingParams, jump: bool = True) -> list[int]:
+    """Returns the undisturbed output."""
+    whole = Engine(executors[0], jump)
+    whole.run([((), params)])
+    output, finish = whole.rest[0], whole.finishes[0]
+    assert finish.reason is not FinishReason.ABORT, finish
+    cuts = cuts_of(len(output))
+    second = Engine(executors[1], jump)
+    second.run([(output[:cut], params) for cut in cuts])
+    for handle, cut in enumerate(cuts):
+        assert second.rest[handle] == output[cut:], f"cut at {cut} of {len(output)}"
+        np.testing.assert_allclose(second.logprobs[handle], whole.logprobs[0][cut:], atol=1e-4)
+        ended = second.finishes[handle]
+        assert (ended.reason, ended.matched_token, ended.matched_stop) == (
+            finish.reason,
+            finish.matched_token,
+            finish.matched_stop,
+        )
+        assert (ended.prompt_tokens, ended.completion_tokens) == (finish.prompt_tokens, finish.completion_tokens)
+        assert ended.cached_tokens <= ended.prompt_tokens
+    return output
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_the_rest_is_that_of_the_undisturbed_run(executors: list[CpuExecutor], wish: str) -> None:
+    output = check_cuts(executors, WISHES[wish])
+    assert len(set(output)) > 8, "the answer must vary to show anything"
+
+
+def test_with_a_grammar_and_no_jumps(executors: list[CpuExecutor]) -> None:
+    text = model.tokenizer().decode(check_cuts(executors, WISHES["grammar"], jump=False), True)
+    assert json.loads(text)["first_name"] == "naive world"
+
+
+def test_penalties_and_seed_matter_here(executors: list[CpuExecutor]) -> None:
+    """What is compared above differs where a parameter does."""
+    engine = Engine(executors[0])
+    engine.run([((), WISHES[wish]) for wish in ("greedy", "drawn", "penalties", "dry")])
+    assert len({tuple(engine.rest[handle]) for handle in range(4)}) == 4
+
+
+@pytest.mark.parametrize("rule", ["stop", "stop_regex"])
+def test_a_stop_string_that_spans_the_cut(executors: list[CpuExecutor], rule: str) -> None:
+    whole = Engine(executors[0])
+    whole.run([((), WISHES["drawn"])])
+    tokens = whole.rest[0]
+    text = model.tokenizer().decode(tokens[14:19], True).strip()
+    assert text.isprintable() and len(text) > 6
+    pattern = "".join(f"[{char}]" if char.isalnum() or char == " " else "." for char in text)
+    wanted = params_of(**DRAWN, top_p=0.95, top_k=200, min_p=0.001, **{rule: (text if rule == "stop" else pattern,)})
+    stopped = Engine(executors[0])
+    stopped.run([((), wanted)])
+    output = stopped.rest[0]
+    assert stopped.finishes[0].reason in (FinishReason.MATCHED_STRING, FinishReason.MATCHED_REGEX) and len(output) == 19
+    second = Engine(executors[1])
+    second.run([(output[:cut], wanted) for cut in range(13, 20)])
+    for handle, cut in enumerate(range(13, 20)):
+        assert second.rest[handle] == output[cut:], cut
+        assert second.finishes[handle].matched_stop == stopped.finishes[0].matched_stop

@@ -1,0 +1,198 @@
+"""Targets, and discovery by static lists and by DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from services.gateway.discovery import dns
+from services.gateway.discovery.targets import DnsTarget, KubernetesTarget, StaticTarget, parse
+from services.gateway.discovery.watch import Discovery, check_target
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("127.0.0.1:7001", StaticTarget("127.0.0.1:7001")),
+        ("tokenizer_1.example:7001", StaticTarget("tokenizer_1.example:7001")),
+        ("[fd00::1]:7001", StaticTarget("[fd00::1]:7001")),
+        ("dns:///tokenizer.llm.svc.cluster.local:7001", DnsTarget("tokenizer.llm.svc.cluster.local", 7001)),
+        ("k8s:///tokenizer.llm:7001", KubernetesTarget("tokenizer", "llm", 7001)),
+        ("k8s:///tokenizer:grpc", KubernetesTarget("tokenizer", "", "grpc")),
+    ],
+)
+def test_targets(text: str, target: object) -> None:
+    assert parse(text) == target
+    assert check_target(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host",
+        ":7001",
+        "host:0",
+        "host:65536",
+        "host:http",
+        "fd00::1:7001",
+        "http://host:80",
+        "dns:///:7001",
+        "dns:///name",
+        "dns:///name:grpc",
+        "dns:///[fd00::1]:7001",
+        "dns://8.8.8.8/name:7001",
+        "k8s:///Service:7001",
+        "k8s:///a.b.c:7001",
+        "k8s:///service:",
+        "k8s:///service:-",
+        "k8s:///service:0",
+        "k8s:///service:port-with-a-long-name",
+    ],
+)
+def test_bad_targets_are_named_in_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^'.*\.$") as raised:
+        check_target(text)
+    assert str(raised.value).startswith(f"'{text}' ")
+    with pytest.raises(ValueError):
+        Discovery(["127.0.0.1:1", text], lambda endpoints: None)
+
+
+class Names:
+    """A resolver whose answers are set by the test."""
+
+    def __init__(self) -> None:
+        self.answer: list[str] | OSError = []
+        self.lookups = 0
+
+    async def resolve(self, name: str, port: int) -> Sequence[str]:
+        self.lookups += 1
+        if isinstance(self.answer, OSError):
+            raise self.answer
+        return list(self.answer)
+
+    async def some_lookups(self, more: int) -> None:
+        """So many have begun and ended since."""
+        goal = self.lookups + more + 1
+        async with asyncio.timeout(10):
+            while self.lookups < goal:
+                await asyncio.sleep(0.002)
+
+
+def follow(
+    targets: list[str], test: Callable[[Names, list[dict[str, bool]]], object], dns_refresh_s: float = 0.01
+) -> list[dict[str, bool]]:
+    """Runs a coroutine function beside a Discovery; returns all that was told."""
+
+    async def run() -> list[dict[str, bool]]:
+        names, told = Names(), list[dict[str, bool]]()
+        discovery = Discovery(
+            targets, lambda endpoints: told.append(dict(endpoints)), dns_refresh_s=dns_refresh_s, resolve=names.resolve
+        )
+        task = asyncio.create_task(discovery.run())
+        try:
+            await test(names, told)  # type: ignore[misc]
+        finally:
+            assert not task.done()
+            task.cancel()
+            await asyncio.wait([task])
+        return told
+
+    return asyncio.run(run())
+
+
+def test_a_static_list_is_told_at_once_and_once() -> None:
+    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+        await asyncio.sleep(0)
+        assert told == [{"a:1": True, "b:2": True}]
+        await asyncio.sleep(0.05)
+
+    assert len(follow(["a:1", "b:2", "a:1"], test)) == 1
+
+
+def test_static_addresses_do_not_wait_for_names() -> None:
+    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+        names.answer = OSError("no server")
+        await names.some_lookups(1)
+        assert told == [{"a:1": True}]
+        names.answer = ["10.0.0.1"]
+        await names.some_lookups(1)
+        assert told[1:] == [{"a:1": True, "10.0.0.1:7": True}]
+
+    follow(["dns:///name:7", "a:1"], test)
+
+
+def test_names_are_looked_up_again() -> None:
+    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+        names.answer = ["10.0.0.1", "fd00::1"]
+        await names.some_lookups(3)
+        assert told[-1] == {"10.0.0.1:7": True, "[fd00::1]:7": True}
+        names.answer = ["fd00::1", "10.0.0.1"]
+        await names.some_lookups(1)
+        names.answer = ["10.0.0.2"]
+        await names.some_lookups(1)
+        assert told[-1] == {"10.0.0.2:7": True}
+
+    assert len(follow(["dns:///name:7"], test)) == 3  # nothing yet, and two answers: another order is no change
+
+
+def test_a_failing_lookup_keeps_the_last_answer() -> None:
+    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+        names.answer = ["10.0.0.1"]
+        await names.some_lookups(1)
+        names.answer = socket.gaierror(socket.EAI_AGAIN, "no server answers")
+        await names.some_lookups(4)
+        assert told[-1] == {"10.0.0.1:7": True}
+        names.answer = ["10.0.0.2"]
+        await names.some_lookups(1)
+        assert told[-1] == {"10.0.0.2:7": True}
+
+    follow(["dns:///name:7"], test)
+
+
+def test_one_empty_answer_is_not_believed_and_two_are() -> None:
+    async def test(names: Names, told: list[dict[str, bool]]) -> None:
+        names.answer = ["10.0.0.1"]
+        await names.some_lookups(1)
+        names.answer = []
+        seen = names.lookups
+        while names.lookups < seen + 4:
+            if names.lookups == seen + 1:
+                assert told[-1] == {"10.0.0.1:7": True}
+            await asyncio.sleep(0.001)
+        assert told[-1] == {}
+
+    follow(["dns:///name:7"], test, dns_refresh_s=0.05)
+
+
+def test_failing_lookups_back_off() -> None:
+    watch = dns.DnsWatch(DnsTarget("name", 7), 5.0, Names().resolve, lambda endpoints: None)
+    assert watch._pause_s() == dns.FIRST_PAUSE_S
+    watch._answered = True
+    pauses = []
+    for watch._failures in (0, 1, 2, 3, 100):
+        pauses.append(watch._pause_s())
+    assert pauses == [5.0, 10.0, 20.0, dns.LONGEST_PAUSE_S, dns.LONGEST_PAUSE_S]
+
+
+def test_the_systems_resolver() -> None:
+    async def run() -> None:
+        assert "127.0.0.1" in await dns.resolve("localhost", 7)
+
+    asyncio.run(run())
+
+
+def test_a_name_without_addresses_is_an_empty_answer_and_a_silent_server_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(code: int) -> list[str]:
+        async def getaddrinfo(*_: object, **__: object) -> object:
+            raise socket.gaierror(code, "")
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+        return await dns.resolve("name", 7)
+
+    assert asyncio.run(run(socket.EAI_NODATA)) == asyncio.run(run(socket.EAI_NONAME)) == []
+    with pytest.raises(OSError):
+        asyncio.run(run(socket.EAI_AGAIN))

@@ -1,0 +1,403 @@
+"""EndpointSlices: the rules of reading them, and list and watch by the real client against a small API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from kubernetes import client
+
+from services.gateway.discovery import kubernetes_api, kubernetes_watch
+from services.gateway.discovery.endpoint_slices import endpoints_of
+from services.gateway.discovery.kubernetes_watch import KubernetesWatch
+from services.gateway.discovery.targets import KubernetesTarget
+
+WAIT_S = 10.0
+
+
+def endpoint(*addresses: str, uid: str = "", **conditions: bool | None) -> dict[str, Any]:
+    return {"addresses": list(addresses), "conditions": conditions, **({"targetRef": {"uid": uid}} if uid else {})}
+
+
+def slice_of(
+    name: str, *endpoints: Any, family: str = "IPv4", ports: Any = ((7001, "grpc"),), version: str = ""
+) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "resourceVersion": version},
+        "addressType": family,
+        "ports": [{"port": number, "name": port} for number, port in ports],
+        "endpoints": list(endpoints) or None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("conditions", "ready"),
+    [
+        ({}, True),
+        ({"ready": None, "terminating": None}, True),
+        ({"ready": True, "serving": True, "terminating": False}, True),
+        ({"ready": False}, False),
+        ({"ready": False, "serving": True, "terminating": True}, False),
+        ({"ready": True, "serving": True, "terminating": True}, False),  # publishNotReadyAddresses
+    ],
+)
+def test_conditions(conditions: dict[str, Any], ready: bool) -> None:
+    assert endpoints_of([slice_of("a", endpoint("10.0.0.1", **conditions))], 7) == {"10.0.0.1:7": ready}
+
+
+def test_slices_merge() -> None:
+    slices = [
+        slice_of("a", endpoint("10.0.0.1", ready=False), endpoint("10.0.0.2", "10.9.9.9")),
+        slice_of("b", endpoint("10.0.0.1", ready=True), endpoint("10.0.0.3")),
+        slice_of("empty"),
+    ]
+    assert endpoints_of(slices, 7) == {"10.0.0.1:7": True, "10.0.0.2:7": True, "10.0.0.3:7": True}
+
+
+def test_a_pod_of_two_families_counts_once() -> None:
+    slices = [
+        slice_of("a", endpoint("fd00::1", uid="one"), endpoint("fd00::2", uid="two"), family="IPv6"),
+        slice_of("b", endpoint("10.0.0.1", uid="one"), family="IPv4"),
+    ]
+    assert endpoints_of(slices, 7) == {"10.0.0.1:7": True, "[fd00::2]:7": True}
+
+
+def test_ports_by_name_are_each_slices_own() -> None:
+    slices = [
+        slice_of("a", endpoint("10.0.0.1"), ports=((7001, "grpc"), (9101, "metrics"))),
+        slice_of("b", endpoint("10.0.0.2"), ports=((7002, "grpc"),)),
+        slice_of("c", endpoint("10.0.0.3"), ports=((7003, "http"),)),
+    ]
+    assert endpoints_of(slices, "grpc") == {"10.0.0.1:7001": True, "10.0.0.2:7002": True}
+
+
+class ApiServer:
+    """Lists `slices`; a watch gives `events` after its version as they are added, until `watches_end` or a cut."""
+
+    def __init__(self) -> None:
+        self.slices: list[dict[str, Any]] = []
+        self.version = 1
+        self.oldest = 0  # versions before are gone
+        self.refuse: dict[str, int] = {}  # "list" or "watch" → status
+        self.queries: list[dict[str, str]] = []
+        self.tokens: set[str] = set()
+        self._events: list[tuple[int, bytes]] = []
+        self._cuts = 0
+        self._changed = threading.Condition()
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                server._serve(self)
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.host = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[ApiServer]:
+        thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.cut()
+            self._http.shutdown()
+            thread.join()
+            self._http.server_close()
+
+    def load_client(self) -> client.ApiClient:
+        configuration = client.Configuration(host=self.host, api_key={"BearerToken": "Bearer secret"})
+        configuration.proxy = None
+        configuration.retries = False
+        return client.ApiClient(configuration)
+
+    def watches(self) -> list[dict[str, str]]:
+        return [query for query in self.queries if query.get("watch") == "true"]
+
+    def lists(self) -> int:
+        return len(self.queries) - len(self.watches())
+
+    def send(self, kind: str, slice_: dict[str, Any]) -> None:
+        with self._changed:
+            self.version += 1
+            slice_["metadata"]["resourceVersion"] = str(self.version)
+            self.slices = [one for one in self.slices if one["metadata"]["name"] != slice_["metadata"]["name"]]
+            if kind != "DELETED":
+                self.slices.append(slice_)
+            self._events.append((self.version, json.dumps({"type": kind, "object": slice_}).encode() + b"\n"))
+            self._changed.notify_all()
+
+    def say(self, event: dict[str, Any]) -> None:
+        """A line of the watches that are no event of a slice."""
+        with self._changed:
+            self.version += 1
+            self._events.append((self.version, json.dumps(event).encode() + b"\n"))
+            self._changed.notify_all()
+
+    def cut(self) -> None:
+        """Breaks the connection of every watch in the middle of a line."""
+        with self._changed:
+            self._cuts += 1
+            self._changed.notify_all()
+
+    def _serve(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        url = urlsplit(request.path)
+        query = {key: values[0].lower() for key, values in parse_qs(url.query).items()} | {"path": url.path}
+        self.queries.append(query)
+        self.tokens.add(request.headers.get("Authorization", ""))
+        is_watch = query.get("watch") == "true"
+        status = self.refuse.get("watch" if is_watch else "list", 200)
+        if status != 200:
+            self._answer(request, status, {"kind": "Status", "message": "refused", "code": status})
+        elif is_watch:
+            self._watch(request, int(query["resourceversion" if "resourceversion" in query else "resourceVersion"]), query)
+        else:
+            self._answer(request, 200, {"metadata": {"resourceVersion": str(self.version)}, "items": self.slices or None})
+
+    @staticmethod
+    def _answer(request: http.server.BaseHTTPRequestHandler, status: int, body: Any) -> None:
+        content = json.dumps(body).encode()
+        request.send_response(status)
+        request.send_header("Content-Type", "application/json")
+        request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        request.wfile.write(content)
+
+    def _watch(self, request: http.server.BaseHTTPRequestHandler, version: int, query: dict[str, str]) -> None:
+        request.send_response(200)
+        request.send_header("Transfer-Encoding", "chunked")
+        request.end_headers()
+        if version < self.oldest:
+            gone = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}}
+            self._chunk(request, json.dumps(gone).encode() + b"\n")
+            self._chunk(request, b"")
+            return
+        end = time.monotonic() + float(query["timeoutSeconds"])
+        with self._changed:
+            cuts = self._cuts
+            while time.monotonic() < end and self._cuts == cuts:
+                for at, line in [event for event in self._events if event[0] > version]:
+                    self._chunk(request, line[:9])  # a line comes in pieces
+                    self._chunk(request, line[9:])
+                    version = at
+                self._changed.wait(max(0.0, end - time.monotonic()))
+        if self._cuts != cuts:
+            with contextlib.suppress(OSError):
+                self._chunk(request, b'{"type": "ADDED", "obj')
+            request.close_connection = True
+            return
+        self._chunk(request, b"")
+
+    @staticmethod
+    def _chunk(request: http.server.BaseHTTPRequestHandler, data: bytes) -> None:
+        request.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        request.wfile.flush()
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.told: list[dict[str, bool]] = []
+
+    async def until(self, endpoints: dict[str, bool]) -> None:
+        await eventually(lambda: bool(self.told) and self.told[-1] == endpoints, lambda: f"{endpoints} in {self.told}")
+
+
+async def eventually(condition: Callable[[], bool], what: Callable[[], str] = lambda: "condition") -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what()}"
+        await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def following(server: ApiServer, port: int | str = 7001, namespace: str = "llm", **times: float) -> AsyncIterator[Heard]:
+    heard = Heard()
+    target = KubernetesTarget("tokenizer", namespace, port)
+    watch = KubernetesWatch(target, lambda endpoints: heard.told.append(dict(endpoints)), server.load_client, **times)
+    task = asyncio.create_task(watch.run())
+    try:
+        yield heard
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await eventually(lambda: not any("endpoints of" in thread.name for thread in threading.enumerate()))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    monkeypatch.setattr(kubernetes_watch, "FIRST_PAUSE_S", 0.02)
+    with ApiServer().running() as running:
+        yield running
+
+
+def test_list_and_watch(server: ApiServer) -> None:
+    async def run() -> None:
+        server.slices = [slice_of("a", endpoint("10.0.0.1"))]
+        async with following(server, "grpc") as heard:
+            await heard.until({"10.0.0.1:7001": True})
+            await eventually(lambda: len(server.watches()) == 1)
+            server.send("ADDED", slice_of("b", endpoint("10.0.0.2", ready=False)))
+            await heard.until({"10.0.0.1:7001": True, "10.0.0.2:7001": False})
+            server.send("MODIFIED", slice_of("b", endpoint("10.0.0.2", ready=True)))
+            await heard.until({"10.0.0.1:7001": True, "10.0.0.2:7001": True})
+            server.send("DELETED", slice_of("a"))
+            await heard.until({"10.0.0.2:7001": True})
+            server.send("MODIFIED", slice_of("b"))
+            await heard.until({})
+            assert server.lists() == 1
+            query = server.watches()[0]
+            assert query["path"] == "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
+            assert query["labelSelector"] == "kubernetes.io/service-name=tokenizer"
+            assert query["resourceVersion"] == "1" and query["allowWatchBookmarks"] == "true"
+            assert server.tokens == {"Bearer secret"}
+
+    asyncio.run(run())
+
+
+def test_what_changes_nothing_is_not_told(server: ApiServer) -> None:
+    async def run() -> None:
+        async with following(server) as heard:
+            await heard.until({})
+            server.send("ADDED", slice_of("a", endpoint("10.0.0.1")))
+            server.send("MODIFIED", slice_of("a", endpoint("10.0.0.1", ready=True)))
+            server.send("ADDED", slice_of("b", endpoint("10.0.0.2")))
+            await heard.until({"10.0.0.1:7001": True, "10.0.0.2:7001": True})
+            assert len(heard.told) == 3
+
+    asyncio.run(run())
+
+
+def test_the_next_watch_goes_on_where_the_last_one_ended(server: ApiServer) -> None:
+    async def run() -> None:
+        async with following(server, watch_s=1.0) as heard:
+            await heard.until({})
+            server.send("ADDED", slice_of("a", endpoint("10.0.0.1")))
+            await heard.until({"10.0.0.1:7001": True})
+            server.say({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "40"}}})
+            server.version = 41
+            await eventually(lambda: len(server.watches()) == 2)
+            assert server.watches()[1]["resourceVersion"] == "40"
+            assert server.lists() == 1 and heard.told[-1] == {"10.0.0.1:7001": True}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("as_status", [False, True], ids=["as an event", "as a status"])
+def test_versions_that_are_gone_are_listed_again(server: ApiServer, as_status: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with following(server) as heard:
+            await heard.until({})
+            await eventually(lambda: len(server.watches()) == 1)
+            if as_status:
+                server.refuse["watch"] = 410
+                server.cut()
+                await eventually(lambda: len(server.watches()) >= 2)
+            else:
+                server.say({"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}})
+            server.slices = [slice_of("a", endpoint("10.0.0.1"))]  # no event says so
+            server.refuse.clear()
+            await heard.until({"10.0.0.1:7001": True})
+            assert as_status or "cannot be read" not in caplog.text, "no failure, so no growing pause"
+
+    asyncio.run(run())
+
+
+def test_a_watch_that_breaks_is_begun_again(server: ApiServer) -> None:
+    async def run() -> None:
+        async with following(server) as heard:
+            server.send("ADDED", slice_of("a", endpoint("10.0.0.1")))
+            await heard.until({"10.0.0.1:7001": True})
+            for n in range(2, 5):
+                watches = len(server.watches())
+                server.cut()
+                await eventually(lambda watches=watches: len(server.watches()) > watches)
+                server.send("MODIFIED", slice_of("a", endpoint(f"10.0.0.{n}")))
+                await heard.until({f"10.0.0.{n}:7001": True})
+            assert {} not in heard.told[1:], "the last endpoints stay meanwhile"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("verb", ["list", "watch"])
+def test_refusals_keep_the_last_endpoints(server: ApiServer, verb: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        server.slices = [slice_of("a", endpoint("10.0.0.1"))]
+        async with following(server) as heard:
+            await heard.until({"10.0.0.1:7001": True})
+            await eventually(lambda: len(server.watches()) == 1)
+            server.refuse[verb] = 403
+            server.cut()
+            refused = len(server.queries)
+            await eventually(lambda: len(server.queries) >= refused + 4)
+            assert heard.told == [{"10.0.0.1:7001": True}]
+            assert "needs list and watch on endpointslices" in caplog.text
+            server.refuse.clear()
+            server.slices = [slice_of("a", endpoint("10.0.0.2"))]
+            await heard.until({"10.0.0.2:7001": True})
+
+    asyncio.run(run())
+
+
+def test_slices_are_listed_now_and_then_whatever_the_watch_says(server: ApiServer) -> None:
+    async def run() -> None:
+        async with following(server, watch_s=1.0, resync_s=0.1) as heard:
+            await heard.until({})
+            server.slices = [slice_of("a", endpoint("10.0.0.1"))]  # no event says so
+            await heard.until({"10.0.0.1:7001": True})
+            assert server.lists() >= 2
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_down_at_the_start(server: ApiServer) -> None:
+    async def run() -> None:
+        host, server.host = server.host, "http://127.0.0.1:1"
+        clients: list[client.ApiClient] = []
+
+        def load_client() -> client.ApiClient:
+            clients.append(ApiServer.load_client(server))
+            return clients[-1]
+
+        heard = Heard()
+        target = KubernetesTarget("tokenizer", "llm", 7001)
+        task = asyncio.create_task(KubernetesWatch(target, lambda found: heard.told.append(dict(found)), load_client).run())
+        await eventually(lambda: len(clients) == 1)
+        await asyncio.sleep(0.1)
+        assert not heard.told and not task.done()
+        clients[0].configuration.host = host
+        await heard.until({})
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(run())
+
+
+def test_the_namespace_is_the_pods_own_where_the_target_names_none(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kubernetes_api.own_namespace(tmp_path / "none") == "default"
+    (tmp_path / "namespace").write_text("team-a\n")
+    monkeypatch.setattr(kubernetes_watch, "own_namespace", lambda: kubernetes_api.own_namespace(tmp_path / "namespace"))
+
+    async def run() -> None:
+        async with following(server, namespace="") as heard:
+            await heard.until({})
+            assert server.queries[0]["path"].endswith("/namespaces/team-a/endpointslices")
+
+    asyncio.run(run())

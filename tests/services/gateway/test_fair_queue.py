@@ -1,0 +1,370 @@
+"""FairQueue: bounded, by priority, then fair over keys by tokens served."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.routing.fair_queue import FairQueue, Placed, QueueFull
+
+
+@dataclass(eq=False)
+class Item:
+    key: str
+    tokens: int = 1
+    priority: int = 0
+    name: str = ""
+
+
+@dataclass
+class Server:
+    """Places up to `room` items and charges their tokens, as a dispatcher does. skipped: names that cannot go."""
+
+    queue: FairQueue[Item]
+    room: int = 1_000_000
+    skipped: frozenset[str] = frozenset()
+    served: list[Item] = field(default_factory=list)
+
+    def place(self, item: Item) -> Placed:
+        if not self.room:
+            return Placed.STOP
+        if item.name in self.skipped:
+            return Placed.SKIP
+        self.room -= 1
+        self.served.append(item)
+        self.queue.charge(item.key, item.tokens)
+        return Placed.PLACED
+
+    def drain(self, room: int = 1_000_000) -> list[str]:
+        """Names of what was placed."""
+        self.room, self.served = room, []
+        assert self.queue.drain(self.place) == len(self.served)
+        return [item.name for item in self.served]
+
+
+def filled(*items: Item, capacity: int = 100, weights: Mapping[str, float] | None = None) -> FairQueue[Item]:
+    queue: FairQueue[Item] = FairQueue(capacity, weights)
+    for item in items:
+        assert queue.push(item, item.key, item.priority) is None
+    return queue
+
+
+def named(text: str, tokens: int = 1) -> list[Item]:
+    """ "a1 b1": key a, name a1. A priority may follow: "a1:5"."""
+    words = [word.partition(":") for word in text.split()]
+    return [Item(name[0], tokens, int(priority or 0), name) for name, _, priority in words]
+
+
+def names(queue: FairQueue[Item]) -> list[str]:
+    return [item.name for item in queue]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "order"),
+    [
+        ("a1 a2 a3", "a1 a2 a3"),
+        ("a1 a2 a3 b1 b2", "a1 b1 a2 b2 a3"),
+        ("a1:0 b1:2 c1:1 b2:2", "b1 b2 c1 a1"),
+        ("a1:-1 b1:-5 c1", "c1 a1 b1"),
+        ("a1:1 a2:1 b1 b2 a3:0", "a1 a2 b1 b2 a3"),
+    ],
+    ids=["first in first out", "keys take turns", "priority first", "priorities below 0", "a counter is of all priorities"],
+)
+def test_order(arrivals: str, order: str) -> None:
+    assert Server(filled(*named(arrivals))).drain() == order.split()
+
+
+def test_keys_take_turns_also_when_nothing_is_charged() -> None:
+    assert Server(filled(*named("a1 a2 a3 b1 b2", tokens=0))).drain() == ["a1", "b1", "a2", "b2", "a3"]
+
+
+def test_a_stop_ends_the_pass_and_leaves_the_rest_in_order() -> None:
+    queue = filled(*named("a1 a2 b1 b2"))
+    assert Server(queue).drain(room=2) == ["a1", "b1"] and len(queue) == 2 and names(queue) == ["a2", "b2"]
+    assert Server(queue).drain() == ["a2", "b2"] and not len(queue)
+
+
+def test_what_is_skipped_keeps_its_place_and_lets_others_pass() -> None:
+    queue = filled(*named("a1 a2 a3 b1 b2 c1:-1"))
+    assert Server(queue, skipped=frozenset({"a1", "a2", "b1"})).drain() == ["a3", "b2", "c1"]
+    assert names(queue) == ["a1", "a2", "b1"] and len(queue) == 3
+    assert Server(queue).drain() == ["a1", "b1", "a2"]
+
+
+def test_a_level_of_skipped_items_only_is_still_there() -> None:
+    queue = filled(*named("a1:1 b1:0"))
+    assert Server(queue, skipped=frozenset({"a1"})).drain() == ["b1"]
+    assert names(queue) == ["a1"] and Server(queue).drain() == ["a1"]
+
+
+def test_an_error_while_placing_loses_nothing() -> None:
+    queue = filled(*named("a1 a2 b1"))
+    asked = []
+
+    def place(item: Item) -> Placed:
+        asked.append(item.name)
+        if len(asked) == 2:
+            raise RuntimeError
+        return Placed.SKIP
+
+    with pytest.raises(RuntimeError):
+        queue.drain(place)
+    assert names(queue) == ["a1", "a2", "b1"] and Server(queue).drain() == ["a1", "b1", "a2"]
+
+
+def test_removal() -> None:
+    items = named("a1 a2 b1:1")
+    queue = filled(*items)
+    assert queue.remove(items[0]) and not queue.remove(items[0]) and queue.remove(items[2])
+    assert not queue.remove(Item("a")) and names(queue) == ["a2"] and Server(queue).drain() == ["a2"]
+
+
+def test_one_item_waits_once() -> None:
+    item = Item("a")
+    with pytest.raises(ValueError):
+        filled(item).push(item, "b")
+
+
+@pytest.mark.parametrize(
+    ("waiting", "newcomer", "displaced"),
+    [
+        ("a1 a2 a3 a4", "b1:1", "a4"),
+        ("a1 a2 a3 a4", "b1", "a4"),
+        ("a1 a2 a3 b1", "b2", "a3"),
+        ("a1 a2 b1 b2", "a3", None),
+        ("a1 a2 a3 a4", "a5", None),
+        ("a1 a2 a3 a4", "b1:-1", None),
+        ("a1 b1 c1 d1", "e1", None),
+        ("a1:1 a2:1 a3:1 b1", "c1:1", "b1"),
+        ("a1:1 a2:1 a3:1 b1", "c1", None),
+    ],
+    ids=[
+        "a higher priority", "a key with none", "a key with fewer", "a key with as many", "the same key", "a lower priority",
+        "all have one", "the lowest goes, not the longest", "more of higher priority does not count",
+    ],
+)  # fmt: skip
+def test_who_makes_way_when_full(waiting: str, newcomer: str, displaced: str | None) -> None:
+    queue, (item,) = filled(*named(waiting), capacity=4), named(newcomer)
+    if displaced is None:
+        with pytest.raises(QueueFull):
+            queue.push(item, item.key, item.priority)
+        assert " ".join(sorted(names(queue))) == " ".join(sorted(word.split(":")[0] for word in waiting.split()))
+        return
+    out = queue.push(item, item.key, item.priority)
+    assert out is not None and out.name == displaced
+    assert len(queue) == 4 and item in list(queue) and out not in list(queue)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 1)), max_size=80))
+def test_a_full_queue_is_shared_as_evenly_as_arrivals_allow(arrivals: list[tuple[str, int]]) -> None:
+    """Refused or displaced is always one of the lowest priority, of a key that has most of them then."""
+    queue: FairQueue[Item] = FairQueue(8)
+    for key, priority in arrivals:
+        item, before = Item(key, priority=priority), list(queue)
+        try:
+            out = queue.push(item, key, priority)
+        except QueueFull:
+            out = item
+        if out is None:
+            assert len(before) < 8
+            continue
+        assert len(before) == 8 and set(queue) | {out} == {*before, item}
+        lowest = min(other.priority for other in (*before, item))
+        counts = Counter(other.key for other in (*before, item) if other.priority == lowest)
+        assert out.priority == lowest and counts[out.key] >= max(counts.values()) - (out is item)
+
+
+def test_a_weighty_key_may_have_more_of_a_full_queue() -> None:
+    queue = filled(*named("a1 a2 a3 b1 b2 b3"), capacity=6, weights={"a": 3.0})
+    out = queue.push(Item("a", name="a4"), "a")
+    assert out is not None and out.name == "b3"
+
+
+def test_no_room_at_all() -> None:
+    with pytest.raises(QueueFull):
+        FairQueue[Item](0).push(Item("a"), "a", 5)
+
+
+def test_shares_follow_weights() -> None:
+    """Keys with different request sizes, always waiting, outputs charged late: tokens served are as their weights."""
+    rng, weights = random.Random(3), {"a": 1.0, "b": 2.0, "c": 4.0}
+    queue: FairQueue[Item] = FairQueue(1000, weights)
+    sizes = {"a": (10, 50), "b": (200, 400), "c": (1, 1000)}
+    tokens: Counter[str] = Counter()
+    running: deque[Item] = deque()
+
+    def place(item: Item) -> Placed:
+        if len(running) == 16:
+            return Placed.STOP
+        running.append(item)
+        queue.charge(item.key, item.tokens / 2)
+        return Placed.PLACED
+
+    for key in sizes:
+        for _ in range(20):
+            queue.push(Item(key, rng.randint(*sizes[key])), key)
+    for _ in range(30_000):
+        queue.drain(place)
+        done = running.popleft()
+        queue.charge(done.key, done.tokens / 2)
+        tokens[done.key] += done.tokens
+        queue.push(Item(done.key, rng.randint(*sizes[done.key])), done.key)
+    total = tokens.total()
+    for key, weight in weights.items():
+        assert tokens[key] / total == pytest.approx(weight / 7, rel=0.03)
+
+
+def test_a_flood_of_one_key_does_not_delay_another() -> None:
+    queue = filled(*[Item("hog", 100, name=f"h{number}") for number in range(50)], *named("b1 b2 b3", tokens=10))
+    assert Server(queue).drain(room=5) == ["h0", "b1", "b2", "b3", "h1"]
+
+
+def test_time_away_earns_nothing() -> None:
+    queue = filled(*[Item("a", 100, name=f"a{number}") for number in range(12)])
+    Server(queue).drain(room=10)
+    for item in (late := [Item("b", 100, name=f"b{number}") for number in range(10)]):
+        queue.push(item, "b")
+    assert queue.counter("b") == queue.counter("a")
+    assert set(Server(queue).drain(room=4)) == {"a10", "a11", late[0].name, late[1].name}
+
+
+def test_what_was_served_before_counts_for_a_key_that_comes_back() -> None:
+    queue = filled(*named("a1", tokens=500), *named("b1 b2 b3", tokens=100))
+    Server(queue).drain(room=2)
+    queue.push(Item("a", name="a2"), "a")
+    assert Server(queue).drain() == ["b2", "b3", "a2"]
+
+
+def test_use_of_an_idle_system_is_no_debt() -> None:
+    queue: FairQueue[Item] = FairQueue(100)
+    for _ in range(1000):
+        queue.charge("old", 1000)
+    for item in named("n1 n2 n3", tokens=1000):
+        queue.push(item, "n")
+    queue.push(Item("old", 1000, name="o1"), "old")
+    assert "o1" in Server(queue).drain(room=3)
+
+
+def test_after_everybody_left_newcomers_begin_where_the_last_was() -> None:
+    queue = filled(*named("a1", tokens=500))
+    Server(queue).drain()
+    queue.push(Item("b", name="b1"), "b")
+    assert queue.counter("b") == queue.counter("a") == 500
+
+
+def test_counters_are_bounded_and_keep_who_owes_most() -> None:
+    queue: FairQueue[Item] = FairQueue(100, max_keys=10)
+    item = Item("waits")
+    queue.push(item, "waits")
+    queue.charge("heavy", 1e6)
+    for number in range(1000):
+        queue.charge(f"k{number}", number % 7)
+    assert len(queue._accounts) <= 21
+    assert queue.counter("heavy") == 1e6 and list(queue) == [item]
+
+
+def test_work_per_item_does_not_leave_heaps_behind() -> None:
+    queue: FairQueue[Item] = FairQueue(100)
+    kept = Item("kept", priority=0)
+    queue.push(kept, "kept")
+    for number in range(3000):
+        item = Item(f"k{number % 5}")
+        queue.push(item, item.key)
+        queue.remove(item)
+    level = queue._levels[0]
+    assert len(level._most) < 100 and len(level._least) < 100 and len(queue._waiting_keys) < 100
+
+
+class Naive:
+    """The rules, by looking at everything: no levels, no heaps."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.counters: dict[str, float] = {}
+        self.floor = 0.0
+
+    def active(self) -> set[str]:
+        return {item.key for item in self.items}
+
+    def push(self, item: Item) -> None:
+        active = self.active()
+        if item.key not in active:
+            least = min((self.counters[key] for key in active), default=self.floor)
+            self.counters[item.key] = max(self.counters.get(item.key, 0.0), least)
+        self.items.append(item)
+
+    def left(self, item: Item) -> None:
+        self.items.remove(item)
+        if not self.items:
+            self.floor = max(self.floor, self.counters[item.key])
+
+    def charge(self, key: str, tokens: float) -> None:
+        if not self.items:
+            self.floor = self.counters[key] = max(self.counters.get(key, 0.0), self.floor)
+        self.counters[key] = self.counters.get(key, 0.0) + tokens
+
+    def may_be_next(self, item: Item) -> bool:
+        top = max(other.priority for other in self.items)
+        level = [other for other in self.items if other.priority == top]
+        least = min(self.counters[other.key] for other in level)
+        first = next(other for other in level if other.key == item.key)
+        return item is first and self.counters[item.key] == least
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(0, 2), st.integers(0, 9)),
+    st.tuples(st.just("remove"), st.just(""), st.integers(0, 20), st.just(0)),
+    st.tuples(st.just("charge"), st.sampled_from("abcd"), st.integers(1, 30), st.just(0)),
+    st.tuples(st.just("drain"), st.just(""), st.integers(0, 5), st.just(0)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEPS, max_size=60))
+def test_agrees_with_the_rules(steps: list[tuple[str, str, int, int]]) -> None:
+    queue, naive = FairQueue[Item](1000), Naive()
+    for step, key, number, tokens in steps:
+        if step == "push":
+            item = Item(key, tokens, number)
+            queue.push(item, key, number)
+            naive.push(item)
+        elif step == "remove" and naive.items:
+            item = naive.items[number % len(naive.items)]
+            assert queue.remove(item)
+            naive.left(item)
+        elif step == "charge":
+            queue.charge(key, number)
+            naive.charge(key, number)
+        elif step == "drain":
+            follow_drain(queue, naive, number)
+        assert len(queue) == len(naive.items) and set(queue) == set(naive.items)
+        assert all(queue.counter(key) == counter for key, counter in naive.counters.items())
+
+
+def follow_drain(queue: FairQueue[Item], naive: Naive, room: int) -> None:
+    placed: list[Item] = []
+
+    def place(item: Item) -> Placed:
+        if placed:
+            naive.left(placed[-1])
+            placed[-1:] = []
+            placed_count[0] += 1
+        if placed_count[0] == room:
+            return Placed.STOP
+        assert naive.may_be_next(item)
+        queue.charge(item.key, item.tokens)
+        naive.charge(item.key, item.tokens)
+        placed.append(item)
+        return Placed.PLACED
+
+    placed_count = [0]
+    queue.drain(place)
+    for item in placed:
+        naive.left(item)

@@ -1,0 +1,222 @@
+"""PrefixIndex: against a model of plain sets, and one by one what the model does not say."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.gateway.routing.prefix_index import PrefixIndex
+
+CHAINS = [[bytes([chain, depth]) + b"block." for depth in range(6)] for chain in range(3)]
+BLOCKS = [block for chain in CHAINS for block in chain]
+
+
+def depths(index: PrefixIndex, hashes: list[bytes]) -> list[int]:
+    return [int(depth) for depth in index.match(hashes)]
+
+
+def model_depth(blocks: set[bytes], hashes: list[bytes]) -> int:
+    for depth, block in enumerate(hashes):
+        if block not in blocks:
+            return depth
+    return len(hashes)
+
+
+class AgainstModel(RuleBasedStateMachine):
+    """The model: per live owner a set of blocks, and a dict of when each speculative one ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.numbers: dict[tuple[str, int], int] = {}
+        self.held: dict[int, set[bytes]] = {}
+        self.until: dict[int, dict[bytes, float]] = {}
+        self.now = 0.0
+
+    @rule(worker=st.sampled_from("abc"), generation=st.integers(0, 1))
+    def owner(self, worker: str, generation: int) -> None:
+        number = self.index.owner(worker, generation)
+        if (worker, generation) in self.numbers:
+            assert self.numbers[worker, generation] == number
+            return
+        assert number not in self.held
+        self.numbers[worker, generation] = number
+        self.held[number], self.until[number] = set(), {}
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), blocks=st.lists(st.sampled_from(BLOCKS)))
+    def stored(self, data: st.DataObject, blocks: list[bytes]) -> None:
+        number = data.draw(st.sampled_from(sorted(self.held)))
+        self.index.stored(number, iter(blocks))
+        self.held[number].update(blocks)
+        for block in blocks:
+            self.until[number].pop(block, None)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), blocks=st.lists(st.sampled_from(BLOCKS)))
+    def removed(self, data: st.DataObject, blocks: list[bytes]) -> None:
+        number = data.draw(st.sampled_from(sorted(self.held)))
+        self.index.removed(number, iter(blocks))
+        self.held[number].difference_update(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), chain=st.sampled_from(CHAINS), upto=st.integers(0, 6), ttl=st.integers(1, 4))
+    def speculate(self, data: st.DataObject, chain: list[bytes], upto: int, ttl: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.held)))
+        self.index.speculate(number, chain[:upto], self.now + ttl)
+        ends = self.until[number]
+        for block in chain[:upto]:
+            ends[block] = max(ends.get(block, 0.0), self.now + ttl)
+
+    @rule(step=st.integers(0, 3))
+    def expire(self, step: int) -> None:
+        self.now += step
+        self.index.expire(self.now)
+        self.until = {n: {b: end for b, end in ends.items() if end > self.now} for n, ends in self.until.items()}
+
+    @precondition(lambda self: self.numbers)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.numbers)))
+        number = self.numbers.pop(name)
+        self.index.retire(number)
+        del self.held[number], self.until[number]
+        assert self.index.find(*name) == -1
+
+    @rule(budget=st.integers(0, 5))
+    def sweep(self, budget: int) -> None:
+        assert self.index.sweep(budget) <= budget
+
+    @invariant()
+    def agrees(self) -> None:
+        for chain in CHAINS:
+            found = depths(self.index, chain)
+            for number in range(self.index.num_owners):
+                blocks = self.held.get(number, set()) | set(self.until.get(number, {}))
+                assert found[number] == model_depth(blocks, chain)
+        for name, number in self.numbers.items():
+            assert self.index.find(*name) == number
+            assert self.index.held(number) == len(self.held[number]) and self.index.blocks(number) == self.held[number]
+
+    def teardown(self) -> None:
+        self.index.sweep(1000)
+        known = set().union(*self.held.values(), *self.until.values())
+        assert self.index.num_blocks == len(known) and self.index.num_retired == 0
+
+
+TestAgainstModel = AgainstModel.TestCase
+TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=130), st.integers(0, 40))
+def test_every_owner_has_its_own_depth(lengths: list[int], asked: int) -> None:
+    """Small drops and large ones, over a byte's border and beyond 64 owners."""
+    prompt = [depth.to_bytes(8, "big") for depth in range(40)]
+    index = PrefixIndex()
+    for number, length in enumerate(lengths):
+        index.stored(index.owner(f"w{number}", 1), prompt[:length])
+    assert depths(index, prompt[:asked]) == [min(length, asked) for length in lengths]
+
+
+def test_an_empty_index_and_an_empty_prompt_match_nothing() -> None:
+    index = PrefixIndex()
+    assert depths(index, CHAINS[0]) == []
+    index.stored(index.owner("a", 1), CHAINS[0])
+    assert depths(index, []) == [0]
+
+
+def test_a_number_is_given_out_again_only_after_its_sweep() -> None:
+    index = PrefixIndex()
+    old = index.owner("a", 1)
+    index.stored(old, CHAINS[0])
+    index.retire(old)
+    assert index.owner("a", 2) != old
+    assert index.sweep(4) == 4 and index.owner("b", 1) != old and index.num_retired == 1
+    assert index.sweep(100) == 2 and index.num_retired == 0
+    assert index.owner("c", 1) == old
+    assert depths(index, CHAINS[0])[old] == 0 and index.num_blocks == 0
+
+
+def test_speculation_of_a_retired_owner_does_not_touch_who_has_its_number_next() -> None:
+    index = PrefixIndex()
+    index.speculate(index.owner("a", 1), CHAINS[0], until=10.0)
+    index.retire(0)
+    index.speculate(0, CHAINS[1], until=10.0)
+    index.sweep(100)
+    assert index.owner("b", 1) == 0
+    index.speculate(0, CHAINS[0], until=20.0)
+    assert depths(index, CHAINS[1]) == [0]
+    index.expire(10.0)
+    assert depths(index, CHAINS[0]) == [6]
+    index.expire(20.0)
+    assert depths(index, CHAINS[0]) == [0] and index.num_speculative == 0
+
+
+def test_a_removal_counts_at_once_after_the_block_was_confirmed() -> None:
+    index = PrefixIndex()
+    owner = index.owner("a", 1)
+    index.speculate(owner, CHAINS[0], until=10.0)
+    index.stored(owner, CHAINS[0])
+    index.removed(owner, CHAINS[0][3:])
+    assert depths(index, CHAINS[0]) == [3]
+
+
+def test_the_end_of_speculation_leaves_what_is_confirmed() -> None:
+    index = PrefixIndex()
+    owner, other = index.owner("a", 1), index.owner("b", 1)
+    index.stored(owner, CHAINS[0])
+    index.speculate(owner, CHAINS[0], until=10.0)
+    index.speculate(other, CHAINS[0], until=10.0)
+    index.expire(10.0)
+    assert depths(index, CHAINS[0]) == [6, 0] and index.num_speculative == 0
+
+
+def test_the_oldest_speculation_makes_room() -> None:
+    index = PrefixIndex(max_speculative=9)
+    owner = index.owner("a", 1)
+    index.speculate(owner, CHAINS[0], until=1.0)
+    index.speculate(owner, CHAINS[1][:3], until=2.0)
+    assert depths(index, CHAINS[0]) == [6] and index.num_speculative == 9
+    index.speculate(owner, CHAINS[2][:1], until=3.0)
+    assert [depths(index, chain) for chain in CHAINS] == [[0], [3], [1]] and index.num_speculative == 4
+
+
+def test_what_was_extended_is_not_the_oldest() -> None:
+    index = PrefixIndex(max_speculative=9)
+    owner = index.owner("a", 1)
+    index.speculate(owner, CHAINS[0], until=1.0)
+    index.speculate(owner, CHAINS[1][:3], until=2.0)
+    index.speculate(owner, CHAINS[0][:4], until=3.0)
+    index.speculate(owner, CHAINS[2][:1], until=4.0)
+    assert [depths(index, chain) for chain in CHAINS] == [[4], [3], [1]]
+
+
+def test_one_prompt_longer_than_the_bound_keeps_its_beginning() -> None:
+    index = PrefixIndex(max_speculative=4)
+    index.speculate(index.owner("a", 1), CHAINS[0], until=1.0)
+    assert depths(index, CHAINS[0]) == [4]
+
+
+def test_who_is_not_live_is_refused() -> None:
+    index = PrefixIndex()
+    owner = index.owner("a", 1)
+    index.retire(owner)
+    for call in (lambda: index.stored(owner, BLOCKS), lambda: index.removed(owner, BLOCKS), lambda: index.retire(owner)):
+        with pytest.raises(KeyError):
+            call()
+    with pytest.raises(KeyError):
+        index.stored(7, BLOCKS)
+    assert index.held(owner) == 0 and index.blocks(owner) == frozenset()
+
+
+def test_what_owners_hold_stays_out_of_garbage_collection() -> None:
+    index = PrefixIndex()
+    index.stored(index.owner("a", 1), [number.to_bytes(8, "big") for number in range(1000)])
+    gc.collect()
+    large = [found for found in gc.get_objects() if isinstance(found, dict | set) and len(found) == 1000]
+    assert not [found for found in large if (999).to_bytes(8, "big") in found]

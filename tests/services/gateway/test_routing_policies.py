@@ -1,0 +1,242 @@
+"""Routing policies, one decision at a time: which worker, and why."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.policies import (
+    REASONS,
+    RoutingConfig,
+    RoutingPolicy,
+    has_room,
+    make_policy,
+    rows_with_room,
+)
+
+
+def fleet(requests: Sequence[int], running: int | Sequence[int] = 100, limit: int = 1000) -> WorkerColumns:
+    """One usable worker per entry."""
+    workers = WorkerColumns()
+    sizes = [running] * len(requests) if isinstance(running, int) else running
+    for number, (count, size) in enumerate(zip(requests, sizes, strict=True)):
+        row = workers.add(f"w{number}", random.Random(number).getrandbits(64))
+        workers.usable[row], workers.limit[row], workers.running[row], workers.requests[row] = True, limit, size, count
+    return workers
+
+
+def ask(workers: WorkerColumns, matched: Sequence[int] | None = None, prompt: int = 1000, key: str = "", lora: str = "") -> Ask:
+    if matched is None:
+        return Ask(prompt, None, key, lora)
+    padded = np.zeros(workers.capacity, np.int64)
+    padded[: len(matched)] = matched
+    return Ask(prompt, padded, key, lora)
+
+
+def pick(policy: str, workers: WorkerColumns, request: Ask, config: RoutingConfig | None = None) -> Pick:
+    chosen = make_policy(policy, config or RoutingConfig(), random.Random(5)).pick(request, workers)
+    assert chosen is not None and chosen.reason in REASONS
+    return chosen
+
+
+def set_last(workers: WorkerColumns, last: Sequence[int]) -> WorkerColumns:
+    workers.last_pick[: len(last)] = last
+    return workers
+
+
+@pytest.mark.parametrize(
+    ("requests", "running", "last", "row"),
+    [
+        ([5, 3, 4], [100, 100, 100], [0, 0, 0], 1),
+        ([40, 10, 30], [100, 10, 100], [0, 0, 0], 2),
+        ([20, 10, 2], [100, 50, 10], [0, 0, 0], 2),
+        ([3, 3, 3], [100, 100, 100], [7, 5, 6], 1),
+        ([3, 3, 9], [0, 0, 0], [2, 1, 0], 1),
+    ],
+    ids=["fewest", "relative to size", "equal load: fewest requests", "all equal: longest ago", "unknown size"],
+)
+def test_least_requests(requests: list[int], running: list[int], last: list[int], row: int) -> None:
+    workers = set_last(fleet(requests, running), last)
+    assert pick("least_requests", workers, ask(workers)) == Pick(row, "least_requests", 0)
+
+
+def test_least_tokens_is_relative_to_size() -> None:
+    workers = fleet([1, 9, 9], [100, 50, 100])
+    workers.tokens[:3] = [5000, 1500, 2000]
+    assert pick("least_tokens", workers, ask(workers)).row == 2
+
+
+def test_round_robin_takes_who_was_picked_longest_ago() -> None:
+    workers = set_last(fleet([9, 0, 0]), [1, 3, 2])
+    assert pick("round_robin", workers, ask(workers)) == Pick(0, "round_robin", 0)
+
+
+def test_random_reaches_everybody_and_follows_its_seed() -> None:
+    workers = fleet([0] * 5)
+    runs = []
+    for _ in range(2):
+        policy = make_policy("random", RoutingConfig(), random.Random(1))
+        runs.append([chosen.row for _ in range(200) if (chosen := policy.pick(ask(workers), workers))])
+    assert runs[0] == runs[1] and min(Counter(runs[0])[row] for row in range(5)) > 20
+
+
+def test_power_of_two_never_takes_the_busier_of_two() -> None:
+    workers = fleet([0, 1, 2, 3])
+    policy = make_policy("power_of_two", RoutingConfig(), random.Random(1))
+    rows = Counter(chosen.row for _ in range(600) if (chosen := policy.pick(ask(workers), workers)))
+    assert rows[3] == 0 and rows[0] > rows[1] > rows[2] > 0
+    assert pick("power_of_two", fleet([4]), Ask(10)).row == 0
+
+
+@pytest.mark.parametrize("policy", list(RoutingPolicy))
+def test_only_usable_allowed_workers_with_room(policy: str) -> None:
+    workers = fleet([0, 0, 0, 7, 5, 0])
+    workers.usable[0] = False
+    workers.limit[1] = 0
+    workers.drop(2)
+    allowed = np.ones(workers.capacity, np.bool_)
+    allowed[3] = False
+    workers.limit[4] = 6
+    matched = np.full(workers.capacity, 900)
+    for key in ("", "a", "b", "c"):
+        request = Ask(1000, matched, key, allowed=allowed)
+        assert rows_with_room(request, workers).tolist() == [4, 5]
+        assert pick(policy, workers, request).row in (4, 5)
+    workers.requests[4], workers.limit[5] = 6, 0
+    assert not has_room(request, workers)
+    assert make_policy(policy, RoutingConfig(), random.Random(1)).pick(request, workers) is None
+
+
+@pytest.mark.parametrize("policy", list(RoutingPolicy))
+def test_no_workers_at_all(policy: str) -> None:
+    assert make_policy(policy, RoutingConfig(), random.Random(1)).pick(Ask(10, key="k", lora="x"), WorkerColumns()) is None
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError):
+        make_policy("fastest", RoutingConfig(), random.Random(1))
+
+
+@pytest.mark.parametrize("policy", list(RoutingPolicy))
+@pytest.mark.parametrize(
+    ("requests", "loras", "rows"),
+    [
+        ([0, 9, 9], [1, 2], {1, 2}),
+        ([0, 9, 9], [], {0, 1, 2}),
+        ([0, 90, 9], [1], {0, 1, 2} - {1}),
+    ],
+    ids=["who has it", "nobody has it", "who has it is beyond the gate"],
+)
+def test_adapter_residency(policy: str, requests: list[int], loras: list[int], rows: set[int]) -> None:
+    workers = fleet(requests)
+    for row in loras:
+        workers.loras[row] = frozenset({"x", "y"})
+    for key in ("", "a", "b", "c", "d"):
+        assert pick(policy, workers, ask(workers, key=key, lora="x")).row in rows
+
+
+def test_a_resident_worker_without_room_does_not_hold_the_request_up() -> None:
+    workers = fleet([0, 9, 9])
+    workers.loras[1], workers.limit[1] = frozenset({"x"}), 9
+    assert pick("least_requests", workers, ask(workers, lora="x")).row == 0
+
+
+def by_key(workers: WorkerColumns, policy: str = "affinity", count: int = 300) -> dict[str, Pick]:
+    return {f"user-{n}": pick(policy, workers, ask(workers, key=f"user-{n}")) for n in range(count)}
+
+
+@pytest.mark.parametrize("policy", ["affinity", "prefix_aware"])
+def test_keys_spread_and_stay_when_others_come_and_go(policy: str) -> None:
+    workers = fleet([3] * 5)
+    before = by_key(workers, policy)
+    assert {chosen.reason for chosen in before.values()} == {"affinity"}
+    assert min(Counter(chosen.row for chosen in before.values()).values()) > 30
+    workers.usable[2] = False
+    without = by_key(workers, policy)
+    moved = {key for key in before if before[key].row != without[key].row}
+    assert moved == {key for key in before if before[key].row == 2}
+
+
+def test_affinity_without_a_key_is_least_requests() -> None:
+    assert pick("affinity", fleet([5, 1, 4]), Ask(10)) == Pick(1, "least_requests", 0)
+
+
+def test_affinity_overflows_to_the_keys_next_worker() -> None:
+    workers = fleet([10] * 5)
+    first = {key: chosen.row for key, chosen in by_key(workers).items()}
+    workers.requests[3] = 10 + 65
+    after = by_key(workers)
+    for key, chosen in after.items():
+        assert chosen.reason == ("affinity_overflow" if first[key] == 3 else "affinity")
+        assert chosen.row != 3 and (first[key] == 3 or chosen.row == first[key])
+    assert len({chosen.row for key, chosen in after.items() if first[key] == 3}) == 4
+
+
+def test_affinity_overflows_when_its_worker_has_no_room() -> None:
+    workers = fleet([10] * 3)
+    first = {key: chosen.row for key, chosen in by_key(workers).items()}
+    workers.limit[1] = 10
+    assert {chosen.reason for key, chosen in by_key(workers).items() if first[key] == 1} == {"affinity_overflow"}
+
+
+@pytest.mark.parametrize(
+    ("requests", "matched", "row", "reason"),
+    [
+        ([10, 10, 10], [0, 512, 0], 1, "prefix"),
+        ([10, 10, 10], [512, 576, 0], 1, "prefix"),
+        ([9, 10, 10], [0, 960, 0], 1, "prefix"),
+        ([10, 13, 10], [0, 960, 0], 1, "prefix"),
+        ([10, 17, 10], [0, 960, 0], 0, "prefix_overflow"),
+        ([10, 17, 10], [0, 960, 256], 2, "prefix"),
+        ([0, 1, 0], [0, 960, 0], 1, "prefix"),
+        ([12, 11, 10], [0, 0, 0], 2, "no_match"),
+        ([12, 11, 10], [63, 0, 0], 2, "no_match"),
+        ([12, 11, 10], [128, 128, 128], 2, "prefix"),
+        ([100, 20, 70], [960, 0, 0], 1, "load_gate"),
+        ([0, 100, 60], [0, 0, 960], 0, "load_gate"),
+    ],
+    ids=[
+        "the one that has it", "the longer match", "a little busier", "within the bound", "beyond it", "a shorter match is near",
+        "one request at rest", "nobody has it", "below the least match", "all have it: the idlest", "gate", "gate, others' load",
+    ],
+)  # fmt: skip
+def test_prefix_aware(requests: list[int], matched: list[int], row: int, reason: str) -> None:
+    workers = fleet(requests)
+    assert pick("prefix_aware", workers, ask(workers, matched)) == Pick(row, reason, matched[row])
+
+
+@pytest.mark.parametrize(
+    ("requests", "trips"),
+    [([64, 0], False), ([65, 0], True), ([200, 134], False), ([195, 130], False), ([196, 130], True)],
+    ids=["64 more", "65 more", "more, but not 1.5 times", "1.5 times", "both"],
+)
+def test_the_gate_is_sglangs(requests: list[int], trips: bool) -> None:
+    workers = fleet(requests)
+    assert (pick("prefix_aware", workers, ask(workers)).reason == "load_gate") is trips
+
+
+def test_the_gate_knows_that_sizes_differ() -> None:
+    workers = fleet([160, 20], [400, 50])
+    assert pick("prefix_aware", workers, ask(workers)).reason == "no_match"
+
+
+def test_a_key_with_a_match_goes_to_the_match() -> None:
+    workers = fleet([10] * 4)
+    home = pick("prefix_aware", workers, ask(workers, key="u")).row
+    other = (home + 1) % 4
+    matched = [0] * 4
+    matched[other] = 640
+    assert pick("prefix_aware", workers, ask(workers, matched, key="u")) == Pick(other, "prefix", 640)
+
+
+def test_a_busy_key_overflows_under_prefix_aware_well_before_the_gate() -> None:
+    workers = fleet([10] * 4)
+    home = pick("prefix_aware", workers, ask(workers, key="u")).row
+    workers.requests[home] = 17
+    chosen = pick("prefix_aware", workers, ask(workers, key="u"))
+    assert chosen.row != home and chosen.reason == "affinity_overflow"

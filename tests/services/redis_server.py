@@ -1,0 +1,78 @@
+"""A real redis-server of a test's own, that can be killed, restarted empty, stopped and filled."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import redis
+
+from services.local.plan import redis_argv
+from services.local.ports import HOST, free_ports
+
+
+class RedisServer:
+    def __init__(self) -> None:
+        (self.port,) = free_ports(1)
+        self.url = f"redis://{HOST}:{self.port}/0"
+        self.client = redis.Redis.from_url(self.url, protocol=2)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(redis_argv(self.port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                self.client.ping()
+                return
+            except redis.exceptions.RedisError:
+                assert time.monotonic() < deadline, "redis-server does not start"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self.client.connection_pool.disconnect()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Connections stay, and nothing answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+    def block_keys(self) -> dict[bytes, set[bytes]]:
+        """Hash of the block → owner fields. Scans the keyspace, which nothing but a test may."""
+        keys = list(self.client.scan_iter("kv:*", count=1000))
+        return {bytes.fromhex(key.decode().rpartition(":")[2]): set(self.client.hkeys(key)) for key in keys}
+
+
+@contextmanager
+def redis_server() -> Iterator[RedisServer]:
+    server = RedisServer()
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+        server.client.close()
+
+
+async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 10.0) -> None:
+    """Waits for a condition; fails if it does not come true."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        answer = holds()
+        if answer if isinstance(answer, bool) else await answer:
+            return
+        assert asyncio.get_running_loop().time() < deadline, "it does not come true"
+        await asyncio.sleep(0.02)

@@ -1,0 +1,253 @@
+"""A fleet keeps a worker's promises: every request ends once with its tokens, wherever it was sent, and the same run gives the
+same figures. What gateways know is as old as it is said to be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.gateway.routing.columns import WorkerColumns
+from services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from services.local.fleet.config import FleetConfig, Kill
+from services.local.fleet.event_queue import EventQueue
+from services.local.fleet.load_view import LoadView
+from services.local.fleet.report import FleetReport, make_report, worst_window
+from services.local.fleet.simulation import FleetOutcome, FleetSimulation
+from services.local.fleet.worker import WorkerLoad
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.messages import FinishReason
+from services.worker.exec.fake import TimeModel
+from services.worker.sim.arrivals import ClosedLoop, OpenLoop
+from services.worker.sim.script import EOS_ID, VOCAB_SIZE
+from services.worker.sim.simulation import Simulation, SimulationError
+from services.worker.sim.time_models import PRESETS
+from services.worker.sim.trace import Trace, TraceRequest
+from services.worker.sim.worker import HostTimes
+from services.worker.sim.workloads import hot_prefix, multi_turn, random_lengths, shared_prefix
+
+PREFIX_AWARE = str(RoutingPolicy.PREFIX_AWARE)
+SCHEDULER = SchedulerConfig(1024, 16, 4096, VOCAB_SIZE, (EOS_ID,), max_running_requests=16)
+FLEET = FleetConfig(SCHEDULER, PRESETS["h200-like"], RoutingConfig(), workers=4)
+
+
+def simulation(trace: Trace, policy: str = PREFIX_AWARE, concurrency: int = 0, **changes: Any) -> FleetSimulation:
+    arrivals = ClosedLoop(trace, concurrency) if concurrency else OpenLoop(trace)
+    return FleetSimulation(replace(FLEET, **changes), policy, trace, arrivals)
+
+
+def run(trace: Trace, policy: str = PREFIX_AWARE, concurrency: int = 0, **changes: Any) -> FleetOutcome:
+    return simulation(trace, policy, concurrency, **changes).run()
+
+
+def report_of(outcome: FleetOutcome, workers: int = 4) -> FleetReport:
+    return make_report("any", outcome, workers, 10, 1.0)
+
+
+def check_outputs(trace: Trace, outcome: FleetOutcome) -> None:
+    log = outcome.log.requests
+    assert log.finished.all(), log.errors()
+    assert log.output_tokens.tolist() == [min(r.output_len, r.max_new_tokens) for r in trace.requests]
+    assert (log.told_tokens == log.output_tokens).all(), "what was told step by step is not what the end counts"
+    assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
+
+
+@pytest.mark.parametrize("policy", [str(policy) for policy in RoutingPolicy])
+def test_every_request_ends_with_the_tokens_of_its_script_under_every_policy(policy: str) -> None:
+    trace = shared_prefix(8, 8, 256, 40, 20, 200.0, 1)
+    outcome = run(trace, policy)
+    check_outputs(trace, outcome)
+    assert outcome.log.placements.reasons.total() == 64 and (outcome.log.placements.sends == 1).all()
+    assert set(outcome.log.placements.worker.tolist()) == {0, 1, 2, 3}, "somebody got nothing"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_fleet_of_one_is_the_worker_alone(overlap: bool) -> None:
+    trace = shared_prefix(6, 6, 256, 40, 25, 100.0, 2)
+    host = HostTimes(plan_s=1e-4, commit_s=1e-4)
+    fleet = run(trace, workers=1, gateways=1, hop_s=0.0, overlap=overlap, host=host, slack=100.0).log.requests
+    alone = Simulation(SCHEDULER, trace, OpenLoop(trace), FLEET.time_model, host, overlap).run().requests
+    assert fleet.cached_tokens.tolist() == alone.cached_tokens.tolist() and alone.cached_tokens.any()
+    assert fleet.first_token == pytest.approx(alone.first_token, abs=1e-9)
+    assert fleet.ended == pytest.approx(alone.ended, abs=1e-9)
+
+
+@pytest.mark.parametrize("concurrency", [0, 20])
+def test_the_same_run_gives_the_same_figures_twice_and_another_seed_others(concurrency: int) -> None:
+    trace = multi_turn(16, 3, 128, 64, 20, 0.2, 40.0, 3)
+
+    def once(seed: int) -> dict[str, Any]:
+        return asdict(report_of(run(trace, str(RoutingPolicy.POWER_OF_TWO), concurrency, seed=seed)))
+
+    assert once(0) == once(0)
+    assert once(0) != once(1)
+
+
+def test_turns_of_a_session_wait_for_the_turn_before_whichever_gateway_they_come_to() -> None:
+    trace = multi_turn(6, 3, 64, 64, 16, 1.0, 5.0, 4)
+    log = run(trace).log.requests
+    for session in {request.session for request in trace.requests}:
+        first, second, third = (i for i, r in enumerate(trace.requests) if r.session == session)
+        assert log.ended[first] + 1.0 <= log.sent[second] + 1e-9 and log.ended[second] + 1.0 <= log.sent[third] + 1e-9
+
+
+def test_indexes_of_all_gateways_agree_with_what_workers_hold_once_word_is_through() -> None:
+    trace = shared_prefix(12, 6, 512, 60, 20, 200.0, 5)
+    fleet = simulation(trace, scheduler=replace(SCHEDULER, num_pages=160), speculative_s=1.0)  # so few that much is evicted
+    fleet.run()
+    settle(fleet)
+    assert sum(len(held_by(worker)) for worker in fleet.workers) > 0
+    for gateway in fleet.gateways:
+        for worker in fleet.workers:
+            owner = gateway.index.find(worker.name, worker.generation)
+            assert gateway.index.blocks(owner) == held_by(worker)
+        assert gateway.index.num_speculative == 0
+
+
+def settle(fleet: FleetSimulation) -> None:
+    """Lets all word arrive and all speculation end."""
+    until = fleet._clock.now + 2.0
+    while fleet._clock.now < until:
+        fleet._clock.step()
+
+
+def held_by(worker: Any) -> set[bytes]:
+    return {name for node in worker._sim.core.table.memory.tree.nodes() for name in node.blocks}
+
+
+def test_views_are_empty_when_all_has_ended() -> None:
+    fleet = simulation(shared_prefix(8, 8, 256, 40, 20, 200.0, 6), gateways=3)
+    fleet.run()
+    settle(fleet)
+    for gateway in fleet.gateways:
+        assert not gateway.columns.requests.any() and not gateway.columns.tokens.any()
+
+
+def test_a_gateway_counts_its_own_requests_at_once_and_others_when_told() -> None:
+    columns = WorkerColumns()
+    rows = [columns.add(name, number) for number, name in enumerate(("a", "b"))]
+    view = LoadView(columns, peer=1)
+    view.opened(rows[0], 100)
+    view.grew(rows[0], 5)
+    assert columns.requests[:2].tolist() == [1, 0] and columns.tokens[:2].tolist() == [105, 0]
+    idle = WorkerLoad(Counter(), 0, 0)
+    view.reported([WorkerLoad(Counter({0: 3, 1: 1}), 2, 1000), idle])
+    assert columns.requests[:2].tolist() == [4, 0], "its own one and three of the other gateway's"
+    assert columns.tokens[:2].tolist() == [105 + 750, 0]
+    assert columns.waiting[:2].tolist() == [2, 0]
+    view.ended(rows[0], 105)
+    assert columns.requests[:2].tolist() == [3, 0] and columns.tokens[:2].tolist() == [750, 0]
+
+
+def test_more_than_a_worker_may_have_waits_at_the_gateway() -> None:
+    trace = random_lengths(120, 100, 20, 0.0, 0.0, 7)
+    scheduler = replace(SCHEDULER, max_running_requests=8)
+    outcome = run(trace, scheduler=scheduler, gateways=1, slack=0.25)
+    check_outputs(trace, outcome)
+    opened = outcome.log.loads.open_between(-1.0, np.inf)
+    assert opened.max() == 10, "as many as it runs and a quarter more"
+    assert outcome.max_queue == 120 - 4 * 10
+
+
+@pytest.mark.parametrize(
+    ("speculative_s", "index_delay_s", "predicts"),
+    [
+        pytest.param(0.0, 1000.0, False, id="nothing known"),
+        pytest.param(1000.0, 1000.0, True, id="by what it has sent"),
+        pytest.param(0.0, 0.0, True, id="by what workers tell"),
+    ],
+)
+def test_predictions_come_from_the_index_and_from_what_was_sent(
+    speculative_s: float, index_delay_s: float, predicts: bool
+) -> None:
+    by_group = [TraceRequest(0.0, (group, group + 2, group + 4, group + 6), 288, 4, 4) for group in (0, 1)]
+    trace = Trace(64, tuple(replace(by_group[at % 2], arrival=0.5 * at) for at in range(20)))  # each is done before the next
+    outcome = run(trace, gateways=1, speculative_s=speculative_s, index_delay_s=index_delay_s)
+    prediction = report_of(outcome).prediction
+    assert prediction.predicted_tokens == (18 * 256 if predicts else 0)
+    if predicts:
+        assert prediction.cached_tokens == 18 * 256 and prediction.mean_error == 0.0
+
+
+def test_another_gateways_prompts_are_known_only_when_the_worker_tells() -> None:
+    same = TraceRequest(0.0, (1, 2, 3, 4), 300, 4, 4)
+    trace = Trace(64, tuple(replace(same, arrival=0.5 * at) for at in range(12)))
+    by_delay = [run(trace, index_delay_s=delay).log.placements.predicted for delay in (0.1, 1000.0)]
+    assert (by_delay[0] > 0).sum() == 11
+    assert (by_delay[1] > 0).sum() == 10, "each of the two gateways knows its own only"
+
+
+@pytest.mark.parametrize("back_after_s", [0.0, 0.3])
+def test_requests_of_a_killed_worker_go_on_elsewhere_with_the_same_outputs(back_after_s: float) -> None:
+    trace = shared_prefix(8, 8, 256, 40, 60, 60.0, 9)
+    kills = (Kill(1, 0.4, back_after_s), Kill(2, 0.5, back_after_s))
+    fleet = simulation(trace, kills=kills)
+    outcome = fleet.run()
+    check_outputs(trace, outcome)
+    placements = outcome.log.placements
+    assert (placements.sends > 1).sum() > 3, "nobody was on the workers that died: nothing was tested"
+    last = placements.worker[outcome.log.requests.sent > 0.85]
+    assert np.isin(last, [1, 2]).any() == bool(back_after_s)
+    for gateway in fleet.gateways:
+        assert gateway.index.find("worker-1", 1) == -1, "what a dead worker held counts no more"
+
+
+def test_a_request_with_all_but_its_last_token_ends_properly_elsewhere() -> None:
+    """Steps take a second: the worker dies between the ninth token and the tenth."""
+    trace = Trace(64, (TraceRequest(0.0, (), 64, 10, 20),))
+    times = TimeModel(base=1.0)
+    undisturbed = run(trace, workers=2, gateways=1, time_model=times).log
+    victim = int(undisturbed.placements.worker[0])
+    log = run(trace, workers=2, gateways=1, time_model=times, kills=(Kill(victim, 9.5),)).log
+    assert log.placements.worker[0] == 1 - victim and log.requests.output_tokens[0] == log.requests.told_tokens[0] == 10
+    assert log.requests.reason[0] == undisturbed.requests.reason[0] == FinishReason.MATCHED_TOKEN
+
+
+def test_a_fleet_without_a_worker_says_so_instead_of_running_for_ever() -> None:
+    with pytest.raises(SimulationError, match="nothing was said"):
+        run(random_lengths(3, 64, 50, 0.0, 0.0, 10), workers=1, report_s=10.0, kills=(Kill(0, 0.01),))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"workers": 0}, id="no worker"),
+        pytest.param({"gateways": 0}, id="no gateway"),
+        pytest.param({"kills": (Kill(4, 1.0),)}, id="no such worker"),
+        pytest.param({"kills": (Kill(0, 1.0, 0.01),)}, id="back before its death is known"),
+        pytest.param({"detect_s": 0.0}, id="death overtakes the last words"),
+        pytest.param({"report_s": 0.0}, id="no time between reports"),
+    ],
+)
+def test_impossible_fleets_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        replace(FLEET, **changes)
+
+
+def test_events_happen_in_the_order_of_their_times_then_of_their_making() -> None:
+    queue, seen = EventQueue(), []
+    queue.at(2.0, seen.append, "late")
+    queue.at(1.0, seen.append, "first")
+    queue.at(1.0, seen.append, "second")
+    queue.at(1.0, lambda: queue.at(0.5, seen.append, "no earlier than now"))
+    for _ in range(5):
+        queue.step()
+    assert seen == ["first", "second", "no earlier than now", "late"] and queue.now == 2.0
+
+
+def test_the_worst_window_is_found_and_idle_ones_do_not_count() -> None:
+    even, skewed, idle = [[10, 10]] * 4, [[15, 5]] * 4, [[1, 0]] * 4
+    assert worst_window(np.array(even + skewed + idle, float), 4) == pytest.approx(1.5)
+    assert worst_window(np.array(even + skewed, float), 8) == pytest.approx(1.25)
+    assert worst_window(np.array(idle, float), 4) == 0.0
+
+
+def test_a_hot_prefix_is_the_beginning_of_its_share_of_the_prompts() -> None:
+    trace = hot_prefix(requests=200, share=0.6, prefix=256, suffix=40, output=20, rate=10.0, seed=1)
+    blocks = Counter(request.blocks for request in trace.requests)
+    assert blocks == {(0, 1, 2, 3): 120, (): 80}
+    assert {request.input_len for request in trace.requests} == {296}
+    assert trace.unique_block_tokens == 256 + 120 * 40 + 80 * 296

@@ -1,0 +1,102 @@
+"""python -m services.local.fleet from end to end: workloads and traces in, tables and JSON out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.routing.config import RoutingPolicy
+from services.local.fleet import __main__ as cli
+from services.local.fleet.workloads import WORKLOADS
+from services.worker.sim.trace import write_trace
+from services.worker.sim.workloads import shared_prefix
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--workers", "3", "--kv-tokens", "16384"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, shared_prefix(6, 5, 256, 32, 20, 50.0, 0))
+    return path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main([*argv, "--json"]) == 0
+    reports: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return reports
+
+
+def test_a_trace_as_a_process_of_its_own_has_a_row_and_a_line_for_every_policy(trace: Path) -> None:
+    command = [sys.executable, "-m", "services.local.fleet", str(trace), *SMALL, "--policies", "all"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for policy in RoutingPolicy:
+        assert f"| {policy} " in done.stdout and f"{policy}: 30 of 30 finished" in done.stdout
+    for word in ("hit rate", "TTFT", "E2E", "max/mean", "predicted/cached", "3 workers", "16,384 tokens each"):
+        assert word in done.stdout
+
+
+def test_json_has_every_figure(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, str(trace), *SMALL)["prefix_aware"]
+    assert report["requests"] == report["finished"] == 30 and report["errors"] == {}
+    assert 0 < report["hit_rate"] < 1 and report["ttft"]["p50"] <= report["e2e"]["p99"]
+    assert sum(report["reasons"].values()) == 30 and report["balance"]["tokens"] >= 1.0
+    assert report["prediction"]["cached_tokens"] > 0 and report["steps"] > 0
+
+
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+def test_every_workload_has_its_size_from_the_workers_or_the_flag(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--workload", workload, "--workers", "3", "--size", "1", "--time-model", "zero", "--policies", "least_requests"]
+    report = run_json(capsys, *argv)["least_requests"]
+    assert report["finished"] == report["requests"] == (160 if workload == "multi-turn" else 128)
+
+
+def test_flags_reach_routing_the_fleet_and_the_scheduler(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [str(trace), *SMALL, "--policies", "prefix_aware", "--seed", "1"]
+
+    def reasons(*flags: str) -> dict[str, int]:
+        found: dict[str, int] = run_json(capsys, *argv, *flags)["prefix_aware"]["reasons"]
+        return found
+
+    assert set(reasons("--min-match-tokens", "100000")) == {"no_match"}
+    assert reasons("--speculative-s", "0", "--index-delay-s", "1000")["prefix"] < reasons()["prefix"]
+    one = run_json(capsys, *argv, "--max-running-requests", "1", "--slack", "0", "--gateways", "1")["prefix_aware"]
+    assert one["max_queue"] > 0
+    killed = run_json(capsys, *argv, "--kill", "0@0.2", "--kill", "1@0.2+0.5")["prefix_aware"]
+    assert killed["resumed"] > 0 and killed["finished"] == 30
+
+
+def test_kv_is_given_in_tokens_or_as_a_share_of_what_is_distinct(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([str(trace), "--workers", "2", "--kv-share", "0.5", "--policies", "random"]) == 0
+    distinct = 6 * 256 + 30 * 32
+    out = capsys.readouterr().out
+    assert f"2 workers with KV for {distinct // 2:,} tokens each" in out and f"{distinct:,} of them distinct" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        pytest.param([], "a trace file or --workload", id="nothing to run"),
+        pytest.param(["/nowhere.jsonl"], "nowhere", id="no such file"),
+        pytest.param(["--workload", "no-sharing", "--workers", "0"], "at least one worker", id="no worker"),
+        pytest.param(["--workload", "no-sharing", "--size", "1", "--kill", "9@1"], "no such worker", id="no such worker"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_a_sentence(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--policies", "best"], ["--kill", "0"], ["--kill", "a@1"]])
+def test_flags_that_make_no_sense_are_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--workload", "no-sharing", *argv])
+    assert argv[0] in capsys.readouterr().err
