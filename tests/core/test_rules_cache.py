@@ -147,7 +147,21 @@ class TestNamespaces:
             engine.submit(handle, [1] * 12, salt=f"tenant {handle}", max_new_tokens=1)
         engine.drain()
         engine.core.flush_cache()
+        engine.core.plan(engine.now)
         assert not engine.core.table.memory.tree._roots
+
+    def test_one_is_not_forgotten_while_somebody_has_its_root_in_hand(self) -> None:
+        """A root that was dropped between a match and its lock, or whose last hold came back late, took others' pages along."""
+        tree = RadixCache(1)
+        empty = tree.match("", b"").node
+        tree.lock(empty)
+        tree.unlock(empty)
+        node, _ = tree.insert(empty, bytes(8), np.arange(2, dtype=np.int32))
+        assert tree.match("", bytes(8)).node is node
+        tree.hold(empty)
+        tree.unhold(empty)
+        tree.forget_empty()
+        assert tree.nodes() == [node]
 
 
 def blocks(tokens: list[int], salt: str = "") -> list[bytes]:

@@ -69,6 +69,10 @@ class KVMemory:
         node, num_pages = self.tree.peek(namespace, self._usable(key, limit))
         return node, num_pages * self.page_size
 
+    def forget_empty(self) -> None:
+        """Between two turns: see RadixCache.forget_empty."""
+        self.tree.forget_empty()
+
     def _usable(self, key: bytes, limit: int) -> bytes:
         usable = min(len(key) // TOKEN_BYTES - 1, limit) // self.page_size if self._enable_radix_cache else 0
         return key[: usable * self.page_size * TOKEN_BYTES]

@@ -64,6 +64,7 @@ class RadixCache:
         self._eviction_key = KEYS[policy]
         self._events = events
         self._roots: dict[str, TreeNode] = {}
+        self._empty_roots: list[TreeNode] = []  # that may have to go
         self._clock = 0
         self._seq = 0
         self._leaves: list[tuple[EvictionKey, int, TreeNode]] = []
@@ -76,7 +77,16 @@ class RadixCache:
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
+            self._empty_roots.append(node)
         return node
+
+    def forget_empty(self) -> None:
+        """Forgets namespaces with nothing in them, so that salts do not pile up. Only while nobody has a root in hand that he
+        has neither locked nor held: of two roots of one namespace, one's pages would be lost."""
+        for root in self._empty_roots:
+            if _is_empty(root) and self._roots.get(name := root.key.decode()) is root:
+                del self._roots[name]
+        self._empty_roots.clear()
 
     def match(self, namespace: str, key: bytes) -> Match:
         """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
@@ -132,7 +142,7 @@ class RadixCache:
                 self.num_evictable += len(walk.pages)
                 self._queue(walk)
             if walk.parent is None:
-                self._drop_empty_root(walk)
+                self._may_be_empty(walk)
             walk = walk.parent
 
     def hold(self, node: TreeNode) -> None:
@@ -151,7 +161,7 @@ class RadixCache:
                 walk.entry = 0  # its place in the queue is one of a held node
                 self._queue(walk)
             root, walk = walk, walk.parent
-        self._drop_empty_root(root)
+        self._may_be_empty(root)
 
     def evict(self, num_pages: int) -> list[I32]:
         """Drops unlocked leaves in the policy's order until `num_pages` are given back, or none is left. Returns their pages."""
@@ -250,12 +260,11 @@ class RadixCache:
         if parent.parent is not None:
             self._queue(parent)
         else:
-            self._drop_empty_root(parent)
+            self._may_be_empty(parent)
 
-    def _drop_empty_root(self, root: TreeNode) -> None:
-        """Forgets a namespace with nothing in it, so that salts do not pile up."""
-        if not root.children and root.lock_ref == 0 and root.holds == 0:
-            self._roots.pop(root.key.decode(), None)
+    def _may_be_empty(self, root: TreeNode) -> None:
+        if _is_empty(root):
+            self._empty_roots.append(root)
 
     def _is_evictable(self, node: TreeNode) -> bool:
         return node.parent is not None and not node.gone and node.lock_ref == 0 and not node.children
@@ -270,3 +279,7 @@ class RadixCache:
             if len(self._leaves) > 2 * self.num_nodes + STALE_ENTRIES:
                 self._leaves = [entry for entry in self._leaves if entry[2].entry == entry[1]]
                 heapq.heapify(self._leaves)
+
+
+def _is_empty(root: TreeNode) -> bool:
+    return not root.children and root.lock_ref == 0 and root.holds == 0

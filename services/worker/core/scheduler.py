@@ -121,6 +121,7 @@ class Scheduler:
         for request, message in self.table.expired(now):
             self.table.end(request, Ending(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
         self.table.sessions.expire(self.table.memory, now)
+        self.table.memory.forget_empty()
         for request in self.table.gate.follow():
             self.table.ungate(request)
             self._take_given(request, now)
