@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
@@ -27,7 +28,7 @@ from services.gateway.request_state import Choice, ClientRequest
 from services.gateway.settings import GatewaySettings
 from services.gateway.waiting import Waiting
 from services.gateway.worker_link import WorkerLink
-from services.shared.log import fields
+from services.shared import log
 
 logger = logging.getLogger(__name__)
 
@@ -195,22 +196,21 @@ class Dispatcher:
         request, generation = choice.request, choice.generation
         now = request.clock()
         left_s = self._settings.request_timeout_s - (now - request.arrived)
-        message = worker_pb2.Submit(
-            handle=handle,
-            request_id=choice.request_id,
-            prompt_ids=choice.prompt.ids,
-            output_ids=choice.output_ids,
-            sampling=choice.sampling,
-            stream=generation.stream,
-            cache_salt=generation.cache_salt,
-            priority=generation.priority,
-            timeout_ms=max(1, int(left_s * 1000)),
-            routing_key=generation.routing_key,
-            session=generation.session,
-        )
+        fields: dict[str, Any] = {
+            "request_id": choice.request_id,
+            "prompt_ids": choice.prompt.ids,
+            "output_ids": tuple(choice.output_ids),
+            "sampling": choice.sampling,
+            "stream": generation.stream,
+            "cache_salt": generation.cache_salt,
+            "priority": generation.priority,
+            "timeout_ms": max(1, int(left_s * 1000)),
+            "routing_key": generation.routing_key,
+            "session": generation.session,
+        }
         if choice.trace is not None:
-            choice.trace.submits(link, message, reason, predicted_tokens)
-        link.submit(choice, message)
+            choice.trace.submits(link, handle, fields, reason, predicted_tokens)
+        link.submit(choice, handle, fields)
         pool.picked(choice, link.row, now + self._settings.speculative_s)
         link.breaker.begin(now)
         pool.refresh(link, now)  # a probe is the only one
@@ -337,9 +337,10 @@ class Dispatcher:
             self._move(pool, choice, "drain")
             return
         if finish.error in (pb.ERROR_CODE_QUEUE_FULL, pb.ERROR_CODE_INTERNAL) and not choice.output_ids and choice.can_move:
-            first_fault = finish.error != pb.ERROR_CODE_INTERNAL or not choice.refused_by
+            fault = finish.error == pb.ERROR_CODE_INTERNAL
+            given_up, choice.retried = fault and choice.retried, fault or choice.retried
             choice.refused_by.append(link.address)
-            if first_fault and any(other.address not in choice.refused_by for other in pool.usable()):
+            if not given_up and any(other.address not in choice.refused_by for other in pool.usable()):
                 self._move(pool, choice, RETRY)
                 return
         choice.request.fail(error)
@@ -380,7 +381,7 @@ class Dispatcher:
         self._metrics.moves.labels(cause, "begun" if choice.output_ids else "new").inc()
         logger.info(
             "request moves to another worker",
-            extra=fields(
+            extra=log.fields(
                 **choice.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=len(choice.output_ids)
             ),
         )

@@ -178,7 +178,8 @@ class Fleet:
 
     def _open(self, address: str) -> WorkerLink:
         settings = self._settings
-        breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=settings.breaker_cooldown_s))
+        cooldown_s = settings.breaker_cooldown_s  # also for a probe without a result, as when its client has gone
+        breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
         link = self.links[address] = WorkerLink(address, self._events, settings.worker_silence_s, breaker)
         assert self._group is not None
         self._tasks[address] = self._group.create_task(link.run())

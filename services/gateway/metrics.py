@@ -69,9 +69,7 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         fleet = self._fleet
-        workers = GaugeMetricFamily(
-            f"{PREFIX}workers", "Workers by model and state.", labels=["model", "state"]
-        )
+        workers = GaugeMetricFamily(f"{PREFIX}workers", "Workers by model and state.", labels=["model", "state"])
         for name, pool in fleet.pools.items():
             usable = len(pool.usable())
             workers.add_metric([name, "usable"], float(usable))
@@ -83,9 +81,7 @@ class FleetCollector(Collector):
             family.add_metric([state.value], float(breakers[state.value]))
         yield family
         if fleet.index is not None:
-            yield self._gauge(
-                "index_blocks", "Blocks in this copy of the prefix index.", fleet.index.num_blocks
-            )
+            yield self._gauge("index_blocks", "Blocks in this copy of the prefix index.", fleet.index.num_blocks)
             yield self._gauge(
                 "index_speculative_blocks", "Blocks thought to be where they were sent.", fleet.index.num_speculative
             )
@@ -119,9 +115,7 @@ class GatewayMetrics:
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that a prefix cache had.")
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")
         self.decisions = self._counter("routing_decisions", "Choices given to a worker, by why it was that one.", "reason")
-        self.moves = self._counter(
-            "moves", "Choices that went to another worker.", "cause", "state"
-        )
+        self.moves = self._counter("moves", "Choices that went to another worker.", "cause", "state")
         self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing took to be cached.")
         self.queue_time = self._histogram("queue_time_seconds", "Time that a choice waited for a worker with room.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")

@@ -14,6 +14,7 @@ from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import Policy, has_room
 from services.gateway.routing.prefix_index import PrefixIndex
+from services.gateway.routing.sharing import SharingMeter
 from services.gateway.worker_link import WorkerLink
 from services.shared.block_hash import BLOCK_TOKENS, block_hashes
 from services.shared.prefix_index import split_hashes
@@ -53,6 +54,7 @@ class ModelPool:
         self._slack = slack
         self._leases_count = True  # not while no worker at all seems to have one: that is the index's trouble, not theirs
         self._picks = 0
+        self._sharing = SharingMeter()
 
     @property
     def num_waiting(self) -> int:
@@ -119,16 +121,19 @@ class ModelPool:
     def pick(self, choice: Choice, without: WorkerLink | None = None) -> Pick | None:
         """None: nobody who would take it has room. without: one that it must not be."""
         prompt_tokens = len(choice.prompt.ids) + len(choice.output_ids)
-        matched = None
+        matched, first_block = None, b""
         if self._index is not None and self.wants_hashes:
             self._index.expire(choice.request.clock())
-            depths = self._index.match(self._blocks(choice)) * BLOCK_TOKENS
+            blocks = self._blocks(choice)
+            depths = self._index.match(blocks) * BLOCK_TOKENS
+            if blocks:
+                self._sharing.decided(bool(depths.any()))
+                first_block = blocks[0] if self._sharing.seen else b""
             owners = self.columns.owner
             known = (owners >= 0) & (owners < len(depths))
             matched = np.where(known, depths[np.where(known, owners, 0)] if len(depths) else 0, 0)
-        return self._policy.pick(
-            Ask(prompt_tokens, matched, choice.generation.routing_key, allowed=self._allowed(choice, without)), self.columns
-        )
+        key, allowed = choice.generation.routing_key, self._allowed(choice, without)
+        return self._policy.pick(Ask(prompt_tokens, matched, key, allowed=allowed, first_block=first_block), self.columns)
 
     def picked(self, choice: Choice, row: int, until: float) -> None:
         """The choice goes there; what it computes there will be cached, which others are told before the worker says so."""

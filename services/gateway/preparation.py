@@ -56,7 +56,7 @@ class Preparer:
         self._detoks = detoks
 
     async def chat(self, body: bytes, origin: Origin) -> Plan:
-        request = parse_chat(parse_json(body))
+        request = parse_chat(parse_json(body), origin)
         call = prompts.chat_call(request, origin.request_id)
         model = await self._generating_model(request.model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
@@ -67,7 +67,7 @@ class Preparer:
         return Plan(model, [Part(prompt, generation)])
 
     async def completion(self, body: bytes, origin: Origin) -> Plan:
-        request = parse_completion(parse_json(body))
+        request = parse_completion(parse_json(body), origin)
         model = await self._generating_model(request.model)
         generation = completion_generation(request, model.vocab_size)
         root = self._dispatcher.hash_root(model, generation.cache_salt)
@@ -82,7 +82,7 @@ class Preparer:
         return Plan(model, parts)
 
     async def embedding(self, body: bytes, origin: Origin) -> Plan:
-        request = parse_embedding(parse_json(body))
+        request = parse_embedding(parse_json(body), origin)
         model = await self._model(request.model)
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")

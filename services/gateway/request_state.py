@@ -117,6 +117,7 @@ class Choice:
         "prompt_logprobs",
         "refused_by",
         "request",
+        "retried",
         "sampling",
         "trace",
         "waiting",
@@ -140,6 +141,7 @@ class Choice:
         self.hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
         self.crashes = 0  # workers lost soon after they got it
         self.refused_by: list[str] = []  # addresses of workers that would not or could not serve it
+        self.retried = False  # elsewhere, after a worker's fault
         self.charged = 0  # of its output tokens, to its key's account
         self.blocks: Sequence[bytes] | None = None  # hashes of its prompt's blocks, once routing has asked for them
         self.predicted_tokens = 0  # of its prompt, that its worker was thought to have cached

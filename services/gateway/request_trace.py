@@ -16,9 +16,9 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.errors import CLIENT_CLOSED, ApiError
 from services.gateway.generation import Part
-from services.gateway.tokenizer_client import EncodeCall
 
 if TYPE_CHECKING:
+    from services.gateway.tokenizer_client import EncodeCall
     from services.gateway.worker_link import WorkerLink
     from services.shared.spans import Span, Tracing
 
@@ -106,8 +106,8 @@ class ChoiceTrace:
             self._queue.end()
             self._queue = None
 
-    def submits(self, link: WorkerLink, message: worker_pb2.Submit, reason: str, predicted_tokens: int) -> None:
-        """The message is told its context."""
+    def submits(self, link: WorkerLink, handle: int, fields: dict[str, Any], reason: str, predicted_tokens: int) -> None:
+        """fields: of the Submit, which is told its context."""
         span = self._parent.client(
             "attempt",
             {
@@ -116,12 +116,12 @@ class ChoiceTrace:
                 "rootstock.worker": link.info.worker_id if link.info is not None else "",
                 "rootstock.routing.reason": reason,
                 "rootstock.routing.predicted_tokens": predicted_tokens,
-                "rootstock.prompt_tokens": len(message.prompt_ids),
-                "rootstock.resumed_tokens": len(message.output_ids),
+                "rootstock.prompt_tokens": len(fields["prompt_ids"]),
+                "rootstock.resumed_tokens": len(fields["output_ids"]),
             },
         )
-        message.traceparent = span.traceparent
-        self._tries[message.handle] = span
+        fields["traceparent"] = span.traceparent
+        self._tries[handle] = span
 
     def finished(self, finish: worker_pb2.Finish) -> None:
         """By the worker's terminal output."""
@@ -129,9 +129,12 @@ class ChoiceTrace:
         if span is None:
             return
         if finish.reason == pb.FINISH_REASON_ABORT:
-            drains = finish.error == pb.ERROR_CODE_UNAVAILABLE
-            span.set({ENDED_BY: "drain" if drains else "abort"})
-            span.fail(pb.ErrorCode.Name(finish.error), finish.message)
+            name = pb.ErrorCode.Name(finish.error)
+            if finish.error == pb.ERROR_CODE_UNAVAILABLE:
+                span.set({ENDED_BY: "drain", "error.type": name})  # another worker goes on
+            else:
+                span.set({ENDED_BY: "abort"})
+                span.fail(name, finish.message)
         else:
             tokens = {"rootstock.cached_tokens": finish.cached_tokens, "rootstock.output_tokens": finish.completion_tokens}
             span.set({ENDED_BY: "finish", "rootstock.retractions": finish.retractions, **tokens})

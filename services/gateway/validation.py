@@ -19,6 +19,7 @@ from services.gateway.constraints import constraint_of
 from services.gateway.errors import ApiError, bad_request, context_length_exceeded
 from services.gateway.generation import Generation
 from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, GenerationBody
+from services.gateway.origin import Origin
 from services.gateway.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
 from services.shared.log import fields
 
@@ -69,24 +70,25 @@ def dump_json(value: Any, param: str) -> bytes:
         raise bad_request(param, f"'{param}' is nested too deeply.") from None
 
 
-def parse_chat(body: dict[str, Any]) -> ChatCompletionRequest:
-    return _parse(ChatCompletionRequest, body)
+def parse_chat(body: dict[str, Any], origin: Origin) -> ChatCompletionRequest:
+    return _parse(ChatCompletionRequest, body, origin)
 
 
-def parse_completion(body: dict[str, Any]) -> CompletionRequest:
-    return _parse(CompletionRequest, body)
+def parse_completion(body: dict[str, Any], origin: Origin) -> CompletionRequest:
+    return _parse(CompletionRequest, body, origin)
 
 
-def parse_embedding(body: dict[str, Any]) -> EmbeddingRequest:
-    return _parse(EmbeddingRequest, body)
+def parse_embedding(body: dict[str, Any], origin: Origin) -> EmbeddingRequest:
+    return _parse(EmbeddingRequest, body, origin)
 
 
-def _parse(model: type[B], body: dict[str, Any]) -> B:
+def _parse(model: type[B], body: dict[str, Any], origin: Origin) -> B:
     _refuse_unsupported(body)
     if logger.isEnabledFor(logging.DEBUG):
         unknown = body.keys() - model.model_fields.keys() - _UNSUPPORTED.keys()
         if unknown:
-            logger.debug("ignored unknown fields", extra=fields(names=sorted(name[:64] for name in unknown)))
+            names = sorted(name[:64] for name in unknown)
+            logger.debug("ignored unknown fields", extra=fields(**origin.log_fields, names=names))
     try:
         return model.model_validate(body)
     except ValidationError as error:

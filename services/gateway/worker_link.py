@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 4 << 20  # of submits in one message: far below what gRPC accepts, for a burst of long prompts is large
 
+ID_BYTES = 3  # of a token id in a message, about: counting them exactly takes as long as sending them
 LOOKS = 5  # that find nothing new, within the time that a link may be silent: a pause of this process is one, however long
 
 Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
@@ -66,14 +68,15 @@ class WorkerLink:
         self._silence_s = silence_s
         self._heard = 0  # messages
         self._events = events
-        self._submits: dict[int, worker_pb2.Submit] = {}
+        self._submits: dict[int, Mapping[str, Any]] = {}  # fields of Submit, by handle
         self._aborts: list[int] = []
         self._wake = asyncio.Event()
 
-    def submit(self, choice: Choice, message: worker_pb2.Submit) -> None:
-        self.open[message.handle] = choice
-        self.open_tokens += len(message.prompt_ids) + len(message.output_ids)
-        self._submits[message.handle] = message
+    def submit(self, choice: Choice, handle: int, fields: Mapping[str, Any]) -> None:
+        """fields: of Submit, but for the handle. What they hold is copied once, into the message that goes out."""
+        self.open[handle] = choice
+        self.open_tokens += len(choice.prompt.ids) + len(choice.output_ids)
+        self._submits[handle] = fields
         self._wake.set()
 
     def close(self, handle: int) -> Choice | None:
@@ -165,9 +168,10 @@ class WorkerLink:
         self._aborts.clear()
         size = 0
         while self._submits and size < MESSAGE_BYTES:
-            submit = self._submits.pop(next(iter(self._submits)))
-            size += submit.ByteSize()
-            message.submits.append(submit)
+            handle = next(iter(self._submits))
+            fields = self._submits.pop(handle)
+            submit = message.submits.add(handle=handle, **fields)
+            size += ID_BYTES * (len(submit.prompt_ids) + len(submit.output_ids)) + submit.sampling.ByteSize()
         return message
 
     async def _write(self, call: Call) -> None:

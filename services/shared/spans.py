@@ -17,7 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 2.0  # that a process waits at its end for its last spans to go out
+FLUSH_S = 1.0  # that a process waits at its end for its last spans to go out
 SCOPE = "rootstock"
 _W3C = TraceContextTextMapPropagator()
 

@@ -101,6 +101,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
             return await work(request, span)
         except Refusal as refusal:
             code, message = refusal.code, refusal.message
+            logger.info("refused", extra=fields(rpc=rpc, **who, code=code.name))  # a template's words may be the client's
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
             raise

@@ -6,10 +6,14 @@ Lives on the asyncio loop; the scheduler's loop hands outputs over with `StreamO
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from rootstock.v1 import common_pb2, worker_pb2
-from services.worker.core.messages import PeerOutput, StepOutput
+from services.shared.log import fields
+from services.worker.core.messages import ErrorCode, PeerOutput, StepOutput
 from services.worker.wire import output_to_pb
+
+logger = logging.getLogger(__name__)
 
 
 class ProtocolError(Exception):
@@ -122,10 +126,18 @@ class StreamOutbox:
         if self._abandoned:
             return
         for output in peers:
+            _log_faults(output)
             if stream := self._streams.get(output.peer):
                 stream.open.difference_update(finish.handle for finish in output.finishes)
                 self._left.set()
                 stream.put(output_to_pb(output))
+
+
+def _log_faults(output: PeerOutput) -> None:
+    """What has gone wrong says why without saying whose request it was; this says whose."""
+    for finish in output.finishes:
+        if finish.error is ErrorCode.INTERNAL:
+            logger.error("request failed: %s", finish.message, extra=fields(request_id=finish.request_id))
 
 
 def unavailable(handle: int, message: str) -> worker_pb2.Finish:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.core.messages import Finish, FinishReason, StepOutput
+from services.worker.core.messages import ErrorCode, Finish, FinishReason, StepOutput
 from services.worker.core.step_rows import Extend
 from services.worker.core.trace import TraceEvent, TraceKind
 
@@ -23,6 +23,7 @@ MAX_TRACED = 16384  # requests at once
 MAX_CHUNKS = 256  # spans of one request; later chunks are counted in its own span
 MAX_EVENTS = 64  # of one request
 _EVENTS = (TraceKind.GATED, TraceKind.UNGATED, TraceKind.RETRACTED, TraceKind.PREEMPTED)
+_ASKED_FOR = (ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT)  # not the worker's failures
 _REFILLS = (TraceKind.RETRACTED, TraceKind.PREEMPTED)
 
 
@@ -176,4 +177,7 @@ def _close(span: Span, request: TracedRequest, finish: Finish) -> None:
         }
     )
     if finish.reason is FinishReason.ABORT:
-        span.fail(finish.error.name, finish.message)
+        if finish.error in _ASKED_FOR:
+            span.set({"error.type": finish.error.name})
+        else:
+            span.fail(finish.error.name, finish.message)

@@ -218,8 +218,9 @@ class Engine:
         """Whoever follows the events knows which whole blocks are cached."""
         events = self.core.take_cache_events()
         if events is not None:
-            assert not self.index & set(events.stored) and not set(events.removed) - self.index
-            self.index = (set() if events.cleared else self.index) - set(events.removed) | set(events.stored)
+            before = set() if events.cleared else self.index
+            assert not before & set(events.stored) and not set(events.removed) - before
+            self.index = before - set(events.removed) | set(events.stored)
         nodes = self.core.table.memory.tree.nodes()
         assert self.index == {name for node in nodes for name in node.blocks}
 

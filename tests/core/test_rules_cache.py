@@ -208,6 +208,36 @@ class TestEvents:
         assert engine.index == set()
         assert engine.index | self.run(engine, 1, list(range(400))) == engine.index
 
+    def test_a_flush_is_told_in_few_words(self, page_size: int) -> None:
+        engine = self.engine(page_size)
+        for handle in range(3):
+            self.run(engine, handle, list(range(handle, 400 + handle)))
+        kept = list(range(2, 402))
+        engine.submit(3, kept, max_new_tokens=90, ignore_eos=True)
+        engine.turn()
+        engine.turn()
+        assert engine.core.take_cache_events() is None
+        engine.core.flush_cache()
+        events = engine.core.take_cache_events()
+        assert events is not None and events.cleared and not events.removed
+        assert 0 < len(events.stored) <= 400 // 64
+        engine.index = set(events.stored)
+        engine.drain()
+        engine.check_answer(3)
+
+    def test_a_flush_that_takes_little_names_it(self, page_size: int) -> None:
+        engine = self.engine(page_size)
+        self.run(engine, 0, list(range(400)))
+        self.run(engine, 1, list(range(200, 330)))
+        engine.submit(2, list(range(400)), max_new_tokens=90, ignore_eos=True)
+        engine.turn()
+        engine.turn()
+        engine.core.flush_cache()
+        events = engine.core.take_cache_events()
+        assert events is not None and not events.cleared and not events.stored and len(events.removed) in (1, 2)
+        engine.index -= set(events.removed)
+        engine.drain()
+
     def test_namespaces_have_their_own_names(self, page_size: int) -> None:
         engine = self.engine(page_size)
         first = self.run(engine, 0, list(range(400)))

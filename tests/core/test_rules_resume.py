@@ -176,12 +176,62 @@ class TestTheQueue:
         engine.drain()
         assert list(engine.finishes) == [3, 0, 1, 2]
 
-    def test_a_full_queue_takes_it_no_more_than_others(self) -> None:
+    def test_a_full_queue_takes_it(self) -> None:
         engine = make(max_queued_requests=1)
         engine.submit(0, PROMPT, max_new_tokens=3)
-        engine.submit(1, PROMPT, output=WHOLE[:4], max_new_tokens=8)
+        engine.submit(1, PROMPT, output=WHOLE[:4], max_new_tokens=8, ignore_eos=True)
+        engine.submit(2, PROMPT, max_new_tokens=3)
+        engine.drain()
+        assert finish_of(engine, 2) == (FinishReason.ABORT, ErrorCode.QUEUE_FULL)
+        assert engine.outputs[1] == WHOLE[4:8] and engine.finishes[0].reason is not FinishReason.ABORT
+
+    def test_the_limit_of_a_first_wait_is_not_its_own(self) -> None:
+        engine = make(max_running_requests=1, waiting_timeout_s=0.1)
+        engine.submit(0, PROMPT, max_new_tokens=40, ignore_eos=True)
+        engine.turn()
+        engine.submit(1, PROMPT, output=WHOLE[:4], max_new_tokens=8, ignore_eos=True)
+        engine.submit(2, PROMPT, max_new_tokens=8)
+        engine.drain()
+        assert finish_of(engine, 2) == (FinishReason.ABORT, ErrorCode.TIMEOUT)
+        assert engine.outputs[1] == WHOLE[4:8]
+
+    def test_a_compiler_that_takes_no_more_is_asked_again(self) -> None:
+        grammar = spec(1, 17)
+        whole, _ = undisturbed(max_new_tokens=24, grammar=grammar)
+        engine = make()
+        engine.submit(0, PROMPT, output=whole[:6], max_new_tokens=24, grammar=grammar)
+        engine.submit(1, PROMPT, max_new_tokens=24, grammar=grammar)
+        for _ in range(2):
+            engine.book.pending.clear()
+            engine.core.grammar_failed(grammar, "busy", engine.now, busy=True)
+            engine.check()
+            engine.turn()
+            assert not engine.book.pending, "not at once"
+            engine.now += 0.3
+            engine.turn()
+            assert grammar in engine.book.pending
         engine.drain()
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.QUEUE_FULL)
+        assert engine.outputs[0] == whole[6:]
+
+    def test_while_the_compiler_is_busy_it_can_be_aborted(self) -> None:
+        grammar = spec(1, 17)
+        engine = make()
+        engine.submit(0, PROMPT, output=WHOLE[:1], max_new_tokens=24, grammar=grammar)
+        engine.core.grammar_failed(grammar, "busy", engine.now, busy=True)
+        engine.abort(0)
+        engine.now += 0.3
+        engine.drain()
+        assert finish_of(engine, 0) == (FinishReason.ABORT, ErrorCode.CANCELLED)
+
+    def test_a_bad_grammar_ends_it(self) -> None:
+        grammar = spec(1, 17)
+        engine = make()
+        engine.submit(0, PROMPT, output=WHOLE[:1], max_new_tokens=24, grammar=grammar)
+        engine.core.grammar_failed(grammar, "bad", engine.now)
+        assert engine.core.idle
+        engine.drain()
+        assert finish_of(engine, 0) == INVALID
 
     def test_its_own_time_limit_holds(self) -> None:
         engine = make(max_running_requests=1)

@@ -68,13 +68,14 @@ class WorkerColumns:
 class Ask:
     """One request to be placed. matched: int64[capacity], prompt tokens that each row's worker is thought to have cached, or
     None if nothing is known. key: routing key, "" for none. lora: adapter, "" for none. allowed: bool[capacity] to choose
-    from, or None for all."""
+    from, or None for all. first_block: name of the prompt's first block, b"" where it has none or nobody knows it."""
 
     prompt_tokens: int
     matched: NDArray[np.int64] | None = None
     key: str = ""
     lora: str = ""
     allowed: NDArray[np.bool_] | None = None
+    first_block: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,3 +52,9 @@ def load_over_mean(
     """
     mean = max(int(workers.requests[ready].sum()) + 1, config.load_floor * len(ready)) / running_slots(ready, workers).sum()
     return np.asarray((workers.requests[rows] + 1) / running_slots(rows, workers) / mean)
+
+
+def near_idlest(rows: NDArray[np.int64], workers: WorkerColumns, config: RoutingConfig) -> NDArray[np.bool_]:
+    """bool[rows]: those whose load is hardly more than the idlest one's; requests are counted as in over_gate."""
+    requests = relative_load(rows, workers) * running_slots(rows, workers).mean()
+    return np.asarray(requests <= requests.min() + max(config.near_requests, config.near_rel * requests.mean()))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.gateway.routing.filters import has_room, ready_rows, rows_with_room, with_adapter, with_room
-from services.gateway.routing.load import least, load_over_mean, over_gate, relative_load, running_slots
+from services.gateway.routing.load import least, load_over_mean, near_idlest, over_gate, relative_load, running_slots
 from services.gateway.routing.rendezvous import rendezvous_weights
 
 __all__ = ["REASONS", "Policy", "RoutingConfig", "RoutingPolicy", "has_room", "make_policy", "rows_with_room"]
@@ -139,10 +139,15 @@ def _prefix_aware(c: Choice) -> tuple[int, str]:
 
 
 def _without_match(c: Choice) -> tuple[int, str]:
-    """With a key, the key's worker, within the same bound: one user's prompts meet there again."""
-    if not c.ask.key:
+    """With a key, the key's worker, within the same bound: one user's prompts meet there again. Else one of the idlest, by the
+    prompt's first block: gateways that see a new prefix at the same time agree on where it goes, without talking."""
+    if c.ask.key:
+        return _by_key(c, load_over_mean(c.ready, c.ready, c.workers, c.config) > c.config.load_bound)
+    if not c.ask.first_block:
         return _least_loaded(c), "no_match"
-    return _by_key(c, load_over_mean(c.ready, c.ready, c.workers, c.config) > c.config.load_bound)
+    rows = c.rows[near_idlest(c.rows, c.workers, c.config)]
+    weights = rendezvous_weights(c.ask.first_block.hex(), c.workers.key[rows])
+    return int(rows[weights.argmax()]), "no_match"
 
 
 _CHOOSERS: dict[RoutingPolicy, Chooser] = {

@@ -15,6 +15,7 @@ from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue, Placed
 from services.gateway.routing.policies import make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
+from services.gateway.routing.sharing import SharingMeter
 from services.local.fleet.config import FleetConfig
 from services.local.fleet.event_queue import EventQueue
 from services.local.fleet.load_view import LoadView
@@ -76,6 +77,7 @@ class FleetGateway:
         self._moved: deque[OpenRequest] = deque()
         self._open: dict[int, OpenRequest] = {}
         self._picks = 0
+        self._sharing = SharingMeter()
         self.max_queue = 0
 
     def arrive(self, index: int) -> None:
@@ -153,7 +155,11 @@ class FleetGateway:
     def _place(self, request: OpenRequest) -> bool:
         """Sends the request to a worker, or returns False: none has room."""
         message = request.message
-        ask = Ask(request.tokens, self._matched(request), message.routing_key, message.lora)
+        matched = self._matched(request)
+        if request.hashes and matched is not None:
+            self._sharing.decided(bool(matched.any()))
+        first_block = request.hashes[0] if request.hashes and self._sharing.seen else b""
+        ask = Ask(request.tokens, matched, message.routing_key, message.lora, first_block=first_block)
         pick = self._policy.pick(ask, self.columns)
         if pick is None:
             return False

@@ -83,6 +83,14 @@ class CacheEventLog:
         self._stored.clear()
         self._removed.clear()
 
+    def flushed(self) -> None:
+        """Much may have gone at once. Where that is more than what is left, everything told is void and the rest stored again."""
+        if len(self._removed) <= len(self._held):
+            return
+        self._cleared = True
+        self._stored = dict.fromkeys(self._held)
+        self._removed.clear()
+
     def split(self, names: tuple[bytes, ...], upper_depth: int, lower_depth: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Which of an edge's blocks end in its upper part (down to page upper_depth) and which in its lower one."""
         size = self._page_size

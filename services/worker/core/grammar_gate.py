@@ -7,6 +7,7 @@ from services.worker.core.grammar import GrammarBook
 from services.worker.core.request import Request
 from services.worker.core.sampling import GrammarSpec
 
+ASK_AGAIN_S = 0.25  # after a compiler that took no more
 FOLLOW_TOKENS = 1024  # that matchers follow in one turn, of all requests together: some ten milliseconds
 
 
@@ -18,6 +19,7 @@ class GrammarGate:
         self._follow_tokens = follow_tokens
         self._waiting: dict[GrammarSpec, dict[int, Request]] = {}
         self._following: dict[int, Request] = {}
+        self._put_off: dict[GrammarSpec, float] = {}  # until when
         self._size = 0
         self.num_tokens = 0  # of prompts and outputs
 
@@ -64,6 +66,20 @@ class GrammarGate:
     def waiting_for(self, spec: GrammarSpec) -> list[Request]:
         """In order of arrival."""
         return list(self._waiting.get(spec, {}).values())
+
+    def put_off(self, spec: GrammarSpec, now: float) -> list[Request]:
+        """The compiler takes no more. Those that can be turned away; the others have output already, and wait on."""
+        waiting = self.waiting_for(spec)
+        if any(request.num_given for request in waiting):
+            self._put_off[spec] = now + ASK_AGAIN_S
+        return [request for request in waiting if not request.num_given]
+
+    def ask_again(self, now: float) -> list[Request]:
+        """For grammars that were put off. Those that may go; the caller lets them `leave`."""
+        due = [spec for spec, until in self._put_off.items() if until <= now]
+        for spec in due:
+            del self._put_off[spec]
+        return [request for spec in due for request in self.compiled(spec)]
 
     def follow(self) -> list[Request]:
         """Lets matchers follow given output up to its last token, or up to one that does not fit. Those that are through may

@@ -92,7 +92,7 @@ class RequestTable:
             self.gate.wait(request)
         if request.deadline != float("inf"):
             self._watch(request.deadline, request, waiting=False)
-        if self.config.waiting_timeout_s:
+        if self.config.waiting_timeout_s and not request.num_given:  # as after a retraction: it has run
             self._watch(request.arrival + self.config.waiting_timeout_s, request, waiting=True)
 
     def ungate(self, request: Request) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
 
 from services.worker.core.admission import Refusal, make_request, refusal
 from services.worker.core.cache_events import CacheEventLog, CacheEvents
@@ -99,10 +98,12 @@ class Scheduler:
             self.table.ungate(request)
 
     def grammar_failed(self, spec: GrammarSpec, reason: str, now: float, busy: bool = False) -> None:
-        """Ends the requests that wait for it. reason: for their clients. busy: the compiler takes no more just now."""
+        """Ends the requests that wait for it. reason: for their clients. busy: the compiler takes no more just now; requests with
+        output from elsewhere wait on, and it is asked again."""
         error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
         ending = Ending(FinishReason.ABORT, error=error, message=reason)
-        for request in self.table.gate.waiting_for(spec):
+        gate = self.table.gate
+        for request in gate.put_off(spec, now) if busy else gate.waiting_for(spec):
             self.table.end(request, ending, now)
 
     def open_session(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
@@ -122,6 +123,8 @@ class Scheduler:
             self.table.end(request, Ending(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
         self.table.sessions.expire(self.table.memory, now)
         self.table.memory.forget_empty()
+        for request in self.table.gate.ask_again(now):
+            self.table.ungate(request)
         for request in self.table.gate.follow():
             self.table.ungate(request)
             self._take_given(request, now)
@@ -165,9 +168,7 @@ class Scheduler:
 
     def extends(self) -> list[Extend]:
         """Extend rows of the newest uncommitted step."""
-        step = self._flight[-1]
-        rows = zip(step.requests, step.plan.starts.tolist(), step.plan.num_tokens.tolist(), strict=True)
-        return [Extend((r.peer, r.handle), start, count) for r, start, count in islice(rows, step.plan.num_extend)]
+        return self._flight[-1].extends()
 
     def take_output(self) -> StepOutput | None:
         """What front ends are to be told since the last call."""
@@ -196,7 +197,10 @@ class Scheduler:
 
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses; returns the number of pages freed."""
-        return self.table.memory.flush()
+        num_pages = self.table.memory.flush()
+        if self._events:
+            self._events.flushed()
+        return num_pages
 
     def reset_memory(self) -> None:
         """Forgets every page and every session: the pool's content is gone. Only while idle, with nothing in flight."""
@@ -271,7 +275,8 @@ class Scheduler:
             self._committer.take_given(request, now)
 
     def _resolve(self, message: Submit, now: float) -> Submit | Refusal:
-        """The message as it can be queued, or why it cannot."""
+        """The message as it can be queued, or why it cannot. What has output already finds room in a full queue, as what is
+        retracted does: its client has seen it begin."""
         if self.closed:
             return ErrorCode.UNAVAILABLE, self.closed
         if message.session is not None:
@@ -281,7 +286,8 @@ class Scheduler:
             message = resolved
         if found := refusal(message, self.config, self.table.gate.is_offered):
             return found
-        if self.table.num_waiting >= self.config.max_queued_requests and not self._displace(message, now):
+        full = self.table.num_waiting >= self.config.max_queued_requests
+        if full and not message.output_ids and not self._displace(message, now):
             return ErrorCode.QUEUE_FULL, "the request queue is full"
         return message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,15 @@ _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, 
 
 
 @dataclass(frozen=True, slots=True)
+class Extend:
+    """A row that computes known tokens: `tokens` of them from position `start` on. key: the request's peer and handle."""
+
+    key: tuple[int, int]
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A plan with what commit needs to know about its rows. epochs: int64[rows], of the slots when they were planned."""
 
@@ -24,14 +34,9 @@ class Step:
     requests: list[Request]
     epochs: NDArray[np.int64]
 
-
-@dataclass(frozen=True, slots=True)
-class Extend:
-    """A row that computes known tokens: `tokens` of them from position `start` on. key: the request's peer and handle."""
-
-    key: tuple[int, int]
-    start: int
-    tokens: int
+    def extends(self) -> list[Extend]:
+        rows = zip(self.requests, self.plan.starts.tolist(), self.plan.num_tokens.tolist(), strict=True)
+        return [Extend((r.peer, r.handle), start, count) for r, start, count in islice(rows, self.plan.num_extend)]
 
 
 @dataclass(slots=True)

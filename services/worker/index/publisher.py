@@ -113,10 +113,18 @@ class IndexPublisher:
                 await self._turn()
             except (RedisError, OSError) as error:
                 self._failed(error)
+            except Exception as error:  # of the client library's: without its lease nobody would use this worker
+                if not self._failing:
+                    logger.exception("publishing the prefix index has failed, and is tried again")
+                self._registered = False
+                self._failed(error)
             await self._rest()
 
     async def _turn(self) -> None:
-        """The lease comes first: after a long sleep of this process its blocks may have been swept."""
+        """The lease comes first: after a long sleep of this process its blocks may have been swept. After a failure connections
+        are made anew: the address may stand for another server by now, where the one that refuses used to be the primary."""
+        if self._failing:
+            await self._client.connection_pool.disconnect(inuse_connections=False)
         if self._held_until is not None and self._clock() >= self._renew_at:
             await self._renew()
         if not self._registered:

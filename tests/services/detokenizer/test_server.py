@@ -18,15 +18,16 @@ from services.detokenizer.server import DetokenizerServicer
 from services.detokenizer.settings import DetokenizerSettings
 from services.shared import rpc
 from services.shared.hf_tokenizer import HfTokenizer
+from services.shared.spans import Tracing
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    tokenizer: HfTokenizer, **settings: int | str
+    tokenizer: HfTokenizer, tracing: Tracing | None = None, **settings: int | str
 ) -> AsyncIterator[tuple[pb_grpc.DetokenizerStub, DetokenizerServicer, CollectorRegistry]]:
     registry = CollectorRegistry()
     config = DetokenizerSettings(model=Path("."), **settings)  # type: ignore[arg-type]
-    servicer = DetokenizerServicer(tokenizer, config, DetokenizerMetrics(registry))
+    servicer = DetokenizerServicer(tokenizer, config, DetokenizerMetrics(registry), tracing)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     pb_grpc.add_DetokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")

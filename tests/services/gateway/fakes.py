@@ -265,6 +265,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.contexts: list[Any] = []
         self.steps = 0
         self._kick = asyncio.Event()
+        self.ended = 0  # streams
         self._loads = 0  # told
         self._refused: list[worker_pb2.Finish] = []  # of the newest stream
 
@@ -318,6 +319,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             reader.cancel()
             running.clear()
+            self.ended += 1
 
     async def _read(
         self, requests: AsyncIterator[worker_pb2.GenerateRequest], running: dict[int, Running], refused: list[Any]

@@ -48,7 +48,9 @@ class System:
         self._sizes = (workers, detokenizers, tokenizers)
         self._down = down
         self.clients: list[RawClient] = []
-        self._overrides = {"queue_timeout_s": 10.0, "wait_for_detokenizer_s": 10.0, "grace_s": 0.2, **settings}
+        # Fakes tell their load once: silence means something only where a test sets it.
+        waits = {"queue_timeout_s": 10.0, "wait_for_detokenizer_s": 10.0, "worker_silence_s": 60.0}
+        self._overrides = {**waits, "grace_s": 0.2, **settings}
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 

@@ -102,7 +102,7 @@ def test_all_are_gone_and_one_returns() -> None:
         for host in system.workers:
             system.call(host.stop())
         wait_until(lambda: system.num_waiting == 1, "the wait")
-        assert system.metric("rootstock_gateway_moves_total", cause="lost", state="begun") == 1
+        assert system.metric("rootstock_gateway_moves_total", cause="lost", state="begun") >= 1
         system.allow(None)
         system.call(system.workers[1].start())
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in events(pending.result().text)) == ANSWER

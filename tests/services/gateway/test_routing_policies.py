@@ -240,3 +240,21 @@ def test_a_busy_key_overflows_under_prefix_aware_well_before_the_gate() -> None:
     workers.requests[home] = 17
     chosen = pick("prefix_aware", workers, ask(workers, key="u"))
     assert chosen.row != home and chosen.reason == "affinity_overflow"
+
+
+def test_two_gateways_send_a_new_prefix_to_the_same_worker() -> None:
+    """Whatever each of them picked last."""
+    for number in range(20):
+        request = Ask(1000, first_block=number.to_bytes(8, "big"))
+        one = pick("prefix_aware", set_last(fleet([5, 5, 6, 5]), [9, 1, 4, 3]), request)
+        other = pick("prefix_aware", set_last(fleet([5, 6, 5, 5]), [2, 8, 1, 5]), request)
+        assert one == other and one.reason == "no_match"
+
+
+def test_a_new_prefix_goes_to_one_of_the_idlest() -> None:
+    workers = fleet([100, 104, 107, 130])
+    rows = Counter(pick("prefix_aware", workers, Ask(1000, first_block=bytes([number]))).row for number in range(200))
+    assert set(rows) == {0, 1} or set(rows) == {0, 1, 2}
+    assert all(count > 40 for count in rows.values())
+    sizes = fleet([5, 50], running=[10, 100])
+    assert {pick("prefix_aware", sizes, Ask(1000, first_block=bytes([number]))).row for number in range(50)} == {0, 1}

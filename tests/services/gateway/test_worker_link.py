@@ -12,13 +12,15 @@ from services.gateway.routing.breaker import CircuitBreaker
 from services.gateway.worker_link import MESSAGE_BYTES, WorkerLink
 from services.shared.limits import MAX_MESSAGE_BYTES
 
+PROMPT = [150_000] * 40_000
+
 
 def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
     async def run() -> list[worker_pb2.GenerateRequest]:
         choice: Any = SimpleNamespace(prompt=Prompt([], None), output_ids=[], trace=None)
         link = WorkerLink("127.0.0.1:1", choice, 5.0, CircuitBreaker())
         for handle in range(700):
-            link.submit(choice, worker_pb2.Submit(handle=handle, prompt_ids=[150_000] * 40_000))
+            link.submit(choice, handle, {"prompt_ids": PROMPT})
         link.abort(3)
         messages = []
         while link._submits or link._aborts:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.shared import rpc
 from services.shared.hf_tokenizer import load_tokenizer
+from services.shared.spans import Tracing
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.server import TokenizerServicer
 from services.tokenizer.settings import TokenizerSettings
@@ -29,10 +30,10 @@ class Serving:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[Serving]:
+async def serving(folder: Path, tracing: Tracing | None = None, **settings: Any) -> AsyncIterator[Serving]:
     registry = CollectorRegistry()
     config = TokenizerSettings(model=folder, **settings)
-    servicer = TokenizerServicer(load_tokenizer(folder), config, TokenizerMetrics(registry))
+    servicer = TokenizerServicer(load_tokenizer(folder), config, TokenizerMetrics(registry), tracing)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     pb_grpc.add_TokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")

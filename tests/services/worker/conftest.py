@@ -10,6 +10,7 @@ import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared import rpc
+from services.shared.spans import Tracing
 from services.worker.core.cache_events import CacheEvents
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.messages import StepOutput, StepStats
@@ -21,6 +22,7 @@ from services.worker.load import BEAT_S, GAP_S, LoadReport, NoIndex
 from services.worker.loop import Loop
 from services.worker.metrics import WorkerMetrics
 from services.worker.outbox import StreamOutbox
+from services.worker.request_spans import RequestSpans
 from services.worker.scheduler_thread import SchedulerThread
 from services.worker.server import WorkerServicer
 from services.worker.wire import ModelLimits
@@ -93,7 +95,12 @@ class Tap:
 
 @asynccontextmanager
 async def serving(
-    step_s: float = 0.001, config: SchedulerConfig = CONFIG, overlap: bool = True, gap_s: float = GAP_S, beat_s: float = BEAT_S
+    step_s: float = 0.001,
+    config: SchedulerConfig = CONFIG,
+    overlap: bool = True,
+    gap_s: float = GAP_S,
+    beat_s: float = BEAT_S,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[Serving]:
     core = Scheduler(config, LetterDecoder())
     executor = FakeExecutor(
@@ -107,11 +114,12 @@ async def serving(
     metrics = WorkerMetrics("fake", config.page_size, config.num_pages, config.max_running_requests)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
     load = LoadReport(outbox, config.page_size, NoIndex(5), gap_s, beat_s)
-    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics, load), PlainMasks(), overlap)
+    spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
+    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics, load), PlainMasks(), overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox)
     info = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
     limits = ModelLimits(config.context_len, config.vocab_size, False)
-    servicer = WorkerServicer(inbox, outbox, info, limits, metrics.arrived, load)
+    servicer = WorkerServicer(inbox, outbox, info, limits, metrics.arrived, load, spans)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -279,6 +279,37 @@ def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
 
 
 @pytest.mark.usefixtures("quick_renewal")
+def test_a_server_that_is_no_primary_any_more_is_left(own_server: RedisServer, quick_renewal: None) -> None:
+    def connections() -> set[str]:
+        return {found["id"] for found in own_server.client.client_list()} - {str(own_server.client.client_id())}
+
+    async def body() -> None:
+        async with published(own_server) as publisher:
+            publisher.cached(stored(1, 2))
+            await until(lambda: in_agreement(own_server, publisher))
+            before = connections()
+            own_server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+            publisher.cached(stored(3))
+            await until(lambda: publisher.counts.failures > 1 and not before & connections())
+            own_server.client.execute_command("REPLICAOF", "NO", "ONE")
+            await until(lambda: in_agreement(own_server, publisher))
+
+    run(body)
+
+
+def test_the_unexpected_does_not_end_it(server: RedisServer, quick_renewal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with published(server) as publisher:
+            publisher.cached(stored(1, 2))
+            await until(lambda: in_agreement(server, publisher))
+            with monkeypatch.context() as patch:
+                patch.setattr(WorkerRecords, "renew", lambda self, generation: {}["run_id"])
+                await until(lambda: publisher.counts.failures > 0)
+            await until(lambda: publisher.counts.generations == 2 and in_agreement(server, publisher) and publisher.lease_held)
+
+    run(body)
+
+
 @pytest.mark.parametrize("loss", ["all", "lease", "own", "one block", "generations", "workers", "another's lease"])
 def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> None:
     lose: dict[str, Callable[[], object]] = {

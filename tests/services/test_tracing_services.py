@@ -1,0 +1,229 @@
+"""Spans of the tokenizer, the worker and the detokenizer, each behind its real port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rootstock.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2, worker_pb2
+from services.shared.hf_tokenizer import load_tokenizer
+from services.shared.settings import ServiceSettings, load
+from services.shared.spans import Tracing
+from services.shared.tracing import start_tracing
+from tests.services.collector import CALLER, SAMPLED, TRACE, UNSAMPLED, Collector, Received
+from tests.services.detokenizer.test_server import row
+from tests.services.detokenizer.test_server import serving as detokenizer
+from tests.services.tokenizer.model_folders import KINDS
+from tests.services.tokenizer.serving import serving as tokenizer
+from tests.services.worker.conftest import CONFIG
+from tests.services.worker.conftest import serving as worker
+from tests.services.worker.test_server import FrontEnd, submit
+
+WORKER_SPANS = ["decode", "generate", "prefill", "queue"]
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as running:
+        yield running
+
+
+@pytest.fixture
+def tracing(collector: Collector) -> Iterator[Tracing]:
+    started = start_tracing(load(ServiceSettings, "test", ["--otlp-endpoint", collector.address]), "test")
+    assert started is not None
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return KINDS["byte_level"](tmp_path_factory.mktemp("model") / "byte_level")
+
+
+def names(collector: Collector) -> list[str]:
+    return sorted({one.name for one in collector.spans})
+
+
+def under(parent: Received, *children: Received) -> bool:
+    return all((one.trace, one.parent) == (parent.trace, parent.id) and one.within(parent) for one in children)
+
+
+def test_tokenizer(collector: Collector, tracing: Tracing, folder: Path) -> None:
+    async def run() -> None:
+        async with tokenizer(folder, tracing) as serving:
+            await serving.stub.Encode(tokenizer_pb2.EncodeRequest(request_id="r", texts=["one two"], traceparent=SAMPLED))
+            await serving.stub.Encode(tokenizer_pb2.EncodeRequest(request_id="r", texts=["one two"], traceparent=UNSAMPLED))
+            await serving.stub.Encode(tokenizer_pb2.EncodeRequest(request_id="r", texts=["one two"]))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await serving.stub.Encode(tokenizer_pb2.EncodeRequest(request_id="r", traceparent=SAMPLED))
+            chat = tokenizer_pb2.EncodeChatRequest(messages_json=b'[{"role": "user", "content": "Hi"}]', traceparent=SAMPLED)
+            await serving.stub.EncodeChat(chat)
+
+    asyncio.run(run())
+    tracing.close()
+    (whole, refused), encodes = collector.named("Encode"), collector.named("encode")
+    (chat,), (render,) = collector.named("EncodeChat"), collector.named("render")
+    assert (whole.trace, whole.parent, whole.failed) == (TRACE, CALLER, False)
+    assert whole.attributes["rootstock.request_id"] == "r" and whole.attributes["rootstock.tokens"] > 0
+    assert (refused.failed, refused.attributes["error.type"]) == (False, "INVALID_ARGUMENT")
+    assert under(whole, encodes[0]) and under(chat, render, encodes[1])
+    assert len(encodes) == 2
+    assert render.span.end_time_unix_nano <= encodes[1].span.start_time_unix_nano
+
+
+def test_detokenizer(collector: Collector, tracing: Tracing, folder: Path) -> None:
+    def opened(handle: int, traceparent: str) -> detokenizer_pb2.DecodeOpen:
+        return detokenizer_pb2.DecodeOpen(handle=handle, request_id=f"r{handle}", traceparent=traceparent, replay_ids=[10])
+
+    async def run() -> None:
+        async with detokenizer(load_tokenizer(folder), tracing) as (stub, _, _):
+            call = stub.Decode()
+            opens = [opened(1, SAMPLED), opened(2, ""), opened(3, SAMPLED), opened(4, SAMPLED)]
+            await call.write(row(1, [10, 11], opens=opens))
+            await call.write(row(1, [12], finished=True))
+            await call.write(detokenizer_pb2.DecodeBatch(closes=[3]))
+            for _ in range(3):
+                await call.read()
+            assert len(collector.wait_for("detokenize", 2)) == 2, "handle 4 is open"
+            call.cancel()
+            await asyncio.to_thread(collector.wait_for, "detokenize", 3)
+
+    asyncio.run(run())
+    spans = {one.attributes["rootstock.request_id"]: one for one in collector.named("detokenize")}
+    assert sorted(spans) == ["r1", "r3", "r4"]
+    assert {(one.trace, one.parent, one.failed) for one in spans.values()} == {(TRACE, CALLER, False)}
+    assert spans["r1"].attributes["rootstock.tokens"] == 3
+    assert spans["r1"].attributes["rootstock.replayed_tokens"] == 1
+    assert {name: one.attributes["rootstock.ended_by"] for name, one in spans.items()} == {
+        "r1": "finish",
+        "r3": "close",
+        "r4": "close",
+    }
+
+
+def traced(handle: int, prompt: list[int], context: str = SAMPLED, **sampling: object) -> worker_pb2.Submit:
+    message = submit(handle, prompt, **sampling)
+    message.traceparent = context
+    return message
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_worker_prefills_in_chunks_then_decodes(collector: Collector, tracing: Tracing, overlap: bool) -> None:
+    async def run() -> None:
+        config = replace(CONFIG, chunked_prefill_size=8)
+        async with worker(step_s=0.003, config=config, overlap=overlap, tracing=tracing) as serving:
+            front = FrontEnd(serving.stub)
+            await front.hello()
+            await front.send(traced(1, list(range(20))), traced(2, [1, 2, 3], UNSAMPLED), submit(3))
+            await front.ended(1, 2, 3)
+            await front.send(traced(4, list(range(20))))
+            await front.ended(4)
+
+    asyncio.run(run())
+    tracing.close()
+    assert names(collector) == WORKER_SPANS
+    first, second = collector.named("generate")
+    queue, decode = collector.named("queue")[0], collector.named("decode")[0]
+    chunks = [one for one in collector.named("prefill") if one.parent == first.id]
+    assert (first.trace, first.parent, first.failed) == (TRACE, CALLER, False)
+    assert under(first, queue, decode, *chunks)
+    assert queue.span.end_time_unix_nano == chunks[0].span.start_time_unix_nano
+    starts = [one.attributes["rootstock.chunk.start"] for one in chunks]
+    tokens = [one.attributes["rootstock.chunk.tokens"] for one in chunks]
+    assert sum(tokens) == 20 and len(chunks) >= 3
+    assert starts == [sum(tokens[:index]) for index in range(len(tokens))]
+    assert all(one.span.end_time_unix_nano - one.span.start_time_unix_nano >= 2_500_000 for one in chunks), "of a 3 ms step"
+    assert all(a.span.start_time_unix_nano < b.span.start_time_unix_nano for a, b in pairwise(chunks))
+    assert decode.span.start_time_unix_nano >= chunks[-1].span.end_time_unix_nano
+    assert decode.attributes == {"rootstock.output_tokens": 10, "rootstock.retractions": 0}
+    assert (first.attributes["rootstock.finish_reason"], first.attributes["rootstock.output_tokens"]) == ("length", 10)
+    cached = [one for one in collector.named("prefill") if one.parent == second.id]
+    assert [one.attributes["rootstock.cached_tokens"] for one in cached] == [16], "the second finds the first one's pages"
+    assert [one.attributes["rootstock.cached_tokens"] for one in chunks] == [0] * len(chunks)
+
+
+def test_worker_retractions_are_events(collector: Collector, tracing: Tracing) -> None:
+    async def run() -> None:
+        async with worker(config=replace(CONFIG, retract_interval=9), tracing=tracing) as serving:
+            front = FrontEnd(serving.stub)
+            await front.hello()
+            await front.send(*[traced(handle, [handle] * 8, max_new_tokens=60) for handle in range(1, 5)])
+            await front.ended(1, 2, 3, 4)
+            retractions = sum(finish.retractions for finish in front.finishes.values())
+            assert retractions > 0
+
+            tracing.close()
+            spans = [*collector.named("decode"), *collector.named("generate")]
+            told = sum(one.attributes["rootstock.retractions"] for one in collector.named("decode"))
+            assert told == retractions
+            assert sum(one.events.count("retracted") for one in spans) == retractions
+            again = [one for one in collector.named("prefill") if one.attributes["rootstock.chunk.number"] > 0]
+            assert len(again) >= retractions, "what was retracted is computed again, or found in the cache"
+
+    asyncio.run(run())
+
+
+def test_worker_requests_that_are_cut_off_end_their_spans(collector: Collector, tracing: Tracing) -> None:
+    async def run() -> None:
+        async with worker(step_s=0.003, config=replace(CONFIG, max_running_requests=2), tracing=tracing) as serving:
+            gone, other = FrontEnd(serving.stub), FrontEnd(serving.stub)
+            await gone.hello()
+            await other.hello()
+            await gone.send(*[traced(handle, [handle] * 4, max_new_tokens=200) for handle in range(1, 5)])
+            await gone.until(lambda: len(gone.tokens) == 2)
+            gone.call.cancel()
+            await asyncio.to_thread(collector.wait_for, "generate", 4)
+            refused = traced(9, [2000], max_new_tokens=5)
+            await other.send(refused, traced(5, [1] * 4, max_new_tokens=200))
+            await other.ended(9)
+            await other.until(lambda: len(other.tokens[5]) > 1)
+            await other.send(aborts=(5,))
+            await other.ended(5)
+            assert other.finishes[9].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+
+    asyncio.run(run())
+    tracing.close()
+    spans = collector.named("generate")
+    assert len(spans) == 5, "the refused one never came in"
+    assert {(one.failed, one.attributes["error.type"]) for one in spans} == {(False, "CANCELLED")}
+    assert len(collector.named("queue")) == 5 and len(collector.named("decode")) == 3
+
+
+def test_worker_a_failed_step_is_an_error(collector: Collector, tracing: Tracing) -> None:
+    async def run() -> None:
+        async with worker(tracing=tracing) as serving:
+            front = FrontEnd(serving.stub)
+            await front.hello()
+            serving.executor.fail_steps = {1}
+            await front.send(traced(1, [1, 2, 3]))
+            await front.ended(1)
+
+    asyncio.run(run())
+    tracing.close()
+    (generate,), (prefill,) = collector.named("generate"), collector.named("prefill")
+    assert (generate.failed, generate.attributes["error.type"]) == (True, "INTERNAL")
+    assert under(generate, prefill)
+
+
+def test_worker_resumed_output_is_not_counted_again(collector: Collector, tracing: Tracing) -> None:
+    async def run() -> None:
+        async with worker(tracing=tracing) as serving:
+            front = FrontEnd(serving.stub)
+            await front.hello()
+            message = traced(1, [1, 2, 3])
+            message.output_ids.extend([4, 5, 6, 8])
+            await front.send(message)
+            await front.ended(1)
+
+    asyncio.run(run())
+    tracing.close()
+    (generate,), (decode,) = collector.named("generate"), collector.named("decode")
+    assert generate.attributes["rootstock.resumed_tokens"] == 4
+    assert (generate.attributes["rootstock.output_tokens"], decode.attributes["rootstock.output_tokens"]) == (10, 6)
