@@ -279,7 +279,7 @@ def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
 
 
 @pytest.mark.usefixtures("quick_renewal")
-def test_a_server_that_is_no_primary_any_more_is_left(own_server: RedisServer, quick_renewal: None) -> None:
+def test_a_server_that_is_no_primary_any_more_is_left(own_server: RedisServer) -> None:
     def connections() -> set[str]:
         return {found["id"] for found in own_server.client.client_list()} - {str(own_server.client.client_id())}
 
@@ -297,7 +297,8 @@ def test_a_server_that_is_no_primary_any_more_is_left(own_server: RedisServer, q
     run(body)
 
 
-def test_the_unexpected_does_not_end_it(server: RedisServer, quick_renewal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick_renewal")
+def test_the_unexpected_does_not_end_it(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with published(server) as publisher:
             publisher.cached(stored(1, 2))
@@ -310,6 +311,7 @@ def test_the_unexpected_does_not_end_it(server: RedisServer, quick_renewal: None
     run(body)
 
 
+@pytest.mark.usefixtures("quick_renewal")
 @pytest.mark.parametrize("loss", ["all", "lease", "own", "one block", "generations", "workers", "another's lease"])
 def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> None:
     lose: dict[str, Callable[[], object]] = {
