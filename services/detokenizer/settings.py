@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from services.shared.served_name import served_name
 from services.shared.settings import ServiceSettings
 
 
@@ -30,4 +31,4 @@ class DetokenizerSettings(ServiceSettings):
     @property
     def model_name(self) -> str:
         """The name that clients know the model by."""
-        return self.served_model_name or self.model.resolve().name
+        return served_name(self.model, self.served_model_name)

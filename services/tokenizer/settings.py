@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from services.shared import limits
+from services.shared.served_name import served_name
 from services.shared.settings import ServiceSettings
 
 
@@ -38,4 +39,4 @@ class TokenizerSettings(ServiceSettings):
     @property
     def model_name(self) -> str:
         """The name that clients know the model by."""
-        return self.served_model_name or self.model.resolve().name
+        return served_name(self.model, self.served_model_name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from services.shared.block_hash import root_hash
+from services.shared.served_name import served_name
 
 TAIL_BYTES = 4096
 
@@ -26,11 +26,11 @@ class ModelIdentity:
         return root_hash(self.model, self.revision, self.tokenizer, namespace)
 
 
-def identify_model(folder: str | Path, served_name: str) -> ModelIdentity:
-    """served_name: "" for the folder's own. Raises OSError if config.json or tokenizer.json cannot be read."""
+def identify_model(folder: str | Path, given: str = "") -> ModelIdentity:
+    """given: the name that clients use, "" for the folder's own. Raises OSError if config.json or tokenizer.json cannot be read."""
     path = Path(folder)
     tokenizer = xxhash.xxh3_64_hexdigest((path / "tokenizer.json").read_bytes())
-    return ModelIdentity(served_name or os.path.basename(os.path.abspath(folder)), _revision(path), tokenizer)
+    return ModelIdentity(served_name(folder, given), _revision(path), tokenizer)
 
 
 def _revision(folder: Path) -> str:

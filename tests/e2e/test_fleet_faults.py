@@ -52,8 +52,8 @@ def crowd(expected: Expected, seed: int) -> list[Case]:
     return random.Random(seed).choices(list(expected), k=STREAMS)
 
 
-def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault: Callable[[Wave], None], cut: str = "") -> None:
-    """`fault` happens once half of the streams have begun."""
+def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault: Callable[[Wave], None], cut: str = "") -> bool:
+    """`fault` happens once half of the streams have begun. True, or an assertion fails."""
     begun = time.monotonic()
     wave = clients.wave(crowd(expected, seed=len(what)))
     wave.wait_begun(STREAMS // 2)
@@ -62,12 +62,13 @@ def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault
     line = check(wave.wait(), expected, cut)
     quiet_s = fleet.wait_quiet(QUIET_S)
     print(f"{what}: {line}; all free after {quiet_s:.2f} s; {time.monotonic() - begun:.1f} s in all")
+    return quiet_s <= QUIET_S
 
 
 def test_nothing_happens(fleet: Fleet, clients: Clients, expected: Expected) -> None:
     """Another load, other neighbours, other gateways and workers: the same answers."""
     assert len(expected) > NUM_CASES // 2
-    survive(fleet, clients, expected, "undisturbed", lambda wave: None)
+    assert survive(fleet, clients, expected, "undisturbed", lambda wave: None)
 
 
 @pytest.mark.parametrize("name", ["worker-0", "tokenizer-0", "detokenizer-0", "redis"])
@@ -77,7 +78,7 @@ def test_one_is_killed(fleet: Fleet, clients: Clients, expected: Expected, name:
         wave.wait_begun(STREAMS * 3 // 4)
         fleet.start(name)
 
-    survive(fleet, clients, expected, f"SIGKILL {name}", fault)
+    assert survive(fleet, clients, expected, f"SIGKILL {name}", fault)
 
 
 def test_a_worker_stands_still_and_comes_back(fleet: Fleet, clients: Clients, expected: Expected) -> None:
@@ -88,7 +89,7 @@ def test_a_worker_stands_still_and_comes_back(fleet: Fleet, clients: Clients, ex
         wave.wait()
         fleet.cont("worker-1")
 
-    survive(fleet, clients, expected, "SIGSTOP worker-1", fault)
+    assert survive(fleet, clients, expected, "SIGSTOP worker-1", fault)
 
 
 def test_a_worker_is_cut_off_and_comes_back(fleet: Fleet, clients: Clients, expected: Expected) -> None:
@@ -97,7 +98,7 @@ def test_a_worker_is_cut_off_and_comes_back(fleet: Fleet, clients: Clients, expe
         wave.wait()
         fleet.join()
 
-    survive(fleet, clients, expected, f"partition of {fleet.far_worker}", fault)
+    assert survive(fleet, clients, expected, f"partition of {fleet.far_worker}", fault)
 
 
 def test_redis_is_full_and_slow(fleet: Fleet, clients: Clients, expected: Expected) -> None:
@@ -106,16 +107,16 @@ def test_redis_is_full_and_slow(fleet: Fleet, clients: Clients, expected: Expect
         wave.wait_begun(STREAMS * 3 // 4)
         fleet.redis_proxy.delay_s = 0.5
 
-    survive(fleet, clients, expected, "full and slow Redis", fault)
+    assert survive(fleet, clients, expected, "full and slow Redis", fault)
 
 
 def test_redis_answers_nobody(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    survive(fleet, clients, expected, "SIGSTOP redis", lambda wave: fleet.stop("redis"))
+    assert survive(fleet, clients, expected, "SIGSTOP redis", lambda wave: fleet.stop("redis"))
 
 
 def test_a_gateway_dies(fleet: Fleet, clients: Clients, expected: Expected) -> None:
     """Its clients see their connections close; those of the other one see nothing; workers free everything that came over it."""
-    survive(fleet, clients, expected, "SIGKILL gateway-1", lambda wave: fleet.kill("gateway-1"), cut="gateway-1")
+    assert survive(fleet, clients, expected, "SIGKILL gateway-1", lambda wave: fleet.kill("gateway-1"), cut="gateway-1")
 
 
 def test_clients_leave(fleet: Fleet, clients: Clients, expected: Expected) -> None:
@@ -123,7 +124,9 @@ def test_clients_leave(fleet: Fleet, clients: Clients, expected: Expected) -> No
     rng = random.Random(11)
     waits = [rng.uniform(0.01, 3.0) for _ in range(STREAMS)]
     clients.leave(crowd(expected, seed=11), lambda index: waits[index])
-    print(f"all was free {fleet.wait_quiet(FREE_S):.2f} s after the last client left")
+    quiet_s = fleet.wait_quiet(FREE_S)
+    print(f"all was free {quiet_s:.2f} s after the last client left")
+    assert quiet_s <= FREE_S
 
 
 def test_everything_is_restarted_one_by_one(fleet: Fleet, clients: Clients, expected: Expected) -> None:

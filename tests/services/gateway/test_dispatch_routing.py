@@ -125,3 +125,4 @@ def test_one_worker_by_two_addresses() -> None:
         system.allow(None)
         system.call(system.workers[0].start())
         client.read_until(b'"usage"')
+        assert client.received.count(b'"finish_reason":"stop"') == 4
