@@ -1,5 +1,6 @@
 """Builds the C++ kernels into a shared library on first use and keeps it, keyed by sources, compiler, flags and CPU.
 
+What kernels.cpu.prebuild has made from the same sources for this class of CPU is taken instead, and needs no compiler.
 Two processes may build at once: each compiles into a folder of its own and renames the result into place.
 """
 
@@ -17,9 +18,12 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu.variants import Variant, cpu_features, runnable
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
+PREBUILT = Path(__file__).parent / "prebuilt"
 PROJECT = Path(__file__).parents[2]
 COMPILERS = ("g++", "c++", "clang++")
 # No -ffast-math: NaN and infinity must survive. The last two warnings are false ones from GCC's own vector headers.
@@ -81,31 +85,60 @@ def _writable(folders: list[Path]) -> Path:
     raise BuildFailed(f"no folder for built kernels can be written: {', '.join(map(str, folders))}")
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
     openmp = _torch_openmp()
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         work = Path(name)
-        _run([compiler, *FLAGS, _native_flag(), "-c", *sources], work)
+        _run([compiler, *FLAGS, *options, "-c", *sources], work)
         objects = [path.name for path in sorted(work.glob("*.o"))]
         runtime = [str(openmp), f"-Wl,-rpath,{openmp.parent}"] if openmp else ["-fopenmp"]
         _run([compiler, "-shared", "-o", target.name, *objects, *runtime], work)
         (work / target.name).rename(target)
 
 
+def _key(options: tuple[str, ...], cpu: str) -> str:
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h"))
+    described = "\n".join([*FLAGS, *options, cpu, str(_torch_openmp())]).encode()
+    return hashlib.sha256(sources + described).hexdigest()[:16]
+
+
+def _variant_name(variant: Variant) -> str:
+    return f"rootstock-{variant.name}-{_key(variant.options, variant.name)}.so"
+
+
+def _compiler() -> str:
+    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    if found is None:
+        raise BuildFailed(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
+    return found
+
+
+def prebuild(variant: Variant, folder: Path) -> Path:
+    """Compiles the variant into folder, which exists. Raises BuildFailed."""
+    target = folder / _variant_name(variant)
+    if not target.is_file():
+        _compile(_compiler(), variant.options, target)
+    return target
+
+
+def _prebuilt() -> Path | None:
+    candidates = runnable(platform.machine(), cpu_features()) if PREBUILT.is_dir() else []
+    return next((path for variant in candidates if (path := PREBUILT / _variant_name(variant)).is_file()), None)
+
+
 def built_library() -> Path:
     """Path of the shared library for this machine, compiled if need be. Raises BuildFailed."""
-    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    sources = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h"))
-    described = "\n".join([*FLAGS, _native_flag(), _cpu_identity(), str(_torch_openmp())]).encode()
-    name = f"rootstock-{hashlib.sha256(sources + described).hexdigest()[:16]}.so"
+    if (prebuilt := _prebuilt()) is not None:
+        return prebuilt
+    options = (_native_flag(),)
+    name = f"rootstock-{_key(options, _cpu_identity())}.so"
     folders = _cache_folders()
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-    if compiler is None:
-        raise BuildFailed(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
+    compiler = _compiler()
     target, begun = _writable(folders) / name, time.monotonic()
-    _compile(compiler, target)
+    _compile(compiler, options, target)
     logger.info("built CPU kernels with %s in %.1f s: %s", compiler, time.monotonic() - begun, target)
     return target

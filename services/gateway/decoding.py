@@ -31,6 +31,7 @@ class DecodeSink(Protocol):
 class Decoding:
     __slots__ = (
         "_open_fields",
+        "breaks",
         "decoded",
         "done",
         "emitted_chars",
@@ -71,6 +72,7 @@ class Decoding:
         self.sent = 0  # ids that went out on the current stream or were replayed to it
         self.decoded = 0  # ids whose text has come back
         self.emitted_chars = 0  # of all text that has come back
+        self.breaks = 0  # batches of it that no answer came to because the stream broke, since it last got text
         self.lost = 0  # times that a detokenizer did not know it, or failed to decode it
         self.finished = False  # said by the owner
         self.done = False  # the detokenizer has answered the finish

@@ -25,6 +25,7 @@ from services.shared.log import fields
 
 logger = logging.getLogger(__name__)
 
+MAX_BREAKS = 16  # batches of one decoding whose stream broke, without a text between
 MAX_LOST = 3  # reopenings of one decoding: one that can never be decoded does not go round for ever
 SILENCE_S = 5.0  # without an answer while batches are unanswered: every batch is answered at once, so nobody is there
 SILENCE_TICKS = 4  # that a silence is counted in: this process's own pauses are one tick, however long
@@ -290,9 +291,9 @@ class DetokPool:
         self._changed()
         # Those that go on first: a failure drops its siblings, wherever they are by then.
         for decoding in orphans:
-            if decoding.lost <= MAX_LOST:
+            if decoding.lost <= MAX_LOST and decoding.breaks <= MAX_BREAKS:
                 self._retries.inc()
                 self._house(decoding)
         for decoding in orphans:
-            if decoding.lost > MAX_LOST:
+            if decoding.lost > MAX_LOST or decoding.breaks > MAX_BREAKS:
                 decoding.sink.on_decode_failed(internal("The detokenizer cannot decode this answer."))

@@ -115,6 +115,7 @@ class DecodeWindow:
         decoding = self.open.get(handle)
         if decoding is None:
             return  # dropped, or open under another handle
+        decoding.breaks = 0
         decoding.decoded += count
         decoding.emitted_chars += len(text)
         if finished:
@@ -133,6 +134,10 @@ class DecodeWindow:
     def reset(self) -> list[Decoding]:
         """The stream is gone: forgets everything. Returns what was open."""
         orphans = list(self.open.values())
+        for _, rows in self._in_flight:
+            for handle, _, _ in rows:
+                if handle in self.open:
+                    self.open[handle].breaks += 1
         self.open.clear()
         self._opening.clear()
         self._dirty.clear()

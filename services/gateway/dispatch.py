@@ -18,7 +18,7 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway import hedging, sessions
 from services.gateway.detok_link import DetokPool
-from services.gateway.errors import from_worker, internal, unavailable, unknown_model
+from services.gateway.errors import ApiError, from_worker, internal, unavailable, unknown_model
 from services.gateway.fleet import Fleet
 from services.gateway.generation import ModelInfo
 from services.gateway.metrics import GatewayMetrics
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CRASHES = 3  # workers that a choice may lose soon after they got it: one that kills its workers does not kill them all
 SHORT_LIFE_S = 10.0
+CROWDED_S = 1.0  # a worker tells its load as often
 LOOK_S = 0.5  # how often a request looks whether its model may still appear
 SESSION, RETRY, HEDGE = "session", "retry", "hedge"
 
@@ -76,8 +77,10 @@ class Dispatcher:
 
     @property
     def model(self) -> ModelInfo | None:
-        """The one that is meant where none is named: the first that a worker has named."""
-        return next((pool.model for pool in self.fleet.pools.values()), None)
+        """The one that is meant where none is named: the first of `models` that is known, else the first by name."""
+        known = self.fleet.pools
+        name = next((name for name in self._settings.models if name in known), min(known, default=""))
+        return known[name].model if name else None
 
     def models(self) -> list[ModelInfo]:
         return [pool.model for pool in self.fleet.pools.values()]
@@ -123,11 +126,20 @@ class Dispatcher:
     def start(self, request: ClientRequest) -> None:
         """Places every choice, or lets it wait. Raises ApiError if the queue is full."""
         pool = self.fleet.pools[request.model.name]
+        if pool.model.source != request.model.source:
+            raise self._replaced()
         for choice in request.choices:
             choice.pool = pool
-            if pool.num_waiting or not self._place(pool, choice):
+            if choice.generation.session is not None:
+                if not self._place(pool, choice):
+                    self._waiting.park(pool, choice)
+            elif pool.num_waiting or not self._place(pool, choice):
                 self._waiting.wait(pool, choice)
         self._waiting.pump(pool)  # what waits may wait for one worker only
+
+    def _replaced(self) -> ApiError:
+        """The gateway's one name has got another model, to which ids of the old one mean nothing."""
+        return unavailable("The model is being replaced.", self._settings.retry_after_s, "model_replaced")
 
     def release(self, choice: Choice) -> None:
         self._withdraw(choice)
@@ -158,10 +170,10 @@ class Dispatcher:
         choice.finish(worker_pb2.Finish(reason=reason, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
         self._detoks.touch(choice.decoding)
 
-    def ready_workers(self) -> list[tuple[str, str]]:
-        """(worker id, address) of those of the default model that take requests."""
-        model = self.model
-        links = self.fleet.pools[model.name].usable() if model is not None else []
+    def connected_workers(self, model: str | None = None) -> list[tuple[str, str]]:
+        """(worker id, address) of a model's workers; None: the default model's."""
+        name = model if model is not None else self.model.name if self.model is not None else ""
+        links = self.fleet.pools[name].links.values() if name in self.fleet.pools else ()
         return [(link.info.worker_id, link.address) for link in links if link.info is not None]
 
     # Placing
@@ -170,7 +182,7 @@ class Dispatcher:
         """Gives it to a worker, if there is one with room that would take it."""
         session = choice.generation.session
         if session is not None:
-            links = pool.usable()
+            links = list(pool.links.values())  # also those that take nothing new: it can go nowhere else
             index = sessions.place(session.session_id, [link.info.worker_id if link.info else "" for link in links])
             if index is None:
                 return False
@@ -186,6 +198,8 @@ class Dispatcher:
         now = choice.request.clock()
         choice.link, choice.handle = link, next(self._handles)
         choice.placed_at, choice.predicted_tokens = now, predicted_tokens
+        if not choice.output_ids and link.info is not None:
+            choice.revision = link.info.revision
         self._send(pool, choice, link, choice.handle, reason, predicted_tokens)
         after_s = self._settings.hedge_after_s
         if after_s and choice.generation.session is None and not choice.output_ids:
@@ -248,8 +262,11 @@ class Dispatcher:
 
     def on_hello(self, link: WorkerLink) -> None:
         pool = self.fleet.join(link)
+        for old in self.fleet.take_replaced():
+            self._waiting.fail_all(old, self._replaced())
         if pool is None:
             return
+        self._waiting.wake_parked(pool)
         self._model_known.set()
         self._changed()
         self._waiting.pump(pool)
@@ -262,6 +279,7 @@ class Dispatcher:
         if link.load.draining != link.draining:
             link.draining = link.load.draining
             self._changed()
+        link.crowded_until = 0.0
         pool.refresh(link, asyncio.get_running_loop().time())
         self._waiting.pump(pool)
 
@@ -331,19 +349,29 @@ class Dispatcher:
     def _aborted(self, pool: ModelPool, link: WorkerLink, choice: Choice, finish: worker_pb2.Finish) -> None:
         names, grammar_field = choice.generation.fields, choice.generation.grammar_field
         error = from_worker(finish.error, finish.message, self._settings.retry_after_s, names, grammar_field)
+        if finish.error == pb.ERROR_CODE_QUEUE_FULL:
+            link.crowded_until = choice.request.clock() + CROWDED_S
         if link.pool is not None:
             link.pool.refresh(link, choice.request.clock())
-        if finish.error == pb.ERROR_CODE_UNAVAILABLE and choice.can_move:
+        if finish.error == pb.ERROR_CODE_UNAVAILABLE and choice.generation.session is not None:
+            choice.request.fail(sessions.session_worker_away(self._settings.retry_after_s))
+        elif finish.error == pb.ERROR_CODE_UNAVAILABLE and choice.can_move:
             self._move(pool, choice, "drain")
-            return
-        if finish.error in (pb.ERROR_CODE_QUEUE_FULL, pb.ERROR_CODE_INTERNAL) and not choice.output_ids and choice.can_move:
-            fault = finish.error == pb.ERROR_CODE_INTERNAL
-            given_up, choice.retried = fault and choice.retried, fault or choice.retried
-            choice.refused_by.append(link.address)
-            if not given_up and any(other.address not in choice.refused_by for other in pool.usable()):
-                self._move(pool, choice, RETRY)
-                return
-        choice.request.fail(error)
+        elif finish.error == pb.ERROR_CODE_QUEUE_FULL and choice.can_move:
+            self._move(pool, choice, RETRY)
+        elif finish.error == pb.ERROR_CODE_INTERNAL and self._may_retry(pool, link, choice):
+            choice.retried = True
+            self._move(pool, choice, RETRY)
+        else:
+            choice.request.fail(error)
+
+    @staticmethod
+    def _may_retry(pool: ModelPool, link: WorkerLink, choice: Choice) -> bool:
+        """A fault before the first token: once, where there is another worker."""
+        if choice.output_ids or choice.retried or not choice.can_move:
+            return False
+        choice.refused_by.append(link.address)
+        return any(other.address not in choice.refused_by for other in pool.usable())
 
     def on_down(self, link: WorkerLink, orphans: list[Choice]) -> None:
         self.fleet.leave(link)

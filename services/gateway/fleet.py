@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from services.gateway.discovery.watch import Discovery
 from services.gateway.generation import ModelInfo
@@ -47,6 +48,7 @@ class Fleet:
         self._rng = random.Random()
         self._group: asyncio.TaskGroup | None = None
         self._young_until = 0.0
+        self._replaced: list[ModelPool] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._discovery = Discovery(settings.workers, self._endpoints_changed, dns_refresh_s=settings.dns_refresh_s)
         self.index = PrefixIndex(settings.max_speculative_blocks) if settings.routing_policy in NEEDS_INDEX else None
@@ -72,6 +74,11 @@ class Fleet:
         """Shortly after the start, workers that were never met may still name their models."""
         return asyncio.get_running_loop().time() < self._young_until and not all(link.met for link in self.links.values())
 
+    def take_replaced(self) -> list[ModelPool]:
+        """Pools whose name has got another model since the last call."""
+        replaced, self._replaced = self._replaced, []
+        return replaced
+
     def usable(self) -> list[WorkerLink]:
         return [link for pool in self.pools.values() for link in pool.usable()]
 
@@ -85,6 +92,7 @@ class Fleet:
             if pool.links:
                 logger.error("worker serves another model and is not used", extra=fields(address=link.address, model=info.model))
                 return None
+            self._replaced.append(pool)
             pool = None  # the name has got another model
         model = ModelInfo(
             name,
@@ -98,7 +106,8 @@ class Fleet:
         )
         if pool is None:
             pool = self.pools[name] = self._new_pool(model)
-        pool.model = model
+        others = [other.info.context_len for other in pool.links.values() if other.info is not None]
+        pool.model = replace(model, context_len=min([model.context_len, *others]))
         if self.mirror is not None:
             self.mirror.watch_model(info.model)
         pool.join(link, asyncio.get_running_loop().time())

@@ -39,6 +39,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         metrics = GatewayMetrics(CollectorRegistry())
+        metrics.grace_period.set(settings.grace_s)
         handles = itertools.count(1)
         retry = settings.retry_after_s
         self.readiness = readiness = Readiness()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from services.shared.block_hash import HASH_BYTES
 from services.shared.log import fields
 from services.shared.prefix_index import IndexEvent, event_from, events_key, lease_key, own_key, workers_key
 from services.shared.redis_client import redis_client
@@ -61,7 +62,7 @@ class IndexReader:
         cursor = 0
         while True:
             cursor, found = await self._client.sscan(own_key(worker, generation), cursor, count=BLOCKS_READ)
-            yield cast(list[bytes], found)
+            yield [block for block in cast(list[bytes], found) if len(block) == HASH_BYTES]
             if not cursor:
                 return
 

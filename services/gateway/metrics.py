@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "rootstock_gateway_"
 OTHER = "other"
+REFUSALS = ("queue_full", "queue_timeout", "no_worker")
 
 
 class UnlockedHistogram(Collector):
@@ -116,8 +117,13 @@ class GatewayMetrics:
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")
         self.decisions = self._counter("routing_decisions", "Choices given to a worker, by why it was that one.", "reason")
         self.moves = self._counter("moves", "Choices that went to another worker.", "cause", "state")
+        self.moves.labels("drain", "begun")  # a rate needs the zero before the first
         self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing took to be cached.")
         self.queue_time = self._histogram("queue_time_seconds", "Time that a choice waited for a worker with room.")
+        self.refusals = self._counter("refusals", "Choices turned away with a 503 for want of a worker, by why.", "reason")
+        for reason in REFUSALS:
+            self.refusals.labels(reason)  # a rate needs the zero before the first
+        self.grace_period = self._gauge("grace_period_seconds", "What requests in flight get when this gateway stops.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to a choice's first decoded token.")
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to the last byte of a generation request.")

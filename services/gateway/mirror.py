@@ -128,6 +128,9 @@ class IndexMirror:
                 await self._follow()
             except (RedisError, OSError) as error:
                 self._lost(error)
+            except Exception as error:  # what somebody has written there must not end the gateway
+                logger.exception("the prefix index could not be read")
+                self._lost(error)
             await asyncio.sleep(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 

@@ -26,6 +26,7 @@ OwnerOf = Callable[[WorkerLink], int]
 
 class ModelPool:
     """`queue`: choices that wait for room. `moved`: those that lost their worker and wait for another one, before all others.
+    `parked`: turns of sessions whose worker is not connected.
 
     slack: requests that a worker may have beyond those that it can run, as a share of these. index: None where the policy
     makes no use of it. owner_of: a link's worker's number there, -1 while it has none.
@@ -46,6 +47,7 @@ class ModelPool:
         self.links: dict[int, WorkerLink] = {}  # by row
         self.queue = queue
         self.moved: dict[Choice, None] = {}
+        self.parked: dict[Choice, None] = {}
         self.pumping = False
         self._policy = policy
         self._index = index
@@ -53,6 +55,7 @@ class ModelPool:
         self._owner_of = owner_of
         self._slack = slack
         self._leases_count = True  # not while no worker at all seems to have one: that is the index's trouble, not theirs
+        self._breakers_count = True  # not while they would leave nobody
         self._picks = 0
         self._sharing = SharingMeter()
 
@@ -80,7 +83,7 @@ class ModelPool:
         self.columns.running[row] = running
         self.columns.limit[row] = running + max(2, round(running * self._slack))
         self.columns.loras[row] = frozenset(info.loras)
-        self.refresh_all(now)
+        self.refresh(link, now)
 
     def leave(self, link: WorkerLink) -> None:
         self.columns.drop(link.row)
@@ -88,8 +91,10 @@ class ModelPool:
         link.row, link.pool = -1, None
 
     def refresh_all(self, now: float) -> None:
-        leased = [self._lease_alive(link) for link in self.links.values()]
-        self._leases_count = any(leased)
+        links = [link for link in self.links.values() if link.endpoint_ready and not link.draining]
+        leased = [link for link in links if self._lease_alive(link)]
+        self._leases_count = bool(leased)
+        self._breakers_count = any(link.breaker.allows(now) for link in leased or links)
         for link in self.links.values():
             self.refresh(link, now)
 
@@ -97,12 +102,15 @@ class ModelPool:
         """After anything about the link has changed."""
         columns, row = self.columns, link.row
         leased = not self._leases_count or self._lease_alive(link)
-        columns.usable[row] = link.endpoint_ready and not link.draining and leased and link.breaker.allows(now)
+        trusted = not self._breakers_count or link.breaker.allows(now)
+        columns.usable[row] = link.endpoint_ready and not link.draining and leased and trusted
         load = link.load
         if load is not None:
             columns.waiting[row] = load.num_waiting
             columns.loras[row] = frozenset(load.loras)
         columns.owner[row] = self._owner_of(link)
+        if link.crowded_until <= now:
+            link.crowded_until = 0.0
         self.count(link)
 
     def count(self, link: WorkerLink) -> None:
@@ -112,6 +120,8 @@ class ModelPool:
             others = load.num_open - load.num_open_here
             requests += others
             tokens += load.used_tokens * others // load.num_open
+        if link.crowded_until:
+            requests = max(requests, int(self.columns.limit[link.row]))
         self.columns.requests[link.row] = requests
         self.columns.tokens[link.row] = tokens
 
@@ -120,6 +130,8 @@ class ModelPool:
 
     def pick(self, choice: Choice, without: WorkerLink | None = None) -> Pick | None:
         """None: nobody who would take it has room. without: one that it must not be."""
+        if not self.has_room():
+            return None
         prompt_tokens = len(choice.prompt.ids) + len(choice.output_ids)
         matched, first_block = None, b""
         if self._index is not None and self.wants_hashes:
@@ -144,6 +156,8 @@ class ModelPool:
             self._index.speculate(owner, self._blocks(choice), until)
 
     def _allowed(self, choice: Choice, without: WorkerLink | None) -> NDArray[np.bool_] | None:
+        if choice.output_ids:
+            return self._same_weights(choice)
         if not choice.refused_by and without is None:
             return None
         allowed = np.ones(self.columns.capacity, np.bool_)
@@ -152,6 +166,17 @@ class ModelPool:
         if without is None and not (allowed & self.columns.usable).any():
             return None  # those that have not refused it are gone: rather one that has
         return allowed
+
+    def _same_weights(self, choice: Choice) -> NDArray[np.bool_]:
+        """What has begun goes on with the weights that it began with: in a rollout there may be two sorts."""
+        allowed = np.zeros(self.columns.capacity, np.bool_)
+        for row, link in self.links.items():
+            allowed[row] = link.info is not None and link.info.revision == choice.revision
+        return allowed
+
+    def can_go_on(self, choice: Choice) -> bool:
+        """Whether a worker takes requests that could go on with what has begun."""
+        return bool((self._same_weights(choice) & self.columns.usable).any())
 
     def _blocks(self, choice: Choice) -> Sequence[bytes]:
         if choice.blocks is None:

@@ -110,6 +110,7 @@ class Choice:
         "number",
         "output_ids",
         "part",
+        "patience_until",
         "placed_at",
         "pool",
         "predicted_tokens",
@@ -118,6 +119,7 @@ class Choice:
         "refused_by",
         "request",
         "retried",
+        "revision",
         "sampling",
         "trace",
         "waiting",
@@ -136,6 +138,8 @@ class Choice:
         self.pool: ModelPool | None = None  # from its first placement on
         self.waiting: asyncio.TimerHandle | None = None  # runs while it waits for a worker
         self.arrived_in_queue = 0.0
+        self.patience_until = 0.0  # when waiting for a worker ends with an error; 0.0: it has not waited yet
+        self.revision = ""  # of the weights that its output comes from
         self.placed_at = 0.0  # when its worker got it
         self.hedge: Hedge | None = None  # its copy on another worker
         self.hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
@@ -326,6 +330,11 @@ class ClientRequest:
                 self.choices.append(Choice(self, len(self.choices), number, part, sampling))
         self._open = len(self.choices)
         self.phase = Phase.TOKENIZED
+
+    @property
+    def begun(self) -> bool:
+        """Output of one of its choices is there."""
+        return any(choice.output_ids for choice in self.choices)
 
     @property
     def complete(self) -> bool:

@@ -64,41 +64,41 @@ def _weight(session_id: str, worker_id: str) -> bytes:
 class SessionCalls:
     """Opens and closes sessions on their workers. Each call has a connection of its own: they are rare."""
 
-    def __init__(self, ready: Callable[[], Sequence[tuple[str, str]]], retry_after_s: int) -> None:
-        """ready: (worker id, address) of the workers that take requests."""
-        self._ready = ready
+    def __init__(self, connected: Callable[[str | None], Sequence[tuple[str, str]]], retry_after_s: int) -> None:
+        """connected: (worker id, address) of a model's workers, of the default one's for None."""
+        self._connected = connected
         self._retry_after_s = retry_after_s
 
-    async def open(self, session_id: str | None, capacity_tokens: int, ttl_s: float | None) -> str:
+    async def open(self, model: str | None, session_id: str | None, capacity_tokens: int, ttl_s: float | None) -> str:
         """The id of the session that was opened. Raises ApiError."""
         if session_id is None:
-            session_id = new_session_id([worker_id for worker_id, _ in self._workers()])
+            session_id = new_session_id([worker_id for worker_id, _ in self._workers(model)])
         request = worker_pb2.OpenSessionRequest(
             session_id=session_id,
             capacity_tokens=capacity_tokens,
             ttl_ms=None if ttl_s is None else max(1, int(ttl_s * 1000)),
         )
-        answer = await self._call(session_id, lambda stub: stub.OpenSession(request, timeout=CALL_TIMEOUT_S))
+        answer = await self._call(model, session_id, lambda stub: stub.OpenSession(request, timeout=CALL_TIMEOUT_S))
         if not answer.opened:
             message = answer.message[:MAX_DETAIL_CHARS] or "The session was refused by its worker."
             raise bad_request("session_id", message, "session_refused")
         return session_id
 
-    async def close(self, session_id: str) -> None:
+    async def close(self, model: str | None, session_id: str) -> None:
         """Raises ApiError, 404 if there is no such session."""
         request = worker_pb2.CloseSessionRequest(session_id=session_id)
-        answer = await self._call(session_id, lambda stub: stub.CloseSession(request, timeout=CALL_TIMEOUT_S))
+        answer = await self._call(model, session_id, lambda stub: stub.CloseSession(request, timeout=CALL_TIMEOUT_S))
         if not answer.closed:
             raise ApiError(404, "There is no such session.", param="session_id", code="session_not_found")
 
-    def _workers(self) -> Sequence[tuple[str, str]]:
-        workers = self._ready()
+    def _workers(self, model: str | None) -> Sequence[tuple[str, str]]:
+        workers = self._connected(model)
         if not workers:
             raise unavailable("No worker is connected.", self._retry_after_s, "no_worker")
         return workers
 
-    async def _call(self, session_id: str, call: Callable[[worker_pb2_grpc.WorkerStub], Awaitable[R]]) -> R:
-        workers = self._workers()
+    async def _call(self, model: str | None, session_id: str, call: Callable[[worker_pb2_grpc.WorkerStub], Awaitable[R]]) -> R:
+        workers = self._workers(model)
         index = place(session_id, [worker_id for worker_id, _ in workers])
         if index is None:
             raise session_worker_away(self._retry_after_s)

@@ -95,7 +95,9 @@ class GatewaySettings(ServiceSettings):
     wait_for_detokenizer_s: float = Field(10.0, ge=0, description="Seconds that a request waits for a detokenizer, then 503.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Deadline of tokenizing one request, in seconds, retries included.")
     body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request's body must have arrived, then 408.")
-    request_timeout_s: float = Field(600.0, gt=0, description="Seconds from a request's arrival to its last byte, then 504.")
+    request_timeout_s: float = Field(
+        600.0, gt=0, le=604_800, description="Seconds from a request's arrival to its last byte, then 504."
+    )
     retry_after_s: int = Field(1, ge=1, description="Retry-After of a 503, in seconds.")
     max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1, le=MAX_BODY_BYTES, description="Largest body of an HTTP request, in bytes.")
 

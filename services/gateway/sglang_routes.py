@@ -57,7 +57,7 @@ class NativeApi:
         self._dispatcher = generator.dispatcher
         self._source = PromptSource(tokenizer)
         self._aborter = Aborter(generator)
-        self._sessions = SessionCalls(generator.dispatcher.ready_workers, generator.settings.retry_after_s)
+        self._sessions = SessionCalls(generator.dispatcher.connected_workers, generator.settings.retry_after_s)
         self._probe = GenerationProbe(generator.dispatcher, generator.metrics)
 
     def add_routes(self, app: FastAPI) -> None:
@@ -92,14 +92,14 @@ class NativeApi:
         @app.post(OPEN_SESSION, tags=_TAGS, summary="Open a session", openapi_extra=_body_of(OpenSessionRequest))
         async def open_session(request: Request) -> Response:
             given = await self._read(request, OpenSessionRequest)
-            await self._dispatcher.wait_for_model()
+            model = await self._dispatcher.wait_for_model(given.model)
             # A text of so many characters has about as many tokens at most.
-            return _json(await self._sessions.open(given.session_id, given.capacity_of_str_len, given.timeout))
+            return _json(await self._sessions.open(model.name, given.session_id, given.capacity_of_str_len, given.timeout))
 
         @app.post(CLOSE_SESSION, tags=_TAGS, summary="Close a session", openapi_extra=_body_of(CloseSessionRequest))
         async def close_session(request: Request) -> Response:
             given = await self._read(request, CloseSessionRequest)
-            await self._sessions.close(given.session_id)
+            await self._sessions.close(given.model, given.session_id)
             return Response()
 
     def _add_state(self, app: FastAPI) -> None:

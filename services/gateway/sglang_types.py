@@ -134,6 +134,7 @@ class AbortRequest(_Native):
 class OpenSessionRequest(_Native):
     capacity_of_str_len: int = Field(ge=0, le=UINT32_MAX, description="Tokens of all turns together; 0: the worker's default.")
     session_id: str | None = Field(None, min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
+    model: str | None = Field(None, description="Where several are served: the one that its turns are for.")
     timeout: float | None = Field(
         None, gt=0, le=UINT32_MAX / 1000, description="Seconds after the last turn. Null: the worker's."
     )
@@ -141,3 +142,4 @@ class OpenSessionRequest(_Native):
 
 class CloseSessionRequest(_Native):
     session_id: str = Field(min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
+    model: str | None = None

@@ -35,22 +35,46 @@ class Waiting:
         self._begin(choice, moved=False)
         if displaced is not None:
             self._end(displaced)
-            displaced.request.fail(self.full())
+            if displaced.request.begun:
+                self.wait_first(pool, displaced)
+            else:
+                displaced.request.fail(self.full())
 
     def wait_first(self, pool: ModelPool, choice: Choice) -> None:
         """Before the queue: somebody has been promised its answer already."""
         pool.moved[choice] = None
         self._begin(choice, moved=True)
 
+    def park(self, pool: ModelPool, choice: Choice) -> None:
+        """A turn whose session's worker is not connected: it waits for that one only, and keeps nobody else waiting. Raises
+        ApiError if too many do."""
+        if len(pool.parked) >= self._settings.max_waiting_requests:
+            raise sessions.session_worker_away(self._settings.retry_after_s)
+        pool.parked[choice] = None
+        self._begin(choice, moved=False)
+
+    def wake_parked(self, pool: ModelPool) -> None:
+        """A worker has connected."""
+        for choice in list(pool.parked):
+            if choice in pool.parked and self._place(pool, choice):
+                self._end(choice)
+                del pool.parked[choice]
+
+    def fail_all(self, pool: ModelPool, error: ApiError) -> None:
+        """Nobody will ever serve what waits here."""
+        for choice in (*pool.queue, *pool.moved, *pool.parked):
+            choice.request.fail(error)
+
     def leave(self, pool: ModelPool, choice: Choice) -> None:
         """No effect on one that does not wait."""
         if choice.waiting is None:
             return
         self._end(choice)
-        if choice in pool.moved:
-            del pool.moved[choice]
-        else:
-            pool.queue.remove(choice)
+        for line in (pool.moved, pool.parked):
+            if choice in line:
+                del line[choice]
+                return
+        pool.queue.remove(choice)
 
     def pump(self, pool: ModelPool) -> None:
         """Gives what waits to workers that have room, on the loop's next turn."""
@@ -61,6 +85,8 @@ class Waiting:
     def _pump(self, pool: ModelPool) -> None:
         pool.pumping = False
         for choice in list(pool.moved):
+            if not pool.has_room():
+                return
             if choice in pool.moved and self._place(pool, choice):
                 self._end(choice)
                 del pool.moved[choice]
@@ -81,15 +107,21 @@ class Waiting:
             pool.queue.charge(choice.request.key, due)
 
     def full(self) -> ApiError:
-        return unavailable("Too many requests wait for a worker.", self._settings.retry_after_s, "queue_full")
+        return self._refused("Too many requests wait for a worker.", "queue_full")
 
     def no_worker(self) -> ApiError:
-        return unavailable("No worker is connected.", self._settings.retry_after_s, "no_worker")
+        return self._refused("No worker is connected.", "no_worker")
+
+    def _refused(self, message: str, reason: str) -> ApiError:
+        self._metrics.refusals.labels(reason).inc()
+        return unavailable(message, self._settings.retry_after_s, reason)
 
     def _begin(self, choice: Choice, moved: bool) -> None:
         loop = asyncio.get_running_loop()
-        choice.arrived_in_queue = loop.time()
-        choice.waiting = loop.call_later(self._settings.queue_timeout_s, self._expire, choice)
+        choice.arrived_in_queue = now = loop.time()
+        if choice.patience_until == 0.0:
+            choice.patience_until = now + self._settings.queue_timeout_s
+        choice.waiting = loop.call_at(max(now, choice.patience_until), self._expire, choice)
         if choice.trace is not None:
             choice.trace.waits(moved)
 
@@ -104,12 +136,19 @@ class Waiting:
     def _expire(self, choice: Choice) -> None:
         pool = choice.pool
         assert pool is not None
-        if not pool.usable():
-            choice.request.fail(self.no_worker())
-        elif choice.generation.session is not None:
+        if choice.generation.session is not None and pool.links:
             choice.request.fail(sessions.session_worker_away(self._settings.retry_after_s))
+        elif not pool.usable():
+            choice.request.fail(self.no_worker())
+        elif choice.output_ids and not pool.can_go_on(choice):
+            message = "The worker was lost, and no other has the weights that the answer was begun with."
+            choice.request.fail(unavailable(message, self._settings.retry_after_s, "worker_lost"))
+        elif choice.request.begun:
+            loop = asyncio.get_running_loop()  # somebody reads what there is of it: its patience ends with the request's time
+            choice.patience_until = loop.time() + self._settings.queue_timeout_s
+            choice.waiting = loop.call_at(choice.patience_until, self._expire, choice)
         else:
-            choice.request.fail(unavailable("All workers are busy.", self._settings.retry_after_s, "queue_timeout"))
+            choice.request.fail(self._refused("All workers are busy.", "queue_timeout"))
 
     def _urgency(self, choice: Choice) -> int:
         if not self._settings.enable_priority_scheduling:

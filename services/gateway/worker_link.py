@@ -59,6 +59,7 @@ class WorkerLink:
         self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
         self.draining = False  # it said that it is going away; until its next hello
         self.endpoint_ready = True  # as discovery sees it
+        self.crowded_until = 0.0  # its own queue was full: until its next load, or this time
         self.met = False  # it has been connected once
         self.retired = False  # discovery does not know the address any more
         self.open: dict[int, Choice] = {}

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared import log, metrics, rpc
+from services.shared.served_name import served_name
 from services.shared.settings import load
 from services.shared.tracing import start_tracing
 from services.worker.control.server import start_control
@@ -30,6 +31,7 @@ from services.worker.load import LoadReport, NoIndex
 from services.worker.loop import Loop
 from services.worker.metrics import WorkerMetrics
 from services.worker.outbox import StreamOutbox
+from services.worker.phase import WorkerLife
 from services.worker.pod_cost import PodCost, pod_patch
 from services.worker.request_spans import RequestSpans
 from services.worker.scheduler_thread import SchedulerThread
@@ -112,26 +114,33 @@ def _registry(settings: WorkerSettings) -> CollectorRegistry:
     return registry
 
 
-def _watchdog(settings: WorkerSettings, health: rpc.Health) -> Watchdog:
+def _watchdog(settings: WorkerSettings, health: rpc.Health, life: WorkerLife) -> Watchdog:
     loop = asyncio.get_running_loop()
-    return Watchdog(
-        settings.watchdog_timeout_s,
-        lambda: _from_thread(loop, health, live=False),
-        lambda: _from_thread(loop, health, live=True),
-    )
+
+    def on_hang() -> None:
+        life.hung()
+        _from_thread(loop, health, live=False)
+
+    def on_recover() -> None:
+        life.recovered()
+        _from_thread(loop, health, live=True)
+
+    return Watchdog(settings.watchdog_timeout_s, on_hang, on_recover)
 
 
 async def serve(settings: WorkerSettings) -> None:
     """Until a signal. Liveness answers while the model loads; readiness follows."""
     health = rpc.Health("worker")
     registry = _registry(settings)
+    life = WorkerLife(served_name(settings.model, settings.served_model_name))
+    registry.register(life)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
     engine = await asyncio.to_thread(build_engine, settings, inbox)
     info = _info(settings, engine, secrets.randbits(63))
     worker_metrics = WorkerMetrics(info.model, info.page_size, info.num_pages, info.max_running_requests)
     registry.register(worker_metrics)
     publisher = _publisher(settings, info, registry)
-    watchdog = _watchdog(settings, health)
+    watchdog = _watchdog(settings, health, life)
     load_report = LoadReport(outbox, info.page_size, publisher or NoIndex(info.generation))
     measured, observer = MeasuredOutbox(worker_metrics, outbox), LoopObserver(worker_metrics, watchdog, load_report, publisher)
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
@@ -148,6 +157,7 @@ async def serve(settings: WorkerSettings) -> None:
     watchdog.start()
     keeping = asyncio.create_task(publisher.keep()) if publisher else None
     await health.set_ready(True)
+    life.ready()
     if engine.book is not None:
         engine.book.pool.warm_up()
 
@@ -155,7 +165,12 @@ async def serve(settings: WorkerSettings) -> None:
     pod_cost = _pod_cost(settings, load_report)
     if pod_cost is not None:
         pod_cost.start()
-    await rpc.serve_until_stopped(server, health, 1.0, lambda: drain(outbox, load_report, scheduler, settings.grace_s))
+
+    async def leave() -> None:
+        life.draining()
+        await drain(outbox, load_report, scheduler, settings.grace_s)
+
+    await rpc.serve_until_stopped(server, health, 1.0, leave)
     scheduler.leave_if_alive()
     telling.cancel()
     if pod_cost is not None:

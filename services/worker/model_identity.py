@@ -27,7 +27,7 @@ class ModelIdentity:
 
 
 def identify_model(folder: str | Path, given: str = "") -> ModelIdentity:
-    """given: the name that clients use, "" for the folder's own. Raises OSError if config.json or tokenizer.json cannot be read."""
+    """given: the name that clients use, "" for the folder's own. Raises OSError if config.json or tokenizer.json is not there."""
     path = Path(folder)
     tokenizer = xxhash.xxh3_64_hexdigest((path / "tokenizer.json").read_bytes())
     return ModelIdentity(served_name(folder, given), _revision(path), tokenizer)

@@ -22,6 +22,7 @@ class PositionMatcher:
     def __init__(self, seed: int, length: int, vocab_size: int) -> None:
         self.seed, self.length, self.vocab_size = seed, length, vocab_size
         self.accepted = 0
+        self.cost_s = 0.0
 
     fault = ""
 
@@ -45,6 +46,10 @@ class PositionMatcher:
             return False
         self.accepted += 1
         return True
+
+    def take_cost(self) -> float:
+        cost, self.cost_s = self.cost_s, 0.0
+        return cost
 
     def forced(self) -> Sequence[int]:
         out = []

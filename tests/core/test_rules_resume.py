@@ -10,7 +10,7 @@ import pytest
 from services.worker.core.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
 from services.worker.core.sampling import EmbeddingParams, SamplingParams
 from services.worker.core.trace import TraceKind
-from tests.core.fake_grammar import spec
+from tests.core.fake_grammar import PositionMatcher, spec
 from tests.core.harness import Engine, LetterDecoder
 from tests.core.test_scheduler_basic import finish_of, make
 
@@ -158,6 +158,29 @@ class TestGrammars:
             engine.check_answer(handle)
         assert engine.outputs[0] == whole[20:] and engine.outputs[2] == whole[22:]
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.CANCELLED)
+
+    def test_costly_matchers_follow_a_little_at_a_time_and_owe_nothing_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def accept(matcher: PositionMatcher, token: int) -> bool:
+            matcher.cost_s += 0.001
+            return plain(matcher, token)
+
+        plain = PositionMatcher.accept
+        grammar = spec(1, 120)
+        whole, _ = undisturbed(max_new_tokens=110, grammar=grammar, ignore_eos=True)
+        monkeypatch.setattr(PositionMatcher, "accept", accept)
+        engine = make()
+        engine.book.ready.add(grammar)
+        for handle in range(2):
+            engine.submit(handle, PROMPT, output=whole[:100], max_new_tokens=110, grammar=grammar, ignore_eos=True)
+        gated = []
+        while (count := engine.core.stats().num_gated) or not gated:
+            gated.append(count)
+            engine.turn()
+        assert gated == [2, 2, 2, 2, 1, 1, 1], "32 tokens in a turn, of 99 each"
+        costs = [request.matcher.take_cost() for request in engine.core.table.by_key.values() if request.matcher]
+        assert len(costs) == 2 and max(costs) < 0.02
+        engine.drain()
+        assert engine.outputs == {0: whole[100:], 1: whole[100:]}
 
     def test_tokens_that_the_grammar_adds_at_once_are_told(self) -> None:
         grammar = spec(0, 24)

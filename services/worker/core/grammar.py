@@ -29,6 +29,10 @@ class Matcher(Protocol):
         """Advances by one sampled token. False: the grammar does not allow it here, or there is a fault."""
         ...
 
+    def take_cost(self) -> float:
+        """Seconds of CPU time spent here since this was last asked."""
+        ...
+
     def forced(self) -> Sequence[int]:
         """Tokens that the grammar leaves no choice about from here on, perhaps none; already accepted on return."""
         ...

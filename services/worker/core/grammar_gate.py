@@ -8,7 +8,9 @@ from services.worker.core.request import Request
 from services.worker.core.sampling import GrammarSpec
 
 ASK_AGAIN_S = 0.25  # after a compiler that took no more
-FOLLOW_TOKENS = 1024  # that matchers follow in one turn, of all requests together: some ten milliseconds
+FOLLOW_TOKENS = 1024  # that matchers follow in one turn, of all requests together,
+FOLLOW_S = 0.01  # unless it has taken so long before,
+FOLLOW_AT_ONCE = 32  # looked at after so many
 
 
 class GrammarGate:
@@ -83,20 +85,19 @@ class GrammarGate:
 
     def follow(self) -> list[Request]:
         """Lets matchers follow given output up to its last token, or up to one that does not fit. Those that are through may
-        go; the caller lets them `leave`."""
+        go; the caller lets them `leave`. What it costs is no step's cost: it is taken off the matchers."""
         free = []
-        left = self._follow_tokens
+        left, spent_s = self._follow_tokens, 0.0
         for request in self._following.values():
-            matcher, end = request.matcher, min(len(request.output_ids) - 1, request.num_followed + left)
-            assert matcher is not None
-            fits = True
-            while fits and request.num_followed < end:
-                fits = matcher.accept(request.output_ids[request.num_followed])
-                request.num_followed += fits
-                left -= 1
-            if not fits or request.num_followed == len(request.output_ids) - 1:
+            last, fits = len(request.output_ids) - 1, True
+            while fits and request.num_followed < last and left > 0 and spent_s < FOLLOW_S:
+                before = request.num_followed
+                fits, cost_s = _follow(request, min(last, before + min(left, FOLLOW_AT_ONCE)))
+                left -= request.num_followed - before + (not fits)
+                spent_s += cost_s
+            if not fits or request.num_followed == last:
                 free.append(request)
-            if left <= 0:
+            if left <= 0 or spent_s >= FOLLOW_S:
                 break
         return free
 
@@ -113,3 +114,14 @@ class GrammarGate:
         del waiting[request.seq]
         if not waiting:
             del self._waiting[request.params.grammar]
+
+
+def _follow(request: Request, end: int) -> tuple[bool, float]:
+    """Up to output token `end`: whether all fit, and seconds of CPU time."""
+    matcher = request.matcher
+    assert matcher is not None
+    while request.num_followed < end:
+        if not matcher.accept(request.output_ids[request.num_followed]):
+            return False, matcher.take_cost()
+        request.num_followed += 1
+    return True, matcher.take_cost()

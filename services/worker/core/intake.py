@@ -80,6 +80,8 @@ class Intake:
             taken.endings[0] = _refused(matcher, _GIVEN_OUTSIDE_GRAMMAR)
         else:
             self._after_output(request, 0, taken, _GIVEN_OUTSIDE_GRAMMAR)
+        if matcher is not None:
+            matcher.take_cost()  # of no step: many that come at once would else seem to be one slow step
         return taken
 
     def take_one(self, request: Request, token: int, row: int, result: StepResult) -> Taken:

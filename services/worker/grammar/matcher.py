@@ -23,6 +23,7 @@ from services.worker.step_meter import StepMeter
 
 TOO_SLOW = "the grammar has become too expensive: working out which tokens may come next takes too long"
 BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
+MAX_UNSEEN = 256  # tokens: what is followed at once is paid for at once
 MIN_FORCED = 2  # a jump costs a step that extends; one token is as fast sampled
 
 logger = logging.getLogger(__name__)
@@ -94,9 +95,11 @@ class XgrammarMatcher:
             self._break()
             return False
         self._meter.step()
-        self._spend(time.thread_time() - started)
         if accepted:
             self._moved([token])
+            if len(self._unseen) >= MAX_UNSEEN:
+                self._catch_up()
+        self._spend(time.thread_time() - started)
         return accepted
 
     def mask(self) -> NDArray[np.uint32]:
@@ -141,12 +144,12 @@ class XgrammarMatcher:
             self._on_overrun()
 
     def forced(self) -> Sequence[int]:
-        forced, cursor = self._setup.forced, self._cursor
-        if forced is None or cursor is None or self._fault or self.terminated:
+        forced = self._setup.forced
+        if forced is None or self._cursor is None or self._fault or self.terminated:
             return ()
         started = time.thread_time()
         tokens: tuple[int, ...] = ()
-        data = self._forced_bytes(cursor)
+        data = self._forced_bytes()
         try:
             tokens = self._accept_forced(forced.tokens(data)) if data else ()
         except Exception:
@@ -154,17 +157,29 @@ class XgrammarMatcher:
         self._spend(time.thread_time() - started)
         return tokens
 
-    def _forced_bytes(self, cursor: ByteCursor) -> bytes:
-        """A cursor that fails costs its request nothing but the jumps."""
+    def _forced_bytes(self) -> bytes:
+        cursor = self._catch_up()
         try:
-            cursor.advance(b"".join([self._setup.tokens[token] for token in self._unseen]))
-            self._unseen.clear()
-            return cursor.forced()
+            return b"" if cursor is None else cursor.forced()
         except Exception:
-            logger.exception("the grammar over bytes has failed: this request goes on without jumps")
-            self._cursor = None
-            self._unseen.clear()
+            self._drop_cursor()
             return b""
+
+    def _catch_up(self) -> ByteCursor | None:
+        """The cursor, at the matcher's place."""
+        if self._cursor is not None:
+            try:
+                self._cursor.advance(b"".join([self._setup.tokens[token] for token in self._unseen]))
+            except Exception:
+                self._drop_cursor()
+            self._unseen.clear()
+        return self._cursor
+
+    def _drop_cursor(self) -> None:
+        """While an exception is handled: a cursor that fails costs its request nothing but the jumps."""
+        logger.exception("the grammar over bytes has failed: this request goes on without jumps")
+        self._cursor = None
+        self._unseen.clear()
 
     def _accept_forced(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """As many as the grammar takes. The last may merge with text that is to come: it counts only if none can come, which

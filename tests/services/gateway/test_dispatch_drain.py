@@ -87,5 +87,5 @@ def test_a_turn_of_a_session_cannot_go_on_elsewhere() -> None:
         client = RawClient(system, "/generate", {"text": "Hi", "session_params": {"id": "mine"}})
         first = begun(system, 5)
         system.do(lambda: first.servicer.end_running(pb.ERROR_CODE_UNAVAILABLE, "draining"))
-        client.read_until(b"going away")
+        client.read_until(b"session_unavailable")
         assert status_of(client) == 503 and sum(system.submits()) == 1

@@ -34,6 +34,7 @@ class Process:
     """A gateway process whose peers are those of a System."""
 
     def __init__(self, system: System, *flags: str, **ports: int) -> None:
+        self.clients: list[RawClient] = []
         self.port = ports.get("port") or free_port()
         self.health_port = ports.get("health_port") or free_port()
         addresses = {"workers": system.workers, "detokenizers": system.detokenizers, "tokenizers": system.tokenizers}

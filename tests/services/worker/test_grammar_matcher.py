@@ -9,16 +9,22 @@ import numpy as np
 import pytest
 import xgrammar
 
-from services.worker.core.sampling import GrammarKind, GrammarSpec
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.messages import PauseMode, Submit
+from services.worker.core.sampling import GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.scheduler import Scheduler
+from services.worker.grammar.byte_cursor import ByteCursor
 from services.worker.grammar.compiled import Compiled, GrammarCompiler
+from services.worker.grammar.forced_text import ForcedText
 from services.worker.grammar.grammar_limits import GrammarLimits
 from services.worker.grammar.grammar_source import prepare
 from services.worker.grammar.mask_filler import MaskFiller
-from services.worker.grammar.matcher import BROKEN, TOO_SLOW, MatcherSetup, XgrammarMatcher
+from services.worker.grammar.matcher import BROKEN, MAX_UNSEEN, TOO_SLOW, MatcherSetup, XgrammarMatcher
 from services.worker.grammar.refusal import GrammarRefused
 from services.worker.grammar.trial import allowed_ids, try_out
 from services.worker.grammar.vocabulary import Vocabulary
 from services.worker.step_meter import StepMeter
+from services.worker.text_rules import ModelText
 from tests.grammar import model
 
 
@@ -225,3 +231,48 @@ def test_many_middling_grammars_share_one_budget(budget_ms: float, ended: list[i
         filler.fill(list(enumerate(matchers)))
         steps += 1
     assert [index for index, matcher in enumerate(matchers) if matcher.fault] == ended
+
+
+def test_tokens_accepted_in_a_row_are_followed_for_jumps_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a long output from elsewhere costs is owed for each of its tokens, and not at once by the step after it."""
+    lengths: list[int] = []
+
+    def advance(cursor: ByteCursor, data: bytes) -> None:
+        lengths.append(len(data))
+        plain(cursor, data)
+
+    plain = ByteCursor.advance
+    monkeypatch.setattr(ByteCursor, "advance", advance)
+    matcher = model.matcher(regex("a{1000}the end of it"), jump=True)
+    (token,) = model.tokenizer().encode_batch(["a"], False)[0]
+    assert all(matcher.accept(token) for _ in range(1000))
+    text = b"".join(model.vocabulary().tokens[found] for found in matcher.forced())
+    assert len(text) > 5 and b"the end of it".startswith(text)
+    assert sum(lengths) == 1000 and max(lengths) <= MAX_UNSEEN
+
+
+def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
+    """Their matchers have each followed a long output; none of them is to pay for it as if it were one step's work."""
+    grammar = GrammarSpec(GrammarKind.JSON_OBJECT, "")
+    text = '{"a": [' + ", ".join('{"k": "hello", "z": [1, 2]}' for _ in range(90)) + "]}"
+    (ids,) = model.tokenizer().encode_batch([text], False)
+    ids = [token for token in ids if token not in model.EOS]
+    compiled, setup = model.compiled(grammar), MatcherSetup.of(model.vocabulary(), ForcedText(model.tokenizer()))
+    overruns: list[str] = []
+
+    class Book:
+        def open(self, spec: GrammarSpec) -> XgrammarMatcher:
+            return XgrammarMatcher(compiled, setup, StepMeter(10.0, 100.0), lambda: overruns.append(spec.kind))
+
+    config = SchedulerConfig(num_pages=4096, page_size=16, context_len=4096, vocab_size=1280, max_running_requests=32)
+    core = Scheduler(config, ModelText(model.tokenizer()), Book())
+    core.pause(PauseMode.IN_PLACE, 0.0)
+    params, prompt = SamplingParams(max_new_tokens=4000, grammar=grammar), np.array([5], dtype=np.int32)
+    for handle in range(24):
+        core.submit(Submit(0, handle, f"r{handle}", prompt, params, output_ids=tuple(ids[:-2])), 0.0)
+    while core.stats().num_gated:
+        core.plan(0.0)
+    matchers = [request.matcher for request in core.table.by_key.values() if isinstance(request.matcher, XgrammarMatcher)]
+    assert len(matchers) == 24 and len(ids) > 1000
+    MaskFiller(1280, 32).fill(enumerate(matchers))
+    assert not overruns

@@ -1,0 +1,26 @@
+"""python -m kernels.cpu.prebuild: builds the C++ kernels for every class of CPU, into the folder where they are looked for first.
+
+For images, whose CPU is not known when they are built and which carry no compiler.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kernels.cpu.build import PREBUILT, BuildFailed, prebuild
+from kernels.cpu.variants import buildable
+
+
+def main() -> int:
+    PREBUILT.mkdir(parents=True, exist_ok=True)
+    try:
+        for variant in buildable():
+            print(prebuild(variant, PREBUILT))
+    except BuildFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
