@@ -41,7 +41,8 @@ check: env       ## lint, types, core tests, contracts: before every commit
 	$(PY) -m pytest tests/core tests/contracts
 
 test: env        ## everything that a CPU can run
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests --ignore tests/e2e --numprocesses 2 --dist loadfile
+	$(PY) -m pytest tests/e2e
 
 nightly: env     ## the long property runs too
 	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m pytest tests
@@ -55,8 +56,9 @@ bench-compare: env  ## against transformers.generate at Qwen3-0.6B's shape, same
 sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
 	$(PY) -m services.worker.sim $(TRACE) $(SIM)
 
-docs: env        ## docs/configuration.md from the settings classes
+docs: env        ## what is written from the settings classes: docs/configuration.md, the chart's schema
 	$(PY) -m services.local.reference > docs/configuration.md
+	$(PY) -m services.local.chart_schema > charts/rootstock/values.schema.json
 
 clean:           ## what was built, not the environment
 	rm -rf build rootstock

@@ -97,14 +97,16 @@ def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
         (work / target.name).rename(target)
 
 
-def _key(options: tuple[str, ...], cpu: str) -> str:
+def _key(options: tuple[str, ...], cpu: str, openmp: str) -> str:
     sources = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h"))
-    described = "\n".join([*FLAGS, *options, cpu, str(_torch_openmp())]).encode()
+    described = "\n".join([*FLAGS, *options, cpu, openmp]).encode()
     return hashlib.sha256(sources + described).hexdigest()[:16]
 
 
 def _variant_name(variant: Variant) -> str:
-    return f"rootstock-{variant.name}-{_key(variant.options, variant.name)}.so"
+    """By the OpenMP runtime's file name: torch has loaded it before the library asks for it, wherever it lies."""
+    openmp = _torch_openmp()
+    return f"rootstock-{variant.name}-{_key(variant.options, variant.name, openmp.name if openmp else '')}.so"
 
 
 def _compiler() -> str:
@@ -132,7 +134,7 @@ def built_library() -> Path:
     if (prebuilt := _prebuilt()) is not None:
         return prebuilt
     options = (_native_flag(),)
-    name = f"rootstock-{_key(options, _cpu_identity())}.so"
+    name = f"rootstock-{_key(options, _cpu_identity(), str(_torch_openmp()))}.so"
     folders = _cache_folders()
     for folder in folders:
         if (folder / name).is_file():

@@ -68,8 +68,8 @@ class Gateway:
         health_server = await self._start_health(health)
         runs = (self.dispatcher.run, self.detoks.run, self.tokenizer.run, *(discovery.run for discovery in self._discoveries))
         links = [asyncio.create_task(run()) for run in runs]
-        links.append(asyncio.create_task(self.readiness.publish(health)))
         serving = asyncio.create_task(self._http.serve([listener]))
+        links.append(asyncio.create_task(self.readiness.publish(health)))
         host, port = listener.getsockname()[:2]
         logger.info("listening", extra=fields(host=host, port=port))
         try:

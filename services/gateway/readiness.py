@@ -1,4 +1,8 @@
-"""Whether this gateway can answer: a worker, a tokenizer and a detokenizer are connected, and it is not stopping."""
+"""Whether this gateway takes requests, for a kubelet, and whether it can answer them at once, for people.
+
+It takes them while it listens and does not stop: what is missing, they wait for. A gateway without workers that left its Service
+would turn away the very requests that bring workers back.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,15 @@ class Readiness:
         self._changed.set()
 
     def missing(self) -> list[str]:
-        """Empty: ready."""
+        """What a request would wait for: of worker, tokenizer and detokenizer those of which none is connected. Or that this
+        gateway is stopping."""
         if self._stopping:
             return ["stopping"]
         return [service for service, count in self._connected.items() if not count()]
 
     async def publish(self, health: Health) -> None:
-        """Keeps the gRPC health service's readiness up to date, until cancelled."""
+        """Keeps the gRPC health service's readiness up to date, from when the gateway listens until cancelled."""
         while True:
+            await health.set_ready(not self._stopping)
             await self._changed.wait()
             self._changed.clear()
-            await health.set_ready(not self.missing())

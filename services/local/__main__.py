@@ -81,7 +81,7 @@ async def _until_ready(part: Part, child: Child) -> None:
         while True:
             if child.exit_code is not None:
                 raise StartFailed(f"{part.command.name} ended with code {child.exit_code}:\n{child.last_lines(8)}")
-            if not part.health or await _is_serving(health, part.service):
+            if (not part.health or await _is_serving(health, part.service)) and await asyncio.to_thread(_has_peers, part):
                 return
             await asyncio.sleep(0.1)
 
@@ -92,6 +92,20 @@ async def _is_serving(health: health_pb2_grpc.HealthStub, service: str) -> bool:
     except grpc.aio.AioRpcError:
         return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _has_peers(part: Part) -> bool:
+    """Whether a gateway is connected to everything that it needs; True for all others."""
+    if not part.url:
+        return True
+    connection = http.client.HTTPConnection(part.url.removeprefix("http://"), timeout=1)
+    try:
+        connection.request("GET", "/readiness")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _print_urls(settings: LocalSettings, started: list[Part]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, start_http_server
 
 logger = logging.getLogger(__name__)
 
@@ -16,5 +18,17 @@ TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 327
 def serve(registry: CollectorRegistry, host: str, port: int) -> WSGIServer:
     """GET /metrics on host:port from a daemon thread. Raises OSError if the port is taken."""
     server, _ = start_http_server(port, addr=host, registry=registry)
+    server.set_app(_text_of(registry))
     logger.info("metrics on http://%s:%d/metrics", host, port)
     return server
+
+
+def _text_of(registry: CollectorRegistry) -> Callable[..., list[bytes]]:
+    """Always the text format, whatever is asked for: in OpenMetrics, which Prometheus prefers, the library writes a name's colon
+    as an underscore, and SGLang's names have one."""
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
+        return [generate_latest(registry)]
+
+    return app

@@ -186,7 +186,15 @@ class Fleet:
                 answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=2)
             except grpc.RpcError:
                 return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        serving = bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return serving and (name not in self.urls or self._has_peers(name))
+
+    def _has_peers(self, gateway: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.urls[gateway]}/readiness", timeout=2) as response:
+                return int(response.status) == 200
+        except OSError:
+            return False
 
     def is_listening(self, gateway: str) -> bool:
         """Whether its HTTP port answers, ready or not."""

@@ -67,13 +67,11 @@ def test_killing_one_service_is_an_error_or_a_wait_and_never_a_hang(tmp_path: Pa
             stream.settimeout(40)
             assert stream.recv(4096)
         system.kill(name)
-        if name == "detokenizer":
+        if name in ("detokenizer", "worker-0"):
             system.start(name)
         whole = [read_to_end(stream) for stream in streams]
-        if name in ("detokenizer", "tokenizer", "redis"):
+        if name != "gateway":
             assert all(b"[DONE]" in data and b'"error"' not in data for data in whole), "a pause, and then the rest"
-        elif name == "worker-0":
-            assert all(b'"error"' in data for data in whole), "what cannot go on ends with an error"
         if name != "gateway":
             begun = time.monotonic()
             status, _ = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})

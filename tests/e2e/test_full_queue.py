@@ -19,7 +19,8 @@ LONG = 600  # tokens that outlast what happens beside them
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with System(tmp_path_factory.mktemp("full"), dtype="float32", worker_flags=FLAGS) as running:
+    flags = {"worker_flags": FLAGS, "gateway_flags": "--max-waiting-requests 0"}
+    with System(tmp_path_factory.mktemp("full"), dtype="float32", **flags) as running:
         yield running
 
 

@@ -1,0 +1,101 @@
+{{/* The environment that a component's ConfigMap holds: what the chart decides, then its `settings`. Takes a scope. */}}
+{{- define "rootstock.config" -}}
+{{- $config := include (printf "rootstock.config.%s" .component) . | fromYaml -}}
+{{- range $name, $value := .values.settings -}}
+{{- if not (kindIs "invalid" $value) -}}
+{{- $_ := set $config (printf "ROOTSTOCK_%s" (upper $name)) (include "rootstock.setting" $value) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $config -}}
+{{- end }}
+
+{{/* A setting's value as text: lists with commas, whole numbers without an exponent. */}}
+{{- define "rootstock.setting" -}}
+{{- if kindIs "slice" . -}}
+{{ join "," . }}
+{{- else if and (kindIs "float64" .) (eq (float64 (int64 .)) .) -}}
+{{ int64 . }}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end }}
+
+{{/* What every service has. Takes a scope. */}}
+{{- define "rootstock.config.common" -}}
+ROOTSTOCK_HOST: "0.0.0.0"
+ROOTSTOCK_LOG_LEVEL: {{ .root.Values.logLevel | quote }}
+ROOTSTOCK_GRACE_S: {{ .root.Values.drainSeconds | quote }}
+{{- with .root.Values.tracing.otlpEndpoint }}
+ROOTSTOCK_OTLP_ENDPOINT: {{ . | quote }}
+ROOTSTOCK_TRACE_SAMPLE_RATIO: {{ $.root.Values.tracing.sampleRatio | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "rootstock.config.model" -}}
+ROOTSTOCK_SERVED_MODEL_NAME: {{ .model.name | quote }}
+ROOTSTOCK_METRICS_HOST: "0.0.0.0"
+{{- end }}
+
+{{/* The embedded Redis's URL; an external one comes from its Secret (rootstock.redisEnv). */}}
+{{- define "rootstock.config.redis" -}}
+{{- if .root.Values.redis.embedded }}
+ROOTSTOCK_REDIS_URL: redis://{{ include "rootstock.host" (dict "root" .root "component" "redis") }}:6379/0
+{{- end }}
+{{- end }}
+
+{{/* Where a component's replicas are. Takes {root, component, port}. */}}
+{{- define "rootstock.target" -}}
+{{- if eq .root.Values.gateway.discovery "k8s" -}}
+k8s:///{{ include "rootstock.fullname" .root }}-{{ .component }}.{{ .root.Release.Namespace }}:{{ .port }}
+{{- else -}}
+dns:///{{ include "rootstock.host" . }}:{{ .port }}
+{{- end -}}
+{{- end }}
+
+{{- define "rootstock.config.gateway" -}}
+{{ include "rootstock.config.common" . }}
+ROOTSTOCK_PORT: "8000"
+ROOTSTOCK_HEALTH_PORT: "7000"
+ROOTSTOCK_TOKENIZERS: {{ include "rootstock.target" (dict "root" .root "component" "tokenizer" "port" 7001) }}
+ROOTSTOCK_DETOKENIZERS: {{ include "rootstock.target" (dict "root" .root "component" "detokenizer" "port" 7002) }}
+ROOTSTOCK_WORKERS: {{ include "rootstock.target" (dict "root" .root "component" "worker" "port" 7003) }}
+{{- $names := list }}
+{{- range .root.Values.models }}{{ $names = append $names .name }}{{ end }}
+ROOTSTOCK_MODELS: {{ join "," $names | quote }}
+ROOTSTOCK_QUEUE_TIMEOUT_S: {{ .values.queueTimeoutSeconds | quote }}
+{{- with .root.Values.auth.keyWeights }}
+ROOTSTOCK_KEY_WEIGHTS: {{ join "," . | quote }}
+{{- end }}
+{{- include "rootstock.config.redis" . }}
+{{- end }}
+
+{{- define "rootstock.config.tokenizer" -}}
+{{ include "rootstock.config.common" . }}
+{{ include "rootstock.config.model" . }}
+ROOTSTOCK_PORT: "7001"
+ROOTSTOCK_METRICS_PORT: "9101"
+ROOTSTOCK_MODEL: {{ .model.path | quote }}
+{{- end }}
+
+{{- define "rootstock.config.detokenizer" -}}
+{{ include "rootstock.config.common" . }}
+{{ include "rootstock.config.model" . }}
+ROOTSTOCK_PORT: "7002"
+ROOTSTOCK_METRICS_PORT: "9102"
+ROOTSTOCK_MODEL: {{ .model.path | quote }}
+{{- end }}
+
+{{- define "rootstock.config.worker" -}}
+{{ include "rootstock.config.common" . }}
+{{ include "rootstock.config.model" . }}
+ROOTSTOCK_PORT: "7003"
+ROOTSTOCK_METRICS_PORT: "9103"
+ROOTSTOCK_MODEL: {{ include "rootstock.worker.modelFolder" . | quote }}
+ROOTSTOCK_EXECUTOR: {{ ternary "cuda" "cpu" (gt (int .values.gpus) 0) }}
+ROOTSTOCK_PROFILE_DIR: /tmp/profiles
+{{- if .root.Values.auth.controlTokenSecret }}
+ROOTSTOCK_CONTROL_HOST: "0.0.0.0"
+ROOTSTOCK_CONTROL_PORT: "7004"
+{{- end }}
+{{- include "rootstock.config.redis" . }}
+{{- end }}

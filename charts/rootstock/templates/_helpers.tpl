@@ -1,0 +1,119 @@
+{{/*
+Names, labels, images. A "scope" is what most helpers take: a dict of
+  root       the chart's own context
+  component  gateway, tokenizer, detokenizer, worker, redis, prefetch or test
+  values     the component's values, with the model's overrides merged in
+  model      an entry of rootstock.models; absent where a component serves all models
+  role       what pods are labelled as instead of `component`, where a component has pods of two kinds
+*/}}
+
+{{/* A name of at most .max characters; a longer one is cut and told apart by a hash. Takes {name, max}. */}}
+{{- define "rootstock.short" -}}
+{{- if le (len .name) (int .max) -}}
+{{ .name | trimSuffix "-" }}
+{{- else -}}
+{{ .name | trunc (int (sub .max 7)) | trimSuffix "-" }}-{{ .name | sha256sum | trunc 6 }}
+{{- end -}}
+{{- end }}
+
+{{/* At most 20 characters: with a component, a model's slug and a controller's hash, labels stay within 63. */}}
+{{- define "rootstock.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- include "rootstock.short" (dict "name" (default $full .Values.fullnameOverride | replace "." "-") "max" 20) -}}
+{{- end }}
+
+{{/* A model's name as objects and labels can have it. Takes the name. */}}
+{{- define "rootstock.slug" -}}
+{{- include "rootstock.short" (dict "name" (regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-") "max" 22) -}}
+{{- end }}
+
+{{/* JSON list of {name, slug, path, source, cached, tokenizer, detokenizer, worker}, the overrides merged key by key. */}}
+{{- define "rootstock.models" -}}
+{{- $models := list -}}
+{{- range $entry := .Values.models -}}
+{{- $slug := include "rootstock.slug" $entry.name -}}
+{{- $cached := and (ne $.Values.modelCache.type "none") (hasPrefix (printf "%s/" $.Values.modelCache.mountPath) $entry.path) -}}
+{{- $model := dict "name" $entry.name "slug" $slug "path" $entry.path "source" (default "" $entry.source) "cached" $cached -}}
+{{- range $component := list "tokenizer" "detokenizer" "worker" -}}
+{{- $overrides := default (dict) (index $entry $component) -}}
+{{- $_ := set $model $component (mergeOverwrite (deepCopy (index $.Values $component)) (deepCopy $overrides)) -}}
+{{- end -}}
+{{- $models = append $models $model -}}
+{{- end -}}
+{{- toJson $models -}}
+{{- end }}
+
+{{- define "rootstock.name" -}}
+{{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Name of a component's objects. Takes a scope. */}}
+{{- define "rootstock.componentName" -}}
+{{ include "rootstock.fullname" .root }}-{{ .component }}{{ with .model }}-{{ .slug }}{{ end }}
+{{- end }}
+
+{{/* Address of a component's Service inside the cluster. Takes a scope. */}}
+{{- define "rootstock.host" -}}
+{{ include "rootstock.fullname" .root }}-{{ .component }}.{{ .root.Release.Namespace }}.svc
+{{- end }}
+
+{{/* What never changes while a release lives: selectors are made of it. Takes a scope. */}}
+{{- define "rootstock.selector" -}}
+app.kubernetes.io/name: {{ include "rootstock.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- with default .component .role }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- with .model }}
+rootstock.io/model: {{ .slug | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Labels of an object. Takes a scope. */}}
+{{- define "rootstock.labels" -}}
+{{ include "rootstock.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: rootstock
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Takes {root, image, variant}: image is {repository, tag}; variant, if any, ends a tag that the image does not name itself. */}}
+{{- define "rootstock.image" -}}
+{{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{ .image.repository }}:
+{{- if .image.tag -}}
+{{ .image.tag }}
+{{- else -}}
+{{ .root.Values.image.tag | default .root.Chart.AppVersion }}{{ with .variant }}-{{ . }}{{ end }}
+{{- end -}}
+{{- end }}
+
+{{/* Image of a scope's container: workers with GPUs have one of their own. */}}
+{{- define "rootstock.componentImage" -}}
+{{- $variant := ternary "cuda" "" (gt (int (default 0 .values.gpus)) 0) -}}
+{{- include "rootstock.image" (dict "root" .root "image" .values.image "variant" $variant) -}}
+{{- end }}
+
+{{/* ServiceAccount of a scope: one for each component that has rights, one for all others. */}}
+{{- define "rootstock.serviceAccount" -}}
+{{- $account := .root.Values.serviceAccount -}}
+{{- $base := default (include "rootstock.fullname" .root) $account.name -}}
+{{- if not $account.create -}}
+{{ default "default" $account.name }}
+{{- else if has .component (list "gateway" "worker") -}}
+{{ $base }}-{{ .component }}
+{{- else -}}
+{{ $base }}
+{{- end -}}
+{{- end }}
+
+{{/* "true" if the pods of a scope talk to the API server: gateways that watch EndpointSlices, workers that tell their deletion cost. */}}
+{{- define "rootstock.usesApi" -}}
+{{- if eq .component "gateway" -}}
+{{- if eq .values.discovery "k8s" }}true{{ end -}}
+{{- else if eq .component "worker" -}}
+{{- if and (eq .values.kind "Deployment") .values.deletionCost }}true{{ end -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,84 @@
+{{/* Autoscaling. All take a scope but the trigger; queries come from monitoring/_promql.tpl. */}}
+
+{{/* What is scaled. */}}
+{{- define "rootstock.scaleTarget" -}}
+{{- $kind := default "Deployment" .values.kind -}}
+apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
+kind: {{ $kind }}
+name: {{ include "rootstock.componentName" . }}
+{{- end }}
+
+{{/* Services without weights to load follow their load within a minute, and wait five before they shrink. */}}
+{{- define "rootstock.scaling.front" -}}
+scaleUp:
+  stabilizationWindowSeconds: 0
+  policies:
+    - {type: Percent, value: 100, periodSeconds: 60}
+    - {type: Pods, value: 1, periodSeconds: 60}
+  selectPolicy: Max
+scaleDown:
+  stabilizationWindowSeconds: 300
+  policies:
+    - {type: Pods, value: 1, periodSeconds: 60}
+{{- end }}
+
+{{/* Workers at most double in the time that a new one takes to serve, so that one need is not answered twice. */}}
+{{- define "rootstock.scaling.worker" -}}
+{{- $coldStart := int .values.autoscaling.coldStartSeconds -}}
+scaleUp:
+  stabilizationWindowSeconds: 0
+  policies:
+    - {type: Percent, value: 100, periodSeconds: {{ $coldStart }}}
+    - {type: Pods, value: 1, periodSeconds: {{ $coldStart }}}
+  selectPolicy: Max
+scaleDown:
+  stabilizationWindowSeconds: 600
+  policies:
+    - {type: Pods, value: 1, periodSeconds: 300}
+{{- end }}
+
+{{/* Requests that a worker should run: its limit times runningShare. */}}
+{{- define "rootstock.runningTarget" -}}
+{{- mulf (float64 (default 64 .values.settings.max_running_requests)) .values.autoscaling.runningShare -}}
+{{- end }}
+
+{{- define "rootstock.hpa.cpu" -}}
+- type: Resource
+  resource:
+    name: cpu
+    target:
+      type: Utilization
+      averageUtilization: {{ .values.autoscaling.targetCPUPercent }}
+{{- end }}
+
+{{/* The HorizontalPodAutoscaler of a service that CPU alone drives. */}}
+{{- define "rootstock.hpa.front" -}}
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  name: {{ include "rootstock.componentName" . }}
+  labels:
+    {{- include "rootstock.labels" . | nindent 4 }}
+spec:
+  scaleTargetRef:
+    {{- include "rootstock.scaleTarget" . | nindent 4 }}
+  minReplicas: {{ .values.autoscaling.minReplicas }}
+  maxReplicas: {{ .values.autoscaling.maxReplicas }}
+  behavior:
+    {{- include "rootstock.scaling.front" . | nindent 4 }}
+  metrics:
+    {{- include "rootstock.hpa.cpu" . | nindent 4 }}
+{{- end }}
+
+{{/* A KEDA trigger. Takes {root, name, query, threshold}. */}}
+{{- define "rootstock.keda.trigger" -}}
+- type: prometheus
+  name: {{ .name }}
+  metricType: AverageValue
+  metadata:
+    serverAddress: {{ .root.Values.autoscaling.prometheusUrl }}
+    threshold: {{ .threshold | quote }}
+    ignoreNullValues: "false"
+    query: |-
+      {{- .query | trim | nindent 6 }}
+{{- end }}

@@ -1,0 +1,164 @@
+{{/* Checks that a schema cannot express. Each takes the root and renders to nothing, or fails with what to change. */}}
+
+{{- define "rootstock.validate.models" -}}
+{{- if not (regexMatch "^[a-z]" (include "rootstock.fullname" .)) -}}
+  {{- fail (printf "objects would be named %q, and a Service's name begins with a letter. Choose another release name, or set fullnameOverride." (include "rootstock.fullname" .)) -}}
+{{- end -}}
+{{- $names := dict -}}
+{{- $slugs := dict -}}
+{{- range include "rootstock.models" . | fromJsonArray -}}
+  {{- if hasKey $names .name -}}
+    {{- fail (printf "models: two entries have the name %q. Names must differ: clients choose a model by its name." .name) -}}
+  {{- end -}}
+  {{- $_ := set $names .name true -}}
+  {{- if hasKey $slugs .slug -}}
+    {{- fail (printf "models: the names %q and %q both become %q in the names of objects. Rename one of them." (index $slugs .slug) .name .slug) -}}
+  {{- end -}}
+  {{- $_ := set $slugs .slug .name -}}
+  {{- if and (gt (int .worker.hosts) 1) (ne .worker.kind "LeaderWorkerSet") -}}
+    {{- fail (printf "model %s: a worker over %d hosts needs worker.kind LeaderWorkerSet; it is %s. Change kind, or set worker.hosts to 1." .name (int .worker.hosts) .worker.kind) -}}
+  {{- end -}}
+  {{- if ne (toString .worker.cacheSize) "0" -}}
+    {{- if ne .worker.kind "StatefulSet" -}}
+      {{- fail (printf "model %s: worker.cacheSize is a volume for each pod, which only worker.kind StatefulSet has; it is %s. Change kind, or set cacheSize to 0." .name .worker.kind) -}}
+    {{- else if not .cached -}}
+      {{- fail (printf "model %s: worker.cacheSize needs something to copy from. Set modelCache.type and put the model's path below %s, or set cacheSize to 0." .name $.Values.modelCache.mountPath) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rootstock.validate.settings" -}}
+{{- $scopes := list (dict "at" "gateway" "values" .Values.gateway) -}}
+{{- range $model := include "rootstock.models" . | fromJsonArray -}}
+  {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
+    {{- $scopes = append $scopes (dict "at" (printf "%s of model %s" $component $model.name) "values" (index $model $component)) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $scope := $scopes -}}
+  {{- range .values.extraEnv -}}
+    {{- if hasPrefix "ROOTSTOCK_" .name -}}
+      {{- fail (printf "%s: extraEnv sets %s. Settings of the services belong under `settings` (%s), or have a value of their own in values.yaml (drainSeconds, auth, redis, …)." $scope.at .name (trimPrefix "ROOTSTOCK_" .name | lower)) -}}
+    {{- end -}}
+    {{- if has .name (list "HOME" "XDG_CACHE_HOME") -}}
+      {{- fail (printf "%s: extraEnv sets %s, which the chart points at a folder that can be written. Use another variable." $scope.at .name) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- $requestTimeout := default 600 .Values.gateway.settings.request_timeout_s -}}
+{{- if ge (float64 .Values.gateway.queueTimeoutSeconds) (float64 $requestTimeout) -}}
+  {{- fail (printf "gateway.queueTimeoutSeconds (%v) must be less than gateway.settings.request_timeout_s (%v): a request that waits so long has no time to run. Raise request_timeout_s or lower queueTimeoutSeconds." .Values.gateway.queueTimeoutSeconds $requestTimeout) -}}
+{{- end -}}
+{{- if and .Values.auth.keyWeights (not .Values.auth.apiKeysSecret) -}}
+  {{- fail "auth.keyWeights are shares of API keys, and there are none. Set auth.apiKeysSecret, or remove keyWeights." -}}
+{{- end -}}
+{{- if and .Values.gateway.settings.admin_port (not .Values.auth.controlTokenSecret) -}}
+  {{- fail "gateway.settings.admin_port opens the operators' API, which needs workers with a control service. Set auth.controlTokenSecret, or remove admin_port." -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rootstock.validate.scaling" -}}
+{{- $scopes := list (dict "at" "gateway" "values" .Values.gateway "cpu" true) -}}
+{{- range $model := include "rootstock.models" . | fromJsonArray -}}
+  {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
+    {{- $at := printf "%s of model %s" $component $model.name -}}
+    {{- $scopes = append $scopes (dict "at" $at "values" (index $model $component) "cpu" (ne $component "worker")) -}}
+  {{- end -}}
+  {{- $worker := $model.worker -}}
+  {{- if $worker.autoscaling.enabled -}}
+    {{- if eq (int $worker.autoscaling.minReplicas) 0 -}}
+      {{- include "rootstock.validate.fromZero" (dict "root" $ "model" $model) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- range $scopes -}}
+  {{- if .values.autoscaling.enabled -}}
+    {{- if gt (int .values.autoscaling.minReplicas) (int .values.autoscaling.maxReplicas) -}}
+      {{- fail (printf "%s: autoscaling.minReplicas (%d) is above maxReplicas (%d). Lower the one or raise the other." .at (int .values.autoscaling.minReplicas) (int .values.autoscaling.maxReplicas)) -}}
+    {{- end -}}
+    {{- if and .cpu (not (dig "requests" "cpu" "" .values.resources)) -}}
+      {{- fail (printf "%s: autoscaling.targetCPUPercent is a share of resources.requests.cpu, which is not set. Set it, or switch autoscaling off." .at) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- if and .Values.autoscaling.adapterRules (eq .Values.autoscaling.engine "keda") -}}
+  {{- fail "autoscaling.adapterRules are for HorizontalPodAutoscalers, and autoscaling.engine is keda: two autoscalers must not drive the same workers. Set adapterRules to false, or engine to hpa." -}}
+{{- end -}}
+{{- end }}
+
+{{/* Scale from zero: requests must be able to wait for a worker to start. Takes {root, model}. */}}
+{{- define "rootstock.validate.fromZero" -}}
+{{- $gateway := .root.Values.gateway -}}
+{{- $coldStart := int .model.worker.autoscaling.coldStartSeconds -}}
+{{- if ne .root.Values.autoscaling.engine "keda" -}}
+  {{- fail (printf "model %s: worker.autoscaling.minReplicas 0 needs autoscaling.engine keda; a HorizontalPodAutoscaler cannot scale from zero. Set engine to keda, or minReplicas to 1." .model.name) -}}
+{{- end -}}
+{{- if lt (int $gateway.queueTimeoutSeconds) $coldStart -}}
+  {{- fail (printf "model %s: with worker.autoscaling.minReplicas 0 requests wait in the gateway until a worker has started, %d s, but gateway.queueTimeoutSeconds is %v. Raise queueTimeoutSeconds above coldStartSeconds, or set minReplicas to 1." .model.name $coldStart $gateway.queueTimeoutSeconds) -}}
+{{- end -}}
+{{- if and (hasKey $gateway.settings "max_waiting_requests") (eq (int $gateway.settings.max_waiting_requests) 0) -}}
+  {{- fail (printf "model %s: with worker.autoscaling.minReplicas 0 requests wait in the gateway, but gateway.settings.max_waiting_requests is 0. Raise it, or set minReplicas to 1." .model.name) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rootstock.validate.modelCache" -}}
+{{- $cache := .Values.modelCache -}}
+{{- $models := include "rootstock.models" . | fromJsonArray -}}
+{{- if and (eq $cache.type "hostPath") (not $cache.hostPath) -}}
+  {{- fail "modelCache.type hostPath needs modelCache.hostPath, a folder that every node has." -}}
+{{- end -}}
+{{- if and (eq $cache.type "image") (not $cache.image.reference) -}}
+  {{- fail "modelCache.type image needs modelCache.image.reference, an OCI image whose files are the models." -}}
+{{- end -}}
+{{- if $cache.prefetch.enabled -}}
+  {{- $sources := 0 -}}
+  {{- if ne $cache.type "pvc" -}}
+    {{- fail (printf "modelCache.prefetch downloads into a volume that all pods see, and modelCache.type is %s. Set type to pvc, or prefetch.enabled to false." $cache.type) -}}
+  {{- end -}}
+  {{- range $models -}}
+    {{- if .source -}}
+      {{- $sources = add1 $sources -}}
+      {{- if not .cached -}}
+        {{- fail (printf "model %s: the prefetch Job downloads to its path %s, which is not below modelCache.mountPath (%s). Change the path." .name .path $cache.mountPath) -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if not $sources -}}
+    {{- fail "modelCache.prefetch.enabled: no entry of models has a source to download. Set models[].source to a hub id, or prefetch.enabled to false." -}}
+  {{- end -}}
+{{- end -}}
+{{- if eq $cache.type "pvc" -}}
+  {{- if and (eq $cache.pvc.accessMode "ReadOnlyMany") (or $cache.prefetch.enabled (not $cache.pvc.existingClaim)) -}}
+    {{- fail "modelCache.pvc.accessMode ReadOnlyMany: nothing could write the models. Set accessMode to ReadWriteMany, or pvc.existingClaim to a volume that holds them and prefetch.enabled to false." -}}
+  {{- end -}}
+  {{- if eq $cache.pvc.accessMode "ReadWriteOnce" -}}
+    {{- range $model := $models -}}
+      {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
+        {{- $values := index $model $component -}}
+        {{- $many := ternary (gt (int $values.autoscaling.maxReplicas) 1) (gt (int $values.replicas) 1) $values.autoscaling.enabled -}}
+        {{- if and $model.cached (or $many (gt (int (default 1 $values.hosts)) 1)) -}}
+          {{- fail (printf "model %s: modelCache.pvc.accessMode ReadWriteOnce is a volume of one node, but %s has several replicas. Set accessMode to ReadWriteMany, or one replica of everything on one node." $model.name $component) -}}
+        {{- end -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rootstock.validate.edges" -}}
+{{- if and (not .Values.redis.embedded) (not .Values.redis.externalUrlSecret) -}}
+  {{- fail "redis.embedded is false and redis.externalUrlSecret is empty. Name a Secret whose key `url` holds redis://…, or set embedded to true." -}}
+{{- end -}}
+{{- if and .Values.redis.embedded .Values.redis.externalUrlSecret -}}
+  {{- fail "redis.embedded and redis.externalUrlSecret are both set: which Redis is meant? Set embedded to false, or remove externalUrlSecret." -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+  {{- fail "ingress.enabled: ingress.hosts is empty. Add an entry like {host: llm.example.com, path: /}, or set enabled to false." -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+  {{- fail "httpRoute.enabled: httpRoute.parentRefs is empty. Add the Gateway, like {name: gateway, namespace: infra}, or set enabled to false." -}}
+{{- end -}}
+{{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
+  {{- fail "serviceAccount.create is false and serviceAccount.name is empty: the namespace's default account would get the chart's rights. Name an account, or set create to true." -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,43 @@
+{{/* A pod of `helm test`. Takes {root, name, script, arguments}. */}}
+{{- define "rootstock.test" -}}
+{{- $scope := dict "root" .root "component" "test" -}}
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {{ include "rootstock.fullname" .root }}-test-{{ .name }}
+  labels:
+    {{- include "rootstock.labels" $scope | nindent 4 }}
+  annotations:
+    helm.sh/hook: test
+    helm.sh/hook-delete-policy: before-hook-creation
+spec:
+  {{- include "rootstock.pod.common" $scope | nindent 2 }}
+  restartPolicy: Never
+  containers:
+    - name: test
+      image: {{ include "rootstock.image" (dict "root" .root "image" .root.Values.tests.image) }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      command:
+        - python
+        - -c
+        - |
+          {{- .root.Files.Get .script | trim | nindent 10 }}
+        - http://{{ include "rootstock.host" (dict "root" .root "component" "gateway") }}:{{ .root.Values.gateway.service.port }}
+        {{- range .arguments }}
+        - {{ . | quote }}
+        {{- end }}
+      {{- include "rootstock.containerSecurity" .root | nindent 6 }}
+      env:
+        - name: HOME
+          value: /tmp
+        {{- with .root.Values.auth.apiKeysSecret }}
+        - name: API_KEYS
+          valueFrom:
+            secretKeyRef:
+              name: {{ . }}
+              key: api-keys
+        {{- end }}
+      resources:
+        requests: {cpu: 50m, memory: 64Mi}
+        limits: {memory: 256Mi}
+{{- end }}

@@ -1,0 +1,98 @@
+"""Writes docker/requirements/: every distribution that an image installs, at the version that this environment has.
+
+    .venv/bin/python docker/lock.py [report.json]
+
+Follows the metadata of installed distributions from what pyproject.toml asks for. What torch and FlashInfer need beside a GPU is
+not installed on a machine without one: it is taken from the resolver's report, or kept from the present worker-cuda.txt:
+
+    pip install --dry-run --ignore-installed --report report.json --target x --only-binary=:all: --python-version 3.12 \\
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 ... torch==VERSION flashinfer-python==VERSION
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docker" / "requirements"
+# Markers are read as in the images: Linux, and the oldest Python among them, whose list suits the newer ones.
+ENVIRONMENT: dict[str, str] = {key: str(value) for key, value in default_environment().items()}
+ENVIRONMENT |= {"python_version": "3.11", "sys_platform": "linux", "platform_system": "Linux"}
+NOT_ON_CPU = ("triton",)  # a gigabyte that xgrammar asks for and imports for GPUs alone
+OF_CUDA_TORCH = ("triton",)  # torch for CUDA needs one version of it
+
+
+def wanted() -> dict[str, list[Requirement]]:
+    """What pyproject.toml asks for, by file."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    service = project["dependencies"]
+    worker = [*service, *project["optional-dependencies"]["worker"]]
+    tools = [line for line in project["optional-dependencies"]["dev"] if line.startswith("grpcio-tools")]
+    by_file = {"service.txt": service, "worker-cpu.txt": worker, "worker-cuda.txt": worker, "build.txt": tools}
+    return {name: [Requirement(line) for line in lines] for name, lines in by_file.items()}
+
+
+def needs(requirement: Requirement) -> list[Requirement]:
+    """What an installed distribution requires, with the extras asked for. Raises PackageNotFoundError."""
+    environments = [{**ENVIRONMENT, "extra": extra} for extra in ("", *requirement.extras)]
+    listed = map(Requirement, distribution(requirement.name).requires or [])
+    return [each for each in listed if each.marker is None or any(map(each.marker.evaluate, environments))]
+
+
+def closure(asked: list[Requirement]) -> dict[str, str]:
+    """Canonical name → version. Raises PackageNotFoundError where this environment lacks one."""
+    versions: dict[str, str] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    todo = [each for each in asked if each.marker is None or each.marker.evaluate(ENVIRONMENT)]
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        key = (name, frozenset(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        versions[name] = distribution(name).version
+        todo.extend(needs(requirement))
+    return versions
+
+
+def cuda_extras(report: Path | None, known: dict[str, str]) -> dict[str, str]:
+    """Name → version of what the CUDA image has beyond `known`, or at another version. Raises KeyError where report is none."""
+    if report is None:
+        pins = (line.partition("==") for line in (FOLDER / "worker-cuda.txt").read_text().splitlines() if "==" in line)
+        found = {name: version for name, _, version in pins}
+    else:
+        metadata = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+        found = {canonicalize_name(each["name"]): each["version"] for each in metadata}
+    return {name: version for name, version in found.items() if name not in known or name in OF_CUDA_TORCH}
+
+
+def main() -> int:
+    FOLDER.mkdir(exist_ok=True)
+    report = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    for name, asked in wanted().items():
+        try:
+            versions = closure(asked)
+        except PackageNotFoundError as error:
+            print(f"{name}: this environment lacks {error.name}", file=sys.stderr)
+            return 1
+        if name == "worker-cpu.txt":
+            versions = {each: version for each, version in versions.items() if each not in NOT_ON_CPU}
+        if name == "worker-cuda.txt":
+            versions["torch"] = versions["torch"].partition("+")[0]
+            versions |= cuda_extras(report, versions)
+        pinned = sorted(f"{each}=={version}" for each, version in versions.items())
+        (FOLDER / name).write_text("\n".join(["# Written by docker/lock.py from pyproject.toml.", *pinned]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""A world in which all is well, and for each alert how it differs when the alert must fire. Values as promtool's tests have them:
+`a+bxn` begins at a and grows by b, n times, once a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GATEWAY = 'namespace="serving",pod="gateway-0"'
+WORKER = 'namespace="serving",pod="worker-0",model_name="demo"'
+ANSWERS = f'rootstock_gateway_requests_total{{{GATEWAY},route="/v1/chat/completions",model="demo",code='
+LATENCY = f"rootstock_gateway_e2e_request_latency_seconds_bucket{{{GATEWAY},le="
+HITS, PROMPTS = f"sglang:cached_tokens_total{{{WORKER}}}", f"sglang:prompt_tokens_total{{{WORKER}}}"
+QUEUE = f'rootstock_gateway_queue_length{{{GATEWAY},model="demo"}}'
+USABLE = f'rootstock_gateway_workers{{{GATEWAY},model="demo",state="usable"}}'
+RETRACTED = f"sglang:num_retracted_requests_total{{{WORKER}}}"
+USAGE = f"sglang:token_usage{{{WORKER}}}"
+LAG = f"rootstock_gateway_index_lag_seconds{{{GATEWAY}}}"
+GATEWAY_REDIS, WORKER_REDIS = (
+    f"rootstock_gateway_index_up{{{GATEWAY}}}",
+    'rootstock_worker_redis_up{namespace="serving",pod="worker-0"}',
+)
+HUNG = f"rootstock_worker_hung{{{WORKER}}}"
+UP = 'up{namespace="serving",pod="worker-0",component="rootstock-worker"}'
+FOREIGN_UP = 'up{namespace="serving",pod="other-0",component="other"}'
+MOVES = f'rootstock_gateway_moves_total{{{GATEWAY},cause="drain",state='
+BREAKERS = f'rootstock_gateway_breakers{{{GATEWAY},state="open"}}'
+REFUSALS = f'rootstock_gateway_refusals_total{{{GATEWAY},reason="queue_full"}}'
+
+WELL: Mapping[str, str] = {
+    QUEUE: "0x600",
+    f"sglang:num_queue_reqs{{{WORKER}}}": "0x600",
+    f"sglang:num_running_reqs{{{WORKER}}}": "10x600",
+    f"rootstock_worker_max_running_requests{{{WORKER}}}": "64x600",
+    f"sglang:e2e_request_latency_seconds_count{{{WORKER}}}": "0+60x600",
+    f'rootstock_worker_phase{{{WORKER},phase="loading"}}': "0x600",
+    USABLE: "1x600",
+    f'rootstock_gateway_workers{{{GATEWAY},model="demo",state="unusable"}}': "0x600",
+    RETRACTED: "0+1x600",
+    f"sglang:num_requests_total{{{WORKER}}}": "0+60x600",
+    USAGE: "0.7x600",
+    HITS: "0+600x600",
+    PROMPTS: "0+1000x600",
+    LAG: "0.2x600",
+    GATEWAY_REDIS: "1x600",
+    WORKER_REDIS: "1x600",
+    f'{ANSWERS}"200"}}': "0+1000x600",
+    f'{ANSWERS}"400"}}': "0+500x600",
+    f'{ANSWERS}"503"}}': "0+1x600",
+    f'rootstock_gateway_requests_total{{{GATEWAY},route="/readiness",model="other",code="503"}}': "0+60x600",
+    HUNG: "0x600",
+    UP: "1x600",
+    FOREIGN_UP: "0x600",
+    f'{MOVES}"new"}}': "0+10x600",
+    f'{MOVES}"begun"}}': "0x600",
+    f'{LATENCY}"60"}}': "0+60x600",
+    f'{LATENCY}"300"}}': "0+60x600",
+    f'{LATENCY}"+Inf"}}': "0+60x600",
+    f"rootstock_gateway_grace_period_seconds{{{GATEWAY}}}": "120x600",
+    BREAKERS: "0x600",
+    REFUSALS: "0x600",
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """differs: from WELL. at: when the alert must fire; before: when it must not yet, "" where it has no delay. others: alerts
+    that must fire as well."""
+
+    alert: str
+    differs: Mapping[str, str]
+    at: str = "30m"
+    before: str = ""
+    others: frozenset[str] = frozenset()
+
+
+SLOW = "RootstockErrorBudgetBurnSlow"
+SCENARIOS = (
+    Scenario("RootstockQueueGrowing", {QUEUE: "0+5x600"}, before="8m"),
+    Scenario("RootstockNoReadyWorker", {QUEUE: "3x600", USABLE: "0x600"}, before="8m"),
+    Scenario("RootstockRetractionStorm", {RETRACTED: "0+30x600"}, before="8m"),
+    Scenario("RootstockKVFull", {USAGE: "0.7x5 0.98x600"}, before="12m"),
+    Scenario("RootstockHitRateCollapse", {HITS: "0+600x420 252000+20x180"}, "8h", before="7h"),
+    Scenario("RootstockIndexLag", {LAG: "0+1x600"}, before="12m"),
+    Scenario("RootstockIndexDown", {GATEWAY_REDIS: "1x5 0x600"}, before="8m"),
+    Scenario("RootstockIndexDown", {WORKER_REDIS: "1x5 0x600"}, before="8m"),
+    Scenario("RootstockErrorBudgetBurnFast", {f'{ANSWERS}"503"}}': "0+300x600"}, before="2m", others=frozenset({SLOW})),
+    Scenario(SLOW, {f'{ANSWERS}"500"}}': "0+80x600"}, before="14m"),
+    Scenario("RootstockWorkerHung", {HUNG: "0x28 1x600"}, before="27m"),
+    Scenario("RootstockTargetDown", {UP: "1x5 0x600"}, before="8m"),
+    Scenario("RootstockGraceExceeded", {f'{MOVES}"begun"}}': "0x20 2x600"}, before="19m"),
+    Scenario("RootstockGraceTooShort", {f'{LATENCY}"60"}}': "0+50x600"}, "60m", before="25m"),
+    Scenario("RootstockBreakerOpen", {BREAKERS: "0x10 1x600"}, before="11m"),
+    Scenario("RootstockQueueRefused", {REFUSALS: "0+2x600"}, before="4m"),
+)

@@ -1,0 +1,147 @@
+"""What a Dockerfile must keep to, most of it as hadolint asks. Each rule gives out one sentence for each thing that is wrong."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.chart.dockerfile import Dockerfile, Instruction, context_files
+
+LABELS = ("title", "description", "licenses", "vendor", "version", "revision")
+SECRET = re.compile(r"(token|secret|password|passwd|credential|api_?key|private)", re.IGNORECASE)
+COMPILERS = re.compile(r"(?<!\S)(gcc|g\+\+|clang|build-essential|cargo|grpcio-tools|[a-z0-9.]+-dev)(?!\S)")
+PIN = re.compile(r"^[a-z0-9][a-z0-9-]*==\d[\w.+]*$")
+
+
+def complaints(dockerfile: Dockerfile, root: Path, published: list[str]) -> list[str]:
+    """published: the stages that become images. root: the build context."""
+    found = [*bases(dockerfile), *stage_names(dockerfile), *arguments(dockerfile), *commands(dockerfile)]
+    found += [*copies(dockerfile, root), *installs(dockerfile, root), *secrets(dockerfile)]
+    for name in published:
+        found += images(dockerfile, name)
+    return found
+
+
+def bases(dockerfile: Dockerfile) -> Iterator[str]:
+    for image in dockerfile.images():
+        _, _, tag = image.rpartition("/")[2].partition(":")
+        if "@sha256:" not in image and not re.match(r"\d+\.\d+\.\d+", tag):
+            yield f"{image}: a base is pinned to a full version or a digest"
+
+
+def stage_names(dockerfile: Dockerfile) -> Iterator[str]:
+    names = [stage.name for stage in dockerfile.stages]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"{name}: two stages have this name"
+    for stage in dockerfile.stages:
+        if stage.name.startswith("line-"):
+            yield f"line {stage.line}: a stage has a name"
+
+
+def arguments(dockerfile: Dockerfile) -> Iterator[str]:
+    for stage in dockerfile.stages:
+        for name in stage.undeclared:
+            yield f"{stage.name}: {name} is used before an ARG or ENV has declared it"
+
+
+def _runs(dockerfile: Dockerfile) -> Iterator[Instruction]:
+    for stage in dockerfile.stages:
+        yield from stage.all("RUN")
+
+
+def commands(dockerfile: Dockerfile) -> Iterator[str]:
+    for run in _runs(dockerfile):
+        where = f"line {run.line}"
+        if re.search(r"\b(sudo|ssh|vim|nano)\b", run.text):
+            yield f"{where}: no sudo, and no tools for people"
+        if re.search(r"(curl|wget)\b.*\|\s*(sh|bash)", run.text):
+            yield f"{where}: nothing fetched is piped into a shell"
+        if re.search(r"(^|&&|;)\s*cd\s", run.text):
+            yield f"{where}: WORKDIR instead of cd"
+        if "777" in run.text:
+            yield f"{where}: nothing is writable for everybody"
+        if re.search(r"\bapt\s", run.text):
+            yield f"{where}: apt-get instead of apt"
+        if "apt-get install" in run.text:
+            for needed in ("apt-get update", "--yes", "--no-install-recommends", "rm -rf /var/lib/apt/lists"):
+                if needed not in run.text:
+                    yield f"{where}: apt-get install goes with {needed}"
+        if re.search(r"apt-get (dist-)?upgrade", run.text):
+            yield f"{where}: the base's version decides, not an upgrade"
+    for stage in dockerfile.stages:
+        for each in stage.instructions:
+            if each.name in ("ADD", "MAINTAINER"):
+                yield f"line {each.line}: {each.name} is not used"
+            if each.name == "WORKDIR" and not each.text.startswith("/"):
+                yield f"line {each.line}: WORKDIR is an absolute path"
+
+
+def copies(dockerfile: Dockerfile, root: Path) -> Iterator[str]:
+    earlier: list[str] = []
+    for stage in dockerfile.stages:
+        for copy in stage.all("COPY"):
+            *sources, target = copy.words
+            if len(sources) > 1 and not target.endswith("/"):
+                yield f"line {copy.line}: the target of several sources ends with /"
+            if "from" in copy.flags:
+                if copy.flags["from"] not in earlier:
+                    yield f"line {copy.line}: there is no earlier stage {copy.flags['from']}"
+                continue
+            for source in sources:
+                if source in (".", "./"):
+                    yield f"line {copy.line}: COPY names what it copies"
+                elif not (root / source).exists():
+                    yield f"line {copy.line}: {source} does not exist"
+                elif not context_files(root, [source]):
+                    yield f"line {copy.line}: .dockerignore keeps {source} out"
+        earlier.append(stage.name)
+
+
+def installs(dockerfile: Dockerfile, root: Path) -> Iterator[str]:
+    for run in _runs(dockerfile):
+        for part in re.split(r"&&|;", run.text):
+            words = shlex.split(part)
+            if not ("install" in words and any(word == "pip" or word.endswith("/pip") for word in words)):
+                continue
+            if "--no-deps" not in words or "--requirement" not in words:
+                yield f"line {run.line}: pip installs a list of pinned distributions with --no-deps"
+                continue
+            listed = root / words[words.index("--requirement") + 1]
+            for line in listed.read_text().splitlines():
+                if not line.startswith("#") and not PIN.match(line):
+                    yield f"{listed.name}: {line} is not pinned"
+
+
+def secrets(dockerfile: Dockerfile) -> Iterator[str]:
+    for stage in dockerfile.stages:
+        for each in [*stage.all("ENV"), *stage.all("ARG")]:
+            for word in each.words:
+                if SECRET.search(word.partition("=")[0]):
+                    yield f"line {each.line}: {word.partition('=')[0]} would stay in the image"
+
+
+def images(dockerfile: Dockerfile, name: str) -> Iterator[str]:
+    """Of a stage that becomes an image."""
+    lineage = dockerfile.lineage(name)
+
+    def every(kind: str) -> list[Instruction]:
+        return [each for stage in lineage for each in stage.all(kind)]
+
+    users, entrypoints, healthchecks = every("USER"), every("ENTRYPOINT"), every("HEALTHCHECK")
+    if not users or not re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1].text):
+        yield f"{name}: its last USER is a number other than 0, with a group"
+    if len(entrypoints) != 1 or not entrypoints[0].is_exec_form or every("CMD"):
+        yield f"{name}: one process, by one ENTRYPOINT in exec form"
+    if len(healthchecks) != 1 or "CMD [" not in healthchecks[0].text:
+        yield f"{name}: one HEALTHCHECK in exec form"
+    if not every("EXPOSE"):
+        yield f"{name}: it exposes its ports"
+    labels = " ".join(each.text for each in every("LABEL"))
+    for label in LABELS:
+        if f"org.opencontainers.image.{label}=" not in labels:
+            yield f"{name}: it has the label org.opencontainers.image.{label}"
+    for each in every("RUN"):
+        if COMPILERS.search(each.text):
+            yield f"{name}: line {each.line} brings a compiler"

@@ -1,0 +1,103 @@
+"""The horizontal pod autoscaler's arithmetic as Kubernetes documents it (Horizontal Pod Autoscaling, "Algorithm details",
+"Configurable scaling behavior"): ratios with a tolerance, the largest of all metrics, stabilisation windows, policies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SYNC_S = 15.0
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class External:
+    """A total, shared among the replicas. target: what one may have."""
+
+    total: float
+    target: float
+
+
+@dataclass(frozen=True)
+class Pods:
+    """values: of the pods that give one. missing: pods that do not, because they are starting."""
+
+    values: Sequence[float]
+    missing: int
+    target: float
+
+
+Reading = External | Pods
+
+
+def wanted(reading: Reading, replicas: int) -> int:
+    """Replicas by one metric."""
+    if isinstance(reading, External):
+        return replicas if _near(reading.total / (reading.target * replicas)) else math.ceil(reading.total / reading.target)
+    if not reading.values:
+        return replicas
+    count = len(reading.values)
+    ratio = sum(reading.values) / count / reading.target
+    if not reading.missing:
+        return replicas if _near(ratio) else math.ceil(ratio * count)
+    # Those without a value are taken to use nothing where it would grow, and their target where it would shrink.
+    filled = sum(reading.values) + (reading.missing * reading.target if ratio < 1 else 0.0)
+    count += reading.missing
+    again = filled / count / reading.target
+    if _near(again) or (ratio < 1) != (again < 1):
+        return replicas
+    result = math.ceil(again * count)
+    return replicas if (result > replicas) != (again > 1) else result
+
+
+def _near(ratio: float) -> bool:
+    return abs(ratio - 1.0) <= TOLERANCE
+
+
+class Autoscaler:
+    """One HPA with its memory. spec: of an autoscaling/v2 object with both of `behavior`'s directions. now: seconds."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._least, self._most = int(spec["minReplicas"]), int(spec["maxReplicas"])
+        self._up, self._down = spec["behavior"]["scaleUp"], spec["behavior"]["scaleDown"]
+        self._recommended: list[tuple[float, int]] = []
+        self._changes: list[tuple[float, int]] = []
+
+    def replicas(self, now: float, current: int, readings: Sequence[Reading]) -> int:
+        desired = max(wanted(reading, current) for reading in readings)
+        stable = self._stabilised(now, current, desired)
+        allowed = self._limited(now, current, stable)
+        if allowed != current:
+            self._changes.append((now, allowed - current))
+        return allowed
+
+    def _stabilised(self, now: float, current: int, desired: int) -> int:
+        """Up to the least of what was recommended within one window, down to the most within the other."""
+        self._recommended.append((now, desired))
+        up_s, down_s = self._up["stabilizationWindowSeconds"], self._down["stabilizationWindowSeconds"]
+        up = min(value for at, value in self._recommended if at > now - up_s or at == now)
+        down = max(value for at, value in self._recommended if at > now - down_s or at == now)
+        return min(max(current, up), down)
+
+    def _limited(self, now: float, current: int, desired: int) -> int:
+        if desired > current:
+            limits = [self._up_limit(policy, now, current) for policy in self._up["policies"]]
+            return min(desired, max(limits), self._most)
+        if desired < current:
+            limits = [self._down_limit(policy, now, current) for policy in self._down["policies"]]
+            return max(desired, min(limits), self._least)
+        return desired
+
+    def _begin(self, policy: Mapping[str, Any], now: float, current: int) -> int:
+        """Replicas when the policy's period began."""
+        return current - sum(change for at, change in self._changes if at > now - policy["periodSeconds"])
+
+    def _up_limit(self, policy: Mapping[str, Any], now: float, current: int) -> int:
+        begun = self._begin(policy, now, current)
+        return begun + policy["value"] if policy["type"] == "Pods" else math.ceil(begun * (1 + policy["value"] / 100))
+
+    def _down_limit(self, policy: Mapping[str, Any], now: float, current: int) -> int:
+        begun = self._begin(policy, now, current)
+        return begun - policy["value"] if policy["type"] == "Pods" else int(begun * (1 - policy["value"] / 100))

@@ -1,0 +1,123 @@
+"""Builds the stages of a Dockerfile into folders, without a container engine: copies what COPY copies, runs what RUN runs.
+
+A stage's files are below one folder; absolute paths of the image in a command are rewritten to lie there. What needs root
+or a distribution (packages, accounts, owners) is left out, as NOT_REPLAYED lists.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chart.dockerfile import Dockerfile, Instruction, Stage, context_files
+
+NOT_REPLAYED = ("apt-get update", "groupadd ", "chown ")
+ROOTED = r"(?<![\w.])/(?:opt|app)(?=/)"
+
+
+@dataclass(slots=True)
+class Image:
+    """What a stage came to. files: its root on this machine."""
+
+    files: Path
+    folder: str = "/"
+    env: dict[str, str] = field(default_factory=dict)
+    entrypoint: list[str] = field(default_factory=list)
+    healthcheck: list[str] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
+
+    def place(self, path: str) -> Path:
+        """Of a path in the image, which may be relative to its working folder."""
+        return self.files / os.path.normpath(os.path.join(self.folder, path)).lstrip("/")
+
+    def here(self, text: str) -> str:
+        return re.sub(ROOTED, lambda match: f"{self.files}{match[0]}", text)
+
+
+class Builder:
+    """skip: RUN instructions that are not to be replayed, by their text."""
+
+    def __init__(self, dockerfile: Dockerfile, root: Path, work: Path, skip: Callable[[str], bool] = lambda text: False) -> None:
+        self._dockerfile, self._root, self._work, self._skip = dockerfile, root, work, skip
+        self._built: dict[str, Image] = {}
+        self.skipped: list[str] = []
+
+    def build(self, name: str) -> Image:
+        if name not in self._built:
+            stage = self._dockerfile.stage(name)
+            self._built[name] = self._start(stage)
+            for instruction in stage.instructions:
+                self._do(instruction, self._built[name])
+        return self._built[name]
+
+    def _start(self, stage: Stage) -> Image:
+        files = self._work / stage.name
+        if all(stage.base != other.name for other in self._dockerfile.stages):
+            files.mkdir(parents=True)
+            return Image(files)
+        base = self.build(stage.base)
+        shutil.copytree(base.files, files, symlinks=True, copy_function=os.link)
+        return Image(files, base.folder, dict(base.env), list(base.entrypoint), list(base.healthcheck), list(base.ports))
+
+    def _do(self, each: Instruction, image: Image) -> None:
+        match each.name:
+            case "WORKDIR":
+                image.folder = each.text
+                image.place(".").mkdir(parents=True, exist_ok=True)
+            case "ENV":
+                image.env.update(word.split("=", 1) for word in each.words)
+            case "ENTRYPOINT":
+                image.entrypoint = each.words
+            case "EXPOSE":
+                image.ports += [int(word) for word in each.words]
+            case "HEALTHCHECK":
+                image.healthcheck = Instruction("CMD", {}, each.text.removeprefix("CMD").strip(), each.line).words
+            case "COPY":
+                self._copy(each, image)
+            case "RUN":
+                self._run(each.text, image)
+            case "ARG" | "LABEL" | "USER" | "VOLUME":
+                pass
+            case _:
+                raise NotImplementedError(f"line {each.line}: {each.name}")
+
+    def _copy(self, each: Instruction, image: Image) -> None:
+        *sources, target = each.words
+        into = image.place(target)
+        for source in sources:
+            if "from" in each.flags:
+                origin = self.build(each.flags["from"]).place(source)
+                _link(origin, into / origin.name if target.endswith("/") else into)
+                continue
+            wanted = context_files(self._root, [source])
+            if not wanted:
+                raise FileNotFoundError(f"line {each.line}: nothing at {source}, or .dockerignore keeps it out")
+            for name in wanted:
+                below = Path(name).relative_to(source)
+                place = into / below if below.parts else (into / Path(name).name if target.endswith("/") else into)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(self._root / name, place)
+
+    def _run(self, text: str, image: Image) -> None:
+        if text.startswith(NOT_REPLAYED) or self._skip(text):
+            self.skipped.append(text)
+            return
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` and `pip` of the base image
+        env = {**os.environ, **image.env, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        command = ["sh", "-euc", image.here(text)]
+        done = subprocess.run(command, cwd=image.place("."), env=env, capture_output=True, text=True, timeout=1200, check=False)
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def _link(origin: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if origin.is_dir():
+        shutil.copytree(origin, place, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
+        return
+    os.link(origin, place)

@@ -1,0 +1,120 @@
+"""The fields that a Kubernetes API server lets nobody change, of every object of a release: an upgrade that changes one fails.
+
+python -m tests.chart.immutable adds to immutable.json what is not in it yet, and refuses to change what is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.chart.release import Object, Release, render, title
+from tests.chart.variants import VARIANTS
+
+GOLDEN = Path(__file__).with_name("immutable.json")
+# Dots lead into an object. The whole of what is named counts, absent parts too.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "Deployment": ("spec.selector",),
+    "StatefulSet": ("spec.selector", "spec.serviceName", "spec.podManagementPolicy", "spec.volumeClaimTemplates"),
+    "LeaderWorkerSet": ("spec.leaderWorkerTemplate.size", "spec.networkConfig"),
+    "Job": ("spec.selector", "spec.completionMode", "spec.completions"),
+    "Service": ("spec.clusterIP", "spec.selector", "spec.ports"),
+    "PersistentVolumeClaim": ("spec.accessModes", "spec.storageClassName", "spec.volumeName", "spec.volumeMode", "spec.selector"),
+    "RoleBinding": ("roleRef",),
+    "PodDisruptionBudget": ("spec.selector",),
+    "HorizontalPodAutoscaler": ("spec.scaleTargetRef",),
+    "ScaledObject": ("spec.scaleTargetRef",),
+}
+Fixed = dict[str, dict[str, Any]]
+# Values that stay as they are (those of charts/rootstock/ci are examples, and may change), the defaults first.
+NAMES = (
+    "defaults",
+    "two-models",
+    "local-disks",
+    "leader-worker-set",
+    "prefetch",
+    "hpa",
+    "keda",
+    "discovery",
+    "named",
+    "long-names",
+)
+
+
+def fixed_fields(release: Release) -> Fixed:
+    """Title of an object → its fields that no upgrade changes. A Service's selector and ports could be changed, but not under the
+    clients' feet."""
+    return {title(each): _of(each) for each in release.objects if each["kind"] in FIELDS and not replaced_at_upgrade(each)}
+
+
+def replaced_at_upgrade(each: Object) -> bool:
+    """Whether Helm deletes the object before it makes it anew: hooks that say so."""
+    annotations = each["metadata"].get("annotations") or {}
+    return "helm.sh/hook" in annotations and "before-hook-creation" in annotations.get(
+        "helm.sh/hook-delete-policy", "before-hook-creation"
+    )
+
+
+def _of(each: Object) -> dict[str, Any]:
+    found = {path: _at(each, path.split(".")) for path in FIELDS[each["kind"]]}
+    if each["kind"] == "Job":
+        found["spec.template"] = each["spec"]["template"]
+    return found
+
+
+def _at(value: Any, path: list[str]) -> Any:
+    for key in path:
+        value = (value or {}).get(key)
+    return value
+
+
+def releases() -> dict[str, Release]:
+    return {name: render(VARIANTS.get(name, {})) for name in NAMES}
+
+
+def golden() -> dict[str, Fixed]:
+    return dict(json.loads(GOLDEN.read_text())) if GOLDEN.exists() else {}
+
+
+def differences(old: dict[str, Fixed], new: dict[str, Fixed]) -> list[str]:
+    """Of what is in both."""
+    return [
+        f"{name}: {each}: {path} was {json.dumps(value)}, is {json.dumps(new[name][each].get(path))}"
+        for name, objects in old.items()
+        if name in new
+        for each, fields in objects.items()
+        if each in new[name]
+        for path, value in fields.items()
+        if new[name][each].get(path) != value
+    ]
+
+
+def current() -> dict[str, Fixed]:
+    """What immutable.json holds: all but Jobs, which a new name lets change, and what the defaults have just so."""
+    found = {name: fixed_fields(release) for name, release in releases().items()}
+    usual = found[NAMES[0]]
+    return {
+        name: {
+            each: fields
+            for each, fields in objects.items()
+            if not each.startswith("Job/") and (name == NAMES[0] or usual.get(each) != fields)
+        }
+        for name, objects in found.items()
+    }
+
+
+def main() -> int:
+    old, new = golden(), current()
+    changed = differences(old, new)
+    if changed:
+        print("\n".join(["An upgrade would fail:", *changed]), file=sys.stderr)
+        return 1
+    kept = {name: {**new.get(name, {}), **old.get(name, {})} for name in sorted({*old, *new})}
+    GOLDEN.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

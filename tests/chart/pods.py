@@ -1,0 +1,103 @@
+"""The pods that a release would start, whatever object makes them, and which labels select them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.chart.release import Object, Release, title
+
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "Pod")
+COMPONENT = "app.kubernetes.io/component"
+MODEL = "rootstock.io/model"
+LWS_NAME = "leaderworkerset.sigs.k8s.io/name"
+
+
+@dataclass(frozen=True)
+class PodTemplate:
+    """role: the object that makes the pods, and which of its templates."""
+
+    owner: Object
+    role: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    spec: dict[str, Any]
+
+    @property
+    def component(self) -> str:
+        return self.labels.get(COMPONENT, "")
+
+    @property
+    def model(self) -> str:
+        return self.labels.get(MODEL, "")
+
+    def containers(self) -> list[dict[str, Any]]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    def container(self) -> dict[str, Any]:
+        """The one that is not an init container."""
+        (only,) = self.spec["containers"]
+        return dict(only)
+
+    def ports(self) -> dict[str, int]:
+        """Name → number, over all containers."""
+        return {port["name"]: port["containerPort"] for each in self.containers() for port in each.get("ports", [])}
+
+
+def pods(release: Release) -> list[PodTemplate]:
+    return [pod for each in release.kind(*WORKLOADS) for pod in _templates(each)]
+
+
+def pod(release: Release, component: str, model: str = "") -> PodTemplate:
+    """The only one of a component (of a model)."""
+    found = [each for each in pods(release) if each.component == component and (not model or each.model == model)]
+    assert len(found) == 1, f"{component} {model}: {[each.role for each in found]}"
+    return found[0]
+
+
+def workload(release: Release, component: str, model: str = "") -> Object:
+    return pod(release, component, model).owner
+
+
+def _templates(owner: Object) -> Iterator[PodTemplate]:
+    spec = owner["spec"]
+    if owner["kind"] == "Pod":
+        yield _template(owner, "", owner)
+    elif owner["kind"] == "LeaderWorkerSet":
+        group = spec["leaderWorkerTemplate"]
+        for key in ("leaderTemplate", "workerTemplate"):
+            if key in group:
+                each = _template(owner, f" {key}", group[key])
+                yield replace(each, labels={**each.labels, LWS_NAME: owner["metadata"]["name"]})  # its controller adds that
+    else:
+        yield _template(owner, "", spec["template"])
+
+
+def _template(owner: Object, role: str, template: dict[str, Any]) -> PodTemplate:
+    metadata = template.get("metadata", {})
+    return PodTemplate(
+        owner, title(owner) + role, metadata.get("labels") or {}, metadata.get("annotations") or {}, template["spec"]
+    )
+
+
+def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
+    """A Kubernetes LabelSelector. Empty: everything; none: nothing."""
+    if selector is None:
+        return False
+    exact = all(labels.get(key) == value for key, value in (selector.get("matchLabels") or {}).items())
+    return exact and all(_holds(each, labels) for each in selector.get("matchExpressions") or [])
+
+
+def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    key, operator, values = expression["key"], expression["operator"], expression.get("values") or []
+    match operator:
+        case "In":
+            return labels.get(key) in values
+        case "NotIn":
+            return labels.get(key) not in values
+        case "Exists":
+            return key in labels
+        case "DoesNotExist":
+            return key not in labels
+    raise ValueError(f"operator {operator}")

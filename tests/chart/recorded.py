@@ -1,0 +1,91 @@
+"""The recording rules of rootstock.autoscaling over scrapes of the model, in Python; a test compares them with Prometheus's."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tests.chart.worker_fleet import SLOTS, WorkerFleet
+
+SCRAPE_S = 15
+WINDOW_S = 120
+
+
+@dataclass(frozen=True)
+class Scrape:
+    at: int
+    waiting: int
+    running: int
+    serving: int  # workers
+    loading: int
+    ended: dict[int, int]  # by worker
+
+
+class Recorded:
+    """add() takes the model as it is, once each SCRAPE_S."""
+
+    def __init__(self) -> None:
+        self._scrapes: deque[Scrape] = deque()
+
+    def add(self, fleet: WorkerFleet) -> Scrape:
+        serving = [worker for worker in fleet.workers if worker.serves(fleet.now)]
+        scrape = Scrape(
+            fleet.now,
+            fleet.queue + sum(worker.waiting for worker in serving),
+            sum(worker.running for worker in serving),
+            len(serving),
+            sum(not worker.serves(fleet.now) for worker in fleet.workers),
+            {worker.number: worker.ended for worker in serving},
+        )
+        self._scrapes.append(scrape)
+        while self._scrapes[0].at < scrape.at - WINDOW_S:
+            self._scrapes.popleft()
+        return scrape
+
+    @property
+    def ended_per_s(self) -> float:
+        return sum(self._rate([(scrape.at, scrape.ended[number]) for scrape in self._scrapes if number in scrape.ended])
+                   for number in {number for scrape in self._scrapes for number in scrape.ended})  # fmt: skip
+
+    def _rate(self, samples: list[tuple[int, int]]) -> float:
+        """Prometheus's rate(): an increase over the samples, carried on to the window's ends by half an interval at most."""
+        if len(samples) < 2:
+            return 0.0
+        (first, low), (last, high) = samples[0], samples[-1]
+        end = self._scrapes[-1].at
+        spacing = (last - first) / (len(samples) - 1)
+        before, after = first - (end - WINDOW_S), end - last
+        if high > low and low >= 0:
+            before = min(before, (last - first) * low / (high - low))
+        before = before if before < spacing * 1.1 else spacing / 2
+        after = after if after < spacing * 1.1 else spacing / 2
+        return (high - low) * (last - first + before + after) / (last - first) / WINDOW_S
+
+    @property
+    def arriving_per_s(self) -> float:
+        at = [scrape.at for scrape in self._scrapes]
+        open_requests = [scrape.waiting + scrape.running for scrape in self._scrapes]
+        count, mean_at, mean_open = len(at), sum(at) / len(at), sum(open_requests) / len(at)
+        spread = sum((each - mean_at) ** 2 for each in at)
+        slope = (
+            sum((a - mean_at) * (b - mean_open) for a, b in zip(at, open_requests, strict=True)) / spread if count > 1 else 0.0
+        )
+        return max(self.ended_per_s + slope, 0.0)
+
+    @property
+    def mean_workers(self) -> float:
+        return sum(scrape.serving for scrape in self._scrapes) / len(self._scrapes)
+
+    @property
+    def enough_workers(self) -> float:
+        last, ended = self._scrapes[-1], self.ended_per_s
+        if ended > 0:
+            return self.mean_workers * (self.arriving_per_s + last.waiting / 300) / ended
+        return max(last.loading + 2 * self.mean_workers, 1)
+
+    @property
+    def arrival_share(self) -> float:
+        last, ended = self._scrapes[-1], self.ended_per_s
+        if not ended or not last.running:
+            return 1.0
+        return min(self.mean_workers * SLOTS * self.arriving_per_s / (ended * last.running), 1.0)

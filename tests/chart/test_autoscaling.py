@@ -1,0 +1,136 @@
+"""The HPA's arithmetic: by the book, and over a day of load with a cold start of 180 s."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.chart.autoscaling_day import DAY, MOST, PICTURE, hpa_spec, play, targets
+from tests.chart.hpa import Autoscaler, External, Pods, Reading, wanted
+from tests.chart.prometheus import needs_prometheus
+from tests.chart.recorded import SCRAPE_S, Recorded
+from tests.chart.test_monitoring_rules import run_tests
+from tests.chart.worker_fleet import COLD_START_S, SERVICE_S, SLOTS, WorkerFleet
+
+FOLLOWS_S = 600  # a recommendation counts for so long on the way down
+STEP_DOWN_S = 300
+
+
+@pytest.mark.parametrize(
+    ("reading", "replicas", "expected"),
+    [
+        pytest.param(External(10, 2), 5, 5, id="at the target"),
+        pytest.param(External(10.9, 2), 5, 5, id="within the tolerance"),
+        pytest.param(External(11.1, 2), 5, 6, id="above it"),
+        pytest.param(External(0, 2), 5, 0, id="nothing"),
+        pytest.param(Pods([60, 60], 0, 40), 2, 3, id="half too much"),
+        pytest.param(Pods([43, 43], 0, 40), 2, 2, id="pods within the tolerance"),
+        pytest.param(Pods([60, 60], 1, 40), 3, 3, id="a starting pod will take its share"),
+        pytest.param(Pods([60, 60], 2, 40), 4, 4, id="what turns the other way by it changes nothing"),
+        pytest.param(Pods([90, 90], 1, 40), 3, 5, id="too much for it too"),
+        pytest.param(Pods([10, 10, 10, 10], 0, 40), 4, 1, id="a quarter"),
+        pytest.param(Pods([10, 10], 2, 40), 4, 3, id="a starting pod counts as busy on the way down"),
+        pytest.param(Pods([], 1, 40), 1, 1, id="nobody says anything"),
+    ],
+)
+def test_one_metric(reading: Reading, replicas: int, expected: int) -> None:
+    assert wanted(reading, replicas) == expected
+
+
+def test_the_charts_behaviour() -> None:
+    spec = hpa_spec()
+    assert targets(spec) == {"rootstock_backlog": 2, "sglang_num_running_reqs": pytest.approx(44.8), "sglang_token_usage": 0.8}
+    hpa = Autoscaler(spec)
+    much, little = [External(1000, 2)], [External(0, 2)]
+    assert hpa.replicas(0, 2, much) == 4  # doubles at once
+    assert hpa.replicas(165, 4, much) == 4  # and not again within a cold start
+    assert hpa.replicas(180, 4, much) == 8
+    assert hpa.replicas(360, 8, much) == MOST
+    assert hpa.replicas(945, MOST, little) == MOST  # ten minutes' memory
+    assert hpa.replicas(961, MOST, little) == MOST - 1
+    assert hpa.replicas(1246, MOST - 1, little) == MOST - 1
+    assert hpa.replicas(1261, MOST - 1, little) == MOST - 2
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
+    moments = play(seed=seed)
+    ups = [(before, after) for before, after in itertools.pairwise(moments) if after.replicas > before.replicas]
+    downs = [(before, after) for before, after in itertools.pairwise(moments) if after.replicas < before.replicas]
+    for _, after in ups:
+        needed = max(moment.need for moment in moments if after.at - COLD_START_S <= moment.at <= after.at)
+        assert after.replicas <= needed + 1, after
+    for _, after in downs:
+        assert after.replicas >= after.need, after
+        assert not any(after.at < other.at <= after.at + FOLLOWS_S and other.need <= after.need for _, other in ups), after
+    turns = sum(1 for first, second in itertools.pairwise(sorted([*ups, *downs], key=lambda each: each[1].at))
+                if (first[1].replicas > first[0].replicas) != (second[1].replicas > second[0].replicas))  # fmt: skip
+    assert turns == 3  # up the ramp, down, up the spike, down
+
+
+def test_a_day_is_served() -> None:
+    moments = play()
+    for (begin, low), (end, high) in itertools.pairwise(DAY):
+        if low == high and end - begin >= 20:  # a level
+            last = [moment for moment in moments if moment.at <= end * 60][-1]
+            assert last.serving >= last.need, last
+            assert last.waiting <= 2, last
+    assert max(moment.replicas for moment in moments) <= max(moment.need for moment in moments) + 1
+    assert moments[-1].replicas == 1
+
+
+def test_without_the_rules_bounds_a_jam_would_be_answered_twice() -> None:
+    """What the bounds are for; a day that could not overshoot would show nothing."""
+    assert max(moment.replicas for moment in play(plain=True)) >= max(moment.need for moment in play(plain=True)) + 4
+
+
+@needs_prometheus
+def test_the_recording_rules_say_what_the_day_is_played_with(tmp_path: Path) -> None:
+    """Half an hour with a spike and a second worker in its midst."""
+    fleet, recorded = WorkerFleet(1), Recorded()
+    series: dict[str, list[str]] = {}
+    expected = []
+    for second in range(1, 30 * 60 + 1):
+        fleet.second((0.7 if second < 600 or second > 1300 else 1.6) * SLOTS / SERVICE_S)
+        if second == 700:
+            fleet.scale(2)
+        if second % SCRAPE_S:
+            continue
+        scrape, index = recorded.add(fleet), second // SCRAPE_S - 1
+        values = {'rootstock_gateway_queue_length{namespace="n",pod="g",model="m"}': str(fleet.queue)}
+        for worker in fleet.workers:
+            labels = f'namespace="n",pod="w{worker.number}",model_name="m"'
+            values[f'rootstock_worker_phase{{{labels},phase="loading"}}'] = str(int(not worker.serves(fleet.now)))
+            if worker.serves(fleet.now):
+                values[f"sglang:num_queue_reqs{{{labels}}}"] = str(worker.waiting)
+                values[f"sglang:num_running_reqs{{{labels}}}"] = str(worker.running)
+                values[f"sglang:e2e_request_latency_seconds_count{{{labels}}}"] = str(worker.ended)
+                values[f"rootstock_worker_max_running_requests{{{labels}}}"] = str(SLOTS)
+        for name, value in values.items():
+            row = series.setdefault(name, [])
+            row += ["_"] * (index - len(row)) + [value]
+        if second > 300 and second % 60 == 0:
+            assert scrape.at == second
+            for name, figure in (("enough_workers", recorded.enough_workers), ("arrival_share", recorded.arrival_share)):
+                expected.append((f"{second - SCRAPE_S}s", name, figure))
+    checks = [
+        {
+            "expr": f"abs(rootstock:{name} - {figure!r}) < bool 0.01",
+            "eval_time": at,
+            "exp_samples": [{"labels": '{namespace="n",model="m"}', "value": 1}],
+        }
+        for at, name, figure in expected
+    ]
+    assert len({round(figure, 2) for _, _, figure in expected}) > 10
+    world = {
+        "interval": f"{SCRAPE_S}s",
+        "input_series": [{"series": name, "values": " ".join(values)} for name, values in series.items()],
+        "promql_expr_test": checks,
+    }
+    assert run_tests(tmp_path, world, every=f"{SCRAPE_S}s") == ""
+
+
+def test_the_documents_picture_is_there() -> None:
+    assert PICTURE.read_text().startswith("<?xml")

@@ -1,0 +1,86 @@
+"""The development images' loop: a changed source starts the service again, a broken one waits for its repair."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DEV = Path(__file__).resolve().parents[2] / "docker/dev"
+FIRST = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("first", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    (tmp_path / "services/one").mkdir(parents=True)
+    (tmp_path / "services/one/__main__.py").write_text(FIRST)
+    return tmp_path
+
+
+@pytest.fixture
+def reloader(app: Path) -> Iterator[subprocess.Popen[str]]:
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(DEV / "reload.py"), "-m", "services.one"]
+    process = subprocess.Popen(command, cwd=app, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    yield process
+    process.send_signal(signal.SIGTERM)
+    process.wait(10)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_change_starts_it_again_and_a_broken_one_waits(app: Path, reloader: subprocess.Popen[str]) -> None:
+    source = app / "services/one/__main__.py"
+    assert line(reloader) == "first"
+    source.write_text("print('second', flush=True); raise SystemExit(3)")
+    assert line(reloader) == "second"
+    time.sleep(1.2)  # longer than a poll: it has ended and is not gone
+    assert reloader.poll() is None
+    source.write_text(FIRST.replace("first", "third"))
+    assert line(reloader) == "third"
+
+
+def test_a_signal_reaches_the_service_and_its_status_comes_back(reloader: subprocess.Popen[str]) -> None:
+    assert line(reloader) == "first"
+    reloader.send_signal(signal.SIGTERM)
+    assert reloader.wait(10) == 7
+
+
+def test_a_service_that_fails_before_any_change_ends_the_container(app: Path) -> None:
+    (app / "services/one/__main__.py").write_text("raise SystemExit(5)")
+    command = [sys.executable, str(DEV / "reload.py"), "-m", "services.one"]
+    assert subprocess.run(command, cwd=app, timeout=20, check=False).returncode == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reloads"),
+    [
+        (["-m", "services.gateway"], True),
+        (["-m", "services.shared.probe", "x"], False),
+        (["-c", "pass"], False),
+        (["-m", "compileall"], False),
+    ],
+)
+def test_only_a_service_runs_under_the_loop(arguments: list[str], reloads: bool, tmp_path: Path) -> None:
+    """With the interpreter's path in the script turned to one that prints what it was given."""
+    (tmp_path / "interpreter").write_text('#!/bin/sh\necho "$@"\n')
+    script = tmp_path / "python"
+    script.write_text((DEV / "python").read_text().replace("/opt/venv/bin/python", str(tmp_path / "interpreter")))
+    for file in (script, tmp_path / "interpreter"):
+        file.chmod(0o755)
+    said = subprocess.run([script, *arguments], capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    assert said == (["/opt/dev/reload.py"] if reloads else []) + arguments

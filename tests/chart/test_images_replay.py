@@ -1,0 +1,156 @@
+"""Each image's build is replayed into a folder, and its service runs there: from the files that the image has, and no others.
+
+The install step of the worker's image is replayed where ROOTSTOCK_TEST_NIGHTLY is set, with the build argument TORCH_INDEX_URL of
+ROOTSTOCK_TEST_TORCH_INDEX_URL if that is; else the worker runs in this environment.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu.variants import cpu_features, runnable
+from services.local.ports import HOST, free_ports
+from services.local.reference import SERVICES
+from tests.chart.dockerfile import read
+from tests.chart.image_build import Builder, Image
+
+ROOT = Path(__file__).resolve().parents[2]
+NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
+FRONT = ["gateway", "tokenizer", "detokenizer"]
+START_S = 60
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    return Builder(read(ROOT / "docker/Dockerfile.service"), ROOT, tmp_path_factory.mktemp("service"))
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    """With this environment where an image would have its own, and kernels for this CPU alone, unless it is night."""
+    index = os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL")
+    dockerfile = read(ROOT / "docker/Dockerfile.worker", {"TORCH_INDEX_URL": index} if index else {})
+    work = tmp_path_factory.mktemp("worker")
+    if NIGHTLY:
+        return Builder(dockerfile, ROOT, work)
+    return Builder(dockerfile, ROOT, work, lambda text: "requirements/worker" in text or "prebuild" in text)
+
+
+def environment(image: Image, python: Path, tmp: Path, ports: dict[str, int]) -> dict[str, str]:
+    """The image's own, on this machine's paths, and nothing of this process's. No compiler is on its PATH."""
+    settings = {f"ROOTSTOCK_{name.upper()}": str(port) for name, port in ports.items()}
+    return {
+        **{key: image.here(value) for key, value in image.env.items()},
+        "PATH": str(python.parent),
+        "HOME": str(tmp),
+        **settings,
+    }
+
+
+@contextmanager
+def running(
+    service: str, image: Image, python: Path, tmp: Path, **settings: str
+) -> Iterator[tuple[list[str], dict[str, str], Path]]:
+    """The entry point as a process on free ports. Gives its health check for those ports, its environment, its log."""
+    names = [name for name in SERVICES[service].model_fields if name in ("port", "health_port", "metrics_port")]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    env = environment(image, python, tmp, ports) | {f"ROOTSTOCK_{name.upper()}": value for name, value in settings.items()}
+    own = SERVICES[service].model_fields
+    probe = [_with_port(word, {own[name].default: port for name, port in ports.items()}) for word in image.healthcheck]
+    log = tmp / f"{service}.log"
+    command = [str(python), *image.entrypoint[1:]]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, cwd=image.place("."), env=env, stdout=sink, stderr=sink)
+    try:
+        yield [str(python), *probe[1:]], env, log
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _with_port(word: str, ports: dict[int, int]) -> str:
+    host, _, port = word.rpartition(":")
+    return f"{host}:{ports[int(port)]}" if host == HOST else word
+
+
+def healthy(probe: list[str], env: dict[str, str], folder: Path, log: Path) -> bool:
+    deadline = time.monotonic() + START_S
+    while True:
+        done = subprocess.run(probe, cwd=folder, env=env, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode == 0:
+            return True
+        assert done.returncode == 1 and done.stderr, f"a probe that fails says why with status 1: {done}"
+        assert time.monotonic() < deadline, f"{done.stderr}\n{log.read_text()}"
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("service", FRONT)
+def test_a_service_runs_from_its_image(service: str, front: Builder, tmp_path: Path) -> None:
+    image = front.build(service)
+    python = image.place("/opt/venv/bin/python")
+    others = {"gateway": {}, "tokenizer": {"model": "models/demo"}, "detokenizer": {"model": "models/demo"}}
+    with running(service, image, python, tmp_path, **others[service]) as (probe, env, log):
+        assert healthy(probe, env, image.place("."), log)
+
+
+def test_no_service_image_can_import_what_it_must_not_have(front: Builder) -> None:
+    python = front.build("gateway").place("/opt/venv/bin/python")
+    heavy = ("torch", "triton", "transformers", "xgrammar", "grpc_tools", "pip", "services.worker", "kernels")
+    code = f"import importlib.util as u; print([n for n in {heavy!r} if u.find_spec(n)])"
+    done = subprocess.run(
+        [python, "-c", code], cwd=front.build("gateway").place("."), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("service", FRONT)
+def test_a_service_image_has_its_own_service_alone(service: str, front: Builder) -> None:
+    folders = {path.name for path in front.build(service).place("services").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == {service, "shared"}
+
+
+def test_every_source_is_compiled(front: Builder) -> None:
+    app = front.build("gateway").place("/app")
+    sources = [*app.glob("services/*/**/*.py"), *app.glob("rootstock/v1/*.py")]
+    assert len(sources) > 50
+    for source in sources:
+        assert list((source.parent / "__pycache__").glob(f"{source.stem}.cpython-*.pyc")), source
+
+
+def test_only_steps_of_the_distribution_were_left_out(front: Builder) -> None:
+    front.build("gateway")
+    assert [text.split()[0] for text in front.skipped] == ["groupadd"]
+
+
+def test_the_worker_runs_from_its_image(worker: Builder, tmp_path: Path) -> None:
+    image = worker.build("cpu")
+    python = image.place("/opt/venv/bin/python")
+    if not NIGHTLY:
+        python = Path(sys.executable)
+        _build_kernels(image)
+    with running("worker", image, python, tmp_path, max_total_tokens="4096", num_threads="1") as (probe, env, log):
+        healthy([*probe, "--service", "worker"], env, image.place("."), log)
+        assert "plain torch" not in log.read_text(), "the image's kernels were not used"
+    assert not (tmp_path / ".cache").exists(), "kernels were built at start"
+
+
+def _build_kernels(image: Image) -> None:
+    """The best ones for this CPU, as the image compiles each variant."""
+    best = runnable(platform.machine(), cpu_features())[0]
+    code = (
+        "from kernels.cpu.build import PREBUILT, prebuild; from kernels.cpu.variants import VARIANTS; PREBUILT.mkdir();"
+        f"prebuild(next(each for each in VARIANTS if each.name == {best.name!r}), PREBUILT)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=image.place("."), timeout=300, check=True)

@@ -1,0 +1,184 @@
+"""The Dockerfiles keep the rules, the rules find what is wrong, and what is installed is what pyproject.toml asks for."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from services.gateway.settings import GatewaySettings
+from services.local.reference import SERVICES
+from tests.chart.dockerfile import context_files, read
+from tests.chart.dockerfile_rules import complaints
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICE, WORKER = ROOT / "docker/Dockerfile.service", ROOT / "docker/Dockerfile.worker"
+PUBLISHED = {SERVICE: ["gateway", "tokenizer", "detokenizer", "dev"], WORKER: ["cpu", "cuda", "dev"]}
+REQUIREMENTS = ROOT / "docker/requirements"
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name)
+def test_the_rules_are_kept(path: Path) -> None:
+    assert complaints(read(path), ROOT, PUBLISHED[path]) == []
+
+
+@pytest.mark.parametrize("service", ["gateway", "tokenizer", "detokenizer"])
+def test_the_build_argument_chooses_the_image(service: str) -> None:
+    dockerfile = read(SERVICE, {"SERVICE": service})
+    assert dockerfile.stages[-1].base == service
+    assert dockerfile.stage("dev").base == service
+
+
+def test_the_worker_is_built_for_cpus_unless_told_otherwise() -> None:
+    assert read(WORKER).stages[-1].base == "cpu"
+
+
+GOOD = """
+ARG BASE=python:3.11.14-slim
+FROM ${BASE} AS app
+LABEL org.opencontainers.image.title="t" org.opencontainers.image.description="d" org.opencontainers.image.licenses="l" \\
+      org.opencontainers.image.vendor="v" org.opencontainers.image.version="1" org.opencontainers.image.revision="r"
+WORKDIR /app
+COPY LICENSE LICENSE
+USER 10001:10001
+EXPOSE 1
+HEALTHCHECK CMD ["true"]
+ENTRYPOINT ["true"]
+"""
+WRONG = {
+    "python:latest": ("pinned", "BASE=python:3.11.14-slim", "BASE=python:latest"),
+    "python without a tag": ("pinned", "BASE=python:3.11.14-slim", "BASE=python"),
+    "python 3": ("pinned", "BASE=python:3.11.14-slim", "BASE=python:3-slim"),
+    "root": ("last USER", "USER 10001:10001", ""),
+    "root again": ("last USER", "EXPOSE 1", "USER 0:0\nEXPOSE 1"),
+    "a named user": ("last USER", "10001:10001", "app"),
+    "a shell entry point": ("one process", 'ENTRYPOINT ["true"]', "ENTRYPOINT true"),
+    "a command beside it": ("one process", "EXPOSE 1", 'EXPOSE 1\nCMD ["x"]'),
+    "no health check": ("HEALTHCHECK", 'HEALTHCHECK CMD ["true"]', ""),
+    "no ports": ("exposes", "EXPOSE 1", ""),
+    "no licence": ("licenses", 'org.opencontainers.image.licenses="l"', ""),
+    "sudo": ("sudo", "USER", "RUN sudo true\nUSER"),
+    "a script from the net": ("piped", "USER", "RUN curl -s http://x | sh\nUSER"),
+    "cd": ("WORKDIR instead", "USER", "RUN cd /x && true\nUSER"),
+    "recommended packages": (
+        "--no-install-recommends",
+        "USER",
+        "RUN apt-get update && apt-get install --yes x && rm -rf /var/lib/apt/lists/*\nUSER",
+    ),
+    "package lists left": (
+        "rm -rf",
+        "USER",
+        "RUN apt-get update && apt-get install --yes --no-install-recommends x\nUSER",
+    ),
+    "a compiler": (
+        "brings a compiler",
+        "USER",
+        "RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*\nUSER",
+    ),
+    "unpinned packages": ("--no-deps", "USER", "RUN pip install numpy\nUSER"),
+    "a missing source": ("does not exist", "COPY LICENSE LICENSE", "COPY nothing nothing"),
+    "an ignored source": ("keeps docs out", "COPY LICENSE LICENSE", "COPY docs docs"),
+    "everything": ("names what it copies", "COPY LICENSE LICENSE", "COPY . ."),
+    "a later stage": ("no earlier stage", "COPY LICENSE", "COPY --from=later LICENSE"),
+    "a secret": ("would stay", "USER", "ENV HF_TOKEN=x\nUSER"),
+    "a secret argument": ("would stay", "USER", "ARG API_KEY\nUSER"),
+    "an argument before its ARG": ("before an ARG", "EXPOSE 1", "EXPOSE ${PORT}"),
+    "ADD": ("ADD", "COPY LICENSE", "ADD LICENSE"),
+    "a relative folder": ("absolute", "WORKDIR /app", "WORKDIR app"),
+    "no name": ("a stage has a name", "COPY LICENSE LICENSE", "COPY LICENSE LICENSE\nFROM app"),
+}
+
+
+def test_the_good_example_has_no_complaint(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(GOOD)
+    assert complaints(read(tmp_path / "Dockerfile"), ROOT, ["app"]) == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
+    expected, before, after = WRONG[name]
+    assert before in GOOD
+    (tmp_path / "Dockerfile").write_text(GOOD.replace(before, after))
+    found = complaints(read(tmp_path / "Dockerfile"), ROOT, ["app"])
+    assert any(expected in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("path", "stage", "service"),
+    [
+        (SERVICE, "gateway", "gateway"),
+        (SERVICE, "tokenizer", "tokenizer"),
+        (SERVICE, "detokenizer", "detokenizer"),
+        (WORKER, "cpu", "worker"),
+        (WORKER, "cuda", "worker"),
+    ],
+)
+def test_images_expose_and_probe_the_services_own_ports(path: Path, stage: str, service: str) -> None:
+    lineage = read(path).lineage(stage)
+    fields = SERVICES[service].model_fields
+    health = fields["health_port" if SERVICES[service] is GatewaySettings else "port"].default
+    exposed = {int(word) for each in lineage for line in each.all("EXPOSE") for word in line.words}
+    known = {field.default for name, field in fields.items() if name.endswith("port") and field.default}
+    assert known <= exposed <= known | {7004}  # 7004: the control service, off by default
+    probe = next(line.text for each in lineage for line in each.all("HEALTHCHECK"))
+    assert f'"127.0.0.1:{health}"' in probe
+    assert next(line.words for each in lineage for line in each.all("ENTRYPOINT")) == ["python", "-m", f"services.{service}"]
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (REQUIREMENTS / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [("service.txt", []), ("worker-cpu.txt", ["worker"]), ("worker-cuda.txt", ["worker", "gpu"])],
+)
+def test_the_pinned_lists_satisfy_pyproject(name: str, extras: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    pinned = pins(name)
+    for requirement in map(Requirement, asked):
+        if requirement.name != "rootstock":
+            assert requirement.specifier.contains(pinned[requirement.name], prereleases=True), f"{requirement}: docker/lock.py"
+
+
+@pytest.mark.parametrize("name", ["service.txt", "worker-cpu.txt", "worker-cuda.txt", "build.txt"])
+def test_the_pinned_lists_are_closed(name: str) -> None:
+    """Nothing that is installed needs something that is not: pip is told not to look."""
+    lock = runpy.run_path(str(ROOT / "docker/lock.py"))
+    needed = set(lock["closure"](lock["wanted"]()[name]))
+    assert needed - set(pins(name)) == ({"triton"} if name == "worker-cpu.txt" else set()), "run docker/lock.py"
+
+
+def test_the_cpu_worker_imports_without_what_is_left_out() -> None:
+    """xgrammar asks for triton and needs it on GPUs alone."""
+    modules = "services.worker.__main__, services.worker.grammar.compiler_child, xgrammar"
+    code = f"import sys; sys.modules['triton'] = None; import {modules}"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
+
+
+def test_no_service_image_has_torch() -> None:
+    assert {"torch", "triton", "transformers", "xgrammar", "grpcio-tools"}.isdisjoint(pins("service.txt"))
+
+
+def test_generated_code_and_its_runtime_are_of_one_version() -> None:
+    assert pins("build.txt")["protobuf"] == pins("service.txt")["protobuf"] == pins("worker-cpu.txt")["protobuf"]
+
+
+@pytest.mark.parametrize(
+    "path", ["tests/__init__.py", "docs/api.md", "build/kernels", ".venv/bin/python", "models/demo/train.py"]
+)
+def test_the_context_leaves_out_what_images_do_not_need(path: str) -> None:
+    assert not context_files(ROOT, [path])
+
+
+def test_the_context_has_no_built_or_cached_files() -> None:
+    found = context_files(ROOT, ["services", "kernels", "protos", "models/demo"])
+    assert "services/worker/core/scheduler.py" in found and "models/demo/model.safetensors" in found
+    assert not [name for name in found if name.endswith((".pyc", ".so")) or "cache" in Path(name).parts]

@@ -1,0 +1,97 @@
+"""skaffold.yaml builds the chart's images from Dockerfiles and targets that exist, and deploys values that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.dockerfile import context_files, read
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG: dict[str, Any] = yaml.safe_load((ROOT / "skaffold.yaml").read_text())
+VALUES: dict[str, Any] = yaml.safe_load((ROOT / "charts/rootstock/values.yaml").read_text())
+RELEASE = CONFIG["deploy"]["helm"]["releases"][0]
+PROFILES = {profile["name"]: profile for profile in CONFIG["profiles"]}
+COMPONENTS = ("gateway", "tokenizer", "detokenizer", "worker")
+
+
+def patched(profile: str) -> dict[str, Any]:
+    """The configuration under a profile, as far as skaffold's rules are needed here: replaced sections, then JSON patches."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "skaffold.yaml").read_text())
+    if not profile:
+        return config
+    config.update({key: value for key, value in PROFILES[profile].items() if key in ("build", "deploy")})
+    for patch in PROFILES[profile].get("patches", []):
+        *way, last = patch["path"].strip("/").split("/")
+        place: Any = config
+        for key in way:
+            place = place[int(key)] if isinstance(place, list) else place[key]
+        assert patch["op"] != "replace" or last in place, patch
+        assert patch["op"] != "add" or last not in place, patch
+        place[last] = patch["value"]
+    return config
+
+
+def test_it_has_the_two_profiles() -> None:
+    assert set(PROFILES) == {"cpu", "gpu"}
+
+
+@pytest.mark.parametrize("profile", ["", "cpu", "gpu"])
+def test_artifacts_are_the_charts_images(profile: str) -> None:
+    images = [artifact["image"] for artifact in patched(profile)["build"]["artifacts"]]
+    assert images == [VALUES[component]["image"]["repository"] for component in COMPONENTS]
+
+
+@pytest.mark.parametrize("profile", ["", "cpu", "gpu"])
+def test_dockerfiles_and_targets_exist(profile: str) -> None:
+    for artifact in patched(profile)["build"]["artifacts"]:
+        docker = artifact["docker"]
+        dockerfile = read(ROOT / artifact["context"] / docker["dockerfile"], docker.get("buildArgs", {}))
+        target = docker.get("target", dockerfile.stages[-1].name)
+        service = artifact["image"].partition("/")[2]
+        entry = [line.words for stage in dockerfile.lineage(target) for line in stage.all("ENTRYPOINT")]
+        assert entry == [["python", "-m", f"services.{service}"]]
+
+
+def test_the_gpu_profile_builds_the_worker_for_gpus() -> None:
+    assert patched("gpu")["build"]["artifacts"][3]["docker"]["target"] == "cuda"
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_values_files_exist_and_fit_the_chart(profile: str) -> None:
+    files = patched(profile)["deploy"]["helm"]["releases"][0]["valuesFiles"]
+    assert files
+    for file in files:
+        assert set(yaml.safe_load((ROOT / file).read_text())) <= set(VALUES)
+    assert (ROOT / RELEASE["chartPath"] / "Chart.yaml").is_file()
+
+
+def test_every_image_of_the_release_is_a_built_one() -> None:
+    for key, template in RELEASE["setValueTemplates"].items():
+        place: Any = VALUES
+        for part in key.split("."):
+            assert part in place, key
+            place = place[part]
+        component = "gateway" if key.startswith("tests.") else key.partition(".")[0]
+        kind = "REPO" if key.endswith("repository") else "TAG"
+        assert template == "{{.IMAGE_%s_rootstock_%s}}" % (kind, component)  # noqa: UP031
+    assert len(RELEASE["setValueTemplates"]) == 2 * (len(COMPONENTS) + 1)
+
+
+def test_sources_are_synced_into_images_that_start_again() -> None:
+    for artifact in patched("cpu")["build"]["artifacts"]:
+        assert artifact["docker"]["target"] == "dev", "only this target takes changed files"
+        service = artifact["image"].partition("/")[2]
+        rules = artifact["sync"]["manual"]
+        assert [rule["src"] for rule in rules] == [f"services/{service}/**/*.py", "services/shared/**/*.py"]
+        assert {rule["dest"] for rule in rules} == {"/app"}
+        assert context_files(ROOT, [f"services/{service}"])
+
+
+def test_the_gateway_is_forwarded() -> None:
+    forward = CONFIG["portForward"][0]
+    assert forward["resourceName"] == f"{RELEASE['name']}-gateway"
+    assert (forward["port"], forward["namespace"]) == (VALUES["gateway"]["service"]["port"], RELEASE["namespace"])

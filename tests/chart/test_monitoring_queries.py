@@ -1,0 +1,276 @@
+"""Every PromQL expression of the chart against a real Prometheus that scrapes a real system under a little load."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from services.local.ports import HOST
+from tests.chart import adapter
+from tests.chart.prometheus import PROMTOOL, Prometheus, needs_prometheus
+from tests.chart.promql import selectors
+from tests.chart.release import CHART, NAMESPACE, render
+from tests.chart.test_monitoring_rules import RULES, alerts, rules
+from tests.e2e.system import System, wait_until
+
+pytestmark = needs_prometheus
+
+MODEL = "demo"
+HPA = {"worker": {"autoscaling": {"enabled": True}}, "gateway": {"autoscaling": {"enabled": True}}}
+KEDA = {**HPA, "autoscaling": {"engine": "keda"}, "gateway": {"autoscaling": {"enabled": True}, "queueTimeoutSeconds": 300}}
+
+# Selectors that may find nothing, and why.
+NOT_WHILE_WELL = {
+    'rootstock_gateway_requests_total{code=~"5..",route!~"/health.*|/readiness|/metrics|other"}': "nothing has failed",
+}
+SGLANG_DASHBOARD = (
+    "histogram_quantile(0.99, sum by (le) (rate(sglang:e2e_request_latency_seconds_bucket[1m])))",
+    "avg(rate(sglang:e2e_request_latency_seconds_sum[1m]) / rate(sglang:e2e_request_latency_seconds_count[1m]))",
+    'sum(increase(sglang:e2e_request_latency_seconds_bucket{model_name=~"demo"}[1m])) by (le)',
+    "histogram_quantile(0.9, sum by (le) (rate(sglang:time_to_first_token_seconds_bucket[1m])))",
+    "avg(rate(sglang:time_to_first_token_seconds_sum[1m]) / rate(sglang:time_to_first_token_seconds_count[1m]))",
+    'sum by(le) (increase(sglang:time_to_first_token_seconds_bucket{model_name=~"demo"}[1m]))',
+    "sglang:num_running_reqs",
+    "sglang:gen_throughput",
+    "sglang:cache_hit_rate",
+    "sglang:num_queue_reqs",
+)
+
+
+def dashboards() -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted((CHART / "dashboards").glob("*.json"))}
+
+
+def panel_queries() -> list[tuple[str, str, str]]:
+    """Dashboard, panel, PromQL with Grafana's variables filled in."""
+    out = []
+    for name, dashboard in dashboards().items():
+        for panel in dashboard["panels"]:
+            for target in panel["targets"]:
+                query = target["expr"].replace("$namespace", NAMESPACE).replace("$model", MODEL)
+                out.append((name, panel["title"], query.replace("$__rate_interval", "5m")))
+    return out
+
+
+def keda_queries() -> dict[str, str]:
+    triggers = [trigger for each in render(KEDA).kind("ScaledObject") for trigger in each["spec"]["triggers"]]
+    return {each["name"]: each["metadata"]["query"] for each in triggers if each["type"] == "prometheus"}
+
+
+def adapter_rules() -> dict[str, list[dict[str, Any]]]:
+    release = render({"autoscaling": {"adapterRules": True}})
+    (found,) = [each for each in release.kind("ConfigMap") if each["metadata"]["name"].endswith("-adapter-rules")]
+    return dict(yaml.safe_load(found["data"]["config.yaml"]))
+
+
+def hpa_metrics() -> list[dict[str, Any]]:
+    return [metric for each in render(HPA).kind("HorizontalPodAutoscaler") for metric in each["spec"]["metrics"]]
+
+
+@dataclass
+class Watched:
+    system: System
+    prometheus: Prometheus
+    pods: dict[str, list[str]]  # by component
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    quick = folder / "rules.yaml"
+    quick.write_text(re.sub(r"interval: \d+s", "interval: 2s", RULES.read_text()))
+    with System(tmp_path_factory.mktemp("watched"), workers=2, max_total_tokens=4096, log_level="info") as system:
+        scrapes, pods = [], dict[str, list[str]]()
+        for name, part in system.parts.items():
+            if part.metrics_url:
+                component = name.split("-")[0]
+                pods.setdefault(component, []).append(f"{name}-pod")
+                labels = {"namespace": NAMESPACE, "pod": f"{name}-pod", "component": f"rootstock-{component}"}
+                target = part.metrics_url.removeprefix("http://").removesuffix("/metrics")
+                scrapes.append({"job_name": name, "static_configs": [{"targets": [target], "labels": labels}]})
+        with Prometheus(folder, scrapes, [quick], every="2s") as prometheus:
+            wait_until(lambda: len(prometheus.query("up == 1")) == len(scrapes), 60, "a first scrape of all")
+            until = time.monotonic() + LOAD_S
+            while not all(prometheus.query(each) for each in WANTED):
+                assert time.monotonic() < until, [each for each in WANTED if not prometheus.query(each)]
+                load(system)
+            yield Watched(system, prometheus, pods)
+
+
+LOAD_S = 120.0
+WANTED = (  # what takes two scrapes or an evaluation; a rule sees another's series a turn later
+    "rate(sglang:e2e_request_latency_seconds_count[1m]) > 0",
+    "rate(rootstock_gateway_inter_token_latency_seconds_count[1m]) > 0",
+    "rate(rootstock_tokenizer_requests_total[1m]) > 0",
+    "rootstock:arriving_requests:rate2m > 0",
+    "rootstock:hit_rate:ratio_rate30m",
+    "rate(rootstock_gateway_aborts_total[1m]) > 0",
+    "rootstock:failed_requests:ratio_rate6h >= 0",
+)
+
+
+def load(system: System) -> None:
+    """Two conversations; routing may keep them on one worker."""
+
+    def ask(number: int) -> int:
+        prompt = f"Conversation {number % 2}: " + f"{number % 2} went to the market and bought a gateway. " * 40
+        return system.post("/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 8})[0]
+
+    go_away(system)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, range(4))) == {200}
+    time.sleep(0.2)
+    assert system.post("/v1/completions", {"model": "nobody", "prompt": "x"})[0] == 404
+
+
+def go_away(system: System) -> None:
+    """A client that does not wait for its answer."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
+    with socket.create_connection((HOST, system.port), timeout=5) as client:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        client.sendall(head.encode() + body)
+        client.recv(1)
+
+
+def plain(selector: str) -> str:
+    return selector.replace(f'namespace=~"{NAMESPACE}",', "").replace(f'namespace="{NAMESPACE}",', "")
+
+
+def test_every_series_that_an_expression_names_is_there(watched: Watched) -> None:
+    expressions = [query for *_, query in panel_queries()] + [rule["expr"] for rule in rules()]
+    expressions += [*keda_queries().values(), *adapter_queries(watched).values(), *SGLANG_DASHBOARD]
+    wanted = {selector for expression in expressions for selector in selectors(expression)}
+    assert len(wanted) > 100
+    missing = sorted(selector for selector in wanted if not watched.prometheus.query(selector))
+    unexplained = [each for each in missing if plain(each) not in NOT_WHILE_WELL]
+    assert unexplained == []
+
+
+def test_every_panel_shows_something(watched: Watched) -> None:
+    empty = [(name, title, query) for name, title, query in panel_queries() if not watched.prometheus.query(query)]
+    assert empty == []
+
+
+def test_every_recorded_series_is_there_and_no_alert_fires(watched: Watched) -> None:
+    recorded = [rule["record"] for rule in rules() if "record" in rule]
+    assert [name for name in recorded if not watched.prometheus.query(name)] == []
+    assert watched.prometheus.query('ALERTS{alertstate="firing"}') == []
+    for rule in alerts():
+        watched.prometheus.query(rule["expr"])
+
+
+def test_kedas_queries_are_one_number_each_even_where_nothing_is(watched: Watched) -> None:
+    queries = keda_queries()
+    assert set(queries) == {"backlog", "running", "token-usage", "streams"}
+    for query in queries.values():
+        assert [labels for labels, _ in watched.prometheus.query(query)] == [{}]
+        for other in (query.replace(f'"{NAMESPACE}"', '"nowhere"'), query.replace(f'"{MODEL}"', '"nobody"')):
+            assert len(watched.prometheus.query(other)) == 1
+        assert watched.prometheus.query(query.replace(f'"{NAMESPACE}"', '"nowhere"')) == [({}, 0.0)]
+
+
+def adapter_queries(watched: Watched) -> dict[str, str]:
+    """By the metric's name as the HPA asks for it."""
+    found, out = adapter_rules(), {}
+    for rule in found["rules"]:
+        component = "gateway" if "gateway" in rule["name"]["as"] else "worker"
+        out[rule["name"]["as"]] = adapter.pods_query(rule, NAMESPACE, watched.pods[component])
+    for rule in found["externalRules"]:
+        out[rule["name"]["as"]] = adapter.external_query(rule, NAMESPACE, {"model": MODEL})
+    return out
+
+
+def test_the_adapter_answers_what_the_hpas_ask(watched: Watched) -> None:
+    queries = adapter_queries(watched)
+    for metric in hpa_metrics():
+        if metric["type"] == "Pods":
+            name = metric["pods"]["metric"]["name"]
+            component = "gateway" if "gateway" in name else "worker"
+            answers = watched.prometheus.query(queries[name])
+            assert sorted(labels["pod"] for labels, _ in answers) == sorted(watched.pods[component]), name
+        elif metric["type"] == "External":
+            asked = metric["external"]["metric"]
+            (rule,) = [rule for rule in adapter_rules()["externalRules"] if rule["name"]["as"] == asked["name"]]
+            query = adapter.external_query(rule, NAMESPACE, asked["selector"]["matchLabels"])
+            assert len(watched.prometheus.query(query)) == 1
+    for rules_of in adapter_rules().values():
+        for rule in rules_of:
+            assert watched.prometheus.query(rule["seriesQuery"]), rule["seriesQuery"]
+
+
+def test_sglangs_own_dashboard_shows_our_figures(watched: Watched) -> None:
+    assert [query for query in SGLANG_DASHBOARD if not watched.prometheus.query(query)] == []
+    assert MODEL in watched.prometheus.label_values("model_name")
+
+
+@pytest.mark.parametrize("name", ["gateway", "tokenizer", "detokenizer", "worker-0"])
+def test_promtool_finds_nothing_wrong_with_what_a_service_emits(watched: Watched, name: str) -> None:
+    """But for what SGLang's names must be."""
+    with urllib.request.urlopen(watched.system.parts[name].metrics_url, timeout=5) as response:
+        text = response.read()
+    done = subprocess.run([str(PROMTOOL), "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
+    findings = [line for line in (done.stdout + done.stderr).decode().splitlines() if line.strip()]
+    assert [line for line in findings if not line.startswith("sglang:")] == []
+    of_sglang = {line.split(" ", 1)[1] for line in findings if line.startswith("sglang:")}
+    assert of_sglang <= {"metric names should not contain ':'"}
+
+
+def test_a_series_that_nobody_emits_is_noticed(watched: Watched) -> None:
+    assert selectors('sum by (x) (rate(a:b_total{c="d{e}"}[5m])) / on (x) f{g!=""} > 2 or vector(1)') == {
+        'a:b_total{c="d{e}"}',
+        'f{g!=""}',
+    }
+    assert watched.prometheus.query("rootstock_gateway_requests_totals") == []
+
+
+def test_dashboards_are_as_their_script_writes_them() -> None:
+    script = runpy.run_path(str(CHART / "dashboards" / "build.py"))
+    assert {path: path.read_text() for path in script["written"]()} == script["written"]()
+
+
+def test_a_panel_has_a_unit_a_text_and_the_variables() -> None:
+    for name, dashboard in dashboards().items():
+        assert [each["name"] for each in dashboard["templating"]["list"]] == ["datasource", "namespace", "model"]
+        assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+        for panel in dashboard["panels"]:
+            assert panel["description"] and panel["fieldConfig"]["defaults"]["unit"], (name, panel["title"])
+            assert all("$namespace" in target["expr"] for target in panel["targets"]), (name, panel["title"])
+            assert panel["datasource"]["uid"] == "${datasource}"
+
+
+def test_the_chart_installs_the_dashboards_and_scrapes_every_component() -> None:
+    release = render(
+        {"monitoring": {"dashboards": {"enabled": True}, "serviceMonitor": {"enabled": True, "labels": {"release": "p"}}}}
+    )
+    installed = {
+        key.removeprefix("rootstock-").removesuffix(".json"): json.loads(text)
+        for each in release.kind("ConfigMap")
+        if "-dashboard-" in each["metadata"]["name"]
+        for key, text in each["data"].items()
+    }
+    assert installed == dashboards()
+    (monitor,) = release.kind("PodMonitor")
+    ports = {each["port"]: each["relabelings"][0]["regex"].split("|") for each in monitor["spec"]["podMetricsEndpoints"]}
+    for each in release.kind("Deployment", "StatefulSet"):
+        component = each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+        named = {
+            port.get("name")
+            for container in each["spec"]["template"]["spec"]["containers"]
+            for port in container.get("ports", ())
+        }
+        if component != "redis":
+            assert [port for port, components in ports.items() if component in components and port in named], component

@@ -1,0 +1,201 @@
+"""The NetworkPolicies let pass the flow of a request, Redis, metrics and names, and nothing else: the graph, edge by edge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.shared.settings import ENV_PREFIX
+from tests.chart.network import NAMESPACE_NAME, Edge, Party, directions, edges, parties, passes
+from tests.chart.pods import pods
+from tests.chart.release import NAMESPACE, Release, ci_names, merged, render, render_ci
+from tests.chart.variants import VARIANTS, model, rendered
+
+DNS = Party("dns", {"k8s-app": "kube-dns"}, {NAMESPACE_NAME: "kube-system"})
+SYSTEM = Party("another of kube-system", {"k8s-app": "metrics-server"}, {NAMESPACE_NAME: "kube-system"})
+PROMETHEUS = Party("prometheus", {"app": "prometheus"}, {NAMESPACE_NAME: "monitoring", "name": "monitoring"})
+CLIENT = Party("client", {"app": "chat"}, {NAMESPACE_NAME: "apps"})
+NEIGHBOUR = Party("neighbour", {"app": "other"}, {NAMESPACE_NAME: NAMESPACE})
+OTHER_RELEASE = Party(
+    "gateway of another release",
+    {"app.kubernetes.io/name": "rootstock", "app.kubernetes.io/instance": "second", "app.kubernetes.io/component": "gateway"},
+    {NAMESPACE_NAME: NAMESPACE},
+)
+INTERNET = Party("internet", ip="203.0.113.7")
+NODE_DNS = Party("dns on the node", ip="169.254.20.10")
+OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
+ANY = "*"  # everybody outside
+PORTS = (22, 53, 80, 443, 4317, 6379, 6443, 7000, 7001, 7002, 7003, 7004, 8000, 8080, 9090, 9101, 9102, 9103, 9999)
+
+REQUEST = {
+    (ANY, "gateway", 8000),
+    ("gateway", "tokenizer", 7001),
+    ("gateway", "detokenizer", 7002),
+    ("gateway", "worker", 7003),
+    ("gateway", "redis", 6379),
+    ("worker", "redis", 6379),
+}
+METRICS = {("prometheus", "tokenizer", 9101), ("prometheus", "detokenizer", 9102), ("prometheus", "worker", 9103)}
+# Of kube-system nobody but the DNS server, whose labels differ among distributions, listens on 53.
+NAME_SERVERS = ("dns", "another of kube-system", "dns on the node")
+
+
+def names(*sources: str) -> set[tuple[str, str, int]]:
+    return {(source, target, 53) for source in sources for target in NAME_SERVERS}
+
+
+NAMES = names("gateway", "worker", "test")
+HELM_TEST = {("test", "gateway", 8000)}
+DELETION_COST = {("worker", ANY, 443), ("worker", ANY, 6443)}
+WHOLE = REQUEST | METRICS | NAMES | HELM_TEST | DELETION_COST
+COLLECTOR = {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker")}
+
+CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
+    "as it is": ({}, WHOLE),
+    "two models": ({"models": [model("a"), model("b")]}, WHOLE),
+    "without tests": ({"tests": {"enabled": False}}, WHOLE - HELM_TEST - names("test")),
+    "with the control service": ({"auth": {"controlTokenSecret": "t"}}, WHOLE | {("gateway", "worker", 7004)}),
+    "gateways watch EndpointSlices": (
+        {"gateway": {"discovery": "k8s"}},
+        WHOLE | {("gateway", ANY, 443), ("gateway", ANY, 6443)},
+    ),
+    "no deletion cost": ({"worker": {"deletionCost": False}}, WHOLE - DELETION_COST),
+    "Redis elsewhere": (
+        {"redis": {"embedded": False, "externalUrlSecret": "r"}},
+        WHOLE - {("gateway", "redis", 6379), ("worker", "redis", 6379)} | {("gateway", ANY, 6379), ("worker", ANY, 6379)},
+    ),
+    "traced": (
+        {"tracing": {"otlpEndpoint": "otel.observability.svc:4317"}},
+        WHOLE | COLLECTOR | names("tokenizer", "detokenizer"),
+    ),
+    "named clients": (
+        {"networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "apps"}}}]}},
+        WHOLE - {(ANY, "gateway", 8000)} | {("client", "gateway", 8000), ("prometheus", "gateway", 8000)},
+    ),
+    "prometheus elsewhere": (
+        {"networkPolicy": {"monitoring": [{"podSelector": {"matchLabels": {"app": "other"}}}]}},
+        WHOLE - METRICS | {("neighbour", target, port) for _, target, port in METRICS},
+    ),
+    "prefetch": (
+        VARIANTS["prefetch"],
+        WHOLE | {("prefetch", ANY, 443)} | names("prefetch"),
+    ),
+}
+
+
+def graph(release: Release) -> set[tuple[str, str, int]]:
+    """Edges over TCP, of components: models share them. What goes to, or comes from, everybody outside is one edge."""
+    policies = list(release.kind("NetworkPolicy"))
+    inside = parties(release)
+    found = edges(policies, inside, OUTSIDE, {(port, "TCP") for port in PORTS})
+    named = {(component(each.source), component(each.target), each.port) for each in found}
+    outside = {each.name for each in OUTSIDE}
+    for source, target, port in sorted(named):
+        if source in outside and {(each, target, port) for each in outside} <= named:
+            named -= {(each, target, port) for each in outside}
+            named.add((ANY, target, port))
+        if target in outside and {(source, each, port) for each in outside} <= named:
+            named -= {(source, each, port) for each in outside}
+            named.add((source, ANY, port))
+    return named
+
+
+def component(name: str) -> str:
+    return name.partition("/")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_is_the_data_flow(case: str) -> None:
+    values, expected = CASES[case]
+    found = graph(render(values))
+    assert (sorted(found - expected), sorted(expected - found)) == ([], []), "(too much, too little)"
+
+
+def test_names_are_asked_over_udp_too_and_nothing_else_is() -> None:
+    release = render({})
+    found = edges(list(release.kind("NetworkPolicy")), parties(release), OUTSIDE, {(port, "UDP") for port in PORTS})
+    assert {(component(each.source), each.target, each.port) for each in found} == NAMES
+
+
+@pytest.mark.parametrize("name", [*ci_names(), *(name for name in VARIANTS if name != "open-network")])
+def test_every_pod_is_policed_both_ways(name: str) -> None:
+    release = rendered(name)
+    policies = list(release.kind("NetworkPolicy"))
+    for party in parties(release):
+        assert directions(policies, party) == {"Ingress", "Egress"}, party.name
+
+
+def test_hosts_of_one_worker_talk_to_each_other_and_to_no_other_workers() -> None:
+    values = merged(
+        VARIANTS["leader-worker-set"], {"models": [model("a"), model("b", worker={"kind": "Deployment", "hosts": 1})]}
+    )
+    release = render(values)
+    policies = list(release.kind("NetworkPolicy"))
+    by_name = {party.name: party for party in parties(release)}
+    leader, member, other = (by_name[name] for name in ("worker/aleaderTemplate", "worker-member/aworkerTemplate", "worker/b"))
+    assert passes(policies, leader, member, 29500, "TCP") and passes(policies, member, leader, 29500, "TCP")
+    assert not passes(policies, other, leader, 29500, "TCP") and not passes(policies, member, other, 29500, "TCP")
+    assert not passes(policies, by_name["gateway"], member, 7003, "TCP") and passes(
+        policies, by_name["gateway"], leader, 7003, "TCP"
+    )
+
+
+def test_no_policies_where_they_are_off() -> None:
+    assert not list(render(VARIANTS["open-network"]).kind("NetworkPolicy"))
+
+
+@pytest.mark.parametrize("name", ci_names())
+def test_whatever_a_service_is_told_to_reach_it_may_reach(name: str) -> None:
+    """The variables of the gateway and the workers name Services; the policies let those connections pass."""
+    release = render_ci(name)
+    found = graph(release)
+    for target, port in (("tokenizer", 7001), ("detokenizer", 7002), ("worker", 7003)):
+        told = release.get(
+            "ConfigMap", next(each.owner["metadata"]["name"] for each in pods(release) if each.component == "gateway")
+        )
+        assert told["data"][f"{ENV_PREFIX}{target.upper()}S"].endswith(f"-{target}.{NAMESPACE}.svc:{port}") or told["data"][
+            f"{ENV_PREFIX}{target.upper()}S"
+        ].endswith(f"-{target}.{NAMESPACE}:{port}")
+        assert ("gateway", target, port) in found
+
+
+POLICY: dict[str, Any] = {"spec": {"podSelector": {"matchLabels": {"a": "1"}}, "policyTypes": ["Ingress"]}}
+A = Party("a", {"a": "1"}, {NAMESPACE_NAME: NAMESPACE}, {"http": 80})
+EVALUATED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "nothing": ({}, set()),
+    "an empty rule lets everybody in": ({"ingress": [{}]}, {each.name for each in OUTSIDE}),
+    "a pod selector stays in its namespace": (
+        {"ingress": [{"from": [{"podSelector": {}}]}]},
+        {NEIGHBOUR.name, OTHER_RELEASE.name},
+    ),
+    "both selectors of one peer must hold": (
+        {"ingress": [{"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "chat"}}}]}]},
+        {CLIENT.name},
+    ),
+    "blocks are for addresses": ({"ingress": [{"from": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}]}, {INTERNET.name}),
+    "but for what is excepted": (
+        {"ingress": [{"from": [{"ipBlock": {"cidr": "203.0.113.0/24", "except": ["203.0.113.0/28"]}}]}]},
+        set(),
+    ),
+    "expressions": (
+        {"ingress": [{"from": [{"namespaceSelector": {"matchExpressions": [{"key": "name", "operator": "Exists"}]}}]}]},
+        {PROMETHEUS.name},
+    ),
+    "ports have names": (
+        {"ingress": [{"ports": [{"port": "http"}], "from": [{"podSelector": {"matchLabels": {"app": "other"}}}]}]},
+        {NEIGHBOUR.name},
+    ),
+    "another port": ({"ingress": [{"ports": [{"port": 81}]}]}, set()),
+    "a range of ports": ({"ingress": [{"ports": [{"port": 70, "endPort": 90}]}]}, {each.name for each in OUTSIDE}),
+    "another protocol": ({"ingress": [{"ports": [{"port": 80, "protocol": "UDP"}]}]}, set()),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_policies_are_evaluated_as_kubernetes_says(case: str) -> None:
+    rules, sources = EVALUATED[case]
+    policy = {"spec": {**POLICY["spec"], **rules}}
+    found = edges([policy], [A], OUTSIDE, {(80, "TCP")})
+    assert {each.source for each in found if each.target == "a"} - {"a"} == sources
+    assert {each for each in found if each.source == "a"} >= {Edge("a", each.name, 80) for each in OUTSIDE}, "it may go anywhere"

@@ -1,0 +1,129 @@
+"""The containers of the CPU demo started as processes with their exact commands and environment, probed as the kubelet would."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu.build import built_library
+from services.local.ports import HOST
+from tests.chart.kubelet import Machine, Running
+from tests.chart.pods import PodTemplate, pod, pods
+from tests.chart.release import Release, ci_names, render_ci
+
+COMPONENTS = ("redis", "tokenizer", "detokenizer", "worker", "gateway")
+SECRETS = {"llm-control": {"token": "secret"}, "llm-api-keys": {"api-keys": "key-of-a-test"}}
+ACCESS = {"auth": {"controlTokenSecret": "llm-control"}}
+START_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def release() -> Release:
+    return render_ci("cpu-demo" if "cpu-demo" in ci_names() else "defaults", ACCESS)
+
+
+@pytest.fixture(scope="module")
+def machine(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(release, tmp_path_factory.mktemp("pods"), SECRETS)
+
+
+@pytest.fixture(scope="module")
+def gateway_alone(machine: Machine) -> Iterator[Running]:
+    with started(machine, pod(machine.release, "gateway")) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def running(machine: Machine, gateway_alone: Running) -> Iterator[dict[str, Running]]:
+    built_library()  # an image has the kernels built
+    found = {"gateway": gateway_alone}
+    with contextlib.ExitStack() as stack:
+        for component in COMPONENTS[:-1]:
+            found[component] = stack.enter_context(started(machine, pod(machine.release, component)))
+        for each in found.values():
+            if "startupProbe" in each.container:
+                each.wait_for("startupProbe", START_S)
+            each.wait_for("readinessProbe", START_S)
+        yield found
+
+
+@contextlib.contextmanager
+def started(machine: Machine, each: PodTemplate) -> Iterator[Running]:
+    for container in each.spec.get("initContainers", []):
+        first = machine.start(each, container)
+        assert first.status_of_exit(START_S) == 0, first.text()
+    process = machine.start(each, each.container())
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def test_a_gateway_is_ready_while_nothing_else_runs(gateway_alone: Running) -> None:
+    gateway_alone.wait_for("startupProbe", START_S)
+    gateway_alone.wait_for("readinessProbe", 5)
+    assert gateway_alone.status("http", "/readiness") == 503
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_probes_pass(running: dict[str, Running], component: str) -> None:
+    container = running[component].container
+    for key in ("livenessProbe", "readinessProbe"):
+        assert running[component].passes(container[key]), f"{key}: {running[component].text()}"
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_every_port_that_is_declared_listens(running: dict[str, Running], component: str) -> None:
+    each = running[component]
+    for name, port in each.pod.ports().items():
+        assert each.passes({"tcpSocket": {"port": port}}), f"{name} {port}: {each.text()}"
+
+
+@pytest.mark.parametrize("component", COMPONENTS[1:])
+def test_metrics_are_where_a_monitor_looks(running: dict[str, Running], component: str) -> None:
+    assert running[component].status("http" if component == "gateway" else "metrics", "/metrics") == 200
+
+
+def test_the_tests_of_the_chart_pass(machine: Machine, running: dict[str, Running]) -> None:
+    """What `helm test` runs, against this system. The gateway has found its peers by then."""
+    running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
+    tests = [each for each in pods(machine.release) if "helm.sh/hook" in each.owner["metadata"].get("annotations", {})]
+    tests = [each for each in tests if each.owner["kind"] == "Pod"]
+    assert tests
+    for each in tests:
+        for container in each.spec["containers"]:
+            test = machine.start(each, container)
+            assert test.status_of_exit(START_S) == 0, f"{each.role}: {test.text()}"
+
+
+class Broken(BaseHTTPRequestHandler):
+    """A gateway that has no answer."""
+
+    def do_POST(self) -> None:
+        self.send_error(500)
+
+
+def test_a_test_of_the_chart_fails_where_there_is_no_answer(release: Release, tmp_path: Path) -> None:
+    elsewhere = Machine(release, tmp_path, SECRETS)
+    chat = next(each for each in pods(release) if each.owner["metadata"]["name"].endswith("-test-chat"))
+    with HTTPServer((HOST, elsewhere.ports["gateway", 8000]), Broken) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            test = elsewhere.start(chat, chat.container())
+            assert test.status_of_exit(START_S) == 1, test.text()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("component", ["gateway", "worker", "detokenizer", "tokenizer", "redis"])
+def test_pods_end_cleanly_within_their_grace_period(running: dict[str, Running], component: str) -> None:
+    each = running[component]
+    assert each.stop(each.pod.spec["terminationGracePeriodSeconds"]) == 0, each.text()
+    assert "Traceback" not in each.text()

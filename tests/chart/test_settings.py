@@ -1,0 +1,122 @@
+"""Every variable that the chart gives to a service is a setting of it, with a value that it takes, and the ports agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.detokenizer.settings import DetokenizerSettings
+from services.gateway.settings import GatewaySettings
+from services.shared.settings import ENV_PREFIX, ServiceSettings, load
+from services.tokenizer.settings import TokenizerSettings
+from services.worker.settings import WorkerSettings
+from tests.chart.kubelet import environment
+from tests.chart.pods import PodTemplate, pod, pods
+from tests.chart.release import Release, merged, render
+from tests.chart.variants import ALL, VARIANTS, model, rendered
+
+SERVICES: dict[str, type[ServiceSettings]] = {
+    "gateway": GatewaySettings,
+    "tokenizer": TokenizerSettings,
+    "detokenizer": DetokenizerSettings,
+    "worker": WorkerSettings,
+}
+PORTS = ("port", "health_port", "metrics_port", "control_port", "admin_port")
+HOSTS = {"port": "host", "health_port": "host", "metrics_port": "metrics_host", "control_port": "control_host"}
+# Variables of other programs that a service runs, and those that the values files themselves give.
+FOREIGN = {
+    "HOME",
+    "TMPDIR",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "XDG_CACHE_HOME",
+    "GRPC_VERBOSITY",
+}
+
+
+class AnySecret(dict[str, dict[str, str]]):
+    def __missing__(self, name: str) -> dict[str, str]:
+        return {"url": "redis://:pass@redis.example.com:6379/0", "token": "t", "api-keys": "one,two"}
+
+
+def variables(release: Release, each: PodTemplate) -> dict[str, str]:
+    return environment(release, each, each.container(), AnySecret())
+
+
+def settings_of(release: Release, each: PodTemplate, monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
+    """As the service itself would read them."""
+    found = variables(release, each)
+    if found.get("ROOTSTOCK_EXECUTOR") == "cuda" and "cuda" not in str(WorkerSettings.model_fields["executor"].annotation):
+        found["ROOTSTOCK_EXECUTOR"] = "cpu"  # the rest of a GPU worker's settings are checked all the same
+    with monkeypatch.context() as patch:
+        for name, value in found.items():
+            patch.setenv(name, value)
+        return load(SERVICES[each.component], each.component, [])
+
+
+def service_pods(release: Release) -> list[PodTemplate]:
+    return [each for each in pods(release) if each.component in SERVICES]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_variables_are_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = rendered(name)
+    assert {each.component for each in service_pods(release)} == set(SERVICES)
+    for each in service_pods(release):
+        known = {ENV_PREFIX + field.upper() for field in SERVICES[each.component].model_fields}
+        assert set(variables(release, each)) <= known | FOREIGN, each.role
+        loaded = settings_of(release, each, monkeypatch)
+        listening = {getattr(loaded, field) for field in PORTS if getattr(loaded, field, 0)}
+        assert listening == set(each.ports().values()), f"{each.role}: what it listens on and what it declares"
+        for field, host in HOSTS.items():
+            if getattr(loaded, field, 0):
+                assert getattr(loaded, host) == "0.0.0.0", f"{each.role}: {host}"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_commands_are_the_services_own(name: str) -> None:
+    release = rendered(name)
+    for each in service_pods(release):
+        container = each.container()
+        assert container["command"] == ["python", "-m", f"services.{each.component}"] and not container.get("args"), each.role
+        for variable in container.get("env", []):
+            assert "TOKEN" not in variable["name"] or "value" not in variable, f"{each.role}: a secret in the clear"
+
+
+def test_numbers_keep_their_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helm's numbers are floats, which print as 3.3554432e+07."""
+    release = render(VARIANTS["tuned"])
+    gateway, worker = pod(release, "gateway"), pod(release, "worker")
+    assert variables(release, gateway)["ROOTSTOCK_MAX_BODY_BYTES"] == "33554432"
+    assert variables(release, gateway)["ROOTSTOCK_MAX_SPECULATIVE_BLOCKS"] == "1000000"
+    assert variables(release, worker)["ROOTSTOCK_MAX_TOTAL_TOKENS"] == "2000000"
+    loaded = settings_of(release, worker, monkeypatch)
+    assert isinstance(loaded, WorkerSettings)
+    assert (loaded.mem_fraction_static, loaded.enable_mixed_chunk) == (0.85, True)
+
+
+def test_everybody_means_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = render(VARIANTS["two-models"])
+    served = {
+        (each.component, getattr(settings_of(release, each, monkeypatch), "served_model_name", ""))
+        for each in service_pods(release)
+    }
+    names = {"small", "Org/Large.v2"}
+    assert served == {(component, name) for component in SERVICES if component != "gateway" for name in names} | {("gateway", "")}
+    gateway = settings_of(release, pod(release, "gateway"), monkeypatch)
+    assert isinstance(gateway, GatewaySettings) and set(gateway.models) == names
+
+
+def test_a_models_settings_override_the_workers() -> None:
+    over = {"worker": {"settings": {"page_size": 16, "max_running_requests": 8}}}
+    large = model("large", worker={"settings": {"page_size": 32}})
+    release = render(merged(over, {"models": [model("small"), large]}))
+    found = {each.model: variables(release, each) for each in pods(release) if each.component == "worker"}
+    assert {name: each["ROOTSTOCK_PAGE_SIZE"] for name, each in found.items()} == {"small": "16", "large": "32"}
+    assert {each["ROOTSTOCK_MAX_RUNNING_REQUESTS"] for each in found.values()} == {"8"}
+
+
+def test_the_drain_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = render({"drainSeconds": 33})
+    assert {settings_of(release, each, monkeypatch).grace_s for each in service_pods(release)} == {33.0}

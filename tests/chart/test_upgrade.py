@@ -1,0 +1,103 @@
+"""`helm upgrade` works: from the version before, to the version after, and with any value changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.immutable import current, differences, fixed_fields, golden, replaced_at_upgrade
+from tests.chart.pods import MODEL
+from tests.chart.release import CHART, Release, ci_names, ci_values, merged, render, render_ci, title
+from tests.chart.variants import ALL, VARIANTS, model, values_of
+
+# Changes that users make to a running release. Those of storage classes and of a worker's kind are others: they make new objects.
+CHANGES: dict[str, dict[str, Any]] = {
+    "image tag": {"image": {"tag": "9.9.9"}},
+    "registry": {"image": {"registry": "mirror.example.com"}},
+    "replicas": {"gateway": {"replicas": 5}, "worker": {"replicas": 4}},
+    "settings": {"worker": {"settings": {"max_running_requests": 7}}, "gateway": {"settings": {"retry_after_s": 3}}},
+    "drain": {"drainSeconds": 300},
+    "labels": {"worker": {"podLabels": {"team": "a"}}, "gateway": {"podLabels": {"team": "a"}}},
+    "resources": {"worker": {"resources": {"requests": {"cpu": "9"}}}},
+    "log level": {"logLevel": "warning"},
+    "discovery": {"gateway": {"discovery": "k8s"}},
+    "monitoring": VARIANTS["monitoring"],
+    "access": VARIANTS["access"],
+    "pool": VARIANTS["pool"],
+}
+STARTS = ("defaults", "stateful-set", "prefetch", "leader-worker-set", "two-models")
+
+
+def release_of(name: str, over: dict[str, Any] | None = None, chart: Path = CHART) -> Release:
+    values = values_of(name)
+    return render(merged(values, over or {}), chart=chart, upgrade=over is not None)
+
+
+@pytest.fixture(scope="module")
+def next_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This chart, but for its version and its images'."""
+    copy = tmp_path_factory.mktemp("charts") / "rootstock"
+    shutil.copytree(CHART, copy)
+    about = yaml.safe_load((copy / "Chart.yaml").read_text())
+    (copy / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "99.0.0", "appVersion": "99.0.0"}))
+    return copy
+
+
+def test_nothing_that_an_earlier_version_fixed_has_changed() -> None:
+    """If this fails, users of the version before cannot upgrade: give the object a new name instead, and say so in the docs."""
+    assert differences(golden(), current()) == []
+
+
+def test_every_object_is_written_down() -> None:
+    """python -m tests.chart.immutable adds what is new."""
+    old, new = golden(), current()
+    assert {name: missing for name in new if (missing := sorted(set(new[name]) - set(old.get(name, {}))))} == {}
+
+
+def test_a_changed_selector_would_be_seen() -> None:
+    new = current()
+    new["defaults"]["Deployment/llm-rootstock-gateway"] = {"spec.selector": {"matchLabels": {"app": "other"}}}
+    assert len(differences(golden(), new)) == 1
+
+
+def conflicts(before: Release, after: Release) -> list[str]:
+    return differences({"": fixed_fields(before)}, {"": fixed_fields(after)})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_next_version_can_follow(name: str, next_version: Path) -> None:
+    before, after = release_of(name), release_of(name, {}, next_version)
+    assert conflicts(before, after) == []
+    gone = {title(each) for each in before.objects if each["kind"] != "Job"} - {title(each) for each in after.objects}
+    assert not gone
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_value_changes_nothing_that_is_fixed(start: str, change: str) -> None:
+    assert conflicts(release_of(start), release_of(start, CHANGES[change])) == []
+
+
+def test_one_more_model_leaves_the_others_running() -> None:
+    before, after = render({"models": [model("a")]}), render({"models": [model("new"), model("a")]})
+    kept = [each for each in before.objects if each["metadata"]["labels"].get(MODEL) == "a"]
+    assert {each["kind"] for each in kept} >= {"Deployment", "ConfigMap", "PodDisruptionBudget"}
+    for each in kept:
+        assert after.get(each["kind"], each["metadata"]["name"]) == each, title(each)
+
+
+def test_a_volume_keeps_what_it_holds() -> None:
+    claim = render(VARIANTS["shared-cache"]).get("PersistentVolumeClaim", "llm-rootstock-models")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_install_and_upgrade_render_the_same() -> None:
+    for name in ci_names():
+        first, second = render_ci(name), render(ci_values(name), upgrade=True)
+        assert [each for each in first.objects if not replaced_at_upgrade(each)] == [
+            each for each in second.objects if not replaced_at_upgrade(each)
+        ]

@@ -1,0 +1,244 @@
+"""Wrong values are refused before anything is installed, each with a sentence that says what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.release import CHART, merged, refusal, render, title
+from tests.chart.variants import ALL, KEDA, SHARED_CACHE, model, values_of
+
+Values = dict[str, Any]
+
+
+def worker(**over: Any) -> Values:
+    return {"worker": over}
+
+
+def gateway(**over: Any) -> Values:
+    return {"gateway": over}
+
+
+def cache(**over: Any) -> Values:
+    return {"modelCache": over}
+
+
+CACHED = [model(path="/models/demo")]
+
+# Name of the case → values, what the refusal says. A place in the values is written /as/a/path.
+SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
+    "unknown key": ({"gatewy": {}}, ("additional properties 'gatewy' not allowed",)),
+    "unknown key of a component": (gateway(replica=2), ("/gateway", "additional properties 'replica' not allowed")),
+    "unknown key of a model": ({"models": [model(replicas=2)]}, ("/models/0", "additional properties 'replicas' not allowed")),
+    "unknown setting": (
+        worker(settings={"page_sise": 16}),
+        ("/worker/settings", "additional properties 'page_sise' not allowed"),
+    ),
+    "unknown setting of one model": (
+        {"models": [model(worker={"settings": {"nope": 1}})]},
+        ("/models/0/worker/settings", "additional properties 'nope' not allowed"),
+    ),
+    "setting of another service": (
+        {"tokenizer": {"settings": {"page_size": 16}}},
+        ("/tokenizer/settings", "additional properties 'page_size' not allowed"),
+    ),
+    "setting of a wrong type": (worker(settings={"page_size": "16 tokens"}), ("/worker/settings/page_size", "want integer")),
+    "setting that is none of its values": (
+        worker(settings={"schedule_policy": "newest"}),
+        ("/worker/settings/schedule_policy", "value must be one of 'fcfs'"),
+    ),
+    "setting that the chart decides": (gateway(settings={"host": "127.0.0.1"}), ("/gateway/settings", "'host' not allowed")),
+    "port as a setting": (worker(settings={"port": 9000}), ("/worker/settings", "'port' not allowed")),
+    "secret as a setting": (gateway(settings={"api_keys": "secret"}), ("/gateway/settings", "'api_keys' not allowed")),
+    "text for a number": (gateway(replicas="two"), ("/gateway/replicas", "got string, want integer")),
+    "no replica": ({"tokenizer": {"replicas": 0}}, ("/tokenizer/replicas", "minimum: got 0, want 1")),
+    "negative drain": ({"drainSeconds": -1}, ("/drainSeconds", "minimum: got -1, want 1")),
+    "drain in words": ({"drainSeconds": "2m"}, ("/drainSeconds", "got string, want integer")),
+    "unknown level": ({"logLevel": "loud"}, ("/logLevel", "value must be one of 'debug', 'info', 'warning', 'error'")),
+    "unknown kind": (worker(kind="DaemonSet"), ("/worker/kind", "'Deployment', 'StatefulSet', 'LeaderWorkerSet'")),
+    "unknown engine": ({"autoscaling": {"engine": "vpa"}}, ("/autoscaling/engine", "value must be one of 'hpa', 'keda'")),
+    "unknown discovery": (gateway(discovery="consul"), ("/gateway/discovery", "'dns', 'k8s'")),
+    "unknown cache": (cache(type="nfs"), ("/modelCache/type", "'none', 'pvc', 'hostPath', 'image'")),
+    "unknown access mode": (cache(pvc={"accessMode": "RWX"}), ("/modelCache/pvc/accessMode", "'ReadWriteMany'")),
+    "no model": ({"models": []}, ("/models", "minItems: got 0, want 1")),
+    "model without a path": ({"models": [{"name": "a"}]}, ("/models/0", "missing property 'path'")),
+    "model without a name": ({"models": [{"path": "/a"}]}, ("/models/0", "missing property 'name'")),
+    "model's name with a comma": ({"models": [model("a,b")]}, ("/models/0/name", "does not match pattern")),
+    "relative path": ({"models": [model(path="models/demo")]}, ("/models/0/path", "does not match pattern")),
+    "negative GPUs": (worker(gpus=-1), ("/worker/gpus", "minimum")),
+    "no host": (worker(hosts=0), ("/worker/hosts", "minimum: got 0, want 1")),
+    "share above one": (worker(autoscaling={"runningShare": 1.5}), ("/worker/autoscaling/runningShare", "maximum")),
+    "sampling above one": ({"tracing": {"sampleRatio": 2}}, ("/tracing/sampleRatio", "maximum: got 2, want 1")),
+    "collector without a port": ({"tracing": {"otlpEndpoint": "collector"}}, ("/tracing/otlpEndpoint", "does not match pattern")),
+    "budget that lets nothing go": (gateway(pdb={"maxUnavailable": 0}), ("/gateway/pdb/maxUnavailable",)),
+    "memory in words": (
+        worker(resources={"limits": {"memory": "sixty-four gigs"}}),
+        ("/worker/resources/limits/memory", "does not match pattern"),
+    ),
+    "label that is none": (worker(podLabels={"team": "a b"}), ("/worker/podLabels/team", "does not match pattern")),
+    "number for a label": (worker(podLabels={"team": 1}), ("/worker/podLabels/team", "got number, want string")),
+    "port out of range": (gateway(service={"port": 70000}), ("/gateway/service/port", "maximum")),
+    "Prometheus without a scheme": ({"autoscaling": {"prometheusUrl": "prometheus:9090"}}, ("/autoscaling/prometheusUrl",)),
+    "interval without a unit": (
+        {"monitoring": {"serviceMonitor": {"interval": "15"}}},
+        ("/monitoring/serviceMonitor/interval", "does not match pattern"),
+    ),
+    "scale-to-zero of a front service": (
+        gateway(autoscaling={"enabled": True, "minReplicas": 0}),
+        ("/gateway/autoscaling/minReplicas", "minimum: got 0, want 1"),
+    ),
+    "name with a dot": ({"fullnameOverride": "acme.llm"}, ("/fullnameOverride", "does not match pattern")),
+    "name that begins with a digit": ({"fullnameOverride": "8-ball"}, ("/fullnameOverride", "does not match pattern")),
+    "secret itself, not its name": ({"auth": {"apiKeysSecret": "sk-KEY one"}}, ("/auth/apiKeysSecret", "does not match pattern")),
+}
+
+SENTENCES: dict[str, tuple[Values, str]] = {
+    "two models with one name": (
+        {"models": [model("a"), model("a")]},
+        'models: two entries have the name "a". Names must differ: clients choose a model by its name.',
+    ),
+    "two models whose objects would have one name": (
+        {"models": [model("Org/a"), model("org-a")]},
+        'models: the names "Org/a" and "org-a" both become "org-a" in the names of objects. Rename one of them.',
+    ),
+    "hosts without a LeaderWorkerSet": (worker(hosts=2), "needs worker.kind LeaderWorkerSet; it is Deployment. Change kind"),
+    "disk of a Deployment": (worker(cacheSize="10Gi"), "which only worker.kind StatefulSet has; it is Deployment."),
+    "disk without a source": (
+        worker(kind="StatefulSet", cacheSize="10Gi"),
+        "worker.cacheSize needs something to copy from. Set modelCache.type and put the model's path below /models",
+    ),
+    "setting as a variable": (
+        worker(extraEnv=[{"name": "ROOTSTOCK_PAGE_SIZE", "value": "32"}]),
+        "extraEnv sets ROOTSTOCK_PAGE_SIZE. Settings of the services belong under `settings` (page_size)",
+    ),
+    "variable of the chart": (
+        gateway(extraEnv=[{"name": "HOME", "value": "/root"}]),
+        "extraEnv sets HOME, which the chart points",
+    ),
+    "requests wait longer than they live": (
+        gateway(queueTimeoutSeconds=600),
+        "gateway.queueTimeoutSeconds (600) must be less than gateway.settings.request_timeout_s (600)",
+    ),
+    "weights of no keys": ({"auth": {"keyWeights": [1, 2]}}, "auth.keyWeights are shares of API keys, and there are none."),
+    "operators' API without control": (
+        gateway(settings={"admin_port": 9000}),
+        "Set auth.controlTokenSecret, or remove admin_port.",
+    ),
+    "zero workers under an HPA": (
+        worker(autoscaling={"enabled": True, "minReplicas": 0}),
+        "minReplicas 0 needs autoscaling.engine keda; a HorizontalPodAutoscaler cannot scale from zero.",
+    ),
+    "cold start longer than requests wait": (
+        merged(KEDA, gateway(queueTimeoutSeconds=60)),
+        "180 s, but gateway.queueTimeoutSeconds is 60. Raise queueTimeoutSeconds above coldStartSeconds",
+    ),
+    "zero workers and no queue": (
+        merged(KEDA, gateway(settings={"max_waiting_requests": 0})),
+        "gateway.settings.max_waiting_requests is 0. Raise it, or set minReplicas to 1.",
+    ),
+    "adapter and KEDA": (
+        {"autoscaling": {"engine": "keda", "adapterRules": True}},
+        "two autoscalers must not drive the same workers. Set adapterRules to false, or engine to hpa.",
+    ),
+    "least above most": (
+        worker(autoscaling={"enabled": True, "minReplicas": 9}),
+        "worker of model demo: autoscaling.minReplicas (9) is above maxReplicas (4).",
+    ),
+    "least above most of a gateway": (
+        gateway(autoscaling={"enabled": True, "minReplicas": 9}),
+        "gateway: autoscaling.minReplicas (9)",
+    ),
+    "share of nothing": (
+        {"tokenizer": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}},
+        "targetCPUPercent is a share of resources.requests.cpu, which is not set.",
+    ),
+    "folder without a name": (cache(type="hostPath"), "modelCache.type hostPath needs modelCache.hostPath"),
+    "image without a name": (cache(type="image"), "modelCache.type image needs modelCache.image.reference"),
+    "download to nowhere": (
+        cache(prefetch={"enabled": True}),
+        "modelCache.type is none. Set type to pvc, or prefetch.enabled to false.",
+    ),
+    "download of nothing": (
+        merged(SHARED_CACHE, cache(prefetch={"enabled": True})),
+        "no entry of models has a source to download. Set models[].source to a hub id",
+    ),
+    "download outside the volume": (
+        merged(SHARED_CACHE, {**cache(prefetch={"enabled": True}), "models": [model(source="org/a")]}),
+        "which is not below modelCache.mountPath (/models). Change the path.",
+    ),
+    "volume of one node for several replicas": (
+        merged(SHARED_CACHE, {**cache(pvc={"accessMode": "ReadWriteOnce"}), "models": CACHED}),
+        "ReadWriteOnce is a volume of one node, but tokenizer has several replicas. Set accessMode to ReadWriteMany",
+    ),
+    "volume that nobody fills": (
+        merged(SHARED_CACHE, cache(pvc={"accessMode": "ReadOnlyMany"})),
+        "modelCache.pvc.accessMode ReadOnlyMany: nothing could write the models.",
+    ),
+    "no Redis": ({"redis": {"embedded": False}}, "Name a Secret whose key `url` holds redis://…, or set embedded to true."),
+    "two Redises": (
+        {"redis": {"externalUrlSecret": "r"}},
+        "which Redis is meant? Set embedded to false, or remove externalUrlSecret.",
+    ),
+    "ingress of no host": (
+        {"ingress": {"enabled": True}},
+        "ingress.hosts is empty. Add an entry like {host: llm.example.com, path: /}",
+    ),
+    "route from no gateway": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty. Add the Gateway"),
+    "rights for everybody": (
+        {"serviceAccount": {"create": False}},
+        "the namespace's default account would get the chart's rights. Name an account, or set create to true.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SCHEMA)
+def test_the_schema_refuses(case: str) -> None:
+    values, words = SCHEMA[case]
+    said = refusal(values)
+    assert said, "these values are taken"
+    for word in words:
+        assert word in said, said
+
+
+@pytest.mark.parametrize("case", SENTENCES)
+def test_the_templates_refuse(case: str) -> None:
+    values, sentence = SENTENCES[case]
+    assert sentence in refusal(values)
+
+
+def test_there_is_a_case_for_every_sentence() -> None:
+    """Of templates/_validate.tpl: a new check needs a case here."""
+    checks = (CHART / "templates" / "_validate.tpl").read_text().count("{{- fail ")
+    assert len(SENTENCES) == checks, "one check has two cases, that of the release's name is below"
+
+
+def test_a_release_whose_name_no_service_can_have_is_refused() -> None:
+    assert 'objects would be named "8-ball-rootstock", and a Service\'s name begins with a letter.' in refusal({}, "8-ball")
+    assert refusal({"fullnameOverride": "eight-ball"}, "8-ball") == ""
+
+
+def test_long_release_names_keep_objects_apart() -> None:
+    long = "a-release-whose-name-has-fifty-letters-or-a-few-mo"
+    names = [{title(each) for each in render({}, name=long + end).objects} for end in ("", "b")]
+    assert all(len(each.partition("/")[2]) <= 63 for each in names[0] | names[1])
+    assert not names[0] & names[1]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_right_values_are_taken(name: str) -> None:
+    assert refusal(values_of(name)) == ""
+
+
+def test_values_stay_readable() -> None:
+    """One block per component, with the same keys in the same order."""
+    text = (CHART / "values.yaml").read_text().splitlines()
+    assert len(text) < 300 and max(map(len, text)) <= 140
+
+
+def test_components_have_the_same_keys_in_the_same_order() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    shared = list(values["tokenizer"])
+    for component in ("gateway", "detokenizer", "worker"):
+        assert list(values[component])[: len(shared)] == shared, component

@@ -1,0 +1,119 @@
+"""Values that turn on what the ci files leave off: one entry for each way of installing that has objects of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.chart.release import Release, ci_names, ci_values, merged, render
+
+Values = dict[str, Any]
+
+
+def model(name: str = "demo", **over: Any) -> Values:
+    return {"name": name, "path": "/app/models/demo", **over}
+
+
+SHARED_CACHE: Values = {
+    "modelCache": {"type": "pvc", "pvc": {"storageClass": "files", "accessMode": "ReadWriteMany", "size": "50Gi"}}
+}
+FRONT_SCALED: Values = {"autoscaling": {"enabled": True}}
+MONITORING: Values = {
+    "monitoring": {
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "rules": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboards": {"enabled": True},
+    },
+    "autoscaling": {"adapterRules": True},
+}
+ACCESS: Values = {
+    "auth": {"apiKeysSecret": "llm-api-keys", "controlTokenSecret": "llm-control"},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "hosts": [{"host": "llm.example.com", "path": "/"}],
+        "tls": [{"secretName": "llm-tls", "hosts": ["llm.example.com"]}],
+    },
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway", "namespace": "infra"}], "hostnames": ["llm.example.com"]},
+}
+TUNED: Values = {
+    "logLevel": "debug",
+    "tracing": {"otlpEndpoint": "otel.observability.svc:4317", "sampleRatio": 0.1},
+    "gateway": {
+        "settings": {"max_body_bytes": 33554432, "max_speculative_blocks": 1000000, "routing_policy": "round_robin"},
+        "extraEnv": [{"name": "GRPC_VERBOSITY", "value": "ERROR"}],
+        "podLabels": {"team": "ml"},
+        "podAnnotations": {"example.com/note": "yes"},
+        "nodeSelector": {"pool": "cpu"},
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "priorityClassName": "high",
+    },
+    "worker": {"settings": {"max_total_tokens": 2000000, "mem_fraction_static": 0.85, "enable_mixed_chunk": True}},
+}
+TWO_MODELS: Values = {"models": [model("small"), model("Org/Large.v2", worker={"replicas": 3, "settings": {"page_size": 32}})]}
+HPA: Values = {
+    "worker": {"autoscaling": {"enabled": True, "minReplicas": 2, "maxReplicas": 6}},
+    "gateway": FRONT_SCALED,
+    "tokenizer": FRONT_SCALED,
+    "detokenizer": FRONT_SCALED,
+}
+KEDA: Values = merged(
+    HPA,
+    {
+        "autoscaling": {"engine": "keda", "prometheusUrl": "http://prometheus.monitoring.svc:9090"},
+        "worker": {"autoscaling": {"minReplicas": 0}},
+        "gateway": {"queueTimeoutSeconds": 300},
+    },
+)
+
+VARIANTS: dict[str, Values] = {
+    "two-models": TWO_MODELS,
+    "stateful-set": {"worker": {"kind": "StatefulSet", "replicas": 2}},
+    "local-disks": merged(
+        SHARED_CACHE,
+        {"worker": {"kind": "StatefulSet", "cacheSize": "20Gi", "replicas": 2}, "models": [model(path="/models/demo")]},
+    ),
+    "leader-worker-set": {"worker": {"kind": "LeaderWorkerSet", "hosts": 2, "gpus": 8, "runtimeClassName": "nvidia"}},
+    "shared-cache": merged(SHARED_CACHE, {"models": [model(path="/models/demo")]}),
+    "existing-claim": {
+        "modelCache": {"type": "pvc", "pvc": {"existingClaim": "weights"}},
+        "models": [model(path="/models/demo")],
+    },
+    "prefetch": merged(
+        SHARED_CACHE,
+        {
+            "modelCache": {"prefetch": {"enabled": True, "tokenSecret": "hub-token"}},
+            "models": [model("a", path="/models/a", source="org/a"), model("b", path="/models/b", source="org/b")],
+        },
+    ),
+    "host-path-cache": {"modelCache": {"type": "hostPath", "hostPath": "/srv/models"}, "models": [model(path="/models/demo")]},
+    "image-volume": {
+        "modelCache": {"type": "image", "image": {"reference": "registry.example.com/models/demo:1"}},
+        "models": [model(path="/models/demo")],
+    },
+    "hpa": HPA,
+    "keda": KEDA,
+    "access": ACCESS,
+    "tuned": TUNED,
+    "discovery": {"gateway": {"discovery": "k8s"}},
+    "monitoring": MONITORING,
+    "redis-elsewhere": {"redis": {"embedded": False, "externalUrlSecret": "llm-redis"}},
+    "no-account": {"serviceAccount": {"create": False, "name": "existing"}},
+    "open-network": {"networkPolicy": {"enabled": False}},
+    "named": {"nameOverride": "inference", "fullnameOverride": "acme-llm", "image": {"registry": "registry.example.com/mirror"}},
+    "long-names": {
+        "models": [model("an-organisation-with-a-name/a-model-whose-name-is-longer-than-any-label-may-be-v2.5-instruct-awq")]
+    },
+    "pool": {"inferencePool": {"enabled": True}},
+    "everything": merged(merged(merged(merged(TWO_MODELS, HPA), MONITORING), ACCESS), TUNED),
+}
+ALL = [*ci_names(), *VARIANTS]
+assert len(set(ALL)) == len(ALL), "a variant has a ci file's name"
+
+
+def values_of(name: str) -> Values:
+    """name: one of ALL."""
+    return VARIANTS[name] if name in VARIANTS else ci_values(name)
+
+
+def rendered(name: str) -> Release:
+    return render(values_of(name))

@@ -1,0 +1,66 @@
+"""charts/rootstock/values.schema.json is what the settings classes say, and knows exactly the keys of values.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.local import chart_schema
+from services.local.reference import SERVICES
+
+CHART = Path(__file__).parents[2] / "charts" / "rootstock"
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+# Keys that values.yaml leaves to the reader: settings have pages of their own, the rest belongs to Helm or to Kubernetes.
+OPEN = {"global", "settings"}
+
+
+def test_the_file_is_up_to_date() -> None:
+    wanted = chart_schema.render()
+    assert (CHART / "values.schema.json").read_text() == wanted, (
+        "python -m services.local.chart_schema > charts/rootstock/values.schema.json"
+    )
+
+
+@pytest.mark.parametrize("service", chart_schema.DECIDED)
+def test_what_the_chart_decides_are_settings(service: str) -> None:
+    assert chart_schema.DECIDED[service] <= set(SERVICES[service].model_fields)
+
+
+def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    return found
+
+
+def _unequal(schema: dict[str, Any], value: Any, at: str) -> Iterator[str]:
+    """Keys that stand in one and not in the other."""
+    known = _resolved(schema)
+    if not isinstance(value, dict) or "properties" not in known or at.rpartition("/")[2] in OPEN:
+        return
+    properties = known["properties"]
+    yield from (f"{at}/{key}" for key in (properties.keys() ^ value.keys()) - OPEN)
+    for key in properties.keys() & value.keys():
+        yield from _unequal(properties[key], value[key], f"{at}/{key}")
+
+
+def test_values_and_schema_have_the_same_keys() -> None:
+    kubernetes_own = {"/networkPolicy/dns"}
+    assert sorted(path for path in _unequal(SCHEMA, VALUES, "") if path not in kubernetes_own) == []
+    assert list(_unequal(SCHEMA, {**VALUES, "gatway": {}}, "")) == ["/gatway"]
+
+
+def _open_objects(schema: Any, at: str) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if "properties" in schema and schema.get("type") == "object" and schema.get("additionalProperties") is not False:
+            yield at
+        for key, part in schema.items():
+            yield from _open_objects(part, f"{at}/{key}")
+
+
+def test_no_object_with_keys_takes_others() -> None:
+    assert list(_open_objects(SCHEMA, "")) == []

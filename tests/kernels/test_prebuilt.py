@@ -1,0 +1,85 @@
+"""Kernels that an image brings: the best for the CPU is chosen, nothing is compiled, and other sources' builds are not taken."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu import build
+from kernels.cpu.library import CpuKernels
+from kernels.cpu.variants import VARIANTS, buildable, cpu_features, runnable
+
+V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}
+V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "best"),
+    [
+        ("x86_64", V2, "x86-64-v2"),
+        ("x86_64", V3, "x86-64-v3"),
+        ("x86_64", V3 - {"fma"}, "x86-64-v2"),
+        ("x86_64", V4, "x86-64-v4"),
+        ("x86_64", V4 | {"avx512_bf16", "amx_tile"}, "x86-64-v4-bf16"),
+        ("x86_64", V3 | {"avx512_bf16"}, "x86-64-v3"),
+        ("aarch64", {"fp", "asimd"}, "armv8-a"),
+    ],
+)
+def test_the_best_that_a_cpu_can_run(machine: str, features: set[str], best: str) -> None:
+    assert runnable(machine, frozenset(features))[0].name == best
+
+
+def test_an_older_cpu_runs_none() -> None:
+    assert runnable("x86_64", frozenset({"sse2"})) == []
+
+
+@pytest.fixture(scope="module")
+def best_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (here := runnable(platform.machine(), cpu_features())) or not any(map(shutil.which, build.COMPILERS)):
+        pytest.skip("no compiler, or a CPU that no variant is for")
+    return build.prebuild(here[0], tmp_path_factory.mktemp("prebuilt"))
+
+
+@pytest.fixture
+def no_compiler(best_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(path: Path) -> Path:
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(build, "PREBUILT", best_build.parent)
+    monkeypatch.setattr(build, "_compile", none)
+    monkeypatch.setattr(build, "_cache_folders", lambda: [])
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_prebuilt_library_is_taken_and_computes(best_build: Path) -> None:
+    assert build.built_library() == best_build
+    x, out = torch.randn(3, 64), torch.empty(3, 64)
+    CpuKernels(best_build, 1).rms_norm(out, x, torch.ones(64), 1e-6)
+    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (64,), eps=1e-6))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_one_from_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "src"
+    shutil.copytree(build.SOURCES, sources)
+    with (sources / "draw.cpp").open("a") as file:
+        file.write("// changed\n")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    with pytest.raises(build.BuildFailed):
+        build.built_library()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_better_variant_that_is_missing_leaves_the_next_one(best_build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    better = VARIANTS[0].__class__("better", platform.machine(), ("-O3",), frozenset())
+    monkeypatch.setattr(build, "runnable", lambda machine, features: [better, *runnable(machine, features)])
+    assert build.built_library() == best_build
+
+
+def test_each_machine_ends_with_its_baseline() -> None:
+    assert buildable()[-1].name in ("x86-64-v2", "armv8-a")

@@ -1,0 +1,58 @@
+"""What a kubelet is told: a gateway takes requests though it has nobody to give them to, and none once it stops."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.local.ports import HOST, free_ports
+from tests.services.gateway.system import wait_until
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@contextmanager
+def gateway_alone(port: int, health_port: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "services.gateway", "--port", str(port), "--health-port", str(health_port)]
+    command += [f"--{peers}={HOST}:{free_ports(1)[0]}" for peers in ("workers", "tokenizers", "detokenizers")]
+    process = subprocess.Popen([*command, "--models", "sleeping", "--grace-s", "30"], stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def state(health_port: int, service: str) -> int:
+    with grpc.insecure_channel(f"{HOST}:{health_port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service)).status)
+        except grpc.RpcError:
+            return -1
+
+
+def test_ready_without_peers_and_not_while_it_stops() -> None:
+    port, health_port = free_ports(2)
+    with gateway_alone(port, health_port) as process:
+        wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
+        assert state(health_port, "") == SERVING
+        answer = httpx.get(f"http://{HOST}:{port}/readiness")
+        assert answer.status_code == 503
+        assert sorted(answer.json()["missing"]) == ["detokenizer", "tokenizer", "worker"]
+        with socket.create_connection((HOST, port)) as client:  # a request that waits holds the drain open
+            body = b'{"model":"sleeping","prompt":[1,2,3]}'
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            in_flight = "rootstock_gateway_requests_in_flight 1.0"
+            wait_until(lambda: in_flight in httpx.get(f"http://{HOST}:{port}/metrics").text, "the request")
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: state(health_port, "gateway") == NOT_SERVING, "the end of readiness")
+            assert state(health_port, "") == SERVING
