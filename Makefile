@@ -11,6 +11,9 @@ PY     := $(VENV)/bin/python
 ENV    := $(VENV)/.ready
 PROTOS := rootstock/.ready
 
+# Tests that fill the machine by themselves.
+CROWDED := tests/e2e/test_fleet_faults.py tests/e2e/test_fleet_scale.py
+
 .PHONY: help env run test check docs bench bench-compare sim nightly clean
 
 help:            ## this list
@@ -42,7 +45,8 @@ check: env       ## lint, types, core tests, contracts: before every commit
 
 test: env        ## everything that a CPU can run
 	$(PY) -m pytest tests --ignore tests/e2e --numprocesses 2 --dist loadfile
-	$(PY) -m pytest tests/e2e
+	$(PY) -m pytest $(CROWDED)
+	$(PY) -m pytest tests/e2e $(addprefix --ignore ,$(CROWDED)) --numprocesses 2 --dist loadfile
 
 nightly: env     ## the long property runs too
 	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m pytest tests
