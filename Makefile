@@ -12,7 +12,7 @@ ENV    := $(VENV)/.ready
 PROTOS := rootstock/.ready
 
 # Tests that fill the machine by themselves, or count seconds of it.
-CROWDED := tests/e2e/test_fleet_faults.py tests/e2e/test_fleet_scale.py tests/e2e/test_random_weights.py
+CROWDED := tests/e2e/test_fleet_faults.py tests/e2e/test_fleet_scale.py tests/e2e/test_fleet_soak.py tests/e2e/test_random_weights.py
 
 .PHONY: help env run test check docs bench bench-compare sim nightly clean
 

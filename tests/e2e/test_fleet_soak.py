@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from tests.e2e.fleet import Fleet
-from tests.e2e.fleet_cases import make_cases
+from tests.e2e.fleet_cases import Case, make_cases
 from tests.e2e.fleet_clients import Clients, check
 from tests.e2e.fleet_index import index_faults
 from tests.e2e.system import wait_until
@@ -69,6 +69,7 @@ def test_random_faults_leave_nothing_behind(fleet: Fleet) -> None:
         cases = make_cases(66, seed=8)
         expected = {e.case: e.answer for e in clients.ask(cases, concurrency=12) if e.answer is not None}
         assert len(expected) == len(set(cases))
+        alone(fleet, clients, cases)
         fleet.wait_quiet(5)
         files_before = {name: fleet.num_fds(name) for name in SURVIVORS}
         memory: dict[str, list[float]] = {name: [] for name in SURVIVORS}
@@ -91,6 +92,17 @@ def test_random_faults_leave_nothing_behind(fleet: Fleet) -> None:
         assert at_the_end < after_a_third * (1 + MAX_GROWTH), f"{name} grows: {samples[:: len(samples) // 20]}"
         assert files_after[name] <= files_before[name] + MAX_MORE_FILES, name
     wait_until(lambda: not index_faults(fleet), 15, f"the index to be right: {index_faults(fleet)}")
+
+
+def alone(fleet: Fleet, clients: Clients, cases: list[Case]) -> None:
+    """The survivors serve once without their twins: what that load takes is no growth later."""
+    twins = ("tokenizer-1", "detokenizer-1")
+    for name in twins:
+        fleet.kill(name)
+    clients.ask(cases, concurrency=24)
+    for name in twins:
+        fleet.start(name)
+    fleet.wait_ready(*twins)
 
 
 def soak(fleet: Fleet, rng: random.Random, memory: dict[str, list[float]]) -> None:
