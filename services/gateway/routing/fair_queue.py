@@ -161,8 +161,7 @@ class FairQueue(Generic[T]):
         account.waiting -= 1
         if not self._places:
             self._floor = max(self._floor, account.counter)
-            self._waiting_keys.clear()
-            account.listed = False
+            self._unlist_all()
 
     def _activate(self, account: _Account, key: str) -> None:
         if not account.waiting:
@@ -171,6 +170,12 @@ class FairQueue(Generic[T]):
         if not account.listed:
             account.listed = True
             heapq.heappush(self._waiting_keys, (account.counter, key))
+
+    def _unlist_all(self) -> None:
+        for _, key in self._waiting_keys:
+            if (account := self._accounts.get(key)) is not None:
+                account.listed = False
+        self._waiting_keys.clear()
 
     def _least_waiting(self) -> float:
         """The least counter of those that wait; where nobody does, that of who left last."""

@@ -259,6 +259,17 @@ def test_after_everybody_left_newcomers_begin_where_the_last_was() -> None:
     assert queue.counter("b") == queue.counter("a") == 500
 
 
+def test_who_was_there_before_everybody_left_is_looked_at_again() -> None:
+    first, second = Item("a", name="a1"), Item("b", name="b1")
+    queue = filled(first, second)
+    queue.remove(second)
+    queue.remove(first)
+    queue.push(Item("b", name="b2"), "b")
+    queue.charge("b", 500)
+    queue.push(Item("c", name="c1"), "c")
+    assert queue.counter("c") == queue.counter("b") == 500
+
+
 def test_counters_are_bounded_and_keep_who_owes_most() -> None:
     queue: FairQueue[Item] = FairQueue(100, max_keys=10)
     item = Item("waits")
@@ -326,7 +337,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(STEPS, max_size=60))
 def test_agrees_with_the_rules(steps: list[tuple[str, str, int, int]]) -> None:
     queue, naive = FairQueue[Item](1000), Naive()
