@@ -32,7 +32,7 @@ def main() -> int:
     config = settings.load(GatewaySettings, "rootstock-gateway")
     log.configure(SERVICE, config.log_level)
     logging.getLogger("uvicorn.error").setLevel("WARNING")
-    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"api_keys", "control_token"})))
+    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"api_keys", "control_token", "redis_url"})))
     try:
         uvloop.run(_serve(config))
     except http_server.CannotListen as error:

@@ -105,7 +105,7 @@ def _add_models(app: FastAPI, dispatcher: Dispatcher) -> None:
                 "owned_by": "rootstock",
                 "max_model_len": model.context_len,
             }
-            for model in dispatcher.models()
+            for model in dispatcher.catalog.models()
         ]
 
     @app.get(MODELS, tags=["OpenAI"], summary="Models that are served")

@@ -2,8 +2,9 @@
 writer of where a choice is.
 
 A choice is in exactly one place: its pool's queue (no worker has room), its pool's `moved` (its worker was lost, and none has
-room yet), one WorkerLink's `open`, or nowhere. A request that fails or ends is released from wherever it is; release is
-idempotent. A choice that moves takes its prompt and its output along: the next worker goes on where the last one was heard.
+room yet) or `parked` (its session's worker is not connected), one WorkerLink's `open` (two with a hedge), or nowhere. A request
+that fails or ends is released from wherever it is; release is idempotent. A choice that moves takes its prompt and its output
+along: the next worker goes on where the last one was heard.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway import hedging, sessions
 from services.gateway.detok_link import DetokPool
-from services.gateway.errors import ApiError, from_worker, internal, unavailable, unknown_model
+from services.gateway.errors import ApiError, from_worker, internal, unavailable
 from services.gateway.fleet import Fleet
-from services.gateway.generation import ModelInfo
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.model_catalog import ModelCatalog
 from services.gateway.model_pool import ModelPool
 from services.gateway.reconnect import StreamBroken
 from services.gateway.request_state import Choice, ClientRequest
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 MAX_CRASHES = 3  # workers that a choice may lose soon after they got it: one that kills its workers does not kill them all
 SHORT_LIFE_S = 10.0
 CROWDED_S = 1.0  # a worker tells its load as often
-LOOK_S = 0.5  # how often a request looks whether its model may still appear
 SESSION, RETRY, HEDGE = "session", "retry", "hedge"
 
 
@@ -51,77 +49,24 @@ class Dispatcher:
         self.fleet = Fleet(settings, self, metrics, self._ticked)
         self._settings = settings
         self._waiting = Waiting(settings, metrics, self._place)
+        self.catalog = ModelCatalog(settings, self.fleet, self._waiting)
         self._detoks = detoks
         self._handles = handles
         self._metrics = metrics
         self._changed = changed
-        self._strangers = 0  # requests that wait until their model is known
-        self._model_known = asyncio.Event()
         self.last_step_at: float | None = None  # of any worker, in the loop's time
         metrics.watch_connected("worker", self.connected)
         metrics.watch_queue(self.waiting_by_model)
 
-    @property
-    def queue_length(self) -> int:
-        return sum(pool.num_waiting for pool in self.fleet.pools.values()) + self._strangers
-
     def waiting_by_model(self) -> dict[str, int]:
         """What waits for a worker, by model; "" for requests whose model no worker has named yet."""
-        return {"": self._strangers, **{name: pool.num_waiting for name, pool in self.fleet.pools.items()}}
+        return {"": self.catalog.strangers, **{name: pool.num_waiting for name, pool in self.fleet.pools.items()}}
 
     def connected(self) -> int:
         return len(self.fleet.usable())
 
     async def run(self) -> None:
         await self.fleet.run()
-
-    @property
-    def model(self) -> ModelInfo | None:
-        """The one that is meant where none is named: the first of `models` that is known, else the first by name."""
-        known = self.fleet.pools
-        name = next((name for name in self._settings.models if name in known), min(known, default=""))
-        return known[name].model if name else None
-
-    def models(self) -> list[ModelInfo]:
-        return [pool.model for pool in self.fleet.pools.values()]
-
-    async def wait_for_model(self, name: str | None = None) -> ModelInfo:
-        """The model of this name, the default one for None. Waits for its first worker, if there may be such a model. Raises
-        ApiError."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.queue_timeout_s
-        while True:
-            found = self.model if name is None else self._known(name)
-            if found is not None:
-                return found
-            if loop.time() >= deadline:
-                raise self._waiting.no_worker()
-            expected = name is None or not self.fleet.pools or name in self._settings.models
-            if not expected and not self.fleet.may_grow:
-                raise unknown_model()
-            await self._wait_for_any_model(deadline if expected else loop.time() + LOOK_S)
-
-    def _known(self, name: str) -> ModelInfo | None:
-        pool = self.fleet.pools.get(name)
-        return None if pool is None else pool.model
-
-    async def _wait_for_any_model(self, until: float) -> None:
-        """Until a worker has connected, or that time. Raises ApiError if too many wait already."""
-        if self._strangers >= self._settings.max_waiting_requests:
-            raise self._waiting.full()
-        self._strangers += 1
-        try:
-            with suppress(TimeoutError):  # the caller looks at the time
-                async with asyncio.timeout_at(until):
-                    self._model_known.clear()
-                    await self._model_known.wait()
-        finally:
-            self._strangers -= 1
-
-    def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
-        """What block hashes of a prompt begin with; empty where nobody needs them."""
-        pool = self.fleet.pools.get(model.name)
-        return model.hash_root(cache_salt) if pool is not None and pool.wants_hashes else b""
 
     def start(self, request: ClientRequest) -> None:
         """Places every choice, or lets it wait. Raises ApiError if the queue is full."""
@@ -170,12 +115,6 @@ class Dispatcher:
         choice.finish(worker_pb2.Finish(reason=reason, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
         self._detoks.touch(choice.decoding)
 
-    def connected_workers(self, model: str | None = None) -> list[tuple[str, str]]:
-        """(worker id, address) of a model's workers; None: the default model's."""
-        name = model if model is not None else self.model.name if self.model is not None else ""
-        links = self.fleet.pools[name].links.values() if name in self.fleet.pools else ()
-        return [(link.info.worker_id, link.address) for link in links if link.info is not None]
-
     # Placing
 
     def _place(self, pool: ModelPool, choice: Choice) -> bool:
@@ -210,21 +149,21 @@ class Dispatcher:
         request, generation = choice.request, choice.generation
         now = request.clock()
         left_s = self._settings.request_timeout_s - (now - request.arrived)
-        fields: dict[str, Any] = {
-            "request_id": choice.request_id,
-            "prompt_ids": choice.prompt.ids,
-            "output_ids": tuple(choice.output_ids),
-            "sampling": choice.sampling,
-            "stream": generation.stream,
-            "cache_salt": generation.cache_salt,
-            "priority": generation.priority,
-            "timeout_ms": max(1, int(left_s * 1000)),
-            "routing_key": generation.routing_key,
-            "session": generation.session,
-        }
+        submit = worker_pb2.Submit(
+            handle=handle,
+            request_id=choice.request_id,
+            output_ids=choice.output_ids,
+            sampling=choice.sampling,
+            stream=generation.stream,
+            cache_salt=generation.cache_salt,
+            priority=generation.priority,
+            timeout_ms=max(1, int(left_s * 1000)),
+            routing_key=generation.routing_key,
+            session=generation.session,
+        )
         if choice.trace is not None:
-            choice.trace.submits(link, handle, fields, reason, predicted_tokens)
-        link.submit(choice, handle, fields)
+            submit.traceparent = choice.trace.submits(link, submit, len(choice.prompt.ids), reason, predicted_tokens)
+        link.submit(choice, submit)
         pool.picked(choice, link.row, now + self._settings.speculative_s)
         link.breaker.begin(now)
         pool.refresh(link, now)  # a probe is the only one
@@ -267,7 +206,7 @@ class Dispatcher:
         if pool is None:
             return
         self._waiting.wake_parked(pool)
-        self._model_known.set()
+        self.catalog.grown()
         self._changed()
         self._waiting.pump(pool)
 

@@ -106,11 +106,11 @@ class Fleet:
         )
         if pool is None:
             pool = self.pools[name] = self._new_pool(model)
-        others = [other.info.context_len for other in pool.links.values() if other.info is not None]
-        pool.model = replace(model, context_len=min([model.context_len, *others]))
+        pool.model = model
         if self.mirror is not None:
             self.mirror.watch_model(info.model)
         pool.join(link, asyncio.get_running_loop().time())
+        _agree(pool)
         return pool
 
     def _new_pool(self, model: ModelInfo) -> ModelPool:
@@ -159,6 +159,7 @@ class Fleet:
             return
         self._retire(link)  # what it will hold when it comes back, nobody here knows
         pool.leave(link)
+        _agree(pool)
 
     def unused(self, gone: WorkerLink) -> list[WorkerLink]:
         """Connected links that could not join while the worker that has gone, of another model, had the gateway's one name."""
@@ -212,3 +213,9 @@ class Fleet:
                 pool.refresh_all(now)
             self._close_retired()
             self._ticked()
+
+
+def _agree(pool: ModelPool) -> None:
+    """Any of its workers may get any of its requests: the shortest context counts."""
+    contexts = [link.info.context_len for link in pool.links.values() if link.info is not None]
+    pool.model = replace(pool.model, context_len=min(contexts, default=pool.model.context_len))

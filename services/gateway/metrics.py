@@ -94,6 +94,7 @@ class FleetCollector(Collector):
         yield self._gauge("index_lag_seconds", "Time since this copy had all that Redis had.", mirror.lag_s)
         for name, text, value in (
             ("index_events", "Batches of changes that were read.", mirror.counts.events),
+            ("index_bad_events", "Entries that were no batch of changes.", mirror.counts.bad_events),
             ("index_loads", "Times that all blocks of a worker were read.", mirror.counts.loads),
             ("index_gaps", "Of those, because batches had been missed.", mirror.counts.gaps),
         ):

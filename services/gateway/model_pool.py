@@ -106,7 +106,6 @@ class ModelPool:
         columns.usable[row] = link.endpoint_ready and not link.draining and leased and trusted
         load = link.load
         if load is not None:
-            columns.waiting[row] = load.num_waiting
             columns.loras[row] = frozenset(load.loras)
         columns.owner[row] = self._owner_of(link)
         if link.crowded_until <= now:

@@ -61,7 +61,7 @@ class Preparer:
         model = await self._generating_model(request.model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
-        call.hash_root = self._dispatcher.hash_root(model, generation.cache_salt)
+        call.hash_root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
         prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
         check_prompt_length(len(prompt.ids), model.context_len, "messages")
         return Plan(model, [Part(prompt, generation)])
@@ -70,7 +70,7 @@ class Preparer:
         request = parse_completion(parse_json(body), origin)
         model = await self._generating_model(request.model)
         generation = completion_generation(request, model.vocab_size)
-        root = self._dispatcher.hash_root(model, generation.cache_salt)
+        root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
         checked = await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", check_prompt_length, root)
         if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
             raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
@@ -87,7 +87,7 @@ class Preparer:
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = embedding_generation(request, model.embedding_size)
-        root = self._dispatcher.hash_root(model, generation.cache_salt)
+        root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
         checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", check_input_length, root)
         return Plan(model, [Part(prompt, generation) for prompt in checked])
 
@@ -98,7 +98,7 @@ class Preparer:
         return model
 
     async def _model(self, name: str) -> ModelInfo:
-        return await self._dispatcher.wait_for_model(name)
+        return await self._dispatcher.catalog.wait_for(name)
 
     async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:
         if prompt.text is not None:

@@ -106,8 +106,8 @@ class ChoiceTrace:
             self._queue.end()
             self._queue = None
 
-    def submits(self, link: WorkerLink, handle: int, fields: dict[str, Any], reason: str, predicted_tokens: int) -> None:
-        """fields: of the Submit, which is told its context."""
+    def submits(self, link: WorkerLink, submit: worker_pb2.Submit, prompt_tokens: int, reason: str, predicted_tokens: int) -> str:
+        """Returns the traceparent for the worker."""
         span = self._parent.client(
             "attempt",
             {
@@ -116,12 +116,12 @@ class ChoiceTrace:
                 "rootstock.worker": link.info.worker_id if link.info is not None else "",
                 "rootstock.routing.reason": reason,
                 "rootstock.routing.predicted_tokens": predicted_tokens,
-                "rootstock.prompt_tokens": len(fields["prompt_ids"]),
-                "rootstock.resumed_tokens": len(fields["output_ids"]),
+                "rootstock.prompt_tokens": prompt_tokens,
+                "rootstock.resumed_tokens": len(submit.output_ids),
             },
         )
-        fields["traceparent"] = span.traceparent
-        self._tries[handle] = span
+        self._tries[submit.handle] = span
+        return span.traceparent
 
     def finished(self, finish: worker_pb2.Finish) -> None:
         """By the worker's terminal output."""

@@ -58,7 +58,7 @@ def _check_lengths(prompts: Sequence[Sequence[Any]], inputs: Inputs, model: Mode
 
 
 async def _served(dispatcher: Dispatcher, name: str | None) -> ModelInfo:
-    return await dispatcher.wait_for_model(name)
+    return await dispatcher.catalog.wait_for(name)
 
 
 class GenerateCall:
@@ -81,7 +81,7 @@ class GenerateCall:
                 raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
             asked = asked_of(request, inputs, model.vocab_size)
             begins = _begins(request.session_params)
-            root = self._dispatcher.hash_root(model, request.extra_key or "")
+            root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
             prompts = await self._source.prompts(inputs, model, origin, check_prompt_length, root, begins)
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
@@ -121,7 +121,7 @@ class EncodeCall:
         with self._aborter.preparing(rids):
             model = await _served(self._dispatcher, request.model)
             _check_dimensions(request.dimensions, model)
-            root = self._dispatcher.hash_root(model, request.extra_key or "")
+            root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
             prompts = await self._source.prompts(inputs, model, origin, check_input_length, root)
         self._many = inputs.many
         generation = embedding_generation(common_of(request), request.dimensions, inputs.field)

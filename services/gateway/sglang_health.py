@@ -29,7 +29,7 @@ class GenerationProbe:
 
     async def failure(self) -> str:
         """Why no answer can be made; "" if one can."""
-        model, last = self._dispatcher.model, self._dispatcher.last_step_at
+        model, last = self._dispatcher.catalog.default, self._dispatcher.last_step_at
         if model is None or not self._dispatcher.connected():
             return "No worker is connected."
         if last is not None and asyncio.get_running_loop().time() - last < RECENT_S:

@@ -57,7 +57,7 @@ class NativeApi:
         self._dispatcher = generator.dispatcher
         self._source = PromptSource(tokenizer)
         self._aborter = Aborter(generator)
-        self._sessions = SessionCalls(generator.dispatcher.connected_workers, generator.settings.retry_after_s)
+        self._sessions = SessionCalls(generator.dispatcher.catalog.workers_of, generator.settings.retry_after_s)
         self._probe = GenerationProbe(generator.dispatcher, generator.metrics)
 
     def add_routes(self, app: FastAPI) -> None:
@@ -92,7 +92,7 @@ class NativeApi:
         @app.post(OPEN_SESSION, tags=_TAGS, summary="Open a session", openapi_extra=_body_of(OpenSessionRequest))
         async def open_session(request: Request) -> Response:
             given = await self._read(request, OpenSessionRequest)
-            model = await self._dispatcher.wait_for_model(given.model)
+            model = await self._dispatcher.catalog.wait_for(given.model)
             # A text of so many characters has about as many tokens at most.
             return _json(await self._sessions.open(model.name, given.session_id, given.capacity_of_str_len, given.timeout))
 
@@ -114,7 +114,7 @@ class NativeApi:
             app.get(path, tags=_TAGS, summary="The model that is served")(self._model_info)
 
     async def _model_info(self) -> Response:
-        model = await self._dispatcher.wait_for_model()
+        model = await self._dispatcher.catalog.wait_for()
         return _json(
             {
                 "model_path": model.name,

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -69,15 +68,15 @@ class WorkerLink:
         self._silence_s = silence_s
         self._heard = 0  # messages
         self._events = events
-        self._submits: dict[int, Mapping[str, Any]] = {}  # fields of Submit, by handle
+        self._submits: dict[int, worker_pb2.Submit] = {}  # without their prompts, which their choices have
         self._aborts: list[int] = []
         self._wake = asyncio.Event()
 
-    def submit(self, choice: Choice, handle: int, fields: Mapping[str, Any]) -> None:
-        """fields: of Submit, but for the handle. What they hold is copied once, into the message that goes out."""
-        self.open[handle] = choice
+    def submit(self, choice: Choice, submit: worker_pb2.Submit) -> None:
+        """submit: all but the prompt, which is copied once, into the message that goes out."""
+        self.open[submit.handle] = choice
         self.open_tokens += len(choice.prompt.ids) + len(choice.output_ids)
-        self._submits[handle] = fields
+        self._submits[submit.handle] = submit
         self._wake.set()
 
     def close(self, handle: int) -> Choice | None:
@@ -170,8 +169,9 @@ class WorkerLink:
         size = 0
         while self._submits and size < MESSAGE_BYTES:
             handle = next(iter(self._submits))
-            fields = self._submits.pop(handle)
-            submit = message.submits.add(handle=handle, **fields)
+            submit = message.submits.add()
+            submit.CopyFrom(self._submits.pop(handle))
+            submit.prompt_ids.extend(self.open[handle].prompt.ids)
             size += ID_BYTES * (len(submit.prompt_ids) + len(submit.output_ids)) + submit.sampling.ByteSize()
         return message
 

@@ -129,7 +129,7 @@ def _watchdog(settings: WorkerSettings, health: rpc.Health, life: WorkerLife) ->
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Until a signal. Liveness answers while the model loads; readiness follows."""
+    """Until a signal. Metrics answer from the start; health does once the model is loaded."""
     health = rpc.Health("worker")
     registry = _registry(settings)
     life = WorkerLife(served_name(settings.model, settings.served_model_name))

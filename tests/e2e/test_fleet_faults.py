@@ -28,6 +28,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield started
 
 
+pytestmark = pytest.mark.timeout(900)  # a rollout of everything on a slow machine
+
+
 @pytest.fixture
 def fleet(running: Fleet) -> Iterator[Fleet]:
     yield running

@@ -23,6 +23,7 @@ FAULT_S = 4.0  # from a fault to its repair
 SAMPLE_S = 1.0
 MAX_GROWTH = 0.05  # of resident memory after the first third
 MAX_MORE_FILES = 5
+pytestmark = pytest.mark.timeout(SOAK_S + 600)
 SURVIVORS = ("gateway-0", "tokenizer-0", "detokenizer-0", "worker-0")
 
 

@@ -112,7 +112,7 @@ def test_waiting_is_a_span_of_its_own(collector: Collector) -> None:
         system.call(system.workers[0].stop())
         wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the break")
         waiting = in_background(system, TRACED)
-        wait_until(lambda: system.gateway.dispatcher.queue_length == 1, "the wait")
+        wait_until(lambda: system.num_waiting == 1, "the wait")
         system.call(system.workers[0].start())
         waiting.join(15)
         (server,) = collector.wait_for(SERVER)

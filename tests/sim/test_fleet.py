@@ -133,11 +133,10 @@ def test_a_gateway_counts_its_own_requests_at_once_and_others_when_told() -> Non
     view.opened(rows[0], 100)
     view.grew(rows[0], 5)
     assert columns.requests[:2].tolist() == [1, 0] and columns.tokens[:2].tolist() == [105, 0]
-    idle = WorkerLoad(Counter(), 0, 0)
-    view.reported([WorkerLoad(Counter({0: 3, 1: 1}), 2, 1000), idle])
+    idle = WorkerLoad(Counter(), 0)
+    view.reported([WorkerLoad(Counter({0: 3, 1: 1}), 1000), idle])
     assert columns.requests[:2].tolist() == [4, 0], "its own one and three of the other gateway's"
     assert columns.tokens[:2].tolist() == [105 + 750, 0]
-    assert columns.waiting[:2].tolist() == [2, 0]
     view.ended(rows[0], 105)
     assert columns.requests[:2].tolist() == [3, 0] and columns.tokens[:2].tolist() == [750, 0]
 

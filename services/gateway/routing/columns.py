@@ -13,7 +13,7 @@ _FIRST_ROWS = 8
 class WorkerColumns:
     """Arrays of `capacity` rows; a row is meaningful while `used`. Rows keep their number while their worker is known.
 
-    usable: it may get new requests. requests: open on it, over all gateways. waiting: of those, without memory. tokens: prompt
+    usable: it may get new requests. requests: open on it, over all gateways. tokens: prompt
     and output tokens of what is open on it. limit: requests that it may have open before more wait at the gateway; running:
     of those, how many it can run at once. owner: its number in the PrefixIndex, -1 for none. last_pick: counts up over all
     picks. key: 64 random bits that stay the worker's own (of its id), for rendezvous hashing.
@@ -25,7 +25,6 @@ class WorkerColumns:
         self.used = np.zeros(0, np.bool_)
         self.usable = np.zeros(0, np.bool_)
         self.requests = np.zeros(0, np.int64)
-        self.waiting = np.zeros(0, np.int64)
         self.tokens = np.zeros(0, np.int64)
         self.limit = np.zeros(0, np.int64)
         self.running = np.zeros(0, np.int64)
@@ -44,7 +43,7 @@ class WorkerColumns:
             self._grow()
             return self.add(worker_id, key)
         row = int(free[0])
-        for name in ("usable", "requests", "waiting", "tokens", "limit", "running", "last_pick"):
+        for name in ("usable", "requests", "tokens", "limit", "running", "last_pick"):
             getattr(self, name)[row] = 0
         self.ids[row], self.loras[row] = worker_id, frozenset()
         self.used[row], self.owner[row], self.key[row] = True, -1, key
@@ -58,7 +57,7 @@ class WorkerColumns:
         more = max(_FIRST_ROWS, self.capacity)
         self.ids += [""] * more
         self.loras += [frozenset()] * more
-        for name in ("used", "usable", "requests", "waiting", "tokens", "limit", "running", "last_pick", "key"):
+        for name in ("used", "usable", "requests", "tokens", "limit", "running", "last_pick", "key"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self.owner = np.concatenate([self.owner, np.full(more, -1, np.int64)])

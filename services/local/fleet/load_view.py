@@ -11,7 +11,7 @@ from services.local.fleet.worker import WorkerLoad
 
 
 class LoadView:
-    """Writes requests, tokens and waiting of the columns. peer: the gateway's number at the workers."""
+    """Writes requests and tokens of the columns. peer: the gateway's number at the workers."""
 
     def __init__(self, columns: WorkerColumns, peer: int) -> None:
         self._columns, self._peer = columns, peer
@@ -41,4 +41,3 @@ class LoadView:
         columns = self._columns
         columns.requests[:count] = self._own_requests[:count] + others
         columns.tokens[:count] = self._own_tokens[:count] + used * others // np.maximum(opened, 1)
-        columns.waiting[:count] = [load.waiting for load in loads]

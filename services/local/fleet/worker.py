@@ -29,7 +29,6 @@ class WorkerLoad:
     """open_by_peer: requests without their terminal output, by gateway. used_tokens: KV that could not be freed."""
 
     open_by_peer: Counter[int]
-    waiting: int
     used_tokens: int
 
     @property
@@ -76,10 +75,10 @@ class FleetWorker:
 
     def load(self) -> WorkerLoad:
         if not self.alive:
-            return WorkerLoad(Counter(), 0, 0)
+            return WorkerLoad(Counter(), 0)
         stats = self._sim.core.stats()
         pages = stats.pages_leased + stats.pages_cached - stats.pages_evictable
-        return WorkerLoad(self._open.copy(), stats.num_waiting + len(self._inbox), pages * self._page_size)
+        return WorkerLoad(self._open.copy(), pages * self._page_size)
 
     def take_cache_events(self) -> CacheEvents | None:
         """What the prefix index is to be told since the last call."""

@@ -117,7 +117,7 @@ class System:
 
     @property
     def num_waiting(self) -> int:
-        return self.gateway.dispatcher.queue_length
+        return sum(self.gateway.dispatcher.waiting_by_model().values())
 
     def allow(self, steps: int | None) -> None:
         """On every worker."""

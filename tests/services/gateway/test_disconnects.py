@@ -16,7 +16,8 @@ def idle(system: System) -> bool:
     gateway = system.gateway
     if any(link.open for link in gateway.dispatcher.fleet.links.values()) or any(link.open for link in gateway.detoks.links):
         return False
-    return gateway.generator.idle and gateway.dispatcher.queue_length == 0
+    parked = any(pool.parked for pool in gateway.dispatcher.fleet.pools.values())
+    return gateway.generator.idle and not parked and system.num_waiting == 0
 
 
 def has_ended(system: System, phase: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .fakes import FakeWorker
+from .fakes import CONTEXT_LEN, FakeWorker
 from .system import RawClient, System, chat_body, wait_until
 from .test_dispatch_queue import status_of
 
@@ -107,3 +107,17 @@ def test_one_name_changes_its_model_when_the_old_ones_workers_are_gone() -> None
         system.call(system.workers[0].start())
         wait_until(lambda: system.links[0].info is not None, "its return")
         assert [answer_of(system, "ours") for _ in range(3)] == ["I am b"] * 3
+
+
+def test_the_shortest_context_counts_while_its_worker_is_there() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        workers[0].info.context_len = 100
+
+    with System(workers=2, configure=configure) as system:
+
+        def length() -> int:
+            return int(system.get("/v1/models").json()["data"][0]["max_model_len"])
+
+        assert length() == 100
+        system.call(system.workers[0].stop())
+        wait_until(lambda: length() == CONTEXT_LEN, "the other one's")

@@ -17,10 +17,10 @@ PROMPT = [150_000] * 40_000
 
 def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
     async def run() -> list[worker_pb2.GenerateRequest]:
-        choice: Any = SimpleNamespace(prompt=Prompt([], None), output_ids=[], trace=None)
+        choice: Any = SimpleNamespace(prompt=Prompt(PROMPT, None), output_ids=[], trace=None)
         link = WorkerLink("127.0.0.1:1", choice, 5.0, CircuitBreaker())
         for handle in range(700):
-            link.submit(choice, handle, {"prompt_ids": PROMPT})
+            link.submit(choice, worker_pb2.Submit(handle=handle))
         link.abort(3)
         messages = []
         while link._submits or link._aborts:
