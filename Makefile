@@ -5,6 +5,8 @@ PORT   ?= 8000
 MODEL  ?= models/demo
 WORKERS ?= 1
 URL    ?= http://127.0.0.1:$(PORT)
+PYTHON_GPU ?= python3
+OUT    ?= docs/gpu
 BENCH  ?= --workload random --num-requests 64 --concurrency 8 --input-len 128 --output-len 64
 
 PY     := $(VENV)/bin/python
@@ -14,7 +16,7 @@ PROTOS := rootstock/.ready
 # Tests that fill the machine by themselves, or count seconds of it.
 CROWDED := tests/e2e/test_fleet_faults.py tests/e2e/test_fleet_scale.py tests/e2e/test_fleet_soak.py tests/e2e/test_random_weights.py
 
-.PHONY: help env run test check docs bench bench-compare sim nightly clean
+.PHONY: help env run test check docs bench bench-compare gpu-check sim nightly clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -56,6 +58,10 @@ bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")
 
 bench-compare: env  ## against transformers.generate at Qwen3-0.6B's shape, same batch, same run
 	$(PY) -m tests.benchmarks.compare_transformers
+
+# The interpreter is the machine's own, with its torch: nothing is installed from a network.
+gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=dir, OUT=docs/gpu, PARTS="names", GPU_FLAGS=)
+	@$(PYTHON_GPU) -m tests.gpu.check --out '$(OUT)' --parts '$(PARTS)' $(if $(WHEELS),--wheels '$(WHEELS)') $(GPU_FLAGS)
 
 sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
 	$(PY) -m services.worker.sim $(TRACE) $(SIM)

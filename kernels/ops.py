@@ -115,6 +115,27 @@ class Kernels(Protocol):
         window: 0 for none, else only the last `window` positions, the token's own included.
         """
 
+    def write_kv(self, keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
+        """keys [T, G, D], values [T, G, E] -> the pools [P, G, S, D] and [P, G, S, E], at rows.locations and nowhere else."""
+
+    def general_attention(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        rows: RaggedRows,
+        scale: float,
+        window: int,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """paged_attention for more kinds: q [T, H, D], pools [P, G, S, D] and [P, G, S, E], out [T, H, E].
+
+        softcap: scores become softcap * tanh(score / softcap), 0 for none. sinks: [H], joins each softmax with no value of
+        its own.
+        """
+
     def argmax(self, logits: Tensor) -> Tensor:
         """float32[R, V] -> int64[R], lowest index on ties; a NaN counts as the maximum."""
 

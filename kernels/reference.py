@@ -1,4 +1,5 @@
-"""Every kernel in plain torch: what the others are measured against, and what runs where no compiler is. See kernels.ops."""
+"""Every kernel in plain torch: what the others are measured against, and what runs where no compiler is. See kernels.ops and
+kernels.step_ops."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ from torch import Tensor
 
 from kernels.ops import Draws, PackedLinear, RaggedRows
 from kernels.sampling import draw_token, support
+from kernels.sampling_twin import edit_logits as edit_logits
+from kernels.sampling_twin import measure_logprobs as measure_logprobs
+from kernels.sampling_twin import select_tokens as select_tokens
+from kernels.step_ops import TableUpdates
 
 MAX_SCORES = 1 << 24  # attention scores in memory at a time, 64 MiB of float32
 
@@ -32,7 +37,7 @@ def pack_gated(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 def gated_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-    both = torch.empty((len(x), weight.out_features), dtype=x.dtype)
+    both = x.new_empty((len(x), weight.out_features))
     linear(both, x, weight)
     silu_and_mul(out, both)
 
@@ -164,3 +169,71 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
         scaled = (logits[row] - logits[row].max()) / temperature  # the peak first: a tiny temperature must not overflow
         tokens.append(draw_token(scaled, support(scaled, top_k, top_p, min_p), uniform))
     return torch.tensor(tokens, dtype=torch.int64)
+
+
+def update_page_table(table: Tensor, updates: TableUpdates) -> None:
+    """Reads no value on the host. Writes by index alone: what is left out repeats what becomes of the table's first entry."""
+    width, steps = table.shape[1], min(table.shape[1], len(updates.pages))
+    if not len(updates.slots) * steps:
+        return
+    ahead = torch.arange(steps, device=table.device)
+    entries = updates.firsts.long()[:, None] + ahead
+    kept = (ahead < updates.counts[:, None]) & (updates.slots[:, None] >= 0) & (entries >= 0) & (entries < width)
+    pages = updates.pages[(updates.offsets.long()[:, None] + ahead).clamp(0, len(updates.pages) - 1)]
+    cells = torch.where(kept, updates.slots.long()[:, None] * width + entries, 0)
+    named = (kept & (cells == 0)).flatten()
+    first = torch.where(named.any(), pages.flatten().index_select(0, named.int().argmax().view(1)), table[0, 0])
+    table.view(-1)[cells.flatten()] = torch.where(kept, pages, first).flatten()
+
+
+def _scatter(out: Tensor, places: Tensor, kept: Tensor, values: Tensor) -> None:
+    """out[places] = values where kept, in place, without a look at how many are."""
+    longer = torch.cat((out, out.new_zeros(1)))
+    longer[torch.where(kept, places, len(out)).flatten()] = values.to(out.dtype).flatten()
+    out.copy_(longer[:-1])
+
+
+def resolve_tokens(
+    input_ids: Tensor,
+    rows: RaggedRows,
+    given: Tensor,
+    relay: Tensor,
+    unwritten: Tensor | None,
+    num_extend: int,
+    page_size: int,
+    vocab_size: int,
+    max_tokens: int,
+) -> None:
+    """Reads no value on the host. Makes tables of [R, max_tokens]."""
+    if not len(rows.slots) * max_tokens:
+        return
+    slots, width = rows.slots.long()[:, None], rows.page_table.shape[1]
+    ahead = torch.arange(max_tokens, device=input_ids.device)
+    exists, tokens = ahead < rows.num_tokens[:, None], rows.offsets.long()[:, None] + ahead
+    positions = rows.starts.long()[:, None] + ahead
+    logical = positions.div(page_size, rounding_mode="floor")
+    pages = rows.page_table[slots.clamp(min=0), logical.clamp(0, width - 1)].long()
+    reached = (slots >= 0) & (logical >= 0) & (logical < width) & (pages >= 0)
+    relays = torch.arange(len(rows.slots), device=input_ids.device)[:, None] >= num_extend
+    held = torch.where(slots >= 0, relay[slots.clamp(min=0)], 0)
+    own = given[tokens.clamp(0, len(given) - 1)].long() if len(given) else torch.zeros_like(tokens)
+    ids = torch.where(relays, held, own)
+    if unwritten is not None:
+        unwritten += (exists & relays & (ids < 0)).sum()
+    _scatter(input_ids, tokens, exists, ids.clamp(0, vocab_size - 1))
+    _scatter(rows.positions, tokens, exists, positions)
+    _scatter(rows.locations, tokens, exists, torch.where(reached, pages * page_size + positions % page_size, -1))
+
+
+def page_indices(out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:
+    """Reads no value on the host."""
+    if not len(out) or not len(rows.slots):
+        return
+    places, width = torch.arange(len(out), device=out.device), rows.page_table.shape[1]
+    owners = torch.searchsorted(indptr.long(), places, right=True) - 1
+    kept = (owners >= 0) & (owners < len(rows.slots))
+    row = owners.clamp(0, len(rows.slots) - 1)
+    entries, slots = places - indptr[row], rows.slots.long()[row]
+    pages = rows.page_table[slots.clamp(min=0), entries.clamp(0, width - 1)].clamp(min=0)
+    known = (slots >= 0) & (entries < width)
+    out.copy_(torch.where(kept, torch.where(known, pages, 0), out))

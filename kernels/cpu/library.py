@@ -162,6 +162,23 @@ class CpuKernels:
         sizes = (len(rows.slots), width, heads, kv_heads, head_dim, page_size, window)
         self._call("paged_attention", *places, *sizes, scale, _is_bfloat16(qkv))
 
+    def write_kv(self, keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
+        reference.write_kv(keys, values, rows, k_pool, v_pool)
+
+    def general_attention(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        rows: RaggedRows,
+        scale: float,
+        window: int,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        reference.general_attention(out, q, k_pool, v_pool, rows, scale, window, softcap, sinks)
+
     def argmax(self, logits: Tensor) -> Tensor:
         _contiguous(logits)
         if logits.dtype != torch.float32:

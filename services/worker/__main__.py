@@ -10,6 +10,7 @@ import logging
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
@@ -28,6 +29,7 @@ from services.worker.inbox import Inbox
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.index.publisher import IndexPublisher
 from services.worker.load import LoadReport, NoIndex
+from services.worker.load_metrics import LoadMetrics
 from services.worker.loop import Loop
 from services.worker.metrics import WorkerMetrics
 from services.worker.outbox import StreamOutbox
@@ -128,6 +130,17 @@ def _watchdog(settings: WorkerSettings, health: rpc.Health, life: WorkerLife) ->
     return Watchdog(settings.watchdog_timeout_s, on_hang, on_recover)
 
 
+def _on_lost(loop: asyncio.AbstractEventLoop, health: rpc.Health, life: WorkerLife) -> Callable[[str], None]:
+    """A device that does not answer comes back with a new process alone: liveness turns off for good."""
+
+    def on_lost(sentence: str) -> None:
+        logger.critical("%s", sentence)
+        life.hung()
+        _from_thread(loop, health, live=False)
+
+    return on_lost
+
+
 async def serve(settings: WorkerSettings) -> None:
     """Until a signal. Metrics answer from the start; health does once the model is loaded."""
     health = rpc.Health("worker")
@@ -135,10 +148,11 @@ async def serve(settings: WorkerSettings) -> None:
     life = WorkerLife(served_name(settings.model, settings.served_model_name))
     registry.register(life)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
-    engine = await asyncio.to_thread(build_engine, settings, inbox)
+    engine = await asyncio.to_thread(build_engine, settings, inbox, _on_lost(asyncio.get_running_loop(), health, life))
     info = _info(settings, engine, secrets.randbits(63))
     worker_metrics = WorkerMetrics(info.model, info.page_size, info.num_pages, info.max_running_requests)
     registry.register(worker_metrics)
+    registry.register(LoadMetrics(info.model, engine.info))
     publisher = _publisher(settings, info, registry)
     watchdog = _watchdog(settings, health, life)
     load_report = LoadReport(outbox, info.page_size, publisher or NoIndex(info.generation))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ from services.worker.text_rules import ModelText
 
 logger = logging.getLogger(__name__)
 
+OnLost = Callable[[str], None]
+CPU_FRACTION = 0.5  # of the free memory: others use the machine too
+GPU_FRACTION = 0.9  # of the device, which is the worker's alone
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -49,9 +54,10 @@ class Engine:
         self.executor.close()
 
 
-def build_engine(settings: WorkerSettings, inbox: Inbox) -> Engine:
-    """Loads the model. Raises ValueError with a sentence that says what is wrong with folder or settings."""
-    executor, info = _fake(settings) if settings.executor == "fake" else _cpu(settings)
+def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Engine:
+    """Loads the model. on_lost: told, once, when the device of the steps does not answer any more. Raises ValueError with a
+    sentence that says what is wrong with folder, settings or device."""
+    executor, info = EXECUTORS[settings.executor](settings, on_lost)
     tokenizer = load_tokenizer(settings.model)
     before_text = tokenizer.encode_batch([""], True)[0]
     config = replace(_scheduler_config(settings, info), bos_token_id=before_text[0] if len(before_text) == 1 else -1)
@@ -100,7 +106,11 @@ def _book(settings: WorkerSettings, info: ModelInfo, tokenizer: HfTokenizer, inb
     )
 
 
-def _cpu(settings: WorkerSettings) -> tuple[Executor, ModelInfo]:
+def _num_pages(settings: WorkerSettings) -> int | None:
+    return -(-settings.max_total_tokens // settings.page_size) or None
+
+
+def _cpu(settings: WorkerSettings, _: OnLost) -> tuple[Executor, ModelInfo]:
     from services.worker.exec.build import build_cpu_executor  # torch is imported only where it is wanted
 
     return build_cpu_executor(
@@ -108,15 +118,42 @@ def _cpu(settings: WorkerSettings) -> tuple[Executor, ModelInfo]:
         dtype=settings.dtype,
         page_size=settings.page_size,
         max_slots=settings.max_running_requests,
-        num_pages=-(-settings.max_total_tokens // settings.page_size) or None,
-        mem_fraction_static=settings.mem_fraction_static,
+        num_pages=_num_pages(settings),
+        mem_fraction_static=settings.mem_fraction_static or CPU_FRACTION,
         context_len=settings.context_len or None,
         num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
         progress=logger.info,
     )
 
 
-def _fake(settings: WorkerSettings) -> tuple[Executor, ModelInfo]:
+def _cuda(settings: WorkerSettings, on_lost: OnLost) -> tuple[Executor, ModelInfo]:
+    from services.worker.exec.device.build import build_device_executor  # as above
+    from services.worker.exec.device.options import DeviceOptions
+
+    options = DeviceOptions(
+        device=settings.device,
+        attention_backend=settings.attention_backend,
+        cuda_graphs=settings.cuda_graphs,
+        max_graph_rows=settings.cuda_graph_max_rows,
+        max_tokens=max(settings.max_prefill_tokens, settings.max_running_requests),
+        load_threads=settings.load_threads,
+    )
+    executor, info = build_device_executor(
+        model_path=settings.model,
+        dtype=settings.dtype,
+        page_size=settings.page_size,
+        max_slots=settings.max_running_requests,
+        num_pages=_num_pages(settings),
+        mem_fraction_static=settings.mem_fraction_static or GPU_FRACTION,
+        context_len=settings.context_len or None,
+        options=options,
+        progress=logger.info,
+    )
+    executor.on_lost = on_lost
+    return executor, info
+
+
+def _fake(settings: WorkerSettings, _: OnLost) -> tuple[Executor, ModelInfo]:
     """The model folder's config and tokenizer, and no weights."""
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
     eos = config.get("eos_token_id")
@@ -139,3 +176,6 @@ def _fake(settings: WorkerSettings) -> tuple[Executor, ModelInfo]:
         info.num_pages, info.page_size, settings.max_running_requests, pages_per_request, info.vocab_size, time_model=time_model
     )
     return executor, info
+
+
+EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost], tuple[Executor, ModelInfo]]] = {"cpu": _cpu, "cuda": _cuda, "fake": _fake}

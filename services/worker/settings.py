@@ -29,14 +29,27 @@ class WorkerSettings(ServiceSettings):
     redis_url: str = Field("", description="Redis that holds the prefix index, e.g. redis://127.0.0.1:6379/0; empty: none.")
     pod_name: str = Field("", description="This worker's pod, whose deletion cost follows its load; empty: none.")
     pod_namespace: str = Field("", description="That pod's namespace.")
-    executor: Literal["cpu", "fake"] = Field("cpu", description="What runs the steps; `fake` needs no model weights.")
+    executor: Literal["cpu", "cuda", "fake"] = Field("cpu", description="What runs the steps; `fake` needs no model weights.")
+    device: str = Field("cuda:0", description="The GPU of executor cuda, as torch names it.")
+    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = Field(
+        "auto", description="Attention on a GPU; auto: flashinfer where it is installed and can, else triton."
+    )
+    cuda_graphs: bool = Field(True, description="Capture decode steps as CUDA graphs at start.")
+    cuda_graph_max_rows: int = Field(256, ge=1, le=4096, description="Rows of the largest captured step.")
+    load_threads: int = Field(8, ge=1, le=64, description="Threads that read weights to a GPU.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Of weights and KV; auto: the checkpoint's."
     )
     num_threads: int = Field(0, ge=0, description="Compute threads; 0: one per core that this process may use.")
     context_len: int = Field(0, ge=0, description="Tokens of prompt and output together; 0: what the model's config says.")
     page_size: int = Field(16, ge=1, le=256, description="Tokens per page of KV.")
-    mem_fraction_static: float = Field(0.5, gt=0, lt=1, description="Share of the free memory that the KV pool takes.")
+    mem_fraction_static: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="CPU: share of the free memory that the KV pool takes. GPU: share of the device that everything on it takes,"
+        " the pool what the rest leaves. 0: 0.5 and 0.9.",
+    )
     max_total_tokens: int = Field(0, ge=0, description="KV pool in tokens; 0: from mem_fraction_static.")
     max_running_requests: int = Field(64, ge=1, le=4096, description="Requests that run at once.")
     max_queued_requests: int = Field(2048, ge=1, description="Requests that wait at once; one more is refused.")

@@ -52,7 +52,7 @@ def test_the_sizing_table_is_computed_by_its_formula(row: list[str]) -> None:
     kv = 2 * layers * heads * size * 2
     assert int(row[3]) * 1024 == kv
     for gpu, cell in zip(GPUS_GB, row[5:], strict=True):
-        tokens = (gpu - float(row[4]) - OVERHEAD_GB) * 1e9 * FRACTION / kv
+        tokens = (gpu * FRACTION - float(row[4]) - OVERHEAD_GB) * 1e9 / kv
         assert cell == (f"{tokens / 1000:,.0f}" if tokens > 0 else "–")
 
 

@@ -47,8 +47,6 @@ def variables(release: Release, each: PodTemplate) -> dict[str, str]:
 def settings_of(release: Release, each: PodTemplate, monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
     """As the service itself would read them."""
     found = variables(release, each)
-    if found.get("ROOTSTOCK_EXECUTOR") == "cuda" and "cuda" not in str(WorkerSettings.model_fields["executor"].annotation):
-        found["ROOTSTOCK_EXECUTOR"] = "cpu"  # the rest of a GPU worker's settings are checked all the same
     with monkeypatch.context() as patch:
         for name, value in found.items():
             patch.setenv(name, value)

@@ -15,7 +15,7 @@ from services.worker.core.plan import RowFault, SlotParams
 from services.worker.core.sampling import EmbeddingParams, SamplingParams
 from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.cpu import CpuExecutor
-from services.worker.exec.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
+from services.worker.exec.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, embedded
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.tiny_models import MODELS
 
@@ -144,7 +144,7 @@ def test_a_vector_that_is_not_finite_faults_its_row_alone(executor: CpuExecutor,
     for slot in (4, 5):
         pool.admit(SlotParams(slot, 1, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
     states = torch.tensor([[1.0, 0.0], [torch.nan, 1.0]])
-    result = pool.pool(plan, lambda wanted: states[wanted])
+    result = embedded(pool.pool(plan, lambda wanted: states[wanted]))
     assert result.faults == {1: RowFault.NAN_LOGITS} and list(result.vectors) == [0]
     assert pool.wanted(i32([3, 4, 5])).tolist() == [False, True, True]
 
@@ -158,5 +158,5 @@ def test_many_chunks_in_half_precision_are_summed_in_float32(executor: CpuExecut
     state = torch.tensor([[1.0, 0.1]], dtype=torch.bfloat16)
     for start in range(count):
         step = replace(plan, starts=i32([start]), sample=np.array([start == count - 1]))
-        result = pool.pool(step, lambda wanted: state[wanted])
+        result = embedded(pool.pool(step, lambda wanted: state[wanted]))
     assert result.vectors[0].tolist() == pytest.approx(state[0].tolist(), rel=1e-5)

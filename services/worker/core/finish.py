@@ -54,6 +54,9 @@ def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> Ending |
     if fault is RowFault.FAILED:
         message = "sampling this request's next token failed"
         return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+    if fault is RowFault.OUT_OF_MEMORY:
+        message = "the accelerator ran out of memory while it computed this request"
+        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
     if fault is RowFault.NO_TOKEN_ALLOWED:
         message = "the request's allowed and banned tokens, grammar and stop rules together leave no token to sample"
         return Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=message)

@@ -29,8 +29,9 @@ class RowFault(enum.IntEnum):
 
     NAN_LOGITS = 1
     OUT_OF_VOCAB = 2
-    FAILED = 4  # the row's own parameters could not be applied
     NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave nothing to sample
+    FAILED = 4  # the row's own parameters could not be applied
+    OUT_OF_MEMORY = 5  # the device had no room for the row's part of the step, however small
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,10 @@ from pathlib import Path
 import torch
 
 from services.worker.exec import layer_kv
-from services.worker.exec.causal_model import CausalModel
-from services.worker.exec.checkpoint import CheckpointError, eos_token_ids
 from services.worker.exec.cpu import CpuExecutor
 from services.worker.exec.device_memory import DeviceMemory
-from services.worker.exec.embedding_pool import PoolingKind
-from services.worker.exec.families import architecture_of
 from services.worker.exec.future_map import FutureMap
-from services.worker.exec.loading import LoadedModel, LoadRequest, load_model
+from services.worker.exec.loading import LoadedModel, LoadRequest, load_again, load_model
 from services.worker.exec.model_info import ModelInfo
 from services.worker.exec.pools import KVPool, PageTable, PoolTooSmall, free_memory, kv_pool_tokens
 from services.worker.exec.runner import ModelRunner
@@ -45,28 +41,27 @@ def build_cpu_executor(
     loaded = load_model(request)
     pages_per_slot = -(-loaded.context_len // page_size)
     pages = num_pages or _num_pages(loaded, page_size, max_slots * pages_per_slot, mem_fraction_static)
-    progress(f"KV pool: {pages} pages of {page_size} tokens, {pages * page_size * _bytes_per_token(loaded) >> 20} MiB")
+    progress(f"KV pool: {pages} pages of {page_size} tokens, {pages * page_size * loaded.kv_bytes_per_token >> 20} MiB")
     vocab_size = int(loaded.config.vocab_size)
+    with request.phases.timed("kv_pool"):
+        pool = _allocate(loaded, pages, page_size)
     runner = ModelRunner(
         loaded.model,
-        _allocate(loaded, pages, page_size),
+        pool,
         PageTable(max_slots, pages_per_slot + 1, page_size),
         FutureMap(max_slots, check_relay),
         Sampler(max_slots, vocab_size, loaded.kernels),
         vocab_size,
         loaded.pooling,
     )
-    info = _info(loaded, request, pages)
-    return CpuExecutor(runner, num_threads, _memory(runner, loaded, request, pages)), info
-
-
-def _bytes_per_token(loaded: LoadedModel) -> int:
-    return layer_kv.bytes_per_token(loaded.layers, loaded.dtype)
+    executor = CpuExecutor(runner, num_threads, _memory(runner, loaded, request, pages))
+    progress(f"loaded in: {request.phases.describe()}")
+    return executor, loaded.info(request, pages)
 
 
 def _num_pages(loaded: LoadedModel, page_size: int, most: int, fraction: float) -> int:
     """most: pages that all slots can fill, which is what a model without keys and values gets. Raises PoolTooSmall."""
-    per_token = _bytes_per_token(loaded)
+    per_token = loaded.kv_bytes_per_token
     if per_token == 0:
         return most
     pages = kv_pool_tokens(free_memory(), fraction, per_token) // page_size
@@ -81,41 +76,9 @@ def _allocate(loaded: LoadedModel, pages: int, page_size: int) -> KVPool:
 
 def _memory(runner: ModelRunner, loaded: LoadedModel, request: LoadRequest, pages: int) -> DeviceMemory:
     """Keeps of the loaded model what a pool's size depends on, and not the model."""
-    layers, dtype, kernels, shape = loaded.layers, loaded.dtype, loaded.kernels, _shape(loaded)
-
-    def load_again() -> CausalModel:
-        again = load_model(request)
-        if _shape(again) != shape:
-            raise CheckpointError(f"{request.folder} holds a model of another shape than the one that this worker started with")
-        return again.model
-
+    layers, dtype, kernels, shape = loaded.layers, loaded.dtype, loaded.kernels, loaded.shape
     return DeviceMemory(
         runner,
-        load_model=load_again,
+        load_model=lambda: load_again(request, shape).model,
         allocate_pool=lambda: layer_kv.allocate(layers, pages, request.page_size, dtype, kernels),
-    )
-
-
-def _shape(loaded: LoadedModel) -> tuple[object, ...]:
-    """What pools, tables and sampler were sized by."""
-    config = loaded.config
-    sizes = config.vocab_size, config.hidden_size, loaded.context_len
-    return architecture_of(config), *sizes, loaded.layers, loaded.dtype, loaded.pooling
-
-
-def _info(loaded: LoadedModel, request: LoadRequest, pages: int) -> ModelInfo:
-    return ModelInfo(
-        architecture=architecture_of(loaded.config),
-        context_len=loaded.context_len,
-        vocab_size=int(loaded.config.vocab_size),
-        eos_token_ids=eos_token_ids(request.folder, loaded.config),
-        num_pages=pages,
-        page_size=request.page_size,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        weight_bytes=loaded.weight_bytes,
-        kv_bytes_per_token=_bytes_per_token(loaded),
-        generates=loaded.generates,
-        embedding_size=int(loaded.config.hidden_size),
-        needs_whole_prompt=loaded.is_encoder,
-        pooling_reuses_prefix=loaded.pooling.kind == PoolingKind.LAST and not loaded.is_encoder,
     )

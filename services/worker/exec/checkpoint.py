@@ -104,6 +104,11 @@ class Checkpoint:
     def holds(self, name: str) -> bool:
         return name in self._file_of
 
+    def path_of(self, name: str) -> Path:
+        """The file that the tensor should be in. Raises CheckpointError if none is named for it."""
+        self.require([name])
+        return self._folder / self._file_of[name]
+
     def require(self, names: list[str]) -> None:
         """Raises CheckpointError naming the tensors that are not there."""
         missing = [name for name in names if name not in self._file_of]

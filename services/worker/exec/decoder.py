@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +16,26 @@ from services.worker.exec.weights import DecoderWeights, LayerWeights
 
 
 class Workspace:
-    """Activation buffers, kept from step to step: fresh ones cost page faults. Grows to the largest batch seen."""
+    """Activation buffers, kept from step to step: fresh ones cost page faults. Grows to the largest batch seen, until it is
+    fixed: captured graphs read and write where its buffers lie."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
+        self._device = device
         self._buffers: dict[str, Tensor] = {}
+        self._fixed = False
+
+    def fix(self) -> None:
+        self._fixed = True
 
     def take(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[rows, columns], contents undefined, valid until the same name is taken again."""
+        """[rows, columns], contents undefined, valid until the same name is taken again. Raises ValueError for more than there
+        is once the space is fixed."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < rows * columns:
-            buffer = self._buffers[name] = torch.empty(rows * columns, dtype=dtype or self._dtype)
+            if self._fixed:
+                raise ValueError(f"{rows} rows of {name} are more than was reserved")
+            buffer = self._buffers[name] = torch.empty(rows * columns, dtype=dtype or self._dtype, device=self._device)
         return buffer[: rows * columns].view(rows, columns)
 
 
@@ -41,16 +51,43 @@ class _Activations:
     activated: Tensor
 
 
-class Decoder:
-    """Runs layers over buffers of its own. One thread at a time."""
+class Attend(Protocol):
+    """Kernels.paged_attention, or what stands in its place."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, cos_sin: Tensor, kernels: Kernels) -> None:
+    def __call__(
+        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+    ) -> None: ...
+
+
+class Decoder:
+    """Runs layers over buffers of its own. One thread at a time. attend: None for the kernels' own attention."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, cos_sin: Tensor, kernels: Kernels, attend: Attend | None = None
+    ) -> None:
         self._config = config
         self._weights = weights
         self._cos_sin = cos_sin
         self._kernels = kernels
-        self._space = Workspace(weights.embedding.dtype)
+        self._attend = attend or kernels.paged_attention
+        self._space = Workspace(weights.embedding.dtype, weights.embedding.device)
         self._held: _Activations | None = None
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self._config
+
+    def attending(self, attend: Attend) -> Decoder:
+        """The same weights with another attention, and buffers of its own."""
+        return Decoder(self._config, self._weights, self._cos_sin, self._kernels, attend)
+
+    def reserve(self, num_tokens: int, num_wanted: int) -> None:
+        """Takes the buffers of the largest step that there will be, where they then stay."""
+        self._activations(num_tokens)
+        self._space.take("normed", num_wanted, self._config.hidden_size)
+        if self._weights.lm_head is not None:
+            self._space.take("logits", num_wanted, self._config.vocab_size, torch.float32)
+        self._space.fix()
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         """See CausalModel."""
@@ -108,5 +145,5 @@ class Decoder:
         keys, values = pool.keys[index], pool.values[index]
         kernels.linear(held.qkv, held.hidden, layer.qkv)
         kernels.rope_write_kv(held.qkv, layer.qk_norms, config.rms_norm_eps, self._cos_sin, rows, keys, values)
-        kernels.paged_attention(held.mixed, held.qkv, keys, values, rows, config.head_dim**-0.5, config.windows[index])
+        self._attend(held.mixed, held.qkv, keys, values, rows, config.head_dim**-0.5, config.windows[index])
         kernels.linear(held.update, held.mixed, layer.o)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +39,24 @@ class Embedded:
     faults: dict[int, RowFault]
 
 
+def embedded(vectors: Mapping[int, Tensor]) -> Embedded:
+    """vectors: on the host. One that is not finite is a fault."""
+    sound = {row: bool(vector.isfinite().all()) for row, vector in vectors.items()}
+    return Embedded(
+        {row: vector.numpy() for row, vector in vectors.items() if sound[row]},
+        {row: RowFault.NAN_LOGITS for row in vectors if not sound[row]},
+    )
+
+
 @dataclass(slots=True)
 class _Pooled:
-    """One slot's prompt so far. total: float32[hidden], of the tokens that count; None before the first of them."""
+    """One slot's prompt so far. total: float32[hidden], of the tokens that count; None before the first of them. end: position
+    after the last of them, so that a step that is computed again adds nothing twice."""
 
     params: EmbeddingParams
     total: Tensor | None = None
     count: int = 0
+    end: int = 0
 
     def add(self, states: Tensor) -> None:
         """states: [tokens, hidden], in the model dtype."""
@@ -69,8 +80,10 @@ class EmbeddingPool:
     Mean and first-token pooling need every prompt token computed from the admission on: no hit in the prefix cache.
     """
 
-    def __init__(self, config: PoolingConfig, max_slots: int) -> None:
+    def __init__(self, config: PoolingConfig, max_slots: int, device: torch.device | None = None) -> None:
+        """device: of the states; None for the CPU."""
         self._config = config
+        self._device = device
         self._pools: dict[int, _Pooled] = {}
         self._wanted = np.zeros(max_slots, dtype=np.bool_)
 
@@ -84,23 +97,26 @@ class EmbeddingPool:
         """bool[n]: those whose request wants a vector, and so no token."""
         return self._wanted[slots]
 
-    def pool(self, plan: BatchPlan, states: States) -> Embedded:
-        """Takes in the step's tokens and gives the vectors of rows with sample set.
+    def pool(self, plan: BatchPlan, states: States) -> dict[int, Tensor]:
+        """Takes in the step's tokens and gives the vectors, float32[dimensions], of rows with sample set: by row of the plan.
 
         states: int64[W] indices into the step's tokens -> [W, hidden], their final-norm hidden states.
         """
-        result = Embedded({}, {})
+        vectors: dict[int, Tensor] = {}
         offsets = np.cumsum(plan.num_tokens) - plan.num_tokens
         for row in range(plan.num_extend):
             pooled = self._pools.get(int(plan.slots[row]))
             if pooled is None:
                 continue
             first, last = self._counted(plan, row)
+            first = max(first, pooled.end - int(plan.starts[row]))
             if first < last:
-                pooled.add(states(torch.arange(first, last) + int(offsets[row])))
+                start = int(offsets[row])
+                pooled.add(states(torch.arange(start + first, start + last, device=self._device)))
+                pooled.end = int(plan.starts[row]) + last
             if plan.sample[row]:
-                self._finish(row, pooled, result)
-        return result
+                vectors[row] = pooled.vector(self._config.normalize)
+        return vectors
 
     def _counted(self, plan: BatchPlan, row: int) -> tuple[int, int]:
         """First and end, within the row, of the tokens that count for its vector."""
@@ -110,10 +126,3 @@ class EmbeddingPool:
         if self._config.kind == PoolingKind.CLS:
             return 0, int(plan.starts[row] == 0)
         return (count - 1, count) if plan.sample[row] else (0, 0)
-
-    def _finish(self, row: int, pooled: _Pooled, result: Embedded) -> None:
-        vector = pooled.vector(self._config.normalize)
-        if vector.isfinite().all():
-            result.vectors[row] = vector.numpy()
-        else:
-            result.faults[row] = RowFault.NAN_LOGITS

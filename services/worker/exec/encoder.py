@@ -34,15 +34,19 @@ class EncoderModel:
         self._hidden_size = hidden_size
         self._states: Tensor | None = None
 
+    def to(self, device: torch.device) -> EncoderModel:
+        return EncoderModel(self._model.to(device), self._pad_token_id, self._hidden_size)
+
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
-        """See TokenModel. The pool is not touched."""
-        states = torch.empty(len(input_ids), self._hidden_size, dtype=self._model.dtype)
+        """See TokenModel. The pool is not touched. Lengths are read on the host: on a GPU, it waits for them."""
+        device = input_ids.device
+        states = torch.empty(len(input_ids), self._hidden_size, dtype=self._model.dtype, device=device)
         for group in _groups(rows.num_tokens):
             counts, offsets = rows.num_tokens[group].long(), rows.offsets[group].long()
-            columns = torch.arange(int(counts.max()))
+            columns = torch.arange(int(counts.max()), device=device)
             mask = columns < counts[:, None]
             places = (offsets[:, None] + columns)[mask]
-            ids = torch.full(mask.shape, self._pad_token_id, dtype=torch.int64)
+            ids = torch.full(mask.shape, self._pad_token_id, dtype=torch.int64, device=device)
             ids[mask] = input_ids[places]
             states[places] = self._model(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
         self._states = states

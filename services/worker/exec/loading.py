@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,36 @@ import torch
 from kernels.cpu import load_kernels
 from kernels.ops import Kernels
 from services.worker.exec.causal_model import CausalModel
-from services.worker.exec.checkpoint import Checkpoint, read_config
+from services.worker.exec.checkpoint import Checkpoint, CheckpointError, eos_token_ids, read_config
 from services.worker.exec.decoder import Decoder
 from services.worker.exec.embedding_pool import PoolingConfig, PoolingKind
 from services.worker.exec.families import DecoderConfig, NotCovered, UnsupportedModel, architecture_of, decoder_config
-from services.worker.exec.layer_kv import LayerKV
+from services.worker.exec.layer_kv import LayerKV, bytes_per_token
+from services.worker.exec.load_phases import LoadPhases
+from services.worker.exec.model_info import ModelInfo
 from services.worker.exec.pooling_files import read_pooling
 from services.worker.exec.rope import rope_table
-from services.worker.exec.weights import load_weights, resolve_dtype
+from services.worker.exec.weights import DecoderWeights, load_weights, resolve_dtype
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
 
 
+WeightLoader = Callable[[Checkpoint, DecoderConfig, torch.dtype, Kernels, Callable[[str], None], LoadPhases], DecoderWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """Where a model shall run. kernels: of its dtype. weights: reads a decoder's, and counts as the phase "weights"."""
+
+    device: torch.device
+    kernels: Callable[[torch.dtype], Kernels]
+    weights: WeightLoader
+
+
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """dtype: auto, bfloat16, float16 or float32. context_len: tokens, None for the model's own."""
+    """dtype: auto, bfloat16, float16 or float32. context_len: tokens, None for the model's own. target: None for the CPU."""
 
     folder: Path
     dtype: str
@@ -35,6 +49,11 @@ class LoadRequest:
     context_len: int | None
     num_threads: int
     progress: Callable[[str], None]
+    phases: LoadPhases = field(default_factory=LoadPhases)
+    target: LoadTarget | None = None
+
+    def on_device(self) -> LoadTarget:
+        return self.target or LoadTarget(torch.device("cpu"), lambda dtype: load_kernels(self.num_threads, dtype), _timed_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +71,50 @@ class LoadedModel:
     generates: bool
     is_encoder: bool = False
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What pools, tables and sampler are sized by."""
+        config = self.config
+        sizes = config.vocab_size, config.hidden_size, self.context_len
+        return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all layers, keys and values."""
+        return bytes_per_token(self.layers, self.dtype)
+
+    def info(
+        self, request: LoadRequest, num_pages: int, graph_rows: tuple[int, ...] = (), context_len: int | None = None
+    ) -> ModelInfo:
+        """context_len: None for the model's. Raises CheckpointError if the folder does not say where its texts end."""
+        return ModelInfo(
+            architecture=architecture_of(self.config),
+            context_len=context_len or self.context_len,
+            vocab_size=int(self.config.vocab_size),
+            eos_token_ids=eos_token_ids(request.folder, self.config),
+            num_pages=num_pages,
+            page_size=request.page_size,
+            dtype=str(self.dtype).removeprefix("torch."),
+            weight_bytes=self.weight_bytes,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            generates=self.generates,
+            embedding_size=int(self.config.hidden_size),
+            needs_whole_prompt=self.is_encoder,
+            pooling_reuses_prefix=self.pooling.kind == PoolingKind.LAST and not self.is_encoder,
+            load_seconds=request.phases.seconds(),
+            graph_rows=graph_rows,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What is known before the weights are read."""
+    """What is known before the weights are read. kernels: those of the target."""
 
     request: LoadRequest
     config: Any
     checkpoint: Checkpoint
     dtype: torch.dtype
+    target: LoadTarget
     kernels: Kernels
 
     def context(self, longest: int) -> int:
@@ -69,18 +123,40 @@ class _Opened:
 
 def load_model(request: LoadRequest) -> LoadedModel:
     """Raises CheckpointError, UnsupportedModel."""
-    config = read_config(request.folder)
-    native = _native_config(config)
-    checkpoint = Checkpoint(request.folder)
+    with request.phases.timed("config"):
+        config = read_config(request.folder)
+        native = _native_config(config)
+        checkpoint = Checkpoint(request.folder)
     try:
         dtype = resolve_dtype(request.dtype, config, checkpoint)
-        opened = _Opened(request, config, checkpoint, dtype, load_kernels(request.num_threads, dtype))
+        target = request.on_device()
+        opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype))
         with torch.inference_mode():
             if isinstance(native, DecoderConfig):
                 return _native(opened, native)
             return _through_transformers(opened, native)
     finally:
         checkpoint.close()
+
+
+def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:
+    """Reads the folder as it is now. Raises as load_model, and CheckpointError for a model of another shape."""
+    again = load_model(request)
+    if again.shape != shape:
+        raise CheckpointError(f"{request.folder} holds a model of another shape than the one that this worker started with")
+    return again
+
+
+def _timed_weights(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    progress: Callable[[str], None],
+    phases: LoadPhases,
+) -> DecoderWeights:
+    with phases.timed("weights"):
+        return load_weights(checkpoint, config, dtype, kernels, progress)
 
 
 def _native_config(config: Any) -> DecoderConfig | NotCovered:
@@ -93,10 +169,11 @@ def _native_config(config: Any) -> DecoderConfig | NotCovered:
 
 def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
     request = opened.request
-    weights = load_weights(opened.checkpoint, config, opened.dtype, opened.kernels, request.progress)
+    load = opened.target.weights
+    weights = load(opened.checkpoint, config, opened.dtype, opened.kernels, request.progress, request.phases)
     context = opened.context(config.max_position_embeddings)
     num_positions = (-(-context // request.page_size) + 1) * request.page_size  # a slot's pages hold no more
-    cos_sin = rope_table(config.rope, config.head_dim, num_positions)
+    cos_sin = rope_table(config.rope, config.head_dim, num_positions).to(opened.target.device)
     return LoadedModel(
         model=Decoder(config, weights, cos_sin, opened.kernels),
         config=opened.config,
@@ -130,10 +207,13 @@ def _causal(opened: _Opened, generates: bool) -> LoadedModel:
     from services.worker.exec.causal_transformers import load_causal, max_context
 
     context = opened.context(max_context(opened.config))
-    loaded = load_causal(opened.request.folder, opened.config, opened.dtype, context, opened.kernels)
+    with opened.request.phases.timed("weights"):
+        checking = load_kernels(opened.request.num_threads, opened.dtype)  # on the CPU, wherever the model then runs
+        loaded = load_causal(opened.request.folder, opened.config, opened.dtype, context, checking)
+        model = loaded.model.to(opened.target.device, opened.kernels)
     opened.request.progress(f"loaded {architecture_of(opened.config)} through transformers with paged attention")
     return LoadedModel(
-        model=loaded.model,
+        model=model,
         config=opened.config,
         kernels=opened.kernels,
         dtype=opened.dtype,
@@ -148,10 +228,12 @@ def _causal(opened: _Opened, generates: bool) -> LoadedModel:
 def _encoder(opened: _Opened) -> LoadedModel:
     from services.worker.exec.encoder import load_encoder
 
-    loaded = load_encoder(opened.request.folder, opened.config, opened.dtype)
+    with opened.request.phases.timed("weights"):
+        loaded = load_encoder(opened.request.folder, opened.config, opened.dtype)
+        model = loaded.model.to(opened.target.device)
     opened.request.progress(f"loaded the encoder {architecture_of(opened.config)} through transformers")
     return LoadedModel(
-        model=loaded.model,
+        model=model,
         config=opened.config,
         kernels=opened.kernels,
         dtype=opened.dtype,

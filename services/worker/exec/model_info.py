@@ -13,7 +13,8 @@ class ModelInfo:
     generates: has a vocabulary projection, so that tokens can be sampled. embedding_size: numbers in an embedding, 0 where
     the model gives none. needs_whole_prompt: every prompt has to be one row of one step, without a cached prefix (encoders).
     pooling_reuses_prefix: an embedding may start behind a cached prefix (last-token pooling); if not, all of its prompt is
-    computed, though it may be cut into chunks.
+    computed, though it may be cut into chunks. load_seconds: (phase, seconds) as LoadPhases has them. graph_rows: numbers of
+    rows that decode graphs are captured for, rising.
     """
 
     architecture: str
@@ -29,3 +30,5 @@ class ModelInfo:
     embedding_size: int = 0
     needs_whole_prompt: bool = False
     pooling_reuses_prefix: bool = True
+    load_seconds: tuple[tuple[str, float], ...] = ()
+    graph_rows: tuple[int, ...] = ()

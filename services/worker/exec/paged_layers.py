@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from kernels import reference
 from kernels.ops import Kernels, RaggedRows
 from services.worker.exec.attention_layers import AttentionLayer, held_by
 from services.worker.exec.pools import KVPool
@@ -48,12 +47,12 @@ def attend(
     assert isinstance(number, int) and isinstance(step, PagedStep)
     layer, rows = step.layers[number], step.rows
     keys, values = step.pool.keys[layer.index], step.pool.values[layer.index]
-    reference.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), rows, keys, values)
+    step.kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), rows, keys, values)
     q = query[0].transpose(0, 1)
     out = q.new_empty(q.shape[0], q.shape[1], layer.kv.value_dim)
     scale = q.shape[2] ** -0.5 if scaling is None else float(scaling)
     if softcap or s_aux is not None or layer.kv.key_dim != layer.kv.value_dim:
-        reference.general_attention(out, q, keys, values, rows, scale, layer.window, softcap or 0.0, s_aux)
+        step.kernels.general_attention(out, q, keys, values, rows, scale, layer.window, softcap or 0.0, s_aux)
     else:
         _through_kernel(step.kernels, out, q, keys, values, rows, scale, layer.window)
     return out[None], None

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from services.worker.core.plan import I32, SlotParams
 from services.worker.core.sampling import SamplingParams
 from services.worker.exec.dry import Repeats
+from services.worker.exec.followed_tokens import FollowedTokens
 from services.worker.exec.token_counts import TokenCounts
 
 FINITE = np.finfo(np.float32)
@@ -19,10 +20,7 @@ def needs_penalties(params: SamplingParams) -> bool:
 
 
 class Penalties:
-    """Counts of a slot's sequence: its history at admission, then what was sampled or came as input.
-
-    Input of the model is the truth: a sampled token whose position is computed with another one is taken back.
-    """
+    """Counts of a slot's sequence: its history at admission, then what was sampled or came as input (FollowedTokens)."""
 
     def __init__(self, slot: SlotParams, vocab_size: int) -> None:
         params, history = slot.params, slot.history.astype(np.int64).clip(0, vocab_size - 1)
@@ -32,8 +30,7 @@ class Penalties:
         self._outputs = TokenCounts(history[slot.num_prompt_tokens :]) if counted else None
         self._seen = TokenCounts(history) if params.repetition_penalty != 1.0 else None
         self._repeats = Repeats(params.dry, history) if params.dry is not None and params.dry.multiplier else None
-        self._first = len(history)
-        self._later: list[int] = []  # the tokens at positions from _first on
+        self._followed = FollowedTokens(len(history))
 
     def apply(self, logits: NDArray[np.float32]) -> None:
         """Edits float32[V] in place, single logits only. What is finite stays so."""
@@ -52,29 +49,23 @@ class Penalties:
 
     def count(self, token: int) -> None:
         """Takes note of the next token."""
-        self._later.append(token)
-        for counts in (self._outputs, self._seen, self._repeats):
-            if counts is not None:
-                counts.add(token)
+        self._followed.add(token)
+        self._count(token)
 
     def follow(self, start: int, ids: I32) -> None:
         """Takes note of an extend row, int32[n] at positions from start on: its tokens that are new or other than what was
         sampled there; what was sampled beyond it is stale."""
-        known, end = max(0, self._first - start), start + len(ids) - self._first
-        for place, token in enumerate(ids[known:].tolist(), max(0, start - self._first)):
-            inside = min(max(token, 0), self._vocab_size - 1)
-            if place < len(self._later) and self._later[place] != inside:
-                self._take_back(len(self._later) - place)
-            if place >= len(self._later):
-                self.count(inside)
-        if 0 <= end < len(self._later):
-            self._take_back(len(self._later) - end)
-
-    def _take_back(self, num: int) -> None:
-        for token in self._later[-num:]:
+        removed, added = self._followed.follow(start, ids.clip(0, self._vocab_size - 1).tolist())
+        for token in removed:
             for counts in (self._outputs, self._seen):
                 if counts is not None:
                     counts.remove(token)
-        if self._repeats is not None:
-            self._repeats.remove_last(num)
-        del self._later[-num:]
+        if removed and self._repeats is not None:
+            self._repeats.remove_last(len(removed))
+        for token in added:
+            self._count(token)
+
+    def _count(self, token: int) -> None:
+        for counts in (self._outputs, self._seen, self._repeats):
+            if counts is not None:
+                counts.add(token)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kernels.ops import RaggedRows
 from services.worker.core.plan import BatchPlan, StepResult
 from services.worker.exec.causal_model import CausalModel
-from services.worker.exec.embedding_pool import Embedded, EmbeddingPool, PoolingConfig, PoolingKind
+from services.worker.exec.embedding_pool import Embedded, EmbeddingPool, PoolingConfig, PoolingKind, embedded
 from services.worker.exec.future_map import FutureMap
 from services.worker.exec.logprobs import PromptScores
 from services.worker.exec.pools import KVPool, PageTable
@@ -115,10 +115,10 @@ class ModelRunner:
     def _computed(self, plan: BatchPlan) -> Computed:
         """Asks for the sampled rows' logits last: each request for logits overwrites the one before."""
         prompts = self._sampler.prompt_logprobs(plan, self._model.logits)
-        embedded = self._embeddings.pool(plan, self._model.states)
+        vectors = self._embeddings.pool(plan, self._model.states)
         rows = np.flatnonzero(plan.sample & ~self._embeddings.wanted(plan.slots))
         ends = torch.from_numpy(np.cumsum(plan.num_tokens)[rows] - 1)
-        return Computed(rows, self._model.logits(ends) if len(rows) else None, prompts, embedded)
+        return Computed(rows, self._model.logits(ends) if len(rows) else None, prompts, embedded(vectors))
 
     def sample(self, run: CpuRun) -> None:
         plan, tokens, computed = run.plan, np.zeros(run.plan.num_rows, dtype=np.int32), run.computed

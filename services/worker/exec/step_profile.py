@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -13,14 +13,15 @@ from services.worker.exec.operations import OperationRefused
 class StepProfile:
     """At most one profile at a time. Belongs to the thread whose steps it records: torch's profiler is one thread's."""
 
-    def __init__(self) -> None:
+    def __init__(self, activities: Sequence[ProfilerActivity] = (ProfilerActivity.CPU,)) -> None:
+        self._activities = list(activities)
         self._running: tuple[profile, Path] | None = None
 
     def start(self, path: Path) -> None:
         """Raises OperationRefused if one runs."""
         if self._running is not None:
             raise OperationRefused("a profile is running already")
-        running = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        running = profile(activities=self._activities, record_shapes=True)
         running.start()
         self._running = running, path
 

@@ -53,6 +53,7 @@ class TransformersModel:
         kernels: Kernels,
         max_positions: int,
     ) -> None:
+        self._model = model
         self._decoder = decoder
         self._held = held
         self._layers = layers
@@ -61,6 +62,11 @@ class TransformersModel:
         self._computed = _Computed()
         self._head = None if decoder is model else _replaced(model, _path_of(decoder, model), self._computed)
         self._output: Any = None
+
+    def to(self, device: torch.device, kernels: Kernels) -> TransformersModel:
+        """The same model, moved, with the kernels of that device."""
+        moved = self._model.to(device)
+        return TransformersModel(moved, self._decoder, self._held, self._layers, kernels, self._last_position + 1)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         positions = rows.positions.long().clamp(max=self._last_position)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,26 +64,50 @@ def resolve_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype
     return DTYPES[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """prefix: what stands before the names of the tensors below the vocabulary projection."""
+Part = tuple[str, tuple[int, ...]]  # a tensor's name in the checkpoint, and its shape
 
-    checkpoint: Checkpoint
-    prefix: str
-    config: DecoderConfig
-    dtype: torch.dtype
-    kernels: Kernels
+
+class TensorSource(Protocol):
+    """Where the tensors come from, in the dtype and on the device that they are wanted in."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.checkpoint.tensor(self.prefix + name, shape, self.dtype)
+        """Contiguous; may be part of what the source holds. Raises CheckpointError."""
 
-    def vector(self, name: str, size: int) -> Tensor:
-        return self.tensor(name, size).clone()
+    def stacked(self, parts: Sequence[Part]) -> Tensor:
+        """The parts one after the other along the first dimension, in memory of its own. Raises CheckpointError."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The TensorSource that reads a checkpoint."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.checkpoint.tensor(name, shape, self.dtype)
+
+    def stacked(self, parts: Sequence[Part]) -> Tensor:
+        return torch.cat([self.tensor(name, *shape) for name, shape in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class _Assembly:
+    """prefix: what stands before the names of the tensors below the vocabulary projection."""
+
+    source: TensorSource
+    prefix: str
+    config: DecoderConfig
+    kernels: Kernels
+
+    def own(self, name: str, *shape: int) -> Tensor:
+        return self.source.stacked([(self.prefix + name, shape)])
 
     def stacked(self, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         """The parts (name, out features) as one matrix, and their biases."""
-        weight = torch.cat([self.tensor(f"{prefix}.{name}.weight", size, in_features) for name, size in parts])
-        stacked = torch.cat([self.tensor(f"{prefix}.{name}.bias", size) for name, size in parts]) if bias else None
+        place = f"{self.prefix}{prefix}"
+        weight = self.source.stacked([(f"{place}.{name}.weight", (size, in_features)) for name, size in parts])
+        stacked = self.source.stacked([(f"{place}.{name}.bias", (size,)) for name, size in parts]) if bias else None
         return weight, stacked
 
     def linear(self, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> PackedLinear:
@@ -94,16 +118,23 @@ class _Reader:
         attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", config.hidden_size
         qkv = [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
         gate_up = [("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)]
-        norms = [self.vector(f"{attention}.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm]
+        norms = [self.own(f"{attention}.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm]
         return LayerWeights(
-            input_norm=self.vector(f"{prefix}.input_layernorm.weight", hidden),
+            input_norm=self.own(f"{prefix}.input_layernorm.weight", hidden),
             qkv=self.linear(attention, qkv, hidden, config.qkv_bias),
             qk_norms=(norms[0], norms[1]) if norms else None,
             o=self.linear(attention, [("o_proj", hidden)], config.q_size, config.o_bias),
-            post_norm=self.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+            post_norm=self.own(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=self.kernels.pack_gated(*self.stacked(mlp, gate_up, hidden, config.mlp_bias)),
             down=self.linear(mlp, [("down_proj", hidden)], config.intermediate_size, config.mlp_bias),
         )
+
+    def head(self, embedding: Tensor) -> PackedLinear | None:
+        if not self.config.has_head:
+            return None
+        if self.config.tie_word_embeddings:
+            return self.kernels.pack_linear(embedding, None)
+        return self.kernels.pack_linear(self.source.tensor(HEAD, *embedding.shape), None)
 
 
 def tensor_prefix(checkpoint: Checkpoint) -> str:
@@ -132,21 +163,27 @@ def load_weights(
     """Reads, converts, fuses and packs. progress: called with a line now and then. Raises CheckpointError."""
     prefix = tensor_prefix(checkpoint)
     checkpoint.require(required_tensors(config, prefix))
-    reader = _Reader(checkpoint, prefix, config, dtype, kernels)
-    embedding = reader.tensor(EMBEDDING, config.vocab_size, config.hidden_size).clone()
-    layers = []
-    for index in range(config.num_layers):
-        layers.append(reader.layer(index))
+
+    def after_layer(index: int) -> None:
         if (index + 1) % 8 == 0 or index + 1 == config.num_layers:
             progress(f"loaded layer {index + 1} of {config.num_layers}")
-    norm = reader.vector("norm.weight", config.hidden_size)
-    return DecoderWeights(embedding, tuple(layers), norm, _head(reader, embedding))
+
+    return assemble(_Stored(checkpoint, dtype), config, prefix, kernels, after_layer)
 
 
-def _head(reader: _Reader, embedding: Tensor) -> PackedLinear | None:
-    config = reader.config
-    if not config.has_head:
-        return None
-    if config.tie_word_embeddings:
-        return reader.kernels.pack_linear(embedding, None)
-    return reader.kernels.pack_linear(reader.checkpoint.tensor(HEAD, tuple(embedding.shape), reader.dtype), None)
+def assemble(
+    source: TensorSource,
+    config: DecoderConfig,
+    prefix: str,
+    kernels: Kernels,
+    after_layer: Callable[[int], None] = lambda _: None,
+) -> DecoderWeights:
+    """Asks the source for every tensor once, the embedding first, and packs. after_layer: called with the index of each."""
+    assembly = _Assembly(source, prefix, config, kernels)
+    embedding = assembly.own(EMBEDDING, config.vocab_size, config.hidden_size)
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(assembly.layer(index))
+        after_layer(index)
+    norm = assembly.own("norm.weight", config.hidden_size)
+    return DecoderWeights(embedding, tuple(layers), norm, assembly.head(embedding))

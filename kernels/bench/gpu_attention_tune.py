@@ -1,0 +1,72 @@
+"""Times attention with other block sizes than its tables have: python -m kernels.bench.gpu_attention_tune [--only PART]."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from kernels.bench.gpu import NO_GPU
+from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, work_of
+from kernels.bench.gpu_timing import GpuTimer
+from kernels.triton.attention import head_shape, plan_call
+from kernels.triton.attention_plan import Blocks, HeadShape, Launch, retiled
+
+
+def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
+    """(blocks, splits) around those of a plan, the plan's own first."""
+    yield launch.blocks, launch.splits
+    lanes = [launch.blocks.m] if launch.one_token else [64, 128]
+    splits = sorted({launch.splits} | ({1, 2, 4, 8, 16, 32} if launch.splits else set()))
+    for m, n, warps, stages, split in product(lanes, [32, 64, 128], [4, 8], [2, 3, 4], splits):
+        if (Blocks(m, n, warps, stages), split) != (launch.blocks, launch.splits):
+            yield Blocks(m, n, warps, stages), split
+
+
+def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Iterator[tuple[float, Launch]]:
+    """(microseconds, launch) of each that the device can hold."""
+    call = call_of(sizes, device)
+    shape: HeadShape = head_shape(call.q, call.k_pool, call.v_pool)
+    plan = plan_call(shape, call.rows, len(call.q), call.window, device)
+    for blocks, splits in candidates(plan):
+        launch = retiled(shape, plan, blocks, splits, len(call.q))
+        try:
+            timing = timer.time(lambda device, launch=launch: work_of(call_of(sizes, device), launch), sizes.bytes_moved, True)
+        except OutOfResources:
+            continue
+        yield timing.microseconds, launch
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0; 2 where there is no GPU. Prints the plan's own first, then the best five of each shape."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of the names of the shapes to run")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    timer = GpuTimer(device, 0.05)
+    for sizes in decode_sizes() + extend_sizes():
+        if options.only not in sizes.name:
+            continue
+        found = list(tuned(sizes, timer, device))
+        print(sizes.name)
+        for label, (microseconds, launch) in [
+            ("now", found[0]),
+            *(("", one) for one in sorted(found, key=lambda one: one[0])[:5]),
+        ]:
+            print(
+                f"  {label:4} {microseconds:9.1f} us  {launch.blocks} splits {launch.splits} min_blocks {launch.min_blocks}",
+                flush=True,
+            )
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

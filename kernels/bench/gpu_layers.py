@@ -1,0 +1,155 @@
+"""The kernels of a model's layers and of a step's start, at the shapes of two dense models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels import reference
+from kernels.bench.gpu_case import GpuCase, Make, Work
+from kernels.bench.gpu_steps import decode_rows, step_cases
+from kernels.triton.layers import TritonLayers
+
+DTYPE, SIZE = torch.bfloat16, 2
+EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    page_size: int = 16
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+SHAPES = (
+    DecoderShape("0.6B", 1024, 3072, 16, 8, 128, 151936),
+    DecoderShape("8B", 4096, 12288, 32, 8, 128, 151936),
+)
+TOKENS = (1, 64, 256, 8192)
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=DTYPE)
+
+
+def _norm_case(shape: DecoderShape, tokens: int) -> GpuCase:
+    def inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, residual = _random(device, tokens, shape.hidden), _random(device, tokens, shape.hidden)
+        return torch.empty_like(x), x, residual, _random(device, shape.hidden)
+
+    def make(device: torch.device) -> Work:
+        kernels, given = TritonLayers(device), inputs(device)
+        return lambda: kernels.fused_add_rms_norm(*given, EPS)
+
+    def plain(device: torch.device) -> Work:
+        out, x, residual, weight = inputs(device)
+        return lambda: out.copy_(functional.rms_norm(residual.add_(x), (shape.hidden,), weight, EPS))
+
+    moved = (4 * tokens + 1) * shape.hidden * SIZE
+    return GpuCase(f"fused_add_rms_norm {shape.name} {tokens}", make, moved, plain=plain)
+
+
+def _silu_case(shape: DecoderShape, tokens: int) -> GpuCase:
+    def make(device: torch.device) -> Work:
+        kernels, x = TritonLayers(device), _random(device, tokens, 2 * shape.inner)
+        out = _random(device, tokens, shape.inner)
+        return lambda: kernels.silu_and_mul(out, x)
+
+    def plain(device: torch.device) -> Work:
+        x, out = _random(device, tokens, 2 * shape.inner), _random(device, tokens, shape.inner)
+        gate, up = x.chunk(2, dim=-1)
+        return lambda: torch.mul(functional.silu(gate), up, out=out)
+
+    return GpuCase(f"silu_and_mul {shape.name} {tokens}", make, 3 * tokens * shape.inner * SIZE, plain=plain)
+
+
+def _rope_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
+    def make_with(which: type[TritonLayers] | None) -> Make:
+        def make(device: torch.device) -> Work:
+            kernels = reference if which is None else which(device)
+            rows = decode_rows(tokens, context, shape.page_size, device)
+            pool_shape = (rows.page_table.numel(), shape.kv_heads, shape.page_size, shape.head_dim)
+            keys, values = (torch.empty(pool_shape, dtype=DTYPE, device=device) for _ in range(2))
+            norms = _random(device, shape.head_dim), _random(device, shape.head_dim)
+            qkv, cos_sin = _random(device, tokens, shape.qkv), torch.randn(context, shape.head_dim, device=device)
+            return lambda: kernels.rope_write_kv(qkv, norms, EPS, cos_sin, rows, keys, values)
+
+        return make
+
+    moved = tokens * 2 * shape.qkv * SIZE
+    name = f"rope_write_kv {shape.name} {tokens}"
+    return GpuCase(name, make_with(TritonLayers), moved, plain=make_with(None), plain_captures=False)
+
+
+def _write_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
+    def make_with(which: type[TritonLayers] | None) -> Make:
+        def make(device: torch.device) -> Work:
+            kernels = reference if which is None else which(device)
+            rows = decode_rows(tokens, context, shape.page_size, device)
+            pool_shape = (rows.page_table.numel(), shape.kv_heads, shape.page_size, shape.head_dim)
+            pools = [torch.empty(pool_shape, dtype=DTYPE, device=device) for _ in range(2)]
+            keys, values = (_random(device, shape.kv_heads, tokens, shape.head_dim).transpose(0, 1) for _ in range(2))
+            return lambda: kernels.write_kv(keys, values, rows, pools[0], pools[1])
+
+        return make
+
+    moved = tokens * 4 * shape.kv_heads * shape.head_dim * SIZE
+    name = f"write_kv {shape.name} {tokens}"
+    return GpuCase(name, make_with(TritonLayers), moved, plain=make_with(None), plain_captures=False)
+
+
+def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:
+    """Plain torch is what runs here; beside it stands nothing. The vocabulary's logits are float32."""
+    wide = layer == "lm_head"
+
+    def make(device: torch.device) -> Work:
+        kernels, x = TritonLayers(device), _random(device, tokens, ins)
+        weight = kernels.pack_linear(_random(device, outs, ins), None)
+        out = torch.empty(tokens, outs, dtype=torch.float32 if wide else DTYPE, device=device)
+        return lambda: kernels.linear(out, x, weight)
+
+    moved = (outs * ins + tokens * ins) * SIZE + tokens * outs * (4 if wide else SIZE)
+    return GpuCase(f"linear {layer} {shape.name} {tokens}", make, moved, flops=2 * tokens * ins * outs)
+
+
+def _gated_case(shape: DecoderShape, tokens: int) -> GpuCase:
+    """moved: what a kernel would move that kept gate and up to itself."""
+
+    def make_with(which: type[TritonLayers] | None) -> Make:
+        def make(device: torch.device) -> Work:
+            kernels = reference if which is None else which(device)
+            x, out = _random(device, tokens, shape.hidden), _random(device, tokens, shape.inner)
+            weight = kernels.pack_gated(_random(device, 2 * shape.inner, shape.hidden), None)
+            return lambda: kernels.gated_linear(out, x, weight)
+
+        return make
+
+    moved = (2 * shape.inner * shape.hidden + tokens * (shape.hidden + shape.inner)) * SIZE
+    flops = 4 * tokens * shape.hidden * shape.inner
+    return GpuCase(f"gated_linear {shape.name} {tokens}", make_with(TritonLayers), moved, flops, plain=make_with(None))
+
+
+def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = TOKENS, context: int = 1024) -> list[GpuCase]:
+    found: list[GpuCase] = []
+    for shape in shapes:
+        attention = shape.heads * shape.head_dim
+        layers = {"qkv": (shape.hidden, shape.qkv), "o": (attention, shape.hidden), "down": (shape.inner, shape.hidden)}
+        for count in tokens:
+            found += [_norm_case(shape, count), _silu_case(shape, count), _gated_case(shape, count)]
+            found += [_rope_case(shape, count, context), _write_case(shape, count, context)]
+            found += [_linear_case(shape, layer, ins, outs, count) for layer, (ins, outs) in layers.items()]
+        for count in tokens[:-1]:
+            found.append(_linear_case(shape, "lm_head", shape.hidden, shape.vocab, count))
+    return [*found, *step_cases(tokens, context)]

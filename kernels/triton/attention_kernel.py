@@ -1,0 +1,149 @@
+"""Attention of ragged rows to keys and values in pages: tiles of tokens, or rows of one token, with the keys split or not."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.attention_block import fold_keys, load_rows
+from kernels.triton.attention_merge import merge_splits, store_means, store_split
+from kernels.triton.attention_tiles import find_lanes, find_span, find_split, find_tile
+
+
+# No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "window"],
+    do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
+)
+def attention_kernel(
+    out,  # [T, H, E], contiguous
+    q,  # [T, H, D] by strides
+    k_pool,
+    v_pool,
+    page_table,
+    slots,
+    starts,
+    num_tokens,
+    offsets,
+    sinks,  # [H]; any pointer without HAS_SINKS
+    partials,  # float32[programs * BLOCK_M, E]; these three: any pointer without SPLIT
+    levels,  # float32[programs * BLOCK_M]
+    arrivals,  # int32[tiles of tokens and heads], 0 before and after
+    out_stride,
+    q_stride,
+    q_head_stride,
+    table_stride,
+    first_row,
+    num_rows,
+    window,
+    score_scale,
+    cap_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a key/value head
+    HEADS: tl.constexpr,  # query heads of a tile, GROUP at most
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,  # rows first_row .. of one token each; otherwise rows 0 .. num_rows - 1 of any number
+    SPLIT: tl.constexpr,
+    MERGE: tl.constexpr,  # the last split of a tile to end merges all; otherwise merge_kernel does
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """A program: TILE_TOKENS tokens of one row times HEADS query heads, packed into BLOCK_M lanes; one split of their keys."""
+    TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
+    CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    across = NUM_KV_HEADS * CHUNKS
+    tiles = tl.num_programs(0) // across
+    # The last tiles of a row see the most: they begin first.
+    tile = tl.program_id(0) // across if ONE_TOKEN else tiles - 1 - tl.program_id(0) // across
+    split = tl.program_id(1)
+
+    row, first = find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
+    slot = tl.load(slots + row)
+    start = tl.load(starts + row)
+    count = 1 if ONE_TOKEN else tl.load(num_tokens + row)
+    if first >= count:
+        return
+    begin, end = find_span(slot, start, first, count, window, TILE_TOKENS, HAS_WINDOW)
+    lower, upper = begin, end
+    used = 1
+    if SPLIT:
+        each, used = find_split(begin, end, tl.num_programs(1), BLOCK_N, MIN_BLOCKS)
+        if split >= used:
+            return
+        lower = begin + split * each
+        upper = tl.minimum(lower + each, end)
+
+    own, heads, valid = find_lanes(tl.program_id(0) % across, first, count, GROUP, HEADS, BLOCK_M, TILE_TOKENS)
+    tokens = tl.load(offsets + row) + own
+    positions = start + own
+    queries = load_rows(q, tokens.to(tl.int64) * q_stride + heads * q_head_stride, valid, HEAD_DIM, BLOCK_D, True)
+    table = page_table + slot.to(tl.int64) * table_stride  # not read from for a slot below 0
+    kv_head = tl.program_id(0) % across // CHUNKS
+    k_head = k_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
+    v_head = v_pool + kv_head * (PAGE_SIZE * VALUE_DIM)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if ONE_TOKEN:
+        # fmt: off
+        acc, total, peak = fold_keys(
+            acc, total, peak, queries, k_head, v_head, table, lower, upper, positions, window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
+            True, False, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+        # fmt: on
+    else:
+        # Three stretches: cut by the window's lower edge, seen by every token of the tile, cut by causality.
+        opened = begin
+        if HAS_WINDOW:
+            opened += tl.cdiv(tl.maximum(end - window - begin, 0), BLOCK_N) * BLOCK_N
+        closed = tl.maximum(begin + tl.maximum(start + first + 1 - begin, 0) // BLOCK_N * BLOCK_N, opened)
+        # fmt: off
+        if HAS_WINDOW:
+            acc, total, peak = fold_keys(
+                acc, total, peak, queries, k_head, v_head, table, lower, tl.minimum(opened, upper), positions, window,
+                score_scale, cap_scale,
+                NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
+                True, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            )
+        acc, total, peak = fold_keys(
+            acc, total, peak, queries, k_head, v_head, table, tl.maximum(opened, lower), tl.minimum(closed, upper), positions,
+            window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
+            False, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+        acc, total, peak = fold_keys(
+            acc, total, peak, queries, k_head, v_head, table, tl.maximum(closed, lower), upper, positions, window,
+            score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
+            True, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+        # fmt: on
+
+    # fmt: off
+    if SPLIT:
+        if used == 1:
+            store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+        else:
+            base = tl.program_id(0) * tl.num_programs(1)
+            store_split(partials, levels, base + split, acc, total, peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+            if MERGE:
+                tl.debug_barrier()  # every thread has stored before one of them says so
+                arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+                if arrived == used - 1:
+                    tl.store(arrivals + tl.program_id(0), 0)
+                    acc, total, peak = merge_splits(partials, levels, base, used, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+                    store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+    else:
+        store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+    # fmt: on

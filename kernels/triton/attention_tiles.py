@@ -1,0 +1,68 @@
+"""Which rows, tokens, heads and keys a program of paged attention works on."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS: tl.constexpr, ONE_TOKEN: tl.constexpr):
+    """(row, its first token in the tile) of a tile.
+
+    Row r owns tiles from offsets[r] // TILE_TOKENS + r on: at least as many as its tokens need, in order, and no sum over the
+    rows before it has to be known. A tile that its row does not need starts behind the row's last token.
+    """
+    if ONE_TOKEN:
+        row = first_row + tile
+        first = 0
+    else:
+        before = 0
+        for begin in range(0, num_rows, 256):
+            rows = begin + tl.arange(0, 256)
+            inside = rows < num_rows
+            owned = tl.load(offsets + rows, mask=inside, other=0) // TILE_TOKENS + rows
+            before += tl.sum((inside & (owned <= tile)).to(tl.int32), 0)
+        row = before - 1
+        first = (tile - tl.load(offsets + row) // TILE_TOKENS - row) * TILE_TOKENS
+    return row, first
+
+
+@triton.jit
+def find_span(slot, start, first, count, window, TILE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """(first, last + 1) of the places that tokens first .. of a row see: none for a slot below 0."""
+    end = start + tl.minimum(first + TILE_TOKENS, count)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(start + first + 1 - window, 0)
+    return tl.where(slot < 0, 0, begin), tl.where(slot < 0, 0, end)
+
+
+@triton.jit
+def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """(places of each split but the last, splits that have any, 1 at least). Short spans leave splits empty."""
+    blocks = tl.cdiv(end - begin, BLOCK_N)
+    each = tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS)
+    return each * BLOCK_N, tl.maximum(tl.cdiv(blocks, each), 1)
+
+
+@triton.jit
+def find_lanes(
+    across,
+    first,
+    count,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """(token in its row, query head, whether there is such a one) of each lane: the heads of a token side by side.
+
+    across: number of the tile's heads, kv_head * chunks + chunk, where a chunk is HEADS of the GROUP of a key/value head.
+    """
+    CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    lanes = tl.arange(0, BLOCK_M)
+    own = first + lanes // HEADS
+    member = across % CHUNKS * HEADS + lanes % HEADS
+    valid = (lanes < TILE_TOKENS * HEADS) & (own < count) & (member < GROUP)
+    return own, across // CHUNKS * GROUP + member, valid

@@ -1,0 +1,93 @@
+"""Which attention back end a worker on this device runs. Called once, at start."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernels.step_ops import StepKernels
+from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
+from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
+from services.worker.exec.attention.flashinfer_limits import Unsupported
+
+AUTO, FLASHINFER, TRITON, TORCH = "auto", "flashinfer", "triton", "torch"
+NAMES = (AUTO, FLASHINFER, TRITON, TORCH)
+Log = Callable[[str], None]
+
+
+def choose_attention(
+    name: str, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: StepKernels, log: Log
+) -> AttentionBackend:
+    """name: one of NAMES. auto: flashinfer on a CUDA device if it can be had and serves the shape, else triton; torch elsewhere.
+
+    log: told in one line what was chosen and why, and of kernels that are compiled. Raises ValueError for a name that is unknown
+    or cannot be had, with the reason.
+    """
+    if name not in NAMES:
+        raise ValueError(f"attention back end {name!r} is none of {', '.join(NAMES)}")
+    if name == AUTO:
+        return _automatic(shape, device, dtype, kernels, log)
+    if name != TORCH and device.type != "cuda":
+        raise ValueError(f"attention back end {name} needs a CUDA device, not {device.type}")
+    if name == FLASHINFER:
+        made = _flashinfer(shape, device, dtype, kernels, log)
+        if isinstance(made, str):
+            raise ValueError(f"attention back end flashinfer cannot be had: {made}")
+        log("attention: flashinfer, as asked for")
+        return made
+    log(f"attention: {name}, as asked for")
+    return _triton(shape, device) if name == TRITON else _torch(shape, device)
+
+
+def _automatic(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: StepKernels, log: Log
+) -> AttentionBackend:
+    if device.type != "cuda":
+        log(f"attention: torch, because the device is {device.type} and the other back ends need CUDA")
+        return _torch(shape, device)
+    made = _flashinfer(shape, device, dtype, kernels, log)
+    if isinstance(made, str):
+        log(f"attention: triton, because flashinfer cannot be had: {made}")
+        return _triton(shape, device)
+    log("attention: flashinfer, because it is installed and serves this model")
+    return made
+
+
+def _flashinfer(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: StepKernels, log: Log
+) -> FlashInferAttention | str:
+    """Ready for its first step, or why it cannot be had. Any exception is a reason: the library imports a dozen others and runs
+    a compiler. What to make of a reason is the caller's."""
+    try:
+        backend = FlashInferAttention(shape, device, dtype, kernels, _imported())
+        backend.prepare(log)
+    except Unsupported as refusal:
+        return refusal.reason
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as failure:
+        return f"{type(failure).__name__}: {_first_line(failure)}"
+    return backend
+
+
+def _imported() -> Any:
+    return importlib.import_module("flashinfer")
+
+
+def _first_line(failure: Exception) -> str:
+    return next(iter(str(failure).splitlines()), "")[:300]
+
+
+def _triton(shape: AttentionShape, device: torch.device) -> AttentionBackend:
+    from services.worker.exec.attention.triton_backend import TritonAttention
+
+    return TritonAttention(shape, device)
+
+
+def _torch(shape: AttentionShape, device: torch.device) -> AttentionBackend:
+    from services.worker.exec.attention.torch_backend import TorchAttention
+
+    return TorchAttention(shape, device)

@@ -1,0 +1,192 @@
+"""Attention by FlashInfer over paged keys and values. One thread, one stream; see docs/gpu/flashinfer.md."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ops import RaggedRows
+from kernels.step_ops import StepKernels
+from services.worker.exec.attention import flashinfer_limits as limits
+from services.worker.exec.attention import flashinfer_wrappers as wrappers
+from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
+from services.worker.exec.attention.flashinfer_rehearsal import rehearse
+from services.worker.exec.attention.flashinfer_staging import (
+    Slot,
+    StagingRing,
+    StepColumns,
+    columns_size,
+    fill,
+    host_memory,
+    make_slot,
+)
+
+EXTEND, MIXED, DECODE = "extend", "mixed", "decode"
+SMS_WITHOUT_DEVICE = 132
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens first .. last - 1 of the step, and who attends for them, by window."""
+
+    first: int
+    last: int
+    wrappers: dict[int, Any]
+
+
+class FlashInferAttention:
+    """See AttentionBackend. Owns the wrappers, the page indices and the scratch memory, which all wrappers share: what a plan is
+    for has run before the next plan's copies, because one stream orders both.
+
+    split_mixed: whether the decode rows of a mixed step are computed apart from its extend rows, by the kernels of a decode step.
+    extend_backend: auto, fa2 or fa3, for steps of extend rows alone. graph_rows: of the largest graph to be captured, so that
+    scratch memory is taken at once; a larger graph takes more. Raises Unsupported, and what importing flashinfer raises.
+    """
+
+    name = "flashinfer"
+    captures = True
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: StepKernels,
+        module: Any = None,
+        *,
+        split_mixed: bool = False,
+        extend_backend: str = "auto",
+        graph_rows: int = 0,
+    ) -> None:
+        limits.check(shape, dtype)
+        self._shape, self._dtype, self._kernels = shape, dtype, kernels
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+        self._module = importlib.import_module("flashinfer") if module is None else module
+        self._planner = wrappers.Planner(self._module, shape, dtype)
+        self._split_mixed, self._extend_backend = split_mixed, extend_backend
+        self._tensor_cores = limits.tensor_cores(shape)
+        self._num_sms = _num_sms(self._device)
+        self._workspace = self._zeros(limits.float_bytes(shape, self._num_sms, graph_rows), torch.uint8)
+        schedule_bytes, plans = limits.int_bytes(shape, self._num_sms), len(shape.windows) * (2 if split_mixed else 1)
+        self._schedules = [self._zeros(schedule_bytes, torch.uint8) for _ in range(plans)]
+        self._ring = StagingRing(lambda: make_slot(columns_size(shape.max_rows), plans, schedule_bytes, self._device))
+        self._counting = host_memory(shape.max_rows + 1, torch.int32, self._device)
+        self._counting.copy_(torch.arange(shape.max_rows + 1))
+        num_indices = shape.max_pages + shape.max_rows  # a padding row has a page too
+        self._pages = wrappers.PageMemory(self._zeros(2 * shape.max_rows + 1, torch.int32), self._zeros(num_indices, torch.int32))
+        self._eager: dict[tuple[str, int], Any] = {}
+        self._graphs: dict[tuple[int, int], Any] = {}
+        self._parts: tuple[_Part, ...] = ()
+
+    def prepare(self, log: Callable[[str], None]) -> None:
+        """Has the library build and load the kernels of every kind of step: minutes where none were built before. Waits for the
+        device; before the first step, never within one."""
+        for kind, num_tokens, num_extend in ((EXTEND, [2], 1), (MIXED, [2, 1], 1), (DECODE, [1], 0)):
+            if len(num_tokens) <= self._shape.max_rows and sum(num_tokens) <= self._shape.max_tokens:
+                log(f"attention: loading flashinfer's kernels for {kind} steps (compiled first, for minutes, if they never were)")
+                began = time.monotonic()
+                rehearse(self, self._shape, self._device, self._dtype, num_tokens, num_extend)
+                log(f"attention: flashinfer's kernels for {kind} steps took {time.monotonic() - began:.1f} s")
+        self._parts = ()
+
+    def plan(self, batch: AttentionBatch) -> None:
+        rows, slot = len(batch.starts), self._ring.take()
+        columns = fill(slot.columns, batch.starts, batch.num_tokens, self._shape.page_size)
+        self._pages.columns[: 2 * rows + 1].copy_(slot.columns[: 2 * rows + 1], non_blocking=True)
+        pages = self._pages.step(rows, columns.num_pages)
+        self._kernels.page_indices(pages.indices, pages.kv_indptr, batch.rows)
+        if batch.graph:
+            self._parts = (self._graph_part(columns, pages, slot),)
+        else:
+            self._parts = self._eager_parts(batch.num_extend, columns, pages, slot)
+        if slot.copied is not None:
+            slot.copied.record()
+
+    def attend(
+        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+    ) -> None:
+        if not self._parts or len(qkv) != self._parts[-1].last:
+            raise RuntimeError(f"no plan for a pass over {len(qkv)} tokens")
+        mixed = out.view(len(out), -1, self._shape.head_dim)
+        q = qkv[:, : out.shape[1]].view(mixed.shape)
+        for part in self._parts:
+            span = slice(part.first, part.last)
+            part.wrappers[window].run(q[span], (k_pool, v_pool), q_scale=scale, out=mixed[span])
+
+    def release_graphs(self) -> None:
+        self._graphs.clear()
+        self._parts = ()
+
+    def _eager_parts(self, extend: int, columns: StepColumns, pages: wrappers.StepPages, slot: Slot) -> tuple[_Part, ...]:
+        rows, tokens = len(columns.kv_lens), int(columns.qo_indptr[-1])
+        if extend == 0:
+            return (_Part(0, tokens, self._decoders(columns, pages, slot, 0)),)
+        if extend == rows or not self._split_mixed:
+            return (_Part(0, tokens, self._prefillers(EXTEND if extend == rows else MIXED, columns, pages, slot, 0)),)
+        head, tail = columns.head(extend), columns.tail(extend, self._counting)
+        first = int(head.qo_indptr[-1])
+        extending = self._prefillers(EXTEND, head, pages, slot, 0)
+        decoding = self._decoders(tail, pages.tail(extend), slot, len(self._shape.windows))
+        return _Part(0, first, extending), _Part(first, tokens, decoding)
+
+    def _prefillers(
+        self, kind: str, columns: StepColumns, pages: wrappers.StepPages, slot: Slot, schedule: int
+    ) -> dict[int, Any]:
+        """schedule: of the first window's plan; the others' follow it."""
+        planned = {}
+        for index, window in enumerate(self._shape.windows, schedule):
+            wrapper = planned[window] = self._wrapper(kind, window)
+            wrappers.lend_schedule(wrapper, slot.schedules[index], self._schedules[index])
+            self._planner.prefill(wrapper, columns, pages, window, causal=kind != DECODE)
+        return planned
+
+    def _decoders(self, columns: StepColumns, pages: wrappers.StepPages, slot: Slot, schedule: int) -> dict[int, Any]:
+        if self._tensor_cores:  # the same kernels; BatchDecode's plan would copy row numbers from pageable memory
+            return self._prefillers(DECODE, columns, pages, slot, schedule)
+        planned = {}
+        for index, window in enumerate(self._shape.windows, schedule):
+            known = (DECODE, window) in self._eager
+            wrapper = planned[window] = self._wrapper(DECODE, window)
+            wrappers.lend_schedule(wrapper, slot.schedules[index], self._schedules[index])
+            (self._planner.decode if known else self._planner.first_decode)(wrapper, columns, pages, window)
+        return planned
+
+    def _graph_part(self, columns: StepColumns, pages: wrappers.StepPages, slot: Slot) -> _Part:
+        rows, planned = len(columns.kv_lens), {}
+        for index, window in enumerate(self._shape.windows):
+            known = (rows, window) in self._graphs
+            wrapper = planned[window] = self._graphs[(rows, window)] if known else self._graph_wrapper(rows)
+            wrappers.lend_schedule(wrapper, slot.schedules[index], self._schedules[index])
+            (self._planner.graph_decode if known else self._planner.first_decode)(wrapper, columns, pages, window)
+            self._graphs[(rows, window)] = wrapper
+        return _Part(0, rows, planned)
+
+    def _graph_wrapper(self, rows: int) -> Any:
+        wanted = limits.float_bytes(self._shape, self._num_sms, rows)
+        if wanted > len(self._workspace):  # graphs captured before keep the smaller one
+            self._workspace = self._zeros(wanted, torch.uint8)
+        return wrappers.graph_wrapper(self._module, self._workspace, self._pages, rows, self._tensor_cores)
+
+    def _wrapper(self, kind: str, window: int) -> Any:
+        wrapper = self._eager.get((kind, window))
+        if wrapper is None:
+            if kind == DECODE and not self._tensor_cores:
+                wrapper = wrappers.decode_wrapper(self._module, self._workspace)
+            else:
+                backend = self._extend_backend if kind == EXTEND else "fa2"  # fa3 gives a decode row a tile for each query head
+                wrapper = wrappers.prefill_wrapper(self._module, self._workspace, backend)
+            self._eager[(kind, window)] = wrapper
+        return wrapper
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=self._device)
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS_WITHOUT_DEVICE

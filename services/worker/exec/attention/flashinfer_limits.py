@@ -1,0 +1,83 @@
+"""What FlashInfer can do, and how much scratch memory it may want: read from its scheduler (attention/scheduler.cuh) in 0.6.4
+and 0.7.2, where each bound below has its counterpart."""
+
+from __future__ import annotations
+
+import torch
+
+from services.worker.exec.attention.backend import AttentionShape
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_ROWS = 32768  # the length of the library's own buffer of key/value lengths
+TENSOR_CORE_GROUP = 4
+BLOCKS_PER_SM = 16  # of the decode kernel, 128 threads each: at most 2,048 threads live on a multiprocessor
+MIN_FLOAT_BYTES = 128 << 20  # what the library's documentation asks for
+MIN_INT_BYTES = 8 << 20  # what the library allocates by itself
+SLACK_BYTES = 4096  # every array begins at a multiple of 16 bytes
+
+
+class Unsupported(Exception):
+    """The back end cannot serve this model on this device. reason: one clause."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def check(shape: AttentionShape, dtype: torch.dtype) -> None:
+    """Raises Unsupported."""
+    if dtype not in DTYPES:
+        raise Unsupported(f"its kernels compute in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}")
+    if shape.head_dim not in HEAD_DIMS:
+        raise Unsupported(f"its kernels exist for head sizes {HEAD_DIMS}, not for {shape.head_dim}")
+    if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
+        raise Unsupported(f"{shape.num_heads} query heads cannot share {shape.num_kv_heads} key/value heads evenly")
+    if shape.page_size < 1:
+        raise Unsupported(f"a page of {shape.page_size} tokens holds nothing")
+    if shape.max_rows > MAX_ROWS:
+        raise Unsupported(f"its buffers hold {MAX_ROWS} rows, not {shape.max_rows}")
+
+
+def tensor_cores(shape: AttentionShape) -> bool:
+    """Whether decode runs on tensor cores: from 4 query heads per key/value head on.
+
+    The decode kernel for CUDA cores does 2 multiply-adds in float32 for each query head with each element it reads; at 4 of them
+    an H200's 4.8 TB/s ask for about 20 of its 67 TFLOP/s before any conversion from bfloat16, and it stops being bound by
+    memory. Below 4 a tensor core tile of 16 rows would be mostly padding. The kernel for CUDA cores exists for groups of
+    1, 2, 3, 4 and 8, so every group below the threshold has one.
+    """
+    return shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
+
+
+def graph_tile(group: int, head_dim: int) -> int:
+    """Rows (tokens times query heads of a group) of one block of a captured decode on tensor cores."""
+    if group > 64 and head_dim < 256:
+        return 128
+    return 64 if group > 16 else 16
+
+
+def float_bytes(shape: AttentionShape, num_sms: int, graph_rows: int) -> int:
+    """Partial outputs and sums of split rows, float32. graph_rows: of the largest captured graph, 0 for none."""
+    group, heads = shape.num_heads // shape.num_kv_heads, shape.num_heads
+    split = 2 * num_sms // shape.num_kv_heads
+    rows = [
+        split * (64 if shape.head_dim >= 256 else 128),  # prefill, or mixed, or decode by the prefill kernel
+        BLOCKS_PER_SM * num_sms // shape.num_kv_heads,  # decode on CUDA cores
+    ]
+    if graph_rows and tensor_cores(shape):
+        tile = graph_tile(group, shape.head_dim)
+        rows.append(max(split, -(-graph_rows * group // tile) + graph_rows - 1) * tile)
+    return max(MIN_FLOAT_BYTES, heads * max(rows) * (shape.head_dim + 1) * 4 + SLACK_BYTES)
+
+
+def int_bytes(shape: AttentionShape, num_sms: int) -> int:
+    """The schedule of one plan: which block computes which part of which row."""
+    group = shape.num_heads // shape.num_kv_heads
+    tiles = max(2 * num_sms // shape.num_kv_heads, -(-shape.max_tokens * group // 16) + shape.max_rows)
+    prefill = 13 * tiles + 4 * (shape.max_rows + shape.max_tokens + 2)
+    per_head = -(-shape.max_tokens // 128) + shape.max_rows - 1
+    works = per_head if per_head > 4096 else per_head * shape.num_heads
+    hopper = 28 * max(works, min(per_head, 4096) * shape.num_heads) + 4 * (num_sms + 1)
+    decode = 13 * max(BLOCKS_PER_SM * num_sms // shape.num_kv_heads, shape.max_rows) + 4
+    return max(MIN_INT_BYTES, prefill + SLACK_BYTES, hopper + SLACK_BYTES, decode + SLACK_BYTES)

@@ -1,0 +1,73 @@
+"""Attention by our Triton kernels: prompts in tiles, decode rows with their keys split, two launches where a step has both.
+
+A captured graph keeps the addresses of the scratch, which is allocated once, and the launch of its number of rows, which is
+fixed by the longest context that there may be: lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.ops import RaggedRows
+from kernels.triton.attention import AttentionCall, AttentionScratch, allocate_scratch, as_heads, run_attention
+from kernels.triton.attention_plan import HeadShape, Launch, num_multiprocessors, plan_decode, plan_extend, reach, scratch_bounds
+from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
+
+ITEM_SIZES = (2, 4)  # bytes; the model's dtype shows in the first tensors
+
+
+class TritonAttention:
+    """An AttentionBackend."""
+
+    name = "triton"
+    captures = True
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._max_context = shape.max_context
+        self._multiprocessors = num_multiprocessors(device)
+        group = shape.num_heads // shape.num_kv_heads
+        dims = (shape.head_dim, shape.head_dim)
+        self._heads = {size: HeadShape(shape.num_kv_heads, group, *dims, size) for size in ITEM_SIZES}
+        self._scratch = self._allocate(device)
+        self._batch: AttentionBatch | None = None
+        self._launches: dict[tuple[int, int], tuple[Launch, ...]] = {}  # by item size and window
+
+    def _allocate(self, device: torch.device) -> AttentionScratch:
+        bounds = [scratch_bounds(heads, self._multiprocessors) for heads in self._heads.values()]
+        lanes, counters = (max(column) for column in zip(*bounds, strict=True))
+        return allocate_scratch(lanes, counters, self._heads[ITEM_SIZES[0]].value_dim, device)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Copies and launches nothing: all that attend() needs is on the device, or among the host's lengths."""
+        self._batch = batch
+        self._launches.clear()
+
+    def attend(
+        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+    ) -> None:
+        itemsize = qkv.element_size()
+        heads = self._heads[itemsize]
+        if (itemsize, window) not in self._launches:
+            self._launches[itemsize, window] = self._planned(heads, window)
+        call = AttentionCall(*as_heads(out, qkv, k_pool, v_pool), k_pool, v_pool, rows, scale, window)
+        for launch in self._launches[itemsize, window]:
+            run_attention(call, heads, launch, self._scratch)
+
+    def _planned(self, heads: HeadShape, window: int) -> tuple[Launch, ...]:
+        batch, multiprocessors = self._batch, self._multiprocessors
+        assert batch is not None, "plan() comes first"
+        if batch.graph:
+            return (plan_decode(heads, 0, batch.graph, reach(self._max_context, window), multiprocessors),)
+        extends, rows = batch.num_extend, len(batch.starts)
+        ends, launches = batch.starts + batch.num_tokens, []
+        if extends:
+            tokens, longest = int(batch.num_tokens[:extends].sum()), reach(int(ends[:extends].max()), window)
+            launches.append(plan_extend(heads, extends, tokens, longest, multiprocessors))
+        if rows > extends:
+            longest = reach(int(ends[extends:].max()), window)
+            launches.append(plan_decode(heads, extends, rows - extends, longest, multiprocessors))
+        return tuple(launches)
+
+    def release_graphs(self) -> None:
+        """The scratch is not theirs alone: it stays."""

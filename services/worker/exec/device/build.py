@@ -1,0 +1,316 @@
+"""Makes an executor for a device from a Hugging Face folder, or from a model that is loaded already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kernels.ops import Kernels
+from services.worker.exec import layer_kv
+from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
+from services.worker.exec.attention.choose import choose_attention
+from services.worker.exec.causal_model import CausalModel
+from services.worker.exec.checkpoint import Checkpoint
+from services.worker.exec.decoder import Decoder
+from services.worker.exec.device.capture import CudaGraphMemory, GraphMemory
+from services.worker.exec.device.decode_graphs import DecodeGraphs
+from services.worker.exec.device.executor import DeviceExecutor
+from services.worker.exec.device.graph_sizes import graph_sizes
+from services.worker.exec.device.kernel_attention import KernelAttention
+from services.worker.exec.device.kernel_set import KernelSet, kernel_set, layer_kernels
+from services.worker.exec.device.memory_parts import MemoryParts, return_cached, return_memory
+from services.worker.exec.device.options import DeviceOptions
+from services.worker.exec.device.passes import ForwardPass
+from services.worker.exec.device.runner import DeviceRunner
+from services.worker.exec.device.sampler import EDITED_ROWS, DeviceSampler
+from services.worker.exec.device.sizing import PoolNeeds, largest_step, pages_of_device
+from services.worker.exec.device.streams import streams_of
+from services.worker.exec.device.warm_up import warm_up
+from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
+from services.worker.exec.embedding_pool import EmbeddingPool
+from services.worker.exec.families import DecoderConfig
+from services.worker.exec.future_map import POISON
+from services.worker.exec.load_phases import LoadPhases
+from services.worker.exec.loading import LoadedModel, LoadRequest, LoadTarget, load_again, load_model
+from services.worker.exec.logprobs import PIECE_BYTES
+from services.worker.exec.model_info import ModelInfo
+from services.worker.exec.pools import KVPool, free_memory, kv_pool_tokens
+from services.worker.exec.weights import DecoderWeights
+
+__all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceParts:
+    """What an executor is made of, in place of what its options would choose."""
+
+    kernels: KernelSet | None = None
+    attention: Callable[[AttentionShape], AttentionBackend] | None = None
+    graph_memory: GraphMemory | None = None
+
+
+class NoDevice(ValueError):
+    """There is no such device on this machine."""
+
+
+def build_device_executor(
+    model_path: str,
+    dtype: str,
+    page_size: int,
+    max_slots: int,
+    num_pages: int | None,
+    mem_fraction_static: float,
+    context_len: int | None,
+    options: DeviceOptions,
+    progress: Callable[[str], None],
+    check_relay: bool = False,
+) -> tuple[DeviceExecutor, ModelInfo]:
+    """dtype: auto, bfloat16, float16 or float32. num_pages: None for what mem_fraction_static of the device holds beside the
+    model (on a CPU: of the memory that is free). context_len: tokens; None for the model's own, or what the pool holds if
+    that is less. check_relay: a step fails
+    that decodes a slot which nothing was sampled for.
+
+    Raises NoDevice, CheckpointError, UnsupportedModel, PoolTooSmall, and ValueError for options that cannot be had.
+    """
+    device = device_of(options.device)
+    phases = LoadPhases()
+    request = LoadRequest(
+        Path(model_path), dtype, page_size, context_len, 1, progress, phases, _target(device, options, max_slots)
+    )
+    loaded = load_model(request)
+    made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay)
+    pages = made.finish(num_pages, mem_fraction_static, context_len)
+    executor = DeviceExecutor(made.runner, made.memory_parts(request, pages))
+    progress(f"loaded in: {phases.describe()}")
+    fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
+    if fitting < loaded.context_len:
+        progress(f"context_len is {fitting}, what the KV pool holds, and not the model's {loaded.context_len}")
+    return executor, loaded.info(request, pages, made.graph_rows, fitting)
+
+
+def assemble_executor(
+    loaded: LoadedModel,
+    max_slots: int,
+    page_size: int,
+    num_pages: int | None,
+    mem_fraction_static: float,
+    options: DeviceOptions,
+    progress: Callable[[str], None],
+    check_relay: bool = False,
+    parts: DeviceParts | None = None,
+) -> tuple[DeviceExecutor, int]:
+    """Of a model that is on the device already; the executor, and the pages of its pool."""
+    made = _Assembly(loaded, max_slots, page_size, options, progress, LoadPhases(), check_relay, parts)
+    pages = made.finish(num_pages, mem_fraction_static)
+    return DeviceExecutor(made.runner), pages
+
+
+def device_of(name: str) -> torch.device:
+    """Raises NoDevice."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise NoDevice(f"no GPU for {name}: torch {torch.__version__} sees none")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise NoDevice(f"no {name}: this machine has {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(device)
+        return torch.device("cuda", device.index or 0)
+    if device.type != "cpu":
+        raise NoDevice(f"{name} is no device that steps can run on; there are cuda and cpu")
+    return device
+
+
+def _target(device: torch.device, options: DeviceOptions, max_slots: int) -> LoadTarget:
+    def weights(
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        progress: Callable[[str], None],
+        phases: LoadPhases,
+    ) -> DecoderWeights:
+        stream = StreamOptions(threads=options.load_threads)
+        return stream_decoder_weights(checkpoint, config, dtype, device, kernels, stream, progress, phases)
+
+    return LoadTarget(device, lambda _: layer_kernels(options.kernels, device), weights)
+
+
+def _sum_in_float32() -> None:
+    """Kernels.linear accumulates in float32; cuBLAS would add parts of long sums in half precision. Holds for the process."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+class _Assembly:
+    """Puts an executor's parts together. All device work runs on the forward stream."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        max_slots: int,
+        page_size: int,
+        options: DeviceOptions,
+        progress: Callable[[str], None],
+        phases: LoadPhases,
+        check_relay: bool,
+        parts: DeviceParts | None = None,
+    ) -> None:
+        self._loaded, self._max_slots, self._page_size = loaded, max_slots, page_size
+        self._options, self._progress, self._phases = options, progress, phases
+        self._parts = parts or DeviceParts()
+        self._device = device_of(options.device)
+        _sum_in_float32()
+        self._streams = streams_of(self._device)
+        vocab_size = int(loaded.config.vocab_size)
+        rows = min(max_slots, EDITED_ROWS)
+        self._kernels = self._parts.kernels or kernel_set(options.kernels, self._device, rows, vocab_size)
+        pages_per_slot = -(-loaded.context_len // page_size) + 1
+        self._largest = min(options.max_tokens, max_slots * pages_per_slot * page_size)
+        with torch.inference_mode(), self._streams.on_forward():
+            self.runner = self._make_runner(vocab_size, pages_per_slot, check_relay)
+        self.graph_rows = self._graph_rows()
+
+    def _make_runner(self, vocab_size: int, pages_per_slot: int, check_relay: bool) -> DeviceRunner:
+        max_slots, device = self._max_slots, self._device
+        table = torch.full((max_slots, pages_per_slot), -1, dtype=torch.int32, device=device)
+        relay = torch.full((max_slots,), POISON, dtype=torch.int64, device=device)
+        unwritten = torch.zeros(1, dtype=torch.int32, device=device) if check_relay else None
+        model, attention = self._attending()
+        passes = ForwardPass(model, self._pool(1), self._kernels.layers, table, relay, self._page_size, vocab_size, unwritten)
+        return DeviceRunner(
+            streams=self._streams,
+            passes=passes,
+            attention=attention,
+            kernels=self._kernels.layers,
+            sampler=DeviceSampler(max_slots, vocab_size, self._kernels.sampling, self._streams, relay),
+            embeddings=EmbeddingPool(self._loaded.pooling, max_slots, device),
+            relay=relay,
+            unwritten=unwritten,
+            reclaim=partial(return_cached, device),
+            max_tokens=self._largest,
+        )
+
+    def _attending(self) -> tuple[CausalModel, AttentionBackend]:
+        model = self._loaded.model
+        if not isinstance(model, Decoder):
+            return model, KernelAttention(self._kernels.layers)
+        config, context = model.config, self._loaded.context_len
+        pages_per_slot = -(-context // self._page_size) + 1
+        shape = AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=self._page_size,
+            windows=tuple(dict.fromkeys(config.windows)),
+            max_rows=self._max_slots,
+            max_tokens=self._largest,
+            max_context=pages_per_slot * self._page_size,
+            max_pages=self._max_slots * pages_per_slot,
+        )
+        backend = self._attention(shape)
+        return self._reserved(model.attending(backend.attend)), backend
+
+    def _attention(self, shape: AttentionShape) -> AttentionBackend:
+        if self._parts.attention is not None:
+            return self._parts.attention(shape)
+        name, dtype = self._options.attention_backend, self._loaded.dtype
+        return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress)
+
+    def _reserved(self, model: Decoder) -> Decoder:
+        piece = max(1, PIECE_BYTES // (4 * model.config.vocab_size))  # of a prompt's logits
+        model.reserve(self._largest, max(self._max_slots, piece))
+        return model
+
+    def _pool(self, pages: int) -> KVPool:
+        """On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
+        with self._device:  # for kernels that allocate on torch's default device
+            pool = layer_kv.allocate(self._loaded.layers, pages, self._page_size, self._loaded.dtype, self._kernels.layers)
+        if self._device.type == "cuda":
+            for each in (*pool.keys, *pool.values):
+                each.zero_()
+        return pool
+
+    def _graph_rows(self) -> tuple[int, ...]:
+        wanted = self._options.cuda_graphs and self.runner.attention.captures
+        if not wanted or (self._device.type != "cuda" and self._parts.graph_memory is None):
+            return ()
+        return graph_sizes(min(self._max_slots, self._options.max_graph_rows))
+
+    def finish(self, num_pages: int | None, mem_fraction_static: float, context_len: int | None = None) -> int:
+        """Sizes the pool, warms up and captures. context_len: that the pool must hold. Returns the pages of the pool."""
+        with torch.inference_mode(), self._streams.on_forward():
+            with self._phases.timed("profile"):
+                pages = num_pages or self._pages(mem_fraction_static, context_len or self._page_size)
+            with self._phases.timed("kv_pool"):
+                self.runner.passes.pool = self._pool(pages)
+            megabytes = pages * self._page_size * self._loaded.kv_bytes_per_token >> 20
+            self._progress(f"KV pool: {pages} pages of {self._page_size} tokens, {megabytes} MiB")
+            with self._phases.timed("warm_up"):
+                warm_up(self.runner, self._largest, self._max_slots, self._loaded.generates)
+            with self._phases.timed("graphs"):
+                self.capture()
+            self._streams.synchronize()
+        return pages
+
+    def capture(self) -> None:
+        """Decode steps, where they are to be captured; those that were are forgotten."""
+        if not self.graph_rows:
+            return
+        runner = self.runner
+        memory = self._parts.graph_memory or CudaGraphMemory(self._streams)
+        runner.graphs = DecodeGraphs(self.graph_rows, memory, runner.passes, runner.sampler, runner.attention)
+
+        def told(number: int, total: int) -> None:
+            if number == total or number % 8 == 0:
+                self._progress(f"captured {number} of {total} decode graphs")
+
+        with torch.inference_mode(), self._streams.on_forward():
+            runner.graphs.capture(told)
+
+    def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:
+        shape = self._loaded.shape
+
+        def load_model_again() -> CausalModel:
+            self._loaded = load_again(request, shape)
+            model, self.runner.attention = self._attending()
+            return model
+
+        return MemoryParts(self.runner, load_model_again, lambda: self._pool(pages), self.capture)
+
+    def _pages(self, mem_fraction_static: float, context_len: int) -> int:
+        per_token = self._loaded.kv_bytes_per_token
+        if per_token == 0:
+            return self._max_slots * -(-self._loaded.context_len // self._page_size)
+        if self._device.type != "cuda":
+            return max(1, kv_pool_tokens(free_memory(), mem_fraction_static, per_token) // self._page_size)
+        needs = PoolNeeds(
+            layers=self._loaded.layers,
+            dtype=self._loaded.dtype,
+            page_size=self._page_size,
+            context_len=context_len,
+            weight_bytes=self._loaded.weight_bytes,
+            fixed_bytes=torch.cuda.memory_allocated(self._device) - self._loaded.weight_bytes,
+        )
+        largest = partial(largest_step, self.runner, self._largest, self._max_slots, self._loaded.generates)
+        return pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
+
+    def _graph_bytes(self) -> int:
+        """Of all graphs, judged by the largest two: what comes after the first shares its memory."""
+        taken = []
+        for sizes in (self.graph_rows[-1:], self.graph_rows[-2:]):
+            if not sizes:
+                return 0
+            before = torch.cuda.mem_get_info(self._device)[0]
+            runner = self.runner
+            graphs = DecodeGraphs(sizes, CudaGraphMemory(self._streams), runner.passes, runner.sampler, runner.attention)
+            graphs.capture(lambda number, total: None)
+            self._streams.synchronize()
+            taken.append(before - torch.cuda.mem_get_info(self._device)[0])
+            graphs.release()
+            return_memory(self._device)
+        first, both = taken
+        return max(0, first) + max(0, both - first) * (len(self.graph_rows) - 1)

@@ -1,0 +1,28 @@
+"""Whole workloads, warmed up and then timed once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.benchmarks.gpu.journal import Journal
+from tests.benchmarks.gpu.models import Model
+from tests.benchmarks.gpu.serving import Timing
+from tests.benchmarks.gpu.workloads import Workload
+
+COLUMNS = ("workload", "seconds", "output tok/s", "total tok/s", "steps", "median ms between steps")
+WARM_TOKENS = 16  # of each request of the warm-up
+
+
+def timed(model: Model, warm: Workload, workload: Workload) -> Timing:
+    """warm: of the same lengths and other ids, so that it leaves no prefix behind; its outputs are cut short."""
+    short = replace(warm, new_tokens=tuple(min(count, WARM_TOKENS) for count in warm.new_tokens))
+    model.serving.run(short)
+    model.serving.forget()
+    timing = model.serving.run(workload)
+    model.serving.forget()
+    return timing
+
+
+def journal_timing(journal: Journal, title: str, name: str, workload: Workload, timing: Timing) -> None:
+    total = (workload.input_tokens + workload.output_tokens) / timing.seconds
+    journal.row(title, COLUMNS, (name, timing.seconds, timing.tokens_per_s, total, timing.steps, timing.step_s() * 1e3))

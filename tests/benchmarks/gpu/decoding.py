@@ -1,0 +1,74 @@
+"""A batch that does nothing but decode, brought to that state before anything is measured."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+
+from services.worker.core.plan import ForwardMode
+from tests.benchmarks.gpu.journal import Journal
+from tests.benchmarks.gpu.profile import NoEvents, Profile, profiled
+from tests.benchmarks.gpu.serving import Serving
+from tests.benchmarks.gpu.workloads import fixed
+
+WARM_STEPS = 8
+
+
+def output_of(rows: int, steps: int) -> int:
+    """Tokens that each row has to be allowed for so many steps: those admitted first decode while the last ones wait."""
+    return steps + 2 * WARM_STEPS + rows
+
+
+class Decoding:
+    """rows requests whose prompts are computed; each turn is one decode step of all of them. steps: as many as will be asked
+    for, all calls together."""
+
+    def __init__(self, serving: Serving, rows: int, prompt_len: int, steps: int, vocab: int, seed: int = 1) -> None:
+        self._serving = serving
+        serving.begin()
+        for prompt in fixed(rows, prompt_len, 1, vocab, seed).prompts:
+            serving.submit(prompt, output_of(rows, steps))
+        for _ in range(100 * rows):
+            plan = serving.turn()
+            if plan is not None and plan.mode is ForwardMode.DECODE and plan.num_rows == rows:
+                break
+        else:
+            raise RuntimeError(f"{rows} rows never decoded together")
+        for _ in range(WARM_STEPS):
+            serving.turn()
+
+    def step_s(self, steps: int) -> tuple[float, float]:
+        """(median, mean) seconds of a step: wall time from tokens on the host to tokens on the host."""
+        self._serving.begin()
+        for _ in range(steps + 1):
+            self._serving.turn()
+        times = [at for at, _ in self._serving.end().marks][: steps + 1]
+        taken = [after - before for before, after in pairwise(times)]
+        return statistics.median(taken), (times[-1] - times[0]) / len(taken)
+
+    def profile(self, steps: int, on_gpu: bool) -> Profile:
+        def turns() -> None:
+            for _ in range(steps):
+                self._serving.turn()
+            self._serving.end()
+
+        return profiled(turns, on_gpu)
+
+    def journal_profile(self, journal: Journal, name: str, steps: int, on_gpu: bool) -> None:
+        """Beside a figure, which stands without it."""
+        try:
+            profile = self.profile(steps, on_gpu)
+        except NoEvents as error:
+            journal.note(f"No profile of {name}: {error}.")
+        else:
+            journal_profile(journal, name, profile)
+
+    def close(self) -> None:
+        self._serving.forget()
+
+
+def journal_profile(journal: Journal, name: str, profile: Profile) -> None:
+    """Keeps the profile, and shows where the time goes."""
+    journal.profile(name, profile.as_dict())
+    for kernel, share in profile.kernels:
+        journal.row(f"{name}: device time by kernel", ("kernel", "share"), (kernel, f"{share:.1%}"))

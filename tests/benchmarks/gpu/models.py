@@ -1,0 +1,134 @@
+"""Executors over models of published shapes with random weights, made on the device: no checkpoint, no tokenizer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.exec.decoder import Decoder
+from services.worker.exec.device.build import assemble_executor, device_of
+from services.worker.exec.device.kernel_set import layer_kernels
+from services.worker.exec.device.options import DeviceOptions
+from services.worker.exec.device.random_weights import random_decoder_weights
+from services.worker.exec.families import decoder_config
+from services.worker.exec.layer_kv import LayerKV
+from services.worker.exec.loading import LAST_TOKEN, LoadedModel
+from services.worker.exec.rope import rope_table
+from tests.benchmarks.gpu.command import Setting
+from tests.benchmarks.gpu.serving import Serving
+from tests.benchmarks.make_model import SHAPES, Shape, config_of
+
+PAGE_SIZE = 16
+MEMORY_SHARE = 0.9
+STEP_TOKENS = 8192
+TOY = replace(SHAPES["tiny"], vocab=512, text_tokens=500)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """rows: at once. context: tokens of the longest request."""
+
+    shape: str
+    rows: int
+    context: int
+    cuda_graphs: bool = True
+    overlap: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """read_bytes: of the weights that each decode step reads; of an untied embedding a step reads a few rows only."""
+
+    serving: Serving
+    shape: Shape
+    weight_bytes: int
+    read_bytes: int
+
+    @property
+    def vocab(self) -> int:
+        """Ids of text are below it."""
+        return self.shape.text_tokens
+
+
+def shape_of(name: str, setting: Setting) -> Shape:
+    return TOY if setting.toy else SHAPES[name]
+
+
+def hf_config(shape: Shape) -> Any:
+    config = config_of(shape)
+    config.architectures = ["Qwen3ForCausalLM"]
+    return config
+
+
+@contextmanager
+def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
+    """A scheduler over an executor of that shape; closed, and its memory given back, at the end."""
+    shape = shape_of(wanted.shape, setting)
+    options = options_of(wanted, setting)
+    loaded = random_model(shape, wanted.context + 1, options)
+    weight_bytes, embedding = loaded.weight_bytes, 0 if shape.tied else shape.vocab * shape.hidden * loaded.dtype.itemsize
+    pages = None if setting.on_gpu else 2 * wanted.rows * (-(-loaded.context_len // PAGE_SIZE) + 1)
+    executor, num_pages = assemble_executor(loaded, wanted.rows, PAGE_SIZE, pages, MEMORY_SHARE, options, _say)
+    config = SchedulerConfig(
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        context_len=loaded.context_len,
+        vocab_size=shape.vocab,
+        max_running_requests=wanted.rows,
+        max_prefill_tokens=options.max_tokens,
+        chunked_prefill_size=options.max_tokens,
+    )
+    model = Model(Serving(config, executor, wanted.overlap), shape, weight_bytes, weight_bytes - embedding)
+    del loaded
+    try:
+        yield model
+    finally:
+        model.serving.close()
+        del executor
+        gc.collect()
+        if setting.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def options_of(wanted: Wanted, setting: Setting) -> DeviceOptions:
+    return DeviceOptions(
+        device=setting.device,
+        kernels="auto" if setting.on_gpu else "torch",
+        attention_backend="auto" if setting.on_gpu else "torch",
+        cuda_graphs=wanted.cuda_graphs and setting.on_gpu,
+        max_graph_rows=wanted.rows,
+        max_tokens=64 if setting.toy else STEP_TOKENS,
+    )
+
+
+def random_model(shape: Shape, context_len: int, options: DeviceOptions) -> LoadedModel:
+    """On the device: bf16 on a GPU, float32 elsewhere."""
+    config, device = hf_config(shape), device_of(options.device)
+    native = decoder_config(config)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernels = layer_kernels(options.kernels, device)
+    num_positions = (-(-context_len // PAGE_SIZE) + 2) * PAGE_SIZE  # a slot's pages hold no more
+    with torch.inference_mode():
+        weights = random_decoder_weights(native, dtype, device, kernels, seed=0)
+        cos_sin = rope_table(native.rope, native.head_dim, num_positions).to(device)
+    return LoadedModel(
+        model=Decoder(native, weights, cos_sin, kernels),
+        config=config,
+        kernels=kernels,
+        dtype=dtype,
+        layers=(LayerKV(native.num_kv_heads, native.head_dim, native.head_dim),) * native.num_layers,
+        context_len=context_len,
+        weight_bytes=weights.num_bytes(),
+        pooling=LAST_TOKEN,
+        generates=True,
+    )
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", flush=True)

@@ -1,0 +1,134 @@
+"""The real scheduler over an executor, turned as the worker's loop turns it, with nothing of a network around it.
+
+The order of calls is that of services/worker/loop.py. Tokens are counted from what the scheduler gives out for clients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.messages import FinishReason, Submit
+from services.worker.core.plan import BatchPlan
+from services.worker.core.sampling import SamplingParams
+from services.worker.core.scheduler import Scheduler
+from services.worker.exec.protocol import Executor, Run
+from tests.benchmarks.gpu.workloads import Workload
+
+
+class NoText:
+    """Text rules of requests that have none."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def search(self, pattern: str, text: str) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class Timing:
+    """Of one run. seconds: from the first submit to the last token, the device's work done. marks: when each step's tokens
+    came out, seconds from the start, and how many; steps: launched."""
+
+    seconds: float = 0.0
+    output_tokens: int = 0
+    steps: int = 0
+    marks: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+    def step_s(self) -> float:
+        """Median seconds between two steps' tokens, the first few left out."""
+        times = np.array([at for at, _ in self.marks[4:]])
+        return float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+
+
+class Serving:
+    def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool = True) -> None:
+        self.core = Scheduler(config, NoText())
+        self.executor = executor
+        self.overlap = overlap
+        self._prev: Run | None = None
+        self._next = 0
+        self._timing = Timing()
+        self._begun = 0.0
+        self._empty_turns = 0
+
+    def submit(self, prompt: NDArray[np.int32], new_tokens: int, temperature: float = 0.0) -> None:
+        self._next += 1
+        params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True, seed=self._next)
+        self.core.submit(Submit(0, self._next, f"r{self._next}", prompt, params), time.monotonic())
+
+    def run(self, workload: Workload) -> Timing:
+        """All requests at once, until the last has ended. Raises RuntimeError if any of them ends in another way."""
+        self.begin()
+        for prompt, new_tokens in zip(workload.prompts, workload.new_tokens, strict=True):
+            self.submit(prompt, new_tokens, workload.temperature)
+        self.turn_until(lambda: self.core.idle and self._prev is None)
+        timing = self.end()
+        if timing.output_tokens != workload.output_tokens:
+            raise RuntimeError(f"{timing.output_tokens} tokens came out, {workload.output_tokens} were asked for")
+        return timing
+
+    def begin(self) -> None:
+        self._timing, self._begun = Timing(), time.perf_counter()
+
+    def end(self) -> Timing:
+        """Steps in flight are taken in first."""
+        self._commit()
+        self._timing.seconds = time.perf_counter() - self._begun
+        return self._timing
+
+    def turn_until(self, over: Callable[[], bool]) -> None:
+        while not over():
+            self.turn()
+
+    def turn(self) -> BatchPlan | None:
+        """One turn of the loop; the plan that was launched, if any. Raises RuntimeError where no turn can change anything."""
+        self._empty_turns = 0 if self._prev is not None else self._empty_turns + 1
+        if self._empty_turns > 2:
+            raise RuntimeError(f"nothing runs: {self.core.stats()}")
+        if not self.overlap:
+            self._commit()
+        plan = self.core.plan(time.monotonic())
+        run = self.executor.forward(plan) if plan is not None else None
+        self._commit()
+        if run is not None:
+            self.executor.sample(run, {})
+            self._timing.steps += 1
+        self._prev = run
+        return plan
+
+    def forget(self) -> None:
+        """Ends what still runs, and drops every cached prefix."""
+        self._commit()
+        self.core.end_all("the run is over", time.monotonic())
+        self.core.take_output()
+        self.core.flush_cache()
+
+    def close(self) -> None:
+        """Closes the executor, and keeps nothing of it."""
+        self.executor.close()
+        del self.executor
+        self._prev = None
+
+    def _commit(self) -> None:
+        run, self._prev = self._prev, None
+        if run is None:
+            return
+        self.core.commit(self.executor.wait(run), time.monotonic())
+        output = self.core.take_output()
+        for peer in output.peers if output else ():
+            self._timing.output_tokens += len(peer.tokens)
+            for finish in peer.finishes:
+                if finish.reason is not FinishReason.LENGTH:
+                    raise RuntimeError(f"request {finish.request_id} ended: {finish.message or finish.reason.name}")
+        self._timing.marks.append((time.perf_counter() - self._begun, self._timing.output_tokens))

@@ -1,0 +1,100 @@
+"""Transformers' own continuous batching over a random model of the same shape, as it comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from tests.benchmarks.gpu.command import Setting
+from tests.benchmarks.gpu.models import hf_config
+from tests.benchmarks.gpu.workloads import Workload
+from tests.benchmarks.make_model import Shape
+
+NO_EOS = -1
+RESULT_TIMEOUT_S = 1.0
+STOP_TIMEOUT_S = 10.0
+
+
+class Stopped(RuntimeError):
+    """Its generation thread has ended before its requests have, or a request of it has failed."""
+
+
+def attention_of() -> tuple[str, dict[str, Any]]:
+    """(implementation to ask for, options of the batching's config). Flash attention if it is installed; else sdpa, and no look
+    for kernels elsewhere, for which there is no network."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return "flash_attention_2", {}
+    fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    if "auto_switch_to_flash" in fields:
+        return "sdpa", {"auto_switch_to_flash": False}
+    return "paged|sdpa", {}
+
+
+def random_model(shape: Shape, setting: Setting) -> Any:
+    """In eval mode, on the device, in bf16 there."""
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        model = AutoModelForCausalLM.from_config(
+            hf_config(shape), dtype=torch.bfloat16 if setting.on_gpu else torch.float32, attn_implementation="sdpa"
+        )
+    return model.eval()
+
+
+class Batching:
+    """One manager for requests that are sampled alike."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def run(self, workload: Workload) -> float:
+        """Seconds from the first request's submission to the last one's result. Raises Stopped."""
+        begun = time.perf_counter()
+        waiting = set()
+        for prompt, new_tokens in zip(workload.prompts, workload.new_tokens, strict=True):
+            name = self._manager.add_request(prompt.tolist(), max_new_tokens=new_tokens, eos_token_id=NO_EOS)
+            waiting.add(name)
+        tokens = 0
+        while waiting:
+            result = self._manager.get_result(timeout=RESULT_TIMEOUT_S)
+            if result is None:
+                if not self._manager.is_running():
+                    raise Stopped("its generation thread has ended before its requests have")
+                continue
+            if result.error is not None:
+                raise Stopped(f"its request {result.request_id} failed: {result.error}")
+            if result.is_finished():
+                waiting.discard(result.request_id)
+                tokens += len(result.generated_tokens)
+        seconds = time.perf_counter() - begun
+        if tokens != workload.output_tokens:
+            raise Stopped(f"{tokens} tokens came out, {workload.output_tokens} were asked for")
+        return seconds
+
+
+@contextmanager
+def batching_of(model: Any, temperature: float, setting: Setting) -> Iterator[Batching]:
+    """Its memory is given back at the end."""
+    name, options = attention_of()
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(name)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    generation = GenerationConfig(max_new_tokens=1, eos_token_id=NO_EOS, pad_token_id=0, **sampling)
+    room = {} if setting.on_gpu else {"num_blocks": 8, "max_batch_tokens": 64}  # by memory elsewhere: far too much for a toy
+    config = ContinuousBatchingConfig(**options, **room)
+    try:
+        with model.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=config, timeout=STOP_TIMEOUT_S
+        ) as manager:
+            yield Batching(manager)
+    finally:
+        gc.collect()
+        if setting.on_gpu:
+            torch.cuda.empty_cache()

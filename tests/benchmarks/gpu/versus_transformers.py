@@ -1,0 +1,75 @@
+"""Beside transformers' own continuous batching, in the same run: python -m tests.benchmarks.gpu.versus_transformers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tests.benchmarks.gpu.batches import WARM_TOKENS, timed
+from tests.benchmarks.gpu.command import Setting, run_command
+from tests.benchmarks.gpu.decoding import Decoding, output_of
+from tests.benchmarks.gpu.journal import Journal
+from tests.benchmarks.gpu.models import Wanted, serving_of, shape_of
+from tests.benchmarks.gpu.transformers_batching import attention_of, batching_of, random_model
+from tests.benchmarks.gpu.workloads import Workload, fixed, nano
+
+HOW = (
+    "The same shape with random weights, the same prompts and output lengths, all requests there at the start, end of sequence"
+    " ignored. Ours through the scheduler; theirs through the manager of continuous batching with its own defaults. Wall time"
+    " from the first submit to the last result, one run each after a warm-up of the same lengths."
+)
+MODEL = "qwen3-0.6b"
+COLUMNS = ("workload", "ours s", "theirs s", "ours output tok/s", "theirs output tok/s", "theirs / ours")
+PROFILED_STEPS = 10
+
+
+def workloads(setting: Setting, vocab: int, seed: int) -> dict[str, Workload]:
+    if setting.toy:
+        return {"fixed": fixed(3, 6, 5, vocab, seed), "nano": nano(3, 3, 7, vocab, seed)}
+    return {
+        "fixed": fixed(64, 512, 256, vocab, seed),
+        "prompts": fixed(64, 1024, 32, vocab, seed),
+        "nano": nano(256, 100, 1024, vocab, seed),
+    }
+
+
+def measure(setting: Setting, journal: Journal) -> None:
+    ours = _ours(setting, journal)
+    journal.note(f"Theirs runs with attention by {attention_of()[0]}.")
+    shape = shape_of(MODEL, setting)
+    theirs = random_model(shape, setting)
+    warm = workloads(setting, shape.text_tokens, seed=1)
+    for name, workload in workloads(setting, shape.text_tokens, seed=0).items():
+        with batching_of(theirs, workload.temperature, setting) as batching:
+            batching.run(replace(warm[name], new_tokens=tuple(min(n, WARM_TOKENS) for n in warm[name].new_tokens)))
+            seconds = batching.run(workload)
+        tokens = workload.output_tokens
+        speedup = seconds / ours[name]
+        journal.row("ours and theirs", COLUMNS, (name, ours[name], seconds, tokens / ours[name], tokens / seconds, speedup))
+        journal.figure(f"{name}.speedup", speedup, "×")
+
+
+def _ours(setting: Setting, journal: Journal) -> dict[str, float]:
+    """Seconds by workload."""
+    probe = workloads(setting, 2, seed=0)
+    rows = max(len(workload.prompts) for workload in probe.values())
+    context = max(*(workload.longest for workload in probe.values()), 64 + output_of(rows, PROFILED_STEPS + 4))
+    found = {}
+    with serving_of(Wanted(MODEL, rows, context), setting) as model:
+        warm = workloads(setting, model.vocab, seed=1)
+        for name, workload in workloads(setting, model.vocab, seed=0).items():
+            found[name] = timed(model, warm[name], workload).seconds
+            journal.row("ours", ("workload", "seconds"), (name, found[name]))
+        decoding = Decoding(model.serving, min(rows, 64), 8 if setting.toy else 64, PROFILED_STEPS + 4, model.vocab)
+        decoding.journal_profile(journal, "ours", PROFILED_STEPS, setting.on_gpu)
+        decoding.close()
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(HOW, measure, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""What of `make gpu-check` can be seen without a GPU: which parts there are, how they are run and resumed, what is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.test_imports import BLOCK
+from tests.gpu.check import Check, main
+from tests.gpu.parts import BENCHMARK, TESTS, Part, all_parts, chosen
+from tests.gpu.results import Result, Source, State, Status, load_state
+from tests.gpu.source import digest_of, source_of
+from tests.gpu.targets import TARGETS, judge
+from tests.gpu.wheels import install
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_ON_THAT_MACHINE = [
+    "pydantic",
+    "pydantic_settings",
+    "grpc",
+    "redis",
+    "prometheus_client",
+    "xgrammar",
+    "orjson",
+    "re2",
+    "fastapi",
+]
+ELSEWHERE = [*NOT_ON_THAT_MACHINE, "uvloop", "opentelemetry", "kubernetes", "xxhash", "rootstock"]
+FACTS = {"device": "NVIDIA H200", "python": "3.12.3", "system": "Linux", "versions": {"torch": "2.11"}, "driver": "580.1"}
+SOURCE = Source("abc", "0011")
+
+
+def script(tmp_path: Path, name: str, text: str, kind: str = BENCHMARK, limit_s: int = 20) -> Part:
+    path = tmp_path / f"{name}.py"
+    path.write_text(text)
+    return Part(name, kind, f"does {name}", limit_s, (str(path), "{out}"))
+
+
+def outcome_script(figures: dict[str, Any], more: str = "") -> str:
+    outcome = {"how": "as it is", "tables": [{"title": "t", "columns": ["a", "b"], "rows": [[1, 2.5]]}], "figures": figures}
+    return f"import sys, json\nopen(sys.argv[1], 'w').write(json.dumps({outcome!r}))\n{more}"
+
+
+def check(tmp_path: Path, parts: list[Part], source: Source = SOURCE, least_s: float = 1.0) -> tuple[Check, State]:
+    state = load_state(tmp_path / "work/state.json", "2030-01-02", fresh=False)
+    folders = tmp_path / "work", tmp_path / "out"
+    return Check(*folders, FACTS, source, state, parts, dict(os.environ), tmp_path, least_s), state
+
+
+def report_of(tmp_path: Path) -> str:
+    return (tmp_path / "out/report-nvidia-h200-2030-01-02.md").read_text()
+
+
+def test_parts_fit_short_leases_and_run_what_is_there() -> None:
+    parts = all_parts(ROOT)
+    assert len({part.name for part in parts}) == len(parts)
+    for part in parts:
+        assert 0 < part.limit_s < 480, part.name
+        assert sum("{out}" in word for word in part.command) == 1, part.name
+        for word in part.command:
+            assert not word.endswith(".py") or (ROOT / word).is_file(), word
+            if word.startswith(("tests.", "kernels.")):
+                assert (ROOT / f"{word.replace('.', '/')}.py").is_file(), word
+    tested = {word for part in parts for word in part.command if word.startswith("tests/gpu/")}
+    assert tested == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    measured = {part.name for part in parts if part.kind == BENCHMARK}
+    assert {target.part for target in TARGETS} <= measured
+
+
+def test_parts_are_chosen_by_name_or_kind() -> None:
+    parts = all_parts(ROOT)
+    assert [part.name for part in chosen(parts, ["bench-nano", "parity"])] == ["parity", "bench-nano"]
+    assert {part.kind for part in chosen(parts, ["tests"])} == {TESTS}
+    assert chosen(parts, []) == parts
+    with pytest.raises(ValueError, match="no part is called nonsense; there are kernels-layers, "):
+        chosen(parts, ["nonsense"])
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON_GPU": sys.executable}
+    done = subprocess.run(["make", "-s", "gpu-check"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout.strip().startswith("There is no GPU here that the check could run on: torch ")
+    assert len(done.stdout.strip().splitlines()) == 1
+
+
+def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--parts", "benchmark"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(part.kind == BENCHMARK for part in all_parts(ROOT))
+    assert " 300 s  " in lines[1]
+
+
+def test_it_needs_nothing_but_torch_transformers_and_pytest(tmp_path: Path) -> None:
+    """All tests that it runs are collected, and all benchmarks imported, where most of our dependencies are missing."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=set(ELSEWHERE)))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    paths = sorted({word for part in all_parts(ROOT) for word in part.command if word.endswith(".py")})
+    modules = [word for part in all_parts(ROOT) for word in part.command if word.startswith(("tests.", "kernels."))]
+    flags = ["--collect-only", "-q", "-p", "no:timeout", "-p", "no:xdist"]
+    code = f"import sys, pytest, {', '.join([*modules, 'tests.gpu.check'])}\nsys.exit(pytest.main({[*flags, *paths]!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    blocked = subprocess.run([sys.executable, "-c", "import redis"], env=environment, capture_output=True, timeout=60)
+    assert blocked.returncode != 0
+
+
+def test_results_are_kept_and_only_what_is_missing_runs_again(tmp_path: Path) -> None:
+    good = script(tmp_path, "good", outcome_script({}, "open('ran', 'a').write('x')"))
+    bad = script(tmp_path, "bad", "print('first line')\nraise SystemExit('the reason')")
+    runner, _ = check(tmp_path, [good, bad])
+    assert runner.run([good, bad], None, keep=False) == 1
+    text = report_of(tmp_path)
+    assert "| good | does good | passed |" in text and "| bad | does bad | failed |" in text
+    assert "the reason" in text and "| 1 | 2.5 |" in text
+    bad = script(tmp_path, "bad", outcome_script({}))
+    runner, _ = check(tmp_path, [good, bad])
+    assert runner.run([good, bad], None, keep=False) == 0
+    assert (tmp_path / "ran").read_text() == "x", "what had passed was not run again"
+    assert "failed" not in report_of(tmp_path)
+
+
+def test_other_files_make_results_old(tmp_path: Path) -> None:
+    part = script(tmp_path, "part", outcome_script({}, "open('ran', 'a').write('x')"))
+    assert check(tmp_path, [part])[0].run([part], None, keep=False) == 0
+    changed = Source("abc", "2233")
+    assert check(tmp_path, [part], changed)[0].run([part], None, keep=True) == 0
+    assert "passed (files 0011)" in report_of(tmp_path), "the report says what it ran on"
+    assert check(tmp_path, [part], changed)[0].run([part], None, keep=False) == 0
+    assert (tmp_path / "ran").read_text() == "xx"
+
+
+def test_a_part_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\n"
+    slow = script(
+        tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, child + "print('so far', flush=True)\ntime.sleep(60)"), limit_s=2
+    )
+    begun = time.monotonic()
+    runner, state = check(tmp_path, [slow])
+    assert runner.run([slow], None, keep=False) == 1
+    assert time.monotonic() - begun < 20
+    result = state.results["slow"]
+    assert result.status is Status.TIMED_OUT and "so far" in result.tail
+    assert result.outcome["figures"] == {"a": {"value": 1.0}}, "what it had measured by then is kept"
+
+
+def test_the_whole_checks_limit(tmp_path: Path) -> None:
+    """A part that it cuts off is not one that took too long; one that it leaves no time for is not begun."""
+    slow = script(tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, "import time\ntime.sleep(60)"), limit_s=300)
+    later = script(tmp_path, "later", outcome_script({}), limit_s=300)
+    runner, state = check(tmp_path, [slow, later], least_s=1.5)
+    assert runner.run([slow, later], time.monotonic() + 2.5, keep=False) == 1
+    assert state.results["slow"].status is Status.CUT_OFF and state.results["slow"].outcome["figures"]
+    assert "later" not in state.results and "| later | does later | not run yet |" in report_of(tmp_path)
+
+
+def test_pytest_outcomes_are_counted(tmp_path: Path) -> None:
+    test_file = tmp_path / "test_some.py"
+    test_file.write_text("import pytest\ndef test_a(): pass\n@pytest.mark.skip(reason='none')\ndef test_b(): pass\n")
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={out}", str(test_file))
+    some = Part("some", TESTS, "tests", 60, command)
+    runner, state = check(tmp_path, [some])
+    assert runner.run([some], None, keep=False) == 0
+    assert state.results["some"].counts == {"passed": 1, "skipped": 1}
+    test_file.write_text("def test_a(): assert False\n")
+    runner, state = check(tmp_path, [some], Source("x", "y"))
+    assert runner.run([some], None, keep=False) == 1
+    assert state.results["some"].status is Status.FAILED and state.results["some"].counts == {"failure": 1}
+
+
+def test_a_broken_state_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="begin anew with --fresh"):
+        load_state(path, "2030-01-02", fresh=False)
+    assert load_state(path, "2030-01-02", fresh=True).results == {}
+
+
+def test_targets_are_judged_with_the_profile_of_what_missed() -> None:
+    kernels = [["gemm", 0.7], ["attention", 0.2]]
+    outcome = {
+        "figures": {"qwen3-8b.seconds": {"value": 29.5, "unit": "s"}},
+        "profiles": {"qwen3-8b": {"idle_share": 0.01, "kernels": kernels}},
+    }
+    result = Result("bench-throughput", Status.PASSED, 1.0, SOURCE, "d", "t", outcome=outcome)
+    judged = {entry.target.figure: entry for entry in judge({"bench-throughput": result})}
+    assert judged["qwen3-8b.seconds"].is_met is False
+    assert judged["qwen3-8b.seconds"].next_step.startswith("gemm takes 70%")
+    assert judged["nano.speedup"].is_met is None
+    outcome["profiles"] = {"qwen3-8b": {"idle_share": 0.2, "kernels": kernels}}
+    assert "waits for launches 20%" in judge({"bench-throughput": result})[0].next_step
+    outcome["figures"] = {"qwen3-8b.seconds": {"value": 27.9, "unit": "s"}}
+    assert judge({"bench-throughput": result})[0].is_met is True
+
+
+def test_a_missed_target_is_shown_in_the_report(tmp_path: Path) -> None:
+    profile = {"qwen3-0.6b": {"idle_share": 0.0, "kernels": [["attention | kernel", 0.6]]}}
+    text = outcome_script({"qwen3-0.6b.speedup": {"value": 1.01, "unit": "×"}})
+    text = text.replace("'how'", f"'profiles': {profile!r}, 'how'")
+    part = script(tmp_path, "bench-overlap", text)
+    assert check(tmp_path, [part])[0].run([part], None, keep=False) == 0
+    report = report_of(tmp_path)
+    assert "| overlap on against off, 0.6B shape | ≥ 1.1 × | 1.01 × | no |" in report
+    assert "### Missed: overlap on against off" in report and "| attention \\| kernel | 60.0% |" in report
+    found = json.loads((tmp_path / "out/report-nvidia-h200-2030-01-02.json").read_text())
+    assert [entry["met"] for entry in found["targets"] if entry["target"]["part"] == "bench-overlap"] == [False]
+
+
+def test_the_source_is_named_by_commit_and_content(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/a.py").write_text("a = 1\n")
+    before = source_of(tmp_path)
+    assert before.commit == "unknown" and before.digest == digest_of(tmp_path)
+    (tmp_path / "kernels/notes.md").write_text("no code")
+    assert source_of(tmp_path) == before
+    (tmp_path / "kernels/a.py").write_text("a = 2\n")
+    assert source_of(tmp_path).digest != before.digest
+
+
+def test_wheels_are_installed_without_a_network(tmp_path: Path) -> None:
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with pytest.raises(ValueError, match="holds no wheels"):
+        install(wheels, site)
+    info = "gpu_check_probe-1.0.dist-info"
+    with zipfile.ZipFile(wheels / "gpu_check_probe-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("gpu_check_probe.py", "value = 7\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: gpu-check-probe\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    assert install(wheels, site).startswith("installed gpu_check_probe-1.0")
+    assert (site / "gpu_check_probe.py").is_file()
+    assert "already" in install(wheels, site)

@@ -1,0 +1,154 @@
+"""What stands for a GPU on a machine without one: graphs that notice what a real one would replay wrongly, and a guard against
+calls that make the host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAITS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal",
+         "from_numpy", "tensor", "as_tensor", "masked_select", "unique", "argwhere", "allclose"}  # fmt: skip
+Launch = tuple[Any, ...]
+
+
+class HostWaits(AssertionError):
+    """A call on the step's way reads a value of the device on the host, or copies from memory that is not pinned."""
+
+
+class Watch:
+    """What is known of calls now: those inside a kernel are the kernel's own business."""
+
+    def __init__(self) -> None:
+        self.inside_kernel = 0
+        self.launches: list[Launch] | None = None
+        self.made: set[int] = set()
+
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.launches is not None:
+            self.launches.append((name, *map(self._seen, args), *sorted((key, self._seen(v)) for key, v in kwargs.items())))
+
+    def _seen(self, value: Any) -> Any:
+        """A tensor by its shape and, unless it was made in this run, by its address."""
+        if isinstance(value, Tensor):
+            place = "made here" if value.untyped_storage().data_ptr() in self.made else value.data_ptr()
+            return (place, tuple(value.shape), value.stride(), str(value.dtype))
+        if isinstance(value, list | tuple):
+            return tuple(map(self._seen, value))
+        if hasattr(value, "__dataclass_fields__"):
+            return tuple((name, self._seen(getattr(value, name))) for name in value.__dataclass_fields__)
+        return str(value)
+
+
+class StepGuard(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self._watch.inside_kernel and (name in WAITS or (name == "__getitem__" and _by_mask(args[1]))):
+            raise HostWaits(f"{name} on the step's way")
+        return func(*args, **(kwargs or {}))
+
+
+def _by_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._watch.inside_kernel:
+            self._watch.note(str(func), args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        if not self._watch.inside_kernel and isinstance(out, Tensor) and not _aliases(out, args):
+            self._watch.made.add(out.untyped_storage().data_ptr())
+        return out
+
+
+def _aliases(out: Tensor, args: Any) -> bool:
+    storages = [value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)]
+    return out.untyped_storage().data_ptr() in storages
+
+
+class WatchedKernels:
+    """An object's methods as kernels: launched by name and arguments, whatever they do inside."""
+
+    def __init__(self, kernels: Any, watch: Watch) -> None:
+        self._kernels, self._watch = kernels, watch
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._kernels, name)
+
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if self._watch.inside_kernel:
+                return function(*args, **kwargs)
+            self._watch.note(name, args, kwargs)
+            with self._inside():
+                return function(*args, **kwargs)
+
+        return launch
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._watch.inside_kernel += 1
+        try:
+            yield
+        finally:
+            self._watch.inside_kernel -= 1
+
+
+class ReplayedOtherwise(AssertionError):
+    """A real graph would launch what it captured, not what the code does at this time."""
+
+
+class GraphDouble:
+    """Runs the work again at each replay, and compares its launches with those that were captured."""
+
+    def __init__(self, work: Callable[[], None], watch: Watch) -> None:
+        self._work, self._watch = work, watch
+        self._captured = self._launches()
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        launches = self._launches()
+        for number, (was, now) in enumerate(zip(self._captured, launches, strict=False)):
+            if was != now:
+                raise ReplayedOtherwise(f"launch {number}: captured {was}, would be {now}")
+        if len(launches) != len(self._captured):
+            raise ReplayedOtherwise(f"captured {len(self._captured)} launches, would be {len(launches)}")
+
+    def _launches(self) -> list[Launch]:
+        self._watch.launches, self._watch.made = [], set()
+        try:
+            with StepGuard(self._watch), _Recorder(self._watch):
+                self._work()
+            return self._watch.launches
+        finally:
+            self._watch.launches = None
+
+
+class GraphMemoryDouble:
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.graphs: list[GraphDouble] = []
+
+    def capture(self, work: Callable[[], None]) -> GraphDouble:
+        work()
+        self.graphs.append(GraphDouble(work, self._watch))
+        return self.graphs[-1]
+
+    @property
+    def replays(self) -> int:
+        return sum(graph.replays for graph in self.graphs)

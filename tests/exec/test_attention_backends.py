@@ -1,0 +1,177 @@
+"""The attention back ends that are ours give what the reference gives, step after step of mixed batches and of graphs."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+from kernels import reference
+from kernels.ops import RaggedRows
+from kernels.triton.attention_plan import DECODE_BLOCKS, HeadShape, plan_decode, plan_extend, scratch_bounds
+from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
+from services.worker.exec.attention.torch_backend import TorchAttention
+from services.worker.exec.attention.triton_backend import TritonAttention
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SLOTS, WIDTH = 4, 2, 16, 4, 8, 160
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE = AttentionShape(
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    page_size=PAGE_SIZE,
+    windows=(0, 9),
+    max_rows=SLOTS,
+    max_tokens=64,
+    max_context=WIDTH * PAGE_SIZE,
+    max_pages=SLOTS * WIDTH,
+)
+BACKENDS = {"triton": TritonAttention, "torch": TorchAttention}
+
+
+class Model:
+    """One layer's pools, filled, and the page table of all slots."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        made = torch.Generator().manual_seed(0)
+        shape = (SLOTS * WIDTH, KV_HEADS, PAGE_SIZE, HEAD_DIM)
+        self.device, self.made, self.dtype = device, made, dtype
+        self.keys, self.values = (torch.randn(shape, generator=made).to(device, dtype) for _ in range(2))
+        self.table = torch.randperm(SLOTS * WIDTH, generator=made).view(SLOTS, WIDTH).int().to(device)
+
+    def batch(self, slots: list[int], starts: list[int], counts: list[int], num_extend: int, graph: int = 0) -> AttentionBatch:
+        column = lambda values: torch.tensor(values, dtype=torch.int32, device=self.device)  # noqa: E731
+        offsets = np.cumsum([0, *counts])[:-1].tolist()
+        rows = RaggedRows(
+            page_table=self.table,
+            slots=column(slots),
+            starts=column(starts),
+            num_tokens=column(counts),
+            offsets=column(offsets),
+            positions=column([0] * sum(counts)),
+            locations=torch.zeros(sum(counts), dtype=torch.int64, device=self.device),
+            max_context=max(start + count for start, count in zip(starts, counts, strict=True)),
+        )
+        return AttentionBatch(np.array(starts, np.int32), np.array(counts, np.int32), num_extend, rows, graph)
+
+    def queries(self, batch: AttentionBatch) -> Tensor:
+        tokens = int(batch.num_tokens.sum())
+        qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, generator=self.made)
+        return qkv.to(self.device, self.dtype)
+
+    def attended(self, backend: AttentionBackend, batch: AttentionBatch, qkv: Tensor, window: int) -> Tensor:
+        out = torch.full((len(qkv), HEADS * HEAD_DIM), torch.nan, device=self.device, dtype=self.dtype)
+        backend.attend(out, qkv, self.keys, self.values, batch.rows, HEAD_DIM**-0.5, window)
+        return out
+
+    def expected(self, batch: AttentionBatch, qkv: Tensor, window: int) -> Tensor:
+        out = torch.empty(len(qkv), HEADS * HEAD_DIM, device=self.device)
+        pools = self.keys.float(), self.values.float()
+        reference.paged_attention(out, qkv.float(), *pools, batch.rows, HEAD_DIM**-0.5, window)
+        return out
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+STEPS = {
+    "extends": ([1, 3, 4], [0, 8, 3], [5, 20, 1], 3),
+    "decodes": ([2, 5, 0], [0, 17, 300], [1, 1, 1], 0),
+    "mixed": ([6, 1, 3, 2], [4, 0, 12, 270], [7, 3, 1, 1], 2),
+    "one-token-extend-beside-decodes": ([7, 1, 3], [40, 12, 2], [1, 1, 1], 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "steps"),
+    [(torch.float32, [*STEPS, "extends"]), (torch.bfloat16, ["mixed"])],
+    ids=["float32", "bfloat16"],
+)
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_steps_of_every_kind(name: str, dtype: torch.dtype, steps: list[str]) -> None:
+    """One back end through all of them, with and without a window: nothing of a step is left for the next."""
+    model, backend = Model(DEVICE, dtype), BACKENDS[name](SHAPE, DEVICE)
+    for step in (STEPS[step] for step in steps):
+        batch = model.batch(*step)
+        qkv = model.queries(batch)
+        backend.plan(batch)
+        for window in SHAPE.windows:
+            assert_close(model.attended(backend, batch, qkv, window), model.expected(batch, qkv, window), dtype)
+
+
+@pytest.mark.parametrize("window", SHAPE.windows)
+def test_a_graph_reads_its_lengths_on_the_device(window: int) -> None:
+    """What was launched for one step's columns serves all later ones in the same addresses; padding rows do no harm."""
+    model, backend = Model(DEVICE), TritonAttention(SHAPE, DEVICE)
+    batch = model.batch([0, -1, -1, -1], [0] * 4, [1] * 4, 0, graph=4)
+    qkv = model.queries(batch)
+    out = torch.full((4, HEADS * HEAD_DIM), torch.nan, device=DEVICE)
+    backend.plan(batch)
+
+    def attend() -> None:
+        backend.attend(out, qkv, model.keys, model.values, batch.rows, HEAD_DIM**-0.5, window)
+
+    replay = _captured(attend) if DEVICE.type == "cuda" else attend
+    for slots, starts in [([2, 5, -1, -1], [3, 600, 0, 0]), ([1, 0, 7, 4], [255, 0, 639, 31]), ([3, -1, -1, -1], [511, 0, 0, 0])]:
+        batch.rows.slots.copy_(torch.tensor(slots))
+        batch.rows.starts.copy_(torch.tensor(starts))
+        qkv.copy_(model.queries(batch))
+        replay()
+        live = [row for row, slot in enumerate(slots) if slot >= 0]
+        assert_close(out[live], model.expected(batch, qkv, window)[live])
+        assert not out.isnan().any()
+    backend.release_graphs()
+
+
+def _captured(work):  # type: ignore[no-untyped-def]
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def test_a_graph_takes_the_longest_context_there_may_be() -> None:
+    model, backend = Model(DEVICE), TritonAttention(SHAPE, DEVICE)
+    batch = model.batch([0], [0], [1], 0, graph=1)
+    backend.plan(batch)
+    model.attended(backend, batch, model.queries(batch), 0)
+    model.attended(backend, batch, model.queries(batch), 9)
+    ((whole,), (windowed,)) = backend._launches[4, 0], backend._launches[4, 9]
+    assert whole.splits == 3, "of 256 places at least, of 640"
+    assert windowed.splits == 1
+
+
+def test_which_back_ends_can_be_captured() -> None:
+    assert TritonAttention.captures and not TorchAttention.captures
+    batch = Model(DEVICE).batch([0], [0], [1], 0, graph=1)
+    with pytest.raises(ValueError, match="captured"):
+        TorchAttention(SHAPE, DEVICE).plan(batch)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(8, 4, 128), (8, 2, 128), (1, 71, 64), (1, 128, 576), (40, 1, 256)])
+@pytest.mark.parametrize("multiprocessors", [16, 132])
+def test_scratch_holds_every_plan(kv_heads: int, group: int, head_dim: int, itemsize: int, multiprocessors: int) -> None:
+    heads = HeadShape(kv_heads, group, head_dim, head_dim, itemsize)
+    lanes, counters = scratch_bounds(heads, multiprocessors)
+    plans = [plan_decode(heads, 0, rows, 1 << 17, multiprocessors) for rows in range(1, 400)]
+    plans += [plan_extend(heads, 1 + tokens // 50, tokens, 1 << 17, multiprocessors) for tokens in range(1, 4000, 7)]
+    assert max(plan.splits for plan in plans) > 1
+    for plan in plans:
+        assert plan.scratch_lanes <= lanes and plan.counters <= counters
+
+
+def test_every_tile_fits_shared_memory() -> None:
+    """Keys and values of the stages, in a Hopper multiprocessor's 227 KiB."""
+    for (size, itemsize), blocks in DECODE_BLOCKS.items():
+        assert blocks.num_stages * blocks.n * size * 2 * itemsize <= 227 * 1024

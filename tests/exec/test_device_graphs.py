@@ -1,0 +1,284 @@
+"""The device executor with decode graphs, on a CPU: what real graphs would replay is what the code launches, nothing on the
+step's way waits, and the tokens are those of the CPU executor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import reference, sampling_twin
+from services.worker.core.plan import RowFault
+from services.worker.core.sampling import DryParams, EmbeddingParams, SamplingParams
+from services.worker.exec.attention.backend import AttentionBatch
+from services.worker.exec.attention.torch_backend import TorchAttention
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.device.build import DeviceOptions, DeviceParts, assemble_executor
+from services.worker.exec.device.kernel_set import KernelSet
+from services.worker.exec.loading import LoadRequest, load_model
+from services.worker.exec.protocol import Executor, ExecutorError
+from tests.exec.device_doubles import GraphMemoryDouble, HostWaits, ReplayedOtherwise, StepGuard, Watch, WatchedKernels
+from tests.exec.driver import Driver, Sequence, greedy, i32
+from tests.exec.tiny_models import MODELS
+
+PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
+
+
+class CapturableTorch(TorchAttention):
+    """As if it were a kernel: its launches are watched by whoever wraps it."""
+
+    captures = True
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(replace(batch, graph=0))
+
+    def release_graphs(self) -> None:
+        return
+
+
+class Device:
+    """A device executor whose kernels and graphs are watched."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.watch = Watch()
+        self.graphs = GraphMemoryDouble(self.watch)
+        layers, sampling = WatchedKernels(reference, self.watch), WatchedKernels(sampling_twin, self.watch)
+        loaded = load_model(LoadRequest(folder, "float32", PAGE_SIZE, None, 1, lambda _: None))
+        parts = DeviceParts(
+            kernels=KernelSet(layers, sampling),  # type: ignore[arg-type]
+            attention=lambda shape: WatchedAttention(CapturableTorch(shape, torch.device("cpu")), self.watch),  # type: ignore
+            graph_memory=self.graphs,  # type: ignore[arg-type]
+        )
+        given = DeviceOptions(**{"device": "cpu", "max_graph_rows": 8, "max_tokens": 64, **options})  # type: ignore[arg-type]
+        model = replace(loaded, kernels=layers, model=loaded.model)  # type: ignore[arg-type]
+        self.executor, _ = assemble_executor(model, SLOTS, PAGE_SIZE, PAGES, 0.5, given, lambda _: None, True, parts)
+
+
+class WatchedAttention(WatchedKernels):
+    name = "watched"
+    captures = True
+
+
+@pytest.fixture(scope="module", params=["qwen3", "mistral-window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    MODELS[request.param].build(path)
+    return path
+
+
+@pytest.fixture
+def device(folder: Path) -> Device:
+    return Device(folder)
+
+
+@pytest.fixture(scope="module")
+def cpu(folder: Path) -> Iterator[Executor]:
+    executor, _ = build_cpu_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None, True)
+    yield executor
+    executor.close()
+
+
+class Guarded(Driver):
+    """Launches under a guard; waits outside of it."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device.executor, PAGE_SIZE)
+        self._device = device
+
+    def step(self, rows: list[tuple[Sequence, int]], masks: dict[int, np.ndarray] | None = None) -> None:  # type: ignore[override]
+        executor, self.executor = self.executor, GuardedExecutor(self._device)  # type: ignore[assignment]
+        try:
+            super().step(rows, masks)
+        finally:
+            self.executor = executor
+
+
+class GuardedExecutor:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def forward(self, plan):  # type: ignore[no-untyped-def]
+        with StepGuard(self._device.watch):
+            return self._device.executor.forward(plan)
+
+    def sample(self, run, masks):  # type: ignore[no-untyped-def]
+        with StepGuard(self._device.watch):
+            self._device.executor.sample(run, masks)
+
+    def wait(self, run):  # type: ignore[no-untyped-def]
+        return self._device.executor.wait(run)
+
+
+ALL_KINDS = (
+    SamplingParams(64, temperature=0.0),
+    SamplingParams(64, temperature=0.8, seed=3),
+    SamplingParams(64, temperature=1.2, seed=1 << 40, top_k=20, top_p=0.9, min_p=0.02, top_logprobs=4),
+    SamplingParams(64, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
+    SamplingParams(64, temperature=0.7, seed=5, frequency_penalty=-0.5, logit_bias=((7, 3.0), (9, -100.0), (7, 1.0), (999, 5.0))),
+    SamplingParams(64, temperature=0.0, dry=DryParams(0.8, allowed_length=1), top_logprobs=0, logprob_token_ids=(3, 500, 0)),
+    SamplingParams(64, temperature=0.9, seed=8, allowed_token_ids=tuple(range(0, 257, 3)), banned_token_ids=(6, 9)),
+    SamplingParams(64, temperature=0.0, min_new_tokens=5, top_logprobs=2, prompt_logprobs_from=1),
+)
+
+
+def sequences(count: int = len(ALL_KINDS)) -> list[Sequence]:
+    rng = random.Random(4)
+    made = [
+        Sequence([rng.randrange(6, 257) for _ in range(rng.randrange(1, 30))], slot, ALL_KINDS[slot % len(ALL_KINDS)])
+        for slot in range(count)
+    ]
+    for each in made:
+        each.stop_token_ids = tuple(range(40, 90)) if each.params.min_new_tokens else ()
+    return made
+
+
+def told(each: Sequence) -> tuple[list[object], list[float]]:
+    """What must be equal, and what may differ by rounding."""
+    exact: list[object] = [each.output, *(p.top_ids for p in each.logprobs), *(p.top_ids.tolist() for p in each.prompt_logprobs)]
+    close = [value for p in each.logprobs for value in (p.sampled, *p.top, *p.chosen)]
+    close += [float(value) for p in each.prompt_logprobs for part in (p.values, p.top, p.chosen) for value in part.reshape(-1)]
+    return exact, close
+
+
+def same(ours: list[Sequence], theirs: list[Sequence]) -> bool:
+    pairs = [(told(one), told(other)) for one, other in zip(ours, theirs, strict=True)]
+    return all(one[0] == other[0] and one[1] == pytest.approx(other[1], abs=1e-3) for one, other in pairs)
+
+
+def run_all(driver: Driver, each: list[Sequence], tokens: int) -> list[Sequence]:
+    driver.prefill(each, chunk=9)
+    driver.decode(each, tokens)
+    return each
+
+
+def test_everything_at_once_is_what_the_cpu_executor_says(device: Device, cpu: Executor) -> None:
+    ours = run_all(Guarded(device), sequences(), 24)
+    assert same(ours, run_all(Driver(cpu, PAGE_SIZE), sequences(), 24))
+    assert all(len(each.output) == 24 for each in ours) and ours[2].logprobs and ours[7].prompt_logprobs
+    assert device.graphs.replays > 40, "decode steps are replayed"
+
+
+def test_batches_beyond_the_largest_graph_and_between_sizes(device: Device, cpu: Executor) -> None:
+    for count in (1, 2, 3, 7, 8, 9, 12):
+        mine, theirs = sequences(count), sequences(count)
+        before = device.graphs.replays
+        assert same(run_all(Guarded(device), mine, 6), run_all(Driver(cpu, PAGE_SIZE), theirs, 6))
+        assert (device.graphs.replays > before) == (count <= 8)
+
+
+def test_grammar_masks_in_a_graph_and_after_it(device: Device) -> None:
+    driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
+    words[250 // 32] = 1 << 250 % 32
+    masked, plain = Sequence([1, 2, 3], 1, greedy()), Sequence([1, 2, 3], 2, greedy())
+    driver.prefill([masked, plain])
+    driver.step([(plain, 1), (masked, 1)], {1: words})
+    driver.step([(plain, 1), (masked, 1)])
+    driver.step([(masked, 1), (plain, 1)], {0: words, 7: words})
+    assert masked.output[1] == masked.output[3] == 250 and masked.output[2] != 250
+    assert 250 not in plain.output
+
+
+def test_nothing_left_and_broken_parameters_fault_alone(device: Device) -> None:
+    driver = Driver(device.executor, PAGE_SIZE)
+    too_many = SamplingParams(8, temperature=0.0, logit_bias=tuple((index % 250, 1.0) for index in range(2000)))
+    rows = [Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy()), Sequence([1, 2], 2, too_many)]
+    run = device.executor.forward(driver.plan([(row, len(row.prompt)) for row in rows]))
+    device.executor.sample(run, {0: np.zeros(9, dtype=np.uint32)})
+    result = device.executor.wait(run)
+    assert result.faults == {0: RowFault.NO_TOKEN_ALLOWED, 2: RowFault.FAILED}
+    assert result.tokens[0] == result.tokens[2] == 0 and result.tokens[1] != 0
+
+
+def test_two_steps_in_flight_relay_on_the_device(device: Device) -> None:
+    params = SamplingParams(64, temperature=0.0, frequency_penalty=0.6, dry=DryParams(0.5, allowed_length=1))
+    sequence, twin = Sequence([1, 2, 3], 0, params), Sequence([1, 2, 3], 1, params)
+    driver = Driver(device.executor, PAGE_SIZE)
+    driver.prefill([twin])
+    driver.decode([twin], 6)
+    runs = []
+    for count in (3, 1, 1, 1, 1, 1):
+        plan = driver.plan([(sequence, count)])
+        if count == 1:
+            plan = replace(plan, num_extend=0, input_ids=i32([]))
+        run = device.executor.forward(plan)
+        device.executor.sample(run, {})
+        runs.append(run)
+    assert [int(device.executor.wait(run).tokens[0]) for run in runs] == twin.output
+
+
+def test_forced_tokens_take_sampled_ones_back(device: Device, cpu: Executor) -> None:
+    """A slot with penalties that goes on with other tokens than it has sampled, as jump-forward has it."""
+    outputs = []
+    for executor in (device.executor, cpu):
+        driver = Driver(executor, PAGE_SIZE)
+        params = SamplingParams(64, temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.2)
+        sequence = Sequence([1, 2, 3, 4], 3, params)
+        driver.prefill([sequence])
+        driver.decode([sequence], 4)
+        kept = sequence.output[:2]
+        sequence.prompt, sequence.output = [*sequence.prompt, *kept, 9, 9, 9], []
+        driver.prefill([sequence])
+        driver.decode([sequence], 8)
+        outputs.append(sequence.output)
+    assert outputs[0] == outputs[1]
+
+
+def test_vectors_come_beside_tokens(device: Device, cpu: Executor) -> None:
+    vectors = []
+    for executor in (device.executor, cpu):
+        driver = Driver(executor, PAGE_SIZE)
+        wanted = Sequence(list(range(3, 20)), 4, SamplingParams(1, embedding=EmbeddingParams(dimensions=16)))
+        driver.prefill([wanted, Sequence([5, 6, 7], 5, greedy())], chunk=6)
+        assert wanted.embedding is not None
+        vectors.append(wanted.embedding)
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-5)
+
+
+def test_a_relay_that_nobody_wrote_fails_its_step_alone(device: Device) -> None:
+    driver, sequence = Driver(device.executor, PAGE_SIZE), Sequence([1, 2, 3], 0, greedy())
+    unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
+    bad = device.executor.forward(unwritten)
+    device.executor.sample(bad, {})
+    with pytest.raises(ExecutorError, match=r"step 1 failed.*slots \[5\]"):
+        device.executor.wait(bad)
+    driver.prefill([sequence])
+    assert len(sequence.output) == 1
+
+
+def test_an_empty_plan_gives_an_empty_result(device: Device) -> None:
+    run = device.executor.forward(Driver(device.executor, PAGE_SIZE).plan([]))
+    device.executor.sample(run, {})
+    assert len(device.executor.wait(run).tokens) == 0
+
+
+# What the doubles notice
+
+
+def test_the_guard_notices_a_wait() -> None:
+    with StepGuard(Watch()), pytest.raises(HostWaits, match="item"):
+        torch.ones(3).sum().item()
+    with StepGuard(Watch()), pytest.raises(HostWaits, match="getitem"):
+        torch.ones(3).__getitem__(torch.ones(3) > 0)
+
+
+@pytest.mark.parametrize("change", ["scalar", "address", "number"])
+def test_the_double_notices_what_a_graph_would_replay_wrongly(change: str) -> None:
+    values, other, factor, times = torch.ones(4), torch.ones(4), [2.0], [1]
+    chosen = [values]
+
+    def work() -> None:
+        for _ in range(times[0]):
+            chosen[0].mul_(factor[0])
+
+    graph = GraphMemoryDouble(Watch()).capture(work)
+    graph.replay()
+    factor[0], chosen[0], times[0] = {
+        "scalar": (3.0, values, 1), "address": (2.0, other, 1), "number": (2.0, values, 2),
+    }[change]  # fmt: skip
+    with pytest.raises(ReplayedOtherwise):
+        graph.replay()

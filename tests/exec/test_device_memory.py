@@ -1,0 +1,198 @@
+"""A device without room: steps are computed in pieces, the largest request ends last; memory given back and taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.core.plan import RowFault
+from services.worker.core.sampling import EmbeddingParams, SamplingParams
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.checkpoint import CheckpointError
+from services.worker.exec.device.build import DeviceOptions, NoDevice, build_device_executor
+from services.worker.exec.device.executor import DeviceExecutor
+from services.worker.exec.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
+from services.worker.exec.protocol import Executor, ExecutorError
+from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.test_device_graphs import run_all, same, sequences
+from tests.exec.tiny_models import MODELS
+
+PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
+
+
+def built(folder: Path, max_tokens: int = 512) -> DeviceExecutor:
+    options = DeviceOptions(device="cpu", kernels="torch", attention_backend="torch", max_tokens=max_tokens)
+    executor, _ = build_device_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, options, lambda _: None)
+    return executor
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    MODELS["qwen3"].build(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cpu(folder: Path) -> Iterator[Executor]:
+    executor, _ = build_cpu_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
+    yield executor
+    executor.close()
+
+
+class Narrow:
+    """A model on a device that has room for so many tokens, and for none of a slot that is too much by itself."""
+
+    def __init__(self, model: Any, room: int, too_large: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self._model, self._room, self._too_large = model, room, too_large
+        self.refused = 0
+
+    def forward(self, input_ids: torch.Tensor, rows: Any, pool: Any) -> None:
+        if len(input_ids) > self._room or self._too_large & set(rows.slots.tolist()):
+            self.refused += 1
+            raise torch.OutOfMemoryError(f"no room for {len(input_ids)} tokens")
+        self._model.forward(input_ids, rows, pool)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def narrowed(executor: DeviceExecutor, room: int, too_large: set[int] | None = None) -> Narrow:
+    narrow = Narrow(executor.runner.passes.model, room, too_large or set())
+    executor.runner.passes.model = narrow
+    return narrow
+
+
+@pytest.mark.parametrize("room", [1, 3, 10])
+def test_a_step_without_room_is_computed_in_pieces(folder: Path, cpu: Executor, room: int) -> None:
+    executor = built(folder)
+    narrow = narrowed(executor, room)
+    ours = run_all(Driver(executor, PAGE_SIZE), sequences(), 8)
+    assert same(ours, run_all(Driver(cpu, PAGE_SIZE), sequences(), 8))
+    assert narrow.refused >= 10 and executor.runner.num_pieces_total > 10
+
+
+def test_a_step_larger_than_was_reserved_is_computed_in_pieces(folder: Path, cpu: Executor) -> None:
+    executor = built(folder, max_tokens=16)
+    assert same(run_all(Driver(executor, PAGE_SIZE), sequences(), 4), run_all(Driver(cpu, PAGE_SIZE), sequences(), 4))
+    assert executor.runner.num_pieces_total > 0
+
+
+@pytest.mark.parametrize("dimensions", [0, 8])
+def test_vectors_are_summed_once_whatever_is_tried(folder: Path, cpu: Executor, dimensions: int) -> None:
+    vectors = []
+    for executor in (built(folder), cpu):
+        if isinstance(executor, DeviceExecutor):
+            narrowed(executor, 5)
+        wanted = Sequence(list(range(3, 40)), 2, SamplingParams(1, embedding=EmbeddingParams(dimensions)))
+        Driver(executor, PAGE_SIZE).prefill([wanted, Sequence([5, 6, 7], 5, greedy())], chunk=20)
+        assert wanted.embedding is not None
+        vectors.append(wanted.embedding)
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-5)
+
+
+def test_where_nothing_helps_the_largest_request_ends_and_the_others_go_on(folder: Path, cpu: Executor) -> None:
+    executor = built(folder)
+    narrowed(executor, 100, {1})
+    driver, twin = Driver(executor, PAGE_SIZE), Sequence([4, 5, 6], 7, greedy())
+    rows = [Sequence([4, 5, 6], 0, greedy()), Sequence(list(range(6, 36)), 1, greedy()), Sequence([7, 8], 2, greedy())]
+    run = executor.forward(driver.plan([(row, len(row.prompt)) for row in rows]))
+    executor.sample(run, {})
+    result = executor.wait(run)
+    Driver(cpu, PAGE_SIZE).prefill([twin])
+    assert result.faults == {1: RowFault.OUT_OF_MEMORY} and result.tokens[1] == 0
+    assert [int(result.tokens[0])] == twin.output
+
+
+def test_another_error_fails_its_step_alone(folder: Path) -> None:
+    executor, lost = built(folder), list[str]()
+    executor.on_lost = lost.append
+    driver, model = Driver(executor, PAGE_SIZE), executor.runner.passes.model
+
+    class Broken(Narrow):
+        def forward(self, input_ids: torch.Tensor, rows: Any, pool: Any) -> None:
+            raise RuntimeError("a kernel failed")
+
+    executor.runner.passes.model = Broken(model, 0)
+    with pytest.raises(ExecutorError, match=r"step 1 failed.*a kernel failed"):
+        driver.prefill([Sequence([1, 2, 3], 0, greedy())])
+    executor.runner.passes.model = model
+    for slot in range(8):  # more than there are buffers in the ring
+        sequence = Sequence([1, 2, 3], slot, greedy())
+        driver.prefill([sequence])
+        assert len(sequence.output) == 1
+    assert lost == []
+
+
+def test_a_device_that_does_not_answer_is_told_of_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, lost = built(folder), list[str]()
+    executor.on_lost = lost.append
+
+    def gone(*_: Any) -> None:
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(executor.runner.streams, "synchronize", gone)
+    monkeypatch.setattr(executor.runner.passes, "run", gone)
+    for _ in range(2):
+        with pytest.raises(ExecutorError, match="unspecified launch failure"):
+            Driver(executor, PAGE_SIZE).prefill([Sequence([1, 2, 3], 0, greedy())])
+    assert lost == ["the device does not answer any more: unspecified launch failure"]
+    executor.close()
+
+
+def test_memory_is_given_back_and_taken_again(folder: Path) -> None:
+    executor, both = built(folder), {"kv": True, "weights": True}
+    before, after = Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy())
+    driver = Driver(executor, PAGE_SIZE)
+    driver.prefill([before])
+    driver.decode([before], 5)
+    executor.apply(ReleaseMemory(**both))
+    with pytest.raises(ExecutorError, match="released"):
+        driver.prefill([Sequence([1, 2], 2, greedy())])
+    executor.apply(ResumeMemory(**both))
+    driver.prefill([after])
+    driver.decode([after], 5)
+    assert after.output == before.output
+
+
+def test_another_model_in_the_folder_is_refused(tmp_path: Path) -> None:
+    MODELS["qwen3"].build(tmp_path)
+    executor = built(tmp_path)
+    executor.apply(ReleaseMemory(kv=False, weights=True))
+    MODELS["llama-untied"].build(tmp_path)
+    with pytest.raises(OperationRefused, match="another shape"):
+        executor.apply(ResumeMemory(kv=False, weights=True))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(OperationRefused, match=r"no config\.json"):
+        executor.apply(ResumeMemory(kv=False, weights=True))
+
+
+def test_a_profile_of_steps(folder: Path, tmp_path: Path) -> None:
+    executor = built(folder)
+    executor.apply(StartProfile(tmp_path / "trace.json"))
+    Driver(executor, PAGE_SIZE).prefill([Sequence([1, 2, 3], 0, greedy())])
+    executor.apply(StopProfile())
+    text = (tmp_path / "trace.json").read_text()
+    assert '"forward 1"' in text and '"sample 1"' in text
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("meta", "no device that steps can run on"), ("cuda:0", "no GPU for cuda:0")],
+)
+def test_devices_that_are_none(folder: Path, device: str, message: str) -> None:
+    if device == "cuda:0" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(NoDevice, match=message):
+        build_device_executor(
+            str(folder), "auto", PAGE_SIZE, SLOTS, PAGES, 0.5, None, DeviceOptions(device=device), lambda _: None
+        )
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        built(tmp_path)

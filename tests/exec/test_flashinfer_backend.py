@@ -1,0 +1,449 @@
+"""The FlashInfer back end against the reference, through the library's double, and through the library where there is a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import reference
+from kernels.ops import RaggedRows
+from services.worker.exec.attention import flashinfer_limits as limits
+from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
+from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
+from services.worker.exec.attention.flashinfer_staging import SLOTS, Slot, StagingRing, fill, make_slot
+from services.worker.exec.decoder import Decoder
+from services.worker.exec.loading import LoadRequest, load_model
+from services.worker.exec.pools import KVPool
+from tests.exec.flashinfer_double import HostWaits, Library
+from tests.exec.flashinfer_schedules import decode_bytes, fa2_bytes, fa3_bytes
+from tests.exec.tiny_models import MODELS
+
+REAL = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
+SHAPE = AttentionShape(8, 2, 64, 16, (0,), max_rows=12, max_tokens=96, max_context=200, max_pages=400)
+PAIRED = replace(SHAPE, num_heads=4)  # two query heads per key/value head: decode on CUDA cores
+Lengths = list[tuple[int, int]]  # (start, tokens) of each row
+MIXED: Lengths = [(0, 7), (33, 17), (16, 16), (5, 1), (79, 1), (15, 1)]
+DECODE: Lengths = [(0, 1), (15, 1), (16, 1), (97, 1), (150, 1)]
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture
+def double(device: torch.device) -> Iterator[Library]:
+    library = Library(device)
+    with library.ledger:
+        yield library
+
+
+@pytest.fixture(
+    params=["double", pytest.param("flashinfer", marks=pytest.mark.skipif(not REAL, reason="no GPU with flashinfer"))]
+)
+def module(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue("double") if request.param == "double" else importlib.import_module("flashinfer")
+
+
+@dataclass
+class Bench:
+    """Pools full of noise and a page table whose rows share no page, in no order."""
+
+    shape: AttentionShape
+    device: torch.device
+    dtype: torch.dtype = torch.float16
+
+    def __post_init__(self) -> None:
+        shape, generator = self.shape, torch.Generator().manual_seed(3)
+        per_row = -(-shape.max_context // shape.page_size)
+        slots = shape.max_rows + 2
+        pages = torch.randperm(slots * per_row, generator=generator).to(torch.int32) + 1
+        self.table = pages.view(slots, per_row).to(self.device)
+        pool = (slots * per_row + 1, shape.num_kv_heads, shape.page_size, shape.head_dim)
+        self.k, self.v = (torch.randn(pool, generator=generator).to(self.device, self.dtype) for _ in range(2))
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        self.all_qkv = torch.randn((shape.max_tokens, width), generator=generator).to(self.device, self.dtype)
+
+    def rows(self, lengths: Lengths, padding: int = 0) -> RaggedRows:
+        starts = [start for start, _ in lengths] + [0] * padding
+        counts = [count for _, count in lengths] + [1] * padding
+        slots = [1 + index for index in range(len(lengths))] + [-1] * padding
+        offsets = np.cumsum([0, *counts[:-1]])
+        columns = (
+            torch.tensor(np.asarray(column), dtype=torch.int32, device=self.device) for column in (slots, starts, counts, offsets)
+        )
+        positions = [start + step for start, count in lengths for step in range(count)] + [0] * padding
+        unused = torch.tensor(positions, dtype=torch.int32, device=self.device)
+        return RaggedRows(self.table, *columns, unused, unused.long(), max(s + c for s, c in zip(starts, counts, strict=True)))
+
+    def batch(self, lengths: Lengths, num_extend: int, graph: int = 0) -> AttentionBatch:
+        rows = self.rows(lengths, graph - len(lengths) if graph else 0)
+        return AttentionBatch(rows.starts.cpu().numpy(), rows.num_tokens.cpu().numpy(), num_extend, rows, graph)
+
+    def wanted(self, lengths: Lengths, scale: float, window: int) -> torch.Tensor:
+        tokens = sum(count for _, count in lengths)
+        out = self.empty(tokens)
+        reference.paged_attention(out, self.all_qkv[:tokens], self.k, self.v, self.rows(lengths), scale, window)
+        return out
+
+    def given(self, backend: FlashInferAttention, batch: AttentionBatch, scale: float, window: int) -> torch.Tensor:
+        tokens = int(batch.num_tokens.sum())
+        out = self.empty(tokens)
+        backend.attend(out, self.all_qkv[:tokens], self.k, self.v, batch.rows, scale, window)
+        return out
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        return self.all_qkv.new_full((tokens, self.shape.num_heads * self.shape.head_dim), torch.nan)
+
+
+def backend_of(bench: Bench, module: Any, **options: Any) -> FlashInferAttention:
+    return FlashInferAttention(bench.shape, bench.device, bench.dtype, reference, module, **options)
+
+
+def assert_near(given: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(given.float(), wanted.float(), atol=1e-2 if given.is_cuda else 2e-3, rtol=1e-2)
+
+
+CASES = {
+    "groups of four": SHAPE,
+    "groups of two": PAIRED,
+    "groups of three": replace(SHAPE, num_heads=3, num_kv_heads=1),
+    "a head each": replace(SHAPE, num_heads=2),
+    "groups of seven": replace(SHAPE, num_heads=7, num_kv_heads=1),
+    "pages of one": replace(SHAPE, page_size=1, max_pages=1200),
+    "pages of one, groups of two": replace(PAIRED, page_size=1, max_pages=1200),
+    "pages of five": replace(SHAPE, page_size=5, max_pages=1200),
+    "heads of 128": replace(SHAPE, head_dim=128),
+    "two windows": replace(SHAPE, windows=(0, 24)),
+    "two windows, groups of two": replace(PAIRED, windows=(0, 24)),
+    "a window of one": replace(SHAPE, windows=(1,)),
+}
+
+
+@pytest.mark.parametrize("split_mixed", [False, True], ids=["one plan", "two plans"])
+@pytest.mark.parametrize("shape", CASES.values(), ids=CASES.keys())
+def test_steps_equal_the_reference(shape: AttentionShape, split_mixed: bool, device: torch.device, module: Any) -> None:
+    bench = Bench(shape, device)
+    backend = backend_of(bench, module, split_mixed=split_mixed)
+    for lengths, num_extend in (
+        (MIXED, 3),
+        (MIXED[:3], 3),
+        (DECODE, 0),
+        (DECODE[1:3], 0),
+        (MIXED, 4),
+        ([(0, 1)], 1),
+        ([(199, 1)], 0),
+    ):
+        batch = bench.batch(lengths, num_extend)
+        backend.plan(batch)
+        for window, scale in zip((*shape.windows, *shape.windows), (0.125, 0.125, 0.7, 0.7), strict=False):
+            assert_near(bench.given(backend, batch, scale, window), bench.wanted(lengths, scale, window))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_both_dtypes(dtype: torch.dtype, device: torch.device, module: Any) -> None:
+    bench = Bench(SHAPE, device, dtype)
+    backend = backend_of(bench, module)
+    batch = bench.batch(MIXED, 3)
+    backend.plan(batch)
+    torch.testing.assert_close(bench.given(backend, batch, 0.2, 0), bench.wanted(MIXED, 0.2, 0), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24)), replace(SHAPE, windows=(0, 24), page_size=1, max_pages=1200)]
+)
+def test_graphs_of_fixed_buffers_follow_the_plan(shape: AttentionShape, device: torch.device, module: Any) -> None:
+    """What a captured graph does is what run() did on the same addresses: on the double each replay is run() again."""
+    bench = Bench(shape, device)
+    backend = backend_of(bench, module)
+    for lengths in (DECODE[:3], DECODE[1:], DECODE[3:], [(199, 1)] * 4, [(0, 1)]):
+        for size in (4, 8):
+            if len(lengths) <= size:
+                batch = bench.batch(lengths, 0, graph=size)
+                backend.plan(batch)
+                for window in shape.windows:
+                    given = bench.given(backend, batch, 0.125, window)
+                    assert_near(given[: len(lengths)], bench.wanted(lengths, 0.125, window))
+        mixed = bench.batch(MIXED, 3)  # between replays, over the same buffers
+        backend.plan(mixed)
+        assert_near(bench.given(backend, mixed, 0.125, 0), bench.wanted(MIXED, 0.125, 0))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, PAIRED], ids=["tensor cores", "CUDA cores"])
+def test_a_graphs_addresses_stay(shape: AttentionShape, device: torch.device, double: Library) -> None:
+    bench = Bench(shape, device)
+    backend = backend_of(bench, double)
+    seen = set()
+    for lengths in (DECODE[:2], DECODE[1:], [(180, 1)] * 4):
+        backend.plan(bench.batch(lengths, 0, graph=4))
+        wrapper = backend._graphs[(4, 0)]
+        buffers = (wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf, wrapper._paged_kv_last_page_len_buf)
+        scratch = (wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._qo_indptr_buf)
+        seen.add(tuple(buffer.data_ptr() for buffer in (*buffers, *scratch)))
+        assert wrapper._plan.kv_indptr == wrapper._paged_kv_indptr_buf.tolist()
+    assert len(seen) == 1
+    assert double.planned == ["plan graph 4", "fast graph 4", "fast graph 4"]
+
+
+@pytest.mark.skipif(not REAL, reason="no GPU with flashinfer")
+@pytest.mark.parametrize("shape", [SHAPE, PAIRED], ids=["tensor cores", "CUDA cores"])
+def test_captured_graphs_replay(shape: AttentionShape, device: torch.device) -> None:
+    bench = Bench(shape, device)
+    backend = backend_of(bench, importlib.import_module("flashinfer"))
+    backend.prepare(lambda line: None)
+    first = bench.batch([(0, 1)] * 4, 0, graph=4)
+    backend.plan(first)
+    qkv, out = bench.all_qkv[:4], bench.empty(4)
+    backend.attend(out, qkv, bench.k, bench.v, first.rows, 0.125, 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.attend(out, qkv, bench.k, bench.v, first.rows, 0.125, 0)
+    for lengths in (DECODE[1:], DECODE[:2], [(199, 1)] * 4):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            backend.plan(bench.batch(lengths, 0, graph=4))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph.replay()
+        assert_near(out[: len(lengths)], bench.wanted(lengths, 0.125, 0))
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24))], ids=["tensor cores", "CUDA cores", "windows"]
+)
+def test_no_step_after_the_first_copies_from_pageable_memory(
+    shape: AttentionShape, device: torch.device, double: Library
+) -> None:
+    """Reading the device on the host raises HostWaits in the double, first step or not."""
+    bench = Bench(shape, device)
+    backend = backend_of(bench, double, split_mixed=True)
+    told: list[str] = []
+    backend.prepare(told.append)
+    assert len(told) == 6
+    double.pageable.clear()
+    for lengths, num_extend, graph in (
+        (DECODE, 0, 0),
+        (MIXED, 3, 0),
+        (MIXED[:3], 3, 0),
+        (DECODE, 0, 8),
+        (DECODE, 0, 8),
+        (DECODE[:3], 0, 0),
+    ):
+        backend.plan(bench.batch(lengths, num_extend, graph))
+    assert double.pageable == []
+
+
+def test_steps_in_flight_share_no_host_memory(device: torch.device, double: Library) -> None:
+    bench = Bench(replace(PAIRED, windows=(0, 24)), device)
+    backend = backend_of(bench, double)
+    written: list[int] = []
+    for lengths, num_extend, graph in ((MIXED, 3, 0), (DECODE, 0, 8), (DECODE, 0, 0), (DECODE, 0, 8)):
+        backend.plan(bench.batch(lengths, num_extend, graph))
+        for wrapper in backend._parts[0].wrappers.values():
+            written.append(wrapper._pin_memory_int_workspace_buffer.data_ptr())
+    assert len(set(written)) == 2 * SLOTS
+
+
+def test_which_kernels_serve_which_step(device: torch.device, double: Library) -> None:
+    steps = ((MIXED[:3], 3), (MIXED, 3), (DECODE, 0), (DECODE, 0))
+    wanted = {
+        (8, False): ["prefill fa3 3", "prefill fa2 6", "prefill fa2 5", "prefill fa2 5"],
+        (8, True): ["prefill fa3 3", "prefill fa3 3", "prefill fa2 3", "prefill fa2 5", "prefill fa2 5"],
+        (4, False): ["prefill fa3 3", "prefill fa2 6", "plan decode 5", "fast decode 5"],
+        (4, True): ["prefill fa3 3", "prefill fa3 3", "plan decode 3", "fast decode 5", "fast decode 5"],
+    }
+    for (heads, split_mixed), kinds in wanted.items():
+        bench = Bench(replace(SHAPE, num_heads=heads), device)
+        backend = backend_of(bench, double, split_mixed=split_mixed)
+        double.planned.clear()
+        for lengths, num_extend in steps:
+            backend.plan(bench.batch(lengths, num_extend))
+        assert double.planned == kinds
+
+
+def test_attending_wants_a_plan(device: torch.device, double: Library) -> None:
+    bench = Bench(SHAPE, device)
+    backend = backend_of(bench, double)
+    batch = bench.batch(MIXED, 3)
+    with pytest.raises(RuntimeError, match="no plan for a pass over 43 tokens"):
+        bench.given(backend, batch, 0.1, 0)
+    backend.plan(bench.batch(DECODE, 0))
+    with pytest.raises(RuntimeError, match="43 tokens"):
+        bench.given(backend, batch, 0.1, 0)
+    backend.plan(batch)
+    with pytest.raises(KeyError):
+        bench.given(backend, batch, 0.1, 7)
+    backend.release_graphs()
+    with pytest.raises(RuntimeError, match="no plan"):
+        bench.given(backend, batch, 0.1, 0)
+
+
+def test_released_graphs_are_made_anew(device: torch.device, double: Library) -> None:
+    bench = Bench(PAIRED, device)
+    backend = backend_of(bench, double)
+    for _ in range(2):
+        backend.plan(bench.batch(DECODE[:2], 0, graph=4))
+        backend.release_graphs()
+    assert double.planned == ["plan graph 4", "plan graph 4"]
+
+
+def test_the_double_tells_misuse(device: torch.device, double: Library) -> None:
+    """The tests above prove little if the double lets everything pass."""
+    bench = Bench(SHAPE, device)
+    backend = backend_of(bench, double)
+    batch = bench.batch(MIXED, 3)
+    backend.plan(batch)
+    (wrapper,) = backend._parts[0].wrappers.values()
+    backend.plan(batch)
+    stale = double.BatchPrefillWithPagedKVCacheWrapper(backend._workspace, "HND", backend="fa2")
+    columns = fill(make_slot(200, 0, 0, device).columns, batch.starts, batch.num_tokens, 16)
+    with pytest.raises(HostWaits):
+        backend._planner.prefill(
+            stale, replace(columns, kv_indptr=backend._pages.kv_indptr(6)), backend._pages.step(6, 1), 0, True
+        )
+    pageable = replace(columns, qo_indptr=torch.tensor(columns.qo_indptr.tolist(), dtype=torch.int32))
+    backend._planner.prefill(stale, pageable, backend._pages.step(6, columns.num_pages), 0, True)
+    assert double.pageable == ["qo_indptr"]
+    stale._int_workspace_buffer = wrapper._int_workspace_buffer
+    stale._schedule((0, 0))
+    with pytest.raises(AssertionError, match="another plan's schedule"):
+        bench.given(backend, batch, 0.1, 0)
+
+
+@dataclass
+class Passing:
+    passed: bool = False
+
+    def record(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_staging_never_reuses_what_is_in_flight_and_never_waits() -> None:
+    ring = StagingRing(lambda: Slot(torch.empty(1), (), Passing()))
+    for slot in ring._slots:
+        slot.copied.passed = True
+    taken = []
+    for _ in range(SLOTS + 2):
+        slot = ring.take()
+        slot.copied.record()
+        taken.append(id(slot))
+    assert len(set(taken)) == SLOTS + 2 == len(ring)
+    oldest = next(slot for slot in ring._slots if id(slot) == taken[2])
+    oldest.copied.passed = True
+    assert ring.take() is oldest
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_columns(page_size: int) -> None:
+    starts, counts = np.array([0, 15, 31, 4], np.int32), np.array([1, 1, 3, 1], np.int32)
+    columns = fill(torch.empty(40, dtype=torch.int32), starts, counts, page_size)
+    lengths = [1, 16, 34, 5]
+    pages = [-(-length // page_size) for length in lengths]
+    assert columns.kv_indptr.tolist() == [0, *np.cumsum(pages)] and columns.num_pages == sum(pages)
+    assert columns.last_page_len.tolist() == [
+        length - (count - 1) * page_size for length, count in zip(lengths, pages, strict=True)
+    ]
+    assert columns.qo_indptr.tolist() == [0, 1, 2, 5, 6] and columns.kv_lens.tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        (SHAPE, torch.float32, "bfloat16 and float16, not in float32"),
+        (replace(SHAPE, head_dim=96), torch.float16, "not for 96"),
+        (replace(SHAPE, num_kv_heads=3), torch.float16, "8 query heads cannot share 3"),
+        (replace(SHAPE, page_size=0), torch.float16, "page of 0"),
+        (replace(SHAPE, max_rows=40000), torch.float16, "not 40000"),
+    ],
+)
+def test_refusals(shape: AttentionShape, dtype: torch.dtype, reason: str, device: torch.device, double: Library) -> None:
+    with pytest.raises(limits.Unsupported, match=reason):
+        FlashInferAttention(shape, device, dtype, reference, double)
+
+
+BIG = replace(SHAPE, num_heads=32, num_kv_heads=8, head_dim=128, max_rows=512, max_tokens=8192)
+LARGE = {
+    "8B": BIG,
+    "0.6B": replace(BIG, num_heads=16),
+    "one key/value head": replace(BIG, num_heads=71, num_kv_heads=1, head_dim=64),
+    "many heads": replace(BIG, num_heads=128, num_kv_heads=128),
+    "wide heads": replace(BIG, num_heads=16, num_kv_heads=4, head_dim=256, page_size=1),
+}
+
+
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
+def test_scratch_memory_is_enough(shape: AttentionShape) -> None:
+    generator, sizes = np.random.default_rng(5), (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
+    used_float = used_int = 0
+    for rows in (1, 3, 60, 512):
+        for spread in (1, 4, 64, 2000):
+            counts = np.minimum(generator.integers(1, spread + 1, rows), shape.max_tokens // rows)
+            context = counts + generator.integers(0, generator.choice([1, 300, 30000]), rows)
+            kv = [0, *np.cumsum(-(-context // shape.page_size)).tolist()]
+            qo, ones = [0, *np.cumsum(counts).tolist()], list(range(rows + 1))
+            plans = [
+                fa2_bytes(qo, kv, sizes, -1, False, 132),
+                fa2_bytes(qo, kv, sizes, 127, False, 132),
+                fa3_bytes(qo, sizes, 132),
+            ]
+            if limits.tensor_cores(shape):
+                plans.append(fa2_bytes(ones, kv, sizes, -1, True, 132))
+            else:
+                plans += [decode_bytes(kv, sizes, graph, 132) for graph in (False, True)]
+            used_float = max(used_float, *(floats for floats, _ in plans))
+            used_int = max(used_int, *(ints for _, ints in plans))
+    assert used_float <= limits.float_bytes(shape, 132, 512) and used_int <= limits.int_bytes(shape, 132)
+    if used_float > limits.MIN_FLOAT_BYTES:
+        assert used_float > 0.9 * limits.float_bytes(shape, 132, 512), "far more than is ever used"
+
+
+def test_a_larger_graph_takes_more_scratch_memory(device: torch.device, double: Library) -> None:
+    shape = replace(BIG, max_rows=300, max_tokens=300, head_dim=256, max_pages=600)
+    backend = FlashInferAttention(shape, device, torch.float16, reference, double)
+    table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+    before, held = len(backend._workspace), []
+    for size in (2, 300):
+        zeros = torch.zeros(size, dtype=torch.int32, device=device)
+        rows = RaggedRows(table, zeros - 1, zeros, zeros + 1, zeros, zeros, zeros.long(), 1)
+        backend.plan(AttentionBatch(np.zeros(size, np.int32), np.ones(size, np.int32), 0, rows, graph=size))
+        held.append(len(backend._graphs[(size, 0)]._float_workspace_buffer))
+    assert held[0] == before < held[1] == len(backend._workspace)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_a_decoders_logits_are_those_of_its_own_attention(name: str, tmp_path: Path) -> None:
+    """Two steps of a real model: prompts, then one token of each row behind them and a new prompt."""
+    tiny = MODELS[name]
+    replace(tiny, options={**tiny.options, "head_dim": 64, "hidden_size": 128}).build(tmp_path, torch.float16)
+    request = LoadRequest(tmp_path, "float16", 16, None, 1, lambda line: None)
+    decoder = load_model(request).model
+    assert isinstance(decoder, Decoder)
+    config = decoder.config
+    windows = tuple(sorted(set(config.windows)))
+    shape = AttentionShape(config.num_heads, config.num_kv_heads, 64, 16, windows, 4, 96, 64, 40)
+    bench, library = Bench(shape, torch.device("cpu")), Library(torch.device("cpu"))
+    given, wanted = (KVPool.allocate(config, len(bench.k), 16, torch.float16, reference) for _ in range(2))
+    with torch.inference_mode(), library.ledger:
+        backend = backend_of(bench, library)
+        for lengths, num_extend in (([(0, 40), (0, 3), (0, 17)], 3), ([(40, 5), (3, 1), (17, 1)], 1)):
+            batch = bench.batch(lengths, num_extend)
+            tokens = int(batch.num_tokens.sum())
+            ids = torch.arange(tokens) * 7 % 257
+            reference.resolve_tokens(ids.clone(), batch.rows, ids.int(), ids, None, 4, 16, 257, 64)
+            last = batch.rows.offsets.long() + batch.rows.num_tokens.long() - 1
+            backend.plan(batch)
+            ours, own = decoder.attending(backend.attend), decoder.attending(reference.paged_attention)
+            ours.forward(ids, batch.rows, given)
+            own.forward(ids, batch.rows, wanted)
+            torch.testing.assert_close(ours.logits(last), own.logits(last), atol=2e-2, rtol=2e-2)

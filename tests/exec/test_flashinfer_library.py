@@ -1,0 +1,97 @@
+"""The library's own Python, planning and running, with its compiled modules replaced by plain torch: what the back end gives it
+arrives at the kernels as it should. Needs flashinfer installed, and runs where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from services.worker.exec.attention.backend import AttentionShape
+from tests.exec import test_flashinfer_backend as steps
+from tests.exec.flashinfer_double import one_row
+
+INSTALLED = importlib.util.find_spec("flashinfer") is not None
+pytestmark = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="flashinfer is not installed, or has a GPU")
+
+CPU, HND, CAUSAL = torch.device("cpu"), 1, 1
+PLAN_ARGUMENTS = {"fa2": (19, 20), "fa3": (16,)}  # in 0.6 and in 0.7
+
+
+class Unpinned(TorchFunctionMode):
+    """Pinning memory takes a driver."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def attend(
+    q: Tensor, pools: tuple[Tensor, Tensor], columns: list[Tensor], out: Tensor, causal: bool, window: int, scale: float
+) -> None:
+    """columns: qo_indptr, kv_indptr, indices, last_page_len."""
+    keys, values = pools
+    plan = SimpleNamespace(heads=q.shape[1], kv_heads=keys.shape[1], causal=causal, window_left=window)
+    qo, kv, indices, last = (column.tolist() for column in columns)
+    for row, tail in enumerate(last):
+        part, pages = slice(qo[row], qo[row + 1]), indices[kv[row] : kv[row + 1]]
+        length = (len(pages) - 1) * keys.shape[2] + tail
+        out[part] = one_row(q[part], keys[pages], values[pages], length, scale, plan)
+
+
+def prefill_module(backend: str, *_: Any) -> Any:
+    def plan(*args: Any) -> list[int]:
+        assert len(args) in PLAN_ARGUMENTS[backend]
+        return [0]
+
+    def paged_run(_float: Any, _int: Any, _plan: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+        qo, kv, indices, last, out, lse, mask, layout, window, _pdl, *others = rest
+        assert layout == HND and lse is None
+        attend(q, (k, v), [qo, kv, indices, last], out, mask == CAUSAL, window, scale=others[7])
+
+    return SimpleNamespace(plan=plan, paged_run=paged_run)
+
+
+def decode_module(*_: Any) -> Any:
+    def plan(*args: Any) -> list[int]:
+        assert len(args) == 15
+        return [0]
+
+    def run(_float: Any, _int: Any, _plan: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+        kv, indices, last, out, lse, layout, window, _pdl, _slopes, _cap, scale, *_others = rest
+        assert layout == HND and lse is None
+        attend(q, (k, v), [torch.arange(len(kv)), kv, indices, last], out, False, window, scale)
+
+    return SimpleNamespace(plan=plan, run=run)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    module = importlib.import_module("flashinfer")
+    for part in (module.prefill, module.decode):
+        monkeypatch.setattr(part, "get_batch_prefill_module", prefill_module)
+    monkeypatch.setattr(module.decode, "get_batch_decode_module", decode_module)
+    monkeypatch.setattr(module.prefill, "determine_attention_backend", lambda *_, **__: "fa3")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    with Unpinned():
+        yield module
+
+
+@pytest.mark.parametrize("split_mixed", [False, True], ids=["one plan", "two plans"])
+@pytest.mark.parametrize("shape", steps.CASES.values(), ids=steps.CASES.keys())
+def test_steps(shape: AttentionShape, split_mixed: bool, library: Any) -> None:
+    steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
+
+
+@pytest.mark.parametrize("shape", [steps.SHAPE, steps.PAIRED, replace(steps.PAIRED, windows=(0, 24))])
+def test_graphs(shape: AttentionShape, library: Any) -> None:
+    steps.test_graphs_of_fixed_buffers_follow_the_plan(shape, CPU, library)

@@ -1,0 +1,69 @@
+"""The double has the signatures of an installed FlashInfer, read from its source: nothing of it is imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.exec.flashinfer_double import DecodeWrapper, PrefillWrapper, fast_decode_plan
+
+SPEC = importlib.util.find_spec("flashinfer")
+PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
+REPLACED = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")  # attributes the back end sets
+pytestmark = pytest.mark.skipif(SPEC is None, reason="flashinfer is not installed")
+
+CASES: dict[str, tuple[str, str, str, Callable[..., Any]]] = {
+    "prefill": ("prefill.py", PREFILL, "__init__", PrefillWrapper.__init__),
+    "prefill plan": ("prefill.py", PREFILL, "plan", PrefillWrapper.plan),
+    "prefill run": ("prefill.py", PREFILL, "run", PrefillWrapper.run),
+    "decode": ("decode.py", DECODE, "__init__", DecodeWrapper.__init__),
+    "decode plan": ("decode.py", DECODE, "plan", DecodeWrapper.plan),
+    "decode run": ("decode.py", DECODE, "run", DecodeWrapper.run),
+    "fast plan": ("decode.py", "", "fast_decode_plan", fast_decode_plan),
+}
+
+
+def parsed(file: str) -> tuple[ast.Module, str]:
+    assert SPEC is not None and SPEC.submodule_search_locations
+    text = (Path(SPEC.submodule_search_locations[0]) / file).read_text()
+    return ast.parse(text), text
+
+
+def functions(tree: ast.Module, owner: str, name: str) -> list[ast.FunctionDef]:
+    """All of the name, overloads first."""
+    body: list[ast.stmt] = tree.body
+    if owner:
+        (made,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+        body = made.body
+    return [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+
+
+def taken(tree: ast.Module, owner: str, name: str) -> tuple[list[str], set[str]]:
+    """Names by place, and all names; those of _plan_impl too where the rest is passed on to it."""
+    arguments = functions(tree, owner, name)[-1].args
+    places = [argument.arg for argument in arguments.args]
+    names = {*places, *(argument.arg for argument in arguments.kwonlyargs)}
+    if arguments.kwarg is not None:
+        names |= taken(tree, owner, "_plan_impl")[1]
+    return places, names
+
+
+@pytest.mark.parametrize(("file", "owner", "name", "ours"), CASES.values(), ids=CASES.keys())
+def test_signature(file: str, owner: str, name: str, ours: Callable[..., Any]) -> None:
+    places, names = taken(parsed(file)[0], owner, name)
+    parameters = inspect.signature(ours).parameters.values()
+    own = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
+    assert set(own) <= names
+    assert own[: min(8, len(places))] == places[:8], "what is given by place"
+
+
+@pytest.mark.parametrize("file", ["prefill.py", "decode.py"])
+def test_the_library_still_calls_its_schedule_memory_so(file: str) -> None:
+    text = parsed(file)[1]
+    assert all(f"self.{name} =" in text and f"self.{name}," in text for name in REPLACED)

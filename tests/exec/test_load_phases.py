@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.load_phases import LoadPhases
+from tests.exec.tiny_models import MODELS
+
+
+def test_phases_add_up_in_their_order() -> None:
+    now = 100.0
+    phases = LoadPhases(lambda: now)
+    with phases.timed("kv_pool"):
+        now += 1.0
+    now += 10.0
+    with pytest.raises(RuntimeError, match="no disk"), phases.timed("weights"):
+        now += 2.0
+        raise RuntimeError("no disk")
+    with phases.timed("weights"):
+        now += 3.0
+    assert phases.seconds() == (("weights", 5.0), ("kv_pool", 1.0), ("total", 16.0))
+    assert phases.describe() == "weights 5.0 s, kv_pool 1.0 s, total 16.0 s"
+    phases.weight_bytes_read = 16_380_000_000
+    assert phases.describe().startswith("weights 5.0 s (16.4 GB read), ")
+
+
+def test_a_phase_that_there_is_not() -> None:
+    with (
+        pytest.raises(ValueError, match=r"tokenizer is no phase of loading; there are config, "),
+        LoadPhases().timed("tokenizer"),
+    ):
+        pass
+
+
+def test_an_executor_tells_what_its_loading_took(tmp_path: Path) -> None:
+    MODELS["qwen2"].build(tmp_path)
+    said: list[str] = []
+    executor, info = build_cpu_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, 1, said.append)
+    executor.close()
+    seconds = dict(info.load_seconds)
+    assert list(seconds) == ["config", "weights", "kv_pool", "total"]
+    assert min(seconds.values()) >= 0 and sum(seconds.values()) <= 2 * seconds["total"]
+    assert said[-1].startswith("loaded in: config ")

@@ -1,0 +1,133 @@
+"""What is left for keys and values, and the sentences for when it is too little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from services.worker.exec.device.activation_peak import profile_peak
+from services.worker.exec.device.memory_budget import DeviceMemoryUse, describe, kv_pool_bytes, kv_pool_pages
+from services.worker.exec.pools import PoolTooSmall
+
+MIB = 1 << 20
+ALONE = DeviceMemoryUse(
+    total=1000 * MIB, free_now=690 * MIB, weights=300 * MIB, activation_peak=50 * MIB, graphs=20 * MIB, workspace=30 * MIB
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    use: DeviceMemoryUse
+    fraction: float
+    reserve: int
+    left: int
+
+
+CASES = {
+    "all parts and the driver's own 10 count": Case(ALONE, 0.9, 0, 900 - 300 - 50 - 20 - 30 - 10),
+    "what others hold counts": Case(replace(ALONE, free_now=490 * MIB), 0.9, 0, 900 - 400 - 210),
+    "parts that were held are not counted twice": Case(
+        replace(ALONE, free_now=640 * MIB, held_now=("weights", "graphs", "workspace")), 0.9, 0, 900 - 400 - 10
+    ),
+    "nothing held yet": Case(replace(ALONE, free_now=990 * MIB, held_now=()), 0.9, 0, 900 - 400 - 10),
+    "the reserve is below the rest": Case(ALONE, 0.9, 60 * MIB, 490),
+    "the reserve is above the rest": Case(ALONE, 0.9, 200 * MIB, 390),
+    "the whole device": Case(ALONE, 1.0, 0, 590),
+    "nothing is left": Case(ALONE, 0.2, 0, 0),
+    "more is free than can be": Case(replace(ALONE, free_now=800 * MIB), 0.9, 0, 500),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_for_the_pool(name: str) -> None:
+    case = CASES[name]
+    assert kv_pool_bytes(case.use, case.fraction, case.reserve) == case.left * MIB
+
+
+@pytest.mark.parametrize(("page_mib", "context_len", "pages"), [(1, 100, 490), (489, 16, 1), (100, 64, 4), (490, 1, 1)])
+def test_pages_are_whole(page_mib: int, context_len: int, pages: int) -> None:
+    assert kv_pool_pages(ALONE, 0.9, 0, page_mib * MIB, 16, context_len) == pages
+
+
+def test_not_one_page() -> None:
+    with pytest.raises(PoolTooSmall) as caught:
+        kv_pool_pages(ALONE, 0.9, 0, 491 * MIB, 16, 1)
+    sentence = str(caught.value)
+    assert sentence.startswith("no page of 16 tokens (491 MiB) fits beside the model")
+    for part in ("weights 300 MiB", "activations 50 MiB", "graphs 20 MiB", "workspaces 30 MiB", "held elsewhere 10 MiB"):
+        assert part in sentence
+    assert "0.9 of the device's 1000 MiB" in sentence and "KV pool 490 MiB" in sentence
+
+
+def test_fewer_pages_than_one_request_needs() -> None:
+    assert kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 64) == 4
+    with pytest.raises(PoolTooSmall, match=r"holds 64 tokens, fewer than context_len 65: .*A context_len of 64 would fit"):
+        kv_pool_pages(ALONE, 0.9, 0, 100 * MIB, 16, 65)
+
+
+def test_the_log_line() -> None:
+    assert describe(ALONE, 0.85, 40 * MIB, 5 * MIB) == (
+        "0.85 of the device's 1000 MiB may be used, 40 MiB stay free; weights 300 MiB, activations 50 MiB, graphs 20 MiB,"
+        " workspaces 30 MiB, held elsewhere 10 MiB, KV pool 5 MiB"
+    )
+
+
+class Counted:
+    """An allocator of numbers."""
+
+    def __init__(self) -> None:
+        self.held = 100
+        self.most = 5000  # from before
+        self.calls: list[str] = []
+
+    def take(self, num_bytes: int) -> None:
+        self.held += num_bytes
+        self.most = max(self.most, self.held)
+
+    def allocated(self) -> int:
+        return self.held
+
+    def peak(self) -> int:
+        self.calls.append("peak")
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.calls.append("reset")
+        self.most = self.held
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def test_the_peak_is_above_what_was_there() -> None:
+    memory = Counted()
+
+    def run() -> None:
+        memory.calls.append("run")
+        memory.take(70)
+        memory.take(-70)
+        memory.take(30)
+
+    assert profile_peak(run, torch.device("cpu"), memory) == 70
+    assert memory.calls == ["synchronize", "reset", "run", "synchronize", "peak"]
+
+
+def test_a_run_that_takes_nothing_and_a_cpu() -> None:
+    assert profile_peak(lambda: None, torch.device("cpu"), Counted()) == 0
+    ran: list[int] = []
+    assert profile_peak(lambda: ran.append(1), torch.device("cpu")) == 0
+    assert ran == [1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="counts a GPU's memory")
+def test_the_peak_on_a_gpu() -> None:
+    device = torch.device("cuda")
+
+    def run() -> None:
+        first = torch.empty(32 * MIB, dtype=torch.uint8, device=device)
+        del first
+        torch.empty(8 * MIB, dtype=torch.uint8, device=device)
+
+    assert profile_peak(run, device) == 32 * MIB

@@ -1,0 +1,336 @@
+"""The streaming loader gives what the plain one gives, in bounded memory, and names what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kernels import reference
+from kernels.ops import PackedLinear
+from services.worker.exec.checkpoint import Checkpoint, CheckpointError, read_config
+from services.worker.exec.device.decoder_destination import Allocated, Filled
+from services.worker.exec.device.load_meter import LoadMeter
+from services.worker.exec.device.random_weights import random_decoder_weights
+from services.worker.exec.device.staging import Lane, PinnedSlab, buffers_of
+from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
+from services.worker.exec.families import DecoderConfig, decoder_config
+from services.worker.exec.load_phases import LoadPhases
+from services.worker.exec.weights import DecoderWeights, load_weights
+from tests.exec.tiny_models import MODELS
+
+SMALL = StreamOptions(threads=3, staging_bytes=3 * 2 * 1000)  # pieces of 1,000 bytes, so that tensors are cut
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model, written once."""
+    folders: dict[tuple[str, torch.dtype], Path] = {}
+
+    def folder(name: str, dtype: torch.dtype = torch.float32) -> Path:
+        if (name, dtype) not in folders:
+            folders[name, dtype] = tmp_path_factory.mktemp(name)
+            MODELS[name].build(folders[name, dtype], dtype)
+        return folders[name, dtype]
+
+    return folder
+
+
+@pytest.fixture
+def broken(saved: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A model's folder of this test's own."""
+    for file in saved("qwen3").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def config_of(folder: Path) -> DecoderConfig:
+    return decoder_config(read_config(folder))
+
+
+def streamed(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    options: StreamOptions = SMALL,
+    kernels: Any = reference,
+    say: Callable[[str], None] = lambda _: None,
+    slab: Callable[[int, torch.device], PinnedSlab] = PinnedSlab,
+) -> DecoderWeights:
+    config, phases = config_of(folder), LoadPhases()
+    with closing(Checkpoint(folder)) as checkpoint:
+        return stream_decoder_weights(checkpoint, config, dtype, device, kernels, options, say, phases, slab)
+
+
+def plain(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+    with closing(Checkpoint(folder)) as checkpoint:
+        return load_weights(checkpoint, config_of(folder), dtype, reference, lambda _: None)
+
+
+def leaves(value: Any, path: str = "weights") -> Iterator[tuple[str, Any]]:
+    """Every tensor, number and None of a tree of dataclasses and tuples, by where it is."""
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}[{index}]")
+    elif hasattr(value, "__dataclass_fields__"):
+        for field in fields(value):
+            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value
+
+
+def assert_same(found: DecoderWeights, expected: DecoderWeights, device: torch.device) -> None:
+    ours, theirs = dict(leaves(found)), dict(leaves(expected))
+    assert ours.keys() == theirs.keys()
+    for path, value in theirs.items():
+        if isinstance(value, Tensor):
+            assert (ours[path].dtype, ours[path].device.type) == (value.dtype, device.type), path
+            assert ours[path].is_contiguous() and torch.equal(ours[path].cpu(), value), path
+        else:
+            assert ours[path] == value, path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_gives_what_the_plain_loader_gives(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
+    assert_same(streamed(saved(name), device), plain(saved(name)), device)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_conversion(stored: torch.dtype, wanted: torch.dtype, saved: Any, device: torch.device) -> None:
+    folder = saved("qwen2", stored)
+    assert_same(streamed(folder, device, wanted), plain(folder, wanted), device)
+
+
+def test_under_inference_mode(saved: Callable[[str], Path], device: torch.device) -> None:
+    with torch.inference_mode():
+        assert_same(streamed(saved("qwen3"), device), plain(saved("qwen3")), device)
+
+
+@pytest.mark.parametrize(("threads", "buffer"), [(1, 40), (1, 64 * 96 * 4 - 8), (1, 64 * 96 * 4), (4, 96), (2, 1 << 20)])
+def test_pieces_of_any_size(threads: int, buffer: int, saved: Callable[[str], Path], device: torch.device) -> None:
+    options = StreamOptions(threads, threads * 2 * buffer)
+    assert_same(streamed(saved("llama-biases"), device, options=options), plain(saved("llama-biases")), device)
+
+
+def test_tied_embeddings_are_one_storage(saved: Callable[[str], Path], device: torch.device) -> None:
+    tied, untied = streamed(saved("llama-tied"), device), streamed(saved("llama-untied"), device)
+    assert tied.lm_head is not None and tied.lm_head.data.data_ptr() == tied.embedding.data_ptr()
+    assert untied.lm_head is not None and untied.lm_head.data.data_ptr() != untied.embedding.data_ptr()
+    assert tied.num_bytes() == untied.num_bytes() - untied.embedding.nbytes
+
+
+def test_kernels_that_pack_their_own_way_are_asked_to(saved: Callable[[str], Path], device: torch.device) -> None:
+    class Packing:
+        """Keeps a weight with its columns reversed."""
+
+        def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+            return PackedLinear(weight.flip(1), bias, weight.shape[1], weight.shape[0], True)
+
+        def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+            return PackedLinear(weight.flip(0), bias, weight.shape[1], weight.shape[0] // 2, True)
+
+    found, expected = streamed(saved("qwen3"), device, kernels=Packing()), plain(saved("qwen3"))
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        assert torch.equal(ours.qkv.data.cpu(), theirs.qkv.data.flip(1))
+        assert torch.equal(ours.gate_up.data.cpu(), theirs.gate_up.data.flip(0)) and ours.gate_up.out_features == 96
+
+
+def test_each_tensor_is_let_go_when_it_is_handed_out() -> None:
+    """So that kernels that pack copies need room for one tensor more, not for all."""
+    allocated = Allocated(torch.float32, torch.device("cpu"))
+    fused = allocated.stacked([("a", (2, 3)), ("b", (1, 3))])
+    assert [(part.name, part.into.data_ptr() - fused.data_ptr()) for part in allocated.placements] == [("a", 0), ("b", 24)]
+    filled = Filled(allocated.tensors)
+    assert filled.stacked([("a", (2, 3)), ("b", (1, 3))]) is fused
+    with pytest.raises(KeyError):
+        filled.stacked([("a", (2, 3)), ("b", (1, 3))])
+
+
+class Slabs:
+    """Makes slabs and counts them."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def make(self, num_bytes: int, device: torch.device) -> PinnedSlab:
+        log = self.log
+        log.append(f"take {num_bytes}")
+
+        class Logged(PinnedSlab):
+            def release(self) -> None:
+                log.append("release")
+                super().release()
+
+        return Logged(num_bytes, device)
+
+
+def test_host_memory_is_the_staging_and_no_more(
+    saved: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slabs, largest, move = Slabs(), list[int](), Lane.move
+
+    def watched(lane: Lane, into: Tensor, dtype: torch.dtype, fill: Callable[[memoryview], None]) -> None:
+        largest.append(len(into) * dtype.itemsize)
+        move(lane, into, dtype, fill)
+
+    monkeypatch.setattr(Lane, "move", watched)
+    weights = streamed(saved("llama-untied"), device, slab=slabs.make)
+    assert slabs.log == [f"take {SMALL.staging_bytes}", "release"]
+    assert max(largest) <= SMALL.staging_bytes // 6 and sum(largest) == weights.num_bytes()
+
+
+class Recorded:
+    """An Event that tells when it is asked."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+
+    def record(self, stream: torch.cuda.Stream | None) -> None:
+        self._log.append(f"copy {self._name}")
+
+    def synchronize(self) -> None:
+        self._log.append(f"wait {self._name}")
+
+
+def test_a_buffer_is_filled_again_only_when_its_copy_is_done() -> None:
+    log: list[str] = []
+    names = iter("ab")
+    lane = Lane(buffers_of(torch.empty(16, dtype=torch.uint8), 1)[0], None, lambda: Recorded(log, next(names)))
+    into = torch.zeros(6)
+
+    def fill(view: memoryview) -> None:
+        log.append("fill")
+        view[:] = struct.pack("<2f", len(log), 7.0)
+
+    for piece in into.split(2):
+        lane.move(piece, torch.float32, fill)
+    assert log == ["wait a", "fill", "copy a", "wait b", "fill", "copy b", "wait a", "fill", "copy a"]
+    assert into.tolist() == [2, 7, 5, 7, 8, 7]
+
+
+def test_staging_too_small_for_its_threads(saved: Callable[[str], Path], device: torch.device) -> None:
+    with pytest.raises(ValueError, match="7 bytes of staging"):
+        streamed(saved("qwen3"), device, options=StreamOptions(1, 7))
+
+
+# Files that are wrong
+
+
+def test_a_missing_tensor(broken: Path, device: torch.device) -> None:
+    path = broken / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != NAME}, path)
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensors: {NAME}"):
+        streamed(broken, device)
+
+
+def test_an_index_that_names_the_wrong_file(saved: Callable[[str], Path], tmp_path: Path, device: torch.device) -> None:
+    for file in saved("llama-sharded").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    index["weight_map"][NAME] = next(file for file in index["weight_map"].values() if file != index["weight_map"][NAME])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{index['weight_map'][NAME]} does not hold {NAME}"):
+        streamed(tmp_path, device)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [(torch.zeros(64, 97), r"shape \(64, 97\), the config asks for \(64, 96\)"), (torch.zeros(64, 96).double(), "is F64")],
+)
+def test_a_tensor_of_another_kind_takes_nothing(tensor: Tensor, message: str, broken: Path, device: torch.device) -> None:
+    path, slabs = broken / "model.safetensors", Slabs()
+    save_file({**load_file(path), NAME: tensor}, path)
+    with pytest.raises(CheckpointError, match=f"{NAME} .*{message}"):
+        streamed(broken, device, slab=slabs.make)
+    assert slabs.log == []
+
+
+def test_a_file_cut_off_while_it_is_read(saved: Callable[[str], Path], broken: Path, device: torch.device) -> None:
+    """The header was right when it was checked."""
+    path = broken / "model.safetensors"
+
+    class Cutting(PinnedSlab):
+        def __init__(self, num_bytes: int, device: torch.device) -> None:
+            super().__init__(num_bytes, device)
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size // 2)
+
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ends within model\."):
+        streamed(broken, device, slab=Cutting)
+
+
+def test_a_file_cut_off_before(broken: Path, device: torch.device) -> None:
+    path = broken / "model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        streamed(broken, device)
+
+
+# Progress and time
+
+
+def test_progress_every_few_seconds_and_at_the_end() -> None:
+    now, said = 10.0, list[str]()
+    meter = LoadMeter(4_000_000_000, lambda: now, said.append)
+    meter.added(1_000_000_000)
+    now = 12.0
+    meter.added(1_000_000_000)
+    assert said == []
+    now = 14.0
+    meter.tick()
+    meter.added(0)
+    assert said == ["weights: 50 %, 2.00 of 4.00 GB in 4.0 s, 0.50 GB/s"]
+    meter.added(2_000_000_000)
+    meter.end()
+    assert said[1:] == ["weights: 100 %, 4.00 of 4.00 GB in 4.0 s, 1.00 GB/s"]
+
+
+def test_what_was_read_and_how_long_it_took(saved: Callable[[str], Path], device: torch.device) -> None:
+    said, folder, phases = list[str](), saved("qwen2", torch.bfloat16), LoadPhases()
+    with closing(Checkpoint(folder)) as checkpoint:
+        weights = stream_decoder_weights(
+            checkpoint, config_of(folder), torch.float32, device, reference, SMALL, said.append, phases
+        )
+    assert phases.weight_bytes_read == weights.num_bytes() // 2
+    assert [name for name, _ in phases.seconds()] == ["weights", "total"]
+    assert said[-1].startswith("weights: 100 %")
+
+
+# Random values
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3"])
+def test_random_weights_have_a_checkpoints_structure(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
+    config = config_of(saved(name))
+    made, again, other = (random_decoder_weights(config, torch.bfloat16, device, reference, seed) for seed in (1, 1, 2))
+    expected = dict(leaves(plain(saved(name), torch.bfloat16)))
+    for path, value in leaves(made):
+        if isinstance(value, Tensor):
+            assert (value.shape, value.dtype, value.device.type) == (expected[path].shape, torch.bfloat16, device.type), path
+            assert torch.equal(value, dict(leaves(again))[path])
+        else:
+            assert value == expected[path]
+    assert made.num_bytes() == plain(saved(name), torch.bfloat16).num_bytes()
+    assert not torch.equal(made.embedding, other.embedding)
+    assert 0.018 < made.embedding.float().std() < 0.022
+    assert all(bool((layer.input_norm == 1).all() and (layer.post_norm == 1).all()) for layer in made.layers)
+    assert all(bool((norm == 1).all()) for layer in made.layers for norm in layer.qk_norms or ())
+    assert bool((made.norm == 1).all())

@@ -1,0 +1,150 @@
+"""Everything that needs a GPU, in one command: python -m tests.gpu.check. `make gpu-check` calls it.
+
+Each part is a process with a limit of its own. After every part the state and both reports are written, so a check that is
+cut off leaves what it knows and goes on from there when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.parts import Part, all_parts, chosen
+from tests.gpu.report import write_report
+from tests.gpu.results import DONE, Result, Source, State, Status, load_state
+from tests.gpu.run_part import Ran, run_part
+from tests.gpu.source import source_of
+from tests.gpu.wheels import install
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_GPU = 2  # exit status
+LEAST_S = 20.0  # a part is not begun with less than this left of --limit-s
+KEEP_BACK_S = 5.0  # for the report, out of --limit-s
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpu-check", description="Run the GPU tests and benchmarks and write a report.")
+    parser.add_argument("--list", action="store_true", help="print the parts with their limits, and run none")
+    parser.add_argument("--parts", default="", help="names of parts, or tests, or benchmark; separated by commas or spaces")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/gpu", help="folder of the reports")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/gpu-check", help="folder of the state and the logs")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
+    parser.add_argument("--limit-s", type=float, default=0.0, help="seconds for the whole check; 0 for no limit")
+    parser.add_argument("--fresh", action="store_true", help="forget what an earlier check has done")
+    parser.add_argument("--keep", action="store_true", help="what passed with other files is not run again; the report says so")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all chosen parts are done; 1: some are not; 2: no GPU, or what was asked for makes no sense."""
+    options = arguments().parse_args(argv)
+    begun = time.monotonic()
+    parts = all_parts(ROOT)
+    try:
+        wanted = chosen(parts, options.parts.replace(",", " ").split())
+        if options.list:
+            print("\n".join(f"{part.name:27} {part.limit_s:4} s  {part.about}" for part in wanted))
+            return 0
+        site = ROOT / "build/gpu-site"
+        if options.wheels is not None:
+            print(install(options.wheels, site))
+        facts = machine_facts(environment(site))
+        if not facts["device"]:
+            print(f"There is no GPU here that the check could run on: {facts['reason']}.")
+            return NO_GPU
+        state = load_state(options.work / "state.json", today(), options.fresh)
+    except (ValueError, subprocess.CalledProcessError) as error:
+        print(f"gpu-check: {error}")
+        return NO_GPU
+    deadline = begun + options.limit_s - KEEP_BACK_S if options.limit_s else None
+    check = Check(options.work, options.out, facts, source_of(ROOT), state, parts, environment(site))
+    return check.run(wanted, deadline, options.keep)
+
+
+class Check:
+    """Runs parts one after the other and keeps state and report up to date."""
+
+    def __init__(
+        self,
+        work: Path,
+        out: Path,
+        facts: dict[str, Any],
+        source: Source,
+        state: State,
+        parts: Sequence[Part],
+        environment: dict[str, str],
+        root: Path = ROOT,
+        least_s: float = LEAST_S,
+    ) -> None:
+        self._work, self._out, self._root, self._least_s = work, out, root, least_s
+        self._facts, self._source, self._state, self._parts = facts, source, state, parts
+        self._environment = environment
+        work.mkdir(parents=True, exist_ok=True)
+
+    def run(self, wanted: Sequence[Part], deadline: float | None, keep: bool) -> int:
+        """deadline: of time.monotonic, None for none. Returns the exit status."""
+        report = self._report()
+        for part in wanted:
+            if self._state.is_done(part.name, self._source, self._facts["device"], keep):
+                print(f"{part.name}: done before", flush=True)
+                continue
+            left = part.limit_s if deadline is None else min(part.limit_s, deadline - time.monotonic())
+            if left < min(self._least_s, part.limit_s):
+                print(f"{part.name}: no time is left; start the check again to go on", flush=True)
+                continue
+            print(f"{part.name}: {part.about} (up to {left:.0f} s)", flush=True)
+            result = self._result(part, run_part(part, self._work, self._root, left, self._environment), left)
+            self._state.put(result)
+            report = self._report()
+            print(f"{part.name}: {result.status} in {result.seconds:.0f} s", flush=True)
+            if result.status not in DONE:
+                print(result.tail, flush=True)
+        print(f"report: {report}")
+        return int(not all(self._state.is_done(p.name, self._source, self._facts["device"], keep) for p in wanted))
+
+    def _result(self, part: Part, ran: Ran, left: float) -> Result:
+        status = ran.status or (Status.TIMED_OUT if left >= part.limit_s else Status.CUT_OFF)
+        where = (self._source, self._facts["device"], datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+        return Result(part.name, status, ran.seconds, *where, ran.counts, ran.tail, ran.outcome)
+
+    def _report(self) -> Path:
+        return write_report(self._out, self._facts, self._source, self._state, self._parts)
+
+
+def _leave(number: int, _: object) -> None:
+    """So that the part that runs is ended too."""
+    raise SystemExit(128 + number)
+
+
+def machine_facts(environment: dict[str, str]) -> dict[str, Any]:
+    """Raises CalledProcessError where not even that runs."""
+    command = [sys.executable, "-m", "tests.gpu.machine"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def environment(site: Path) -> dict[str, str]:
+    """With what was installed from wheels, and nothing that reaches for a network."""
+    before = os.environ.get("PYTHONPATH", "")
+    paths = [str(ROOT), *([str(site)] if site.is_dir() else []), *([before] if before else [])]
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Writes the report of a GPU check, as Markdown and as JSON, from what is known so far."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.parts import Part
+from tests.gpu.results import Result, Source, State, Status
+from tests.gpu.targets import Judged, judge
+
+Facts = Mapping[str, Any]
+SHOWN_KERNELS = 8
+NOT_RUN = "not run yet"
+
+
+def write_report(folder: Path, facts: Facts, source: Source, state: State, parts: Sequence[Part]) -> Path:
+    """Two files named by device and date; returns the Markdown one. Each is replaced whole."""
+    slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
+    stem = folder / f"report-{slug}-{state.begun}"
+    folder.mkdir(parents=True, exist_ok=True)
+    judged = judge(state.results)
+    _replace(stem.with_name(stem.name + ".json"), json.dumps(_as_json(facts, source, state, judged), indent=1))
+    path = stem.with_name(stem.name + ".md")
+    _replace(path, "\n".join(_lines(facts, source, state, parts, judged)) + "\n")
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def _as_json(facts: Facts, source: Source, state: State, judged: Sequence[Judged]) -> dict[str, Any]:
+    return {
+        "machine": dict(facts),
+        "source": asdict(source),
+        "date": state.begun,
+        "parts": [asdict(result) for result in state.results.values()],
+        "targets": [{**asdict(entry), "met": entry.is_met} for entry in judged],
+    }
+
+
+def _lines(facts: Facts, source: Source, state: State, parts: Sequence[Part], judged: Sequence[Judged]) -> list[str]:
+    lines = [f"# GPU check: {facts['device']}, {state.begun}", ""]
+    lines += _table(("what", "value"), _facts(facts, source, state.begun))
+    lines += ["", "## Parts", ""]
+    lines += _table(("part", "what it does", "result", "seconds", "tests"), [_part(p, state, source) for p in parts])
+    lines += ["", "## Targets", ""]
+    lines += _table(("figure", "target", "measured", "met"), [_target(entry) for entry in judged])
+    lines += _missed(judged)
+    for part in parts:
+        result = state.results.get(part.name)
+        if result is not None and result.outcome:
+            lines += _figures(part, result)
+    for part in parts:
+        result = state.results.get(part.name)
+        if result is not None and result.status in (Status.FAILED, Status.TIMED_OUT):
+            lines += ["", f"## {part.name}: {result.status}", "", "```", result.tail.replace("```", "'''"), "```"]
+    return lines
+
+
+def _facts(facts: Facts, source: Source, date: str) -> list[tuple[str, str]]:
+    rows = [
+        ("device", f"{facts['device']}, {facts.get('memory_gib', '?')} GiB, {facts.get('multiprocessors', '?')} multiprocessors")
+    ]
+    rows += [("driver", str(facts.get("driver", "unknown"))), ("python", facts["python"]), ("system", facts["system"])]
+    rows += sorted(facts["versions"].items())
+    return [*rows, ("commit", source.commit), ("files", source.digest), ("date", date)]
+
+
+def _part(part: Part, state: State, source: Source) -> tuple[str, ...]:
+    result = state.results.get(part.name)
+    if result is None:
+        return part.name, part.about, NOT_RUN, "", ""
+    other = "" if result.source == source else f" (files {result.source.digest})"
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.counts.items()))
+    return part.name, part.about, f"{result.status}{other}", f"{result.seconds:.0f}", counts
+
+
+def _target(entry: Judged) -> tuple[str, ...]:
+    unit = f" {entry.target.unit}" if entry.target.unit else ""
+    measured = "not measured" if entry.value is None else f"{entry.value:.4g}{unit}"
+    met = {None: "", True: "yes", False: "no"}[entry.is_met]
+    return entry.target.words, f"{entry.target.bound}{unit}", measured, met
+
+
+def _missed(judged: Sequence[Judged]) -> list[str]:
+    lines: list[str] = []
+    for entry in judged:
+        if entry.is_met is False:
+            lines += ["", f"### Missed: {entry.target.words}", "", f"Next step: {entry.next_step}.", ""]
+            rows = [(name, f"{share:.1%}") for name, share in entry.profile[:SHOWN_KERNELS]]
+            lines += _table(("kernel", "share of device time"), rows) if rows else []
+    return lines
+
+
+def _figures(part: Part, result: Result) -> list[str]:
+    outcome = result.outcome
+    lines = ["", f"## {part.name}", "", str(outcome.get("how", part.about))]
+    for table in _tables(outcome):
+        lines += ["", f"**{table['title']}**", ""] if table["title"] else [""]
+        lines += _table(table["columns"], table["rows"])
+    for note in outcome.get("notes", []):
+        lines += ["", note]
+    return lines
+
+
+def _tables(outcome: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of tests.benchmarks.gpu.journal; a list of rows that are objects becomes one table."""
+    if "tables" in outcome:
+        return list(outcome["tables"])
+    found = []
+    for name, rows in outcome.items():
+        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
+            columns = list(rows[0])
+            found.append(
+                {"title": name, "columns": columns, "rows": [[row.get(column, "") for column in columns] for row in rows]}
+            )
+    return found
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = [f"| {' | '.join(columns)} |", f"| {' | '.join('---' for _ in columns)} |"]
+    return [*lines, *(f"| {' | '.join(_cell(value) for value in row)} |" for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,38 @@
+"""Which code a check ran on: the commit, and a digest of the files that its results depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+from tests.gpu.results import Source
+
+FOLDERS = ("kernels", "services/worker", "tests/gpu", "tests/benchmarks/gpu", "tests/kernels", "tests/exec")
+SUFFIXES = (".py", ".cpp", ".h")
+
+
+def source_of(root: Path) -> Source:
+    commit = _git(root, "rev-parse", "HEAD")
+    changed = bool(_git(root, "status", "--porcelain", "--untracked-files=all", "--", *FOLDERS))
+    return Source((commit or "unknown") + ("+" if commit and changed else ""), digest_of(root))
+
+
+def digest_of(root: Path) -> str:
+    """16 hex digits over names and contents."""
+    found = hashlib.blake2b(digest_size=8)
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in SUFFIXES and path.is_file():
+                content = path.read_bytes()
+                found.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def _git(root: Path, *words: str) -> str:
+    """What git says; empty where there is no git, or no repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,86 @@
+"""What the figures are held against. A benchmark names a figure; a target says what it should be on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tests.gpu.results import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Met if the figure is at least `least`, or at most `most`; one of the two is given. unit: of the figure."""
+
+    part: str
+    figure: str
+    words: str
+    unit: str
+    least: float | None = None
+    most: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    @property
+    def bound(self) -> str:
+        return f"≥ {self.least:g}" if self.least is not None else f"≤ {self.most:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """value: None where it was not measured. profile: (kernel, share of device time) of the same run. next_step: a sentence."""
+
+    target: Target
+    value: float | None
+    profile: tuple[tuple[str, float], ...]
+    next_step: str
+
+    @property
+    def is_met(self) -> bool | None:
+        return None if self.value is None else self.target.is_met(self.value)
+
+
+_SINGLE, _VERSUS, _LINE = "bench-single-stream", "bench-versus-transformers", "bench-timeline"
+TARGETS = (
+    Target("bench-throughput", "qwen3-8b.seconds", "8B shape, 256 × 1024/1024", "s", most=28.0),
+    Target(_SINGLE, "qwen3-8b.bandwidth_share", "single stream, 8B shape, of measured bandwidth", "", least=0.80),
+    Target(_SINGLE, "qwen3-0.6b.bandwidth_share", "single stream, 0.6B shape, of measured bandwidth", "", least=0.35),
+    Target(_LINE, "qwen3-0.6b.idle_share", "device idle between decode steps, 64 rows, 0.6B shape", "", most=0.03),
+    Target(_LINE, "qwen3-8b.idle_share", "device idle between decode steps, 64 rows, 8B shape", "", most=0.03),
+    Target("bench-overlap", "qwen3-0.6b.speedup", "overlap on against off, 0.6B shape", "×", least=1.1),
+    Target(_VERSUS, "nano.speedup", "against transformers' continuous batching, nano workload", "×", least=2.0),
+    Target(_VERSUS, "fixed.speedup", "against transformers' continuous batching, 64 × 512/256", "×", least=2.0),
+    Target(_VERSUS, "prompts.speedup", "against transformers' continuous batching, 64 × 1024/32", "×", least=2.0),
+)
+GAPS_WORTH_MENTION = 0.05  # share of the time between launches
+
+
+def judge(results: Mapping[str, Result]) -> tuple[Judged, ...]:
+    return tuple(_judged(target, results.get(target.part)) for target in TARGETS)
+
+
+def _judged(target: Target, result: Result | None) -> Judged:
+    outcome = result.outcome if result is not None else {}
+    value = outcome.get("figures", {}).get(target.figure, {}).get("value")
+    profile = _profile(outcome, target.figure.partition(".")[0])
+    return Judged(target, value, tuple(map(tuple, profile.get("kernels", []))), _next_step(profile))
+
+
+def _profile(outcome: dict, name: str) -> dict:  # type: ignore[type-arg]
+    """The profile of that model or workload, or the one there is."""
+    profiles = outcome.get("profiles", {})
+    return profiles.get(name) or next(iter(profiles.values()), {})
+
+
+def _next_step(profile: dict) -> str:  # type: ignore[type-arg]
+    """Follows from the profile by rule: what costs most is looked at first."""
+    if not profile:
+        return "no profile was taken: run the part again"
+    gaps, kernels = profile.get("idle_share", 0.0), profile.get("kernels", [])
+    if gaps > GAPS_WORTH_MENTION:
+        return f"the device waits for launches {gaps:.0%} of the time: shorten the host's path between two steps"
+    if not kernels:
+        return "the profile has no kernels: run the part again"
+    name, share = kernels[0]
+    return f"{name} takes {share:.0%} of the device's time: tune it, or do without it, first"

@@ -1,0 +1,87 @@
+"""Decode steps by CUDA graphs say what the same steps say kernel by kernel, whatever the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.core.plan import BatchPlan
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec.device.build import DeviceExecutor
+from tests.exec.device_executors import GRAPH_ROWS, executor_of
+from tests.exec.tiny_models import MODELS
+from tests.gpu.served import Asked, Served, config_for, greedy
+from tests.gpu.truth import prompts_of
+
+VOCAB = 257
+SLOTS = GRAPH_ROWS + 4  # more rows than any graph holds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    MODELS["qwen3"].build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def executors(folder: Path, device: str) -> Iterator[tuple[Any, Any]]:
+    """With graphs, and without."""
+    both = [executor_of(folder, device, max_slots=SLOTS, cuda_graphs=graphs) for graphs in (True, False)]
+    yield both[0], both[1]
+    for executor in both:
+        executor.close()
+
+
+def replayed(executor: DeviceExecutor, plan: BatchPlan) -> bool:
+    graphs = executor.runner.graphs
+    return graphs is not None and not plan.num_extend and graphs.for_rows(plan.num_rows) is not None
+
+
+def run_both(
+    executors: tuple[Any, Any], asked: list[Asked], rows: int
+) -> tuple[list[list[int]], list[list[int]], list[BatchPlan]]:
+    config = config_for(VOCAB, max_running_requests=rows)
+    with_graphs, without = Served(config, executors[0]), Served(config, executors[1])
+    said = [[answer.tokens for answer in served.run(asked)] for served in (with_graphs, without)]
+    return said[0], said[1], with_graphs.plans
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, GRAPH_ROWS])
+def test_greedy_rows_of_every_padding(executors: tuple[Any, Any], rows: int) -> None:
+    """Outputs of different lengths, so that the number of rows falls from step to step."""
+    prompts = prompts_of(VOCAB, [4 + 3 * row for row in range(rows)], seed=rows)
+    said, want, plans = run_both(executors, [(prompt, greedy(12 + 2 * row)) for row, prompt in enumerate(prompts)], rows)
+    assert said == want
+    assert sum(replayed(executors[0], plan) for plan in plans) >= 10
+
+
+def test_more_rows_than_any_graph_holds(executors: tuple[Any, Any]) -> None:
+    prompts = prompts_of(VOCAB, [5] * SLOTS, seed=3)
+    said, want, plans = run_both(executors, [(prompt, greedy(8 + row)) for row, prompt in enumerate(prompts)], SLOTS)
+    assert said == want
+    decodes = [plan for plan in plans if not plan.num_extend]
+    assert {replayed(executors[0], plan) for plan in decodes} == {True, False}, "steps of both kinds"
+
+
+def test_sampling_rules_are_in_the_graph(executors: tuple[Any, Any]) -> None:
+    """Float rounding may move a draw at the edge between two tokens; that happens to a request now and then, not to two of 12."""
+    rules: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
+        {"temperature": 0.0, "presence_penalty": 1.0, "min_new_tokens": 6, "stop_token_ids": tuple(range(0, VOCAB, 2))},
+        {"temperature": 0.8, "top_p": 0.8, "seed": 5},
+        {"temperature": 1.3, "top_k": 20, "min_p": 0.05, "seed": 1 << 63},
+        {"temperature": 0.0, "banned_token_ids": tuple(range(0, VOCAB, 3)), "logit_bias": ((7, 2.0), (8, -9.0))},
+        {"temperature": 1.0, "allowed_token_ids": tuple(range(40, 90)), "seed": 9},
+    ]
+    prompts = prompts_of(VOCAB, [3 + row for row in range(12)], seed=8)
+    asked = [(prompt, SamplingParams(max_new_tokens=24, **rules[row % len(rules)])) for row, prompt in enumerate(prompts)]
+    said, want, _ = run_both(executors, asked, 12)
+    assert sum(mine != other for mine, other in zip(said, want, strict=True)) <= 1
+    for row in (4, 10):
+        assert all(token % 3 for token in said[row])
+    for row in (5, 11):
+        assert set(said[row]) <= set(range(40, 90))

@@ -1,0 +1,102 @@
+"""A step that the device has no memory for: computed in pieces, with the same tokens; the largest request ends last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.worker.core.messages import ErrorCode
+from tests.exec.device_executors import executor_of
+from tests.exec.tiny_models import MODELS
+from tests.gpu.served import Served, config_for, greedy
+from tests.gpu.truth import generated, prompts_of
+
+VOCAB, NEW_TOKENS = 257, 8
+LENGTHS = (3, 20, 40, 90, 150)
+
+
+class Cramped:
+    """A model that has no memory for more than so many tokens, and none for rows that reach beyond max_context."""
+
+    def __init__(self, model: Any, max_tokens: int, max_context: int = 1 << 30) -> None:
+        self._model, self._max_tokens, self._max_context = model, max_tokens, max_context
+        self.refused = 0
+
+    def forward(self, input_ids: Any, rows: Any, pool: Any) -> None:
+        if len(input_ids) > self._max_tokens or rows.max_context > self._max_context:
+            self.refused += 1
+            raise torch.OutOfMemoryError("made to fail")
+        self._model.forward(input_ids, rows, pool)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_a_batch_is_computed_in_pieces(tmp_path: Path, device: str) -> None:
+    model = MODELS["qwen3"].build(tmp_path).to(device)
+    prompts = prompts_of(VOCAB, LENGTHS)
+    want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
+    executor: Any = executor_of(tmp_path, device)
+    cramped = executor.runner.passes.model = Cramped(executor.runner.passes.model, max_tokens=48)
+    served = Served(config_for(VOCAB, enable_mixed_chunk=True), executor)
+    answers = served.run([(prompt, greedy(NEW_TOKENS)) for prompt in prompts])
+    assert [answer.tokens for answer in answers] == want
+    assert cramped.refused and executor.runner.num_pieces_total
+    executor.close()
+
+
+def test_the_largest_request_ends_and_the_others_go_on(tmp_path: Path, device: str) -> None:
+    model = MODELS["qwen3"].build(tmp_path).to(device)
+    prompts = prompts_of(VOCAB, LENGTHS)
+    want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
+    # With overlap, the step after the one that gives a row up still has it: nothing was sampled for it, and nobody reads it.
+    executor: Any = executor_of(tmp_path, device, cuda_graphs=False, check_relay=False)
+    executor.runner.passes.model = Cramped(executor.runner.passes.model, max_tokens=64, max_context=120)
+    answers = Served(config_for(VOCAB), executor).run([(prompt, greedy(NEW_TOKENS)) for prompt in prompts])
+    assert [answer.tokens for answer in answers[:-1]] == want[:-1]
+    finish = answers[-1].finish
+    assert finish is not None and "ran out of memory" in finish.message, finish
+    assert Served(config_for(VOCAB), executor).run([(prompts[0], greedy(NEW_TOKENS))])[0].tokens == want[0]
+    executor.close()
+
+
+@contextmanager
+def little_left(device: str, num_bytes: int) -> Iterator[None]:
+    """The allocator gives out only so much more than it holds now."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + num_bytes) / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_an_allocator_that_runs_dry(tmp_path: Path, device: str) -> None:
+    """What a step needs is there before the first one: a long prompt's log probabilities over a wide vocabulary, beside others,
+    find next to nothing left. A request may end for want of memory; no other notices, and what is told is right."""
+    shape = MODELS["qwen3"]
+    wide = type(shape)(shape.family, {**shape.options, "vocab_size": 65_536})
+    model = wide.build(tmp_path).to(device)
+    prompts = prompts_of(65_536, (400, 3, 20))
+    want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
+    del model
+    executor: Any = executor_of(tmp_path, device, max_slots=4)
+    asked = [(prompt, greedy(NEW_TOKENS, prompt_logprobs_from=1 if len(prompt) == 400 else -1)) for prompt in prompts]
+    config = config_for(65_536, max_running_requests=4, chunked_prefill_size=512)
+    Served(config, executor).run(asked[1:])  # what is compiled at first use
+    with little_left(device, 24 << 20):  # float32 logits of 400 tokens would be 100 MiB
+        answers = Served(config, executor).run(asked)
+    assert [answer.tokens for answer in answers[1:]] == want[1:]
+    finish = answers[0].finish
+    assert finish is not None
+    if finish.error is ErrorCode.NONE:
+        assert answers[0].tokens == want[0] and len(answers[0].prompt_values) == 399
+    else:
+        assert "ran out of memory" in finish.message, finish
+    executor.close()

@@ -1,0 +1,52 @@
+"""No call on the step path makes the host wait for the device, and none copies from pageable memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.exec.device_executors import executor_of
+from tests.exec.random_steps import CONTEXT, MAX_SLOTS, POOL_TOKENS, Turned, drive, random_config
+from tests.exec.tiny_models import TinyModel
+
+PAGE_SIZE, TURNS = 4, 80
+MODEL = TinyModel("Qwen3", {"head_dim": 128, "tie_word_embeddings": True})  # of a head size that FlashInfer has
+
+
+@contextmanager
+def no_synchronizing() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_mode_catches_a_read_of_a_value(device: str) -> None:
+    value = torch.ones(1, device=device)
+    with no_synchronizing(), pytest.raises(RuntimeError):
+        value.item()
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_mixed_steps_never_synchronize(backend: str, graphs: bool, tmp_path: Path, device: str) -> None:
+    """With all kinds of sampling, masks, logprobs, embeddings, retraction and aborts. bf16, as FlashInfer needs it. What is
+    compiled at first use is so before."""
+    MODEL.build(tmp_path, torch.bfloat16)
+    pages = POOL_TOKENS // PAGE_SIZE
+    executor = executor_of(
+        tmp_path, device, PAGE_SIZE, MAX_SLOTS, pages, CONTEXT, "bfloat16", attention_backend=backend, cuda_graphs=graphs
+    )
+    for seed in (1, 2):
+        drive(Turned(random_config(random.Random(seed), PAGE_SIZE), True, executor), seed, TURNS)
+    with no_synchronizing():
+        for seed in (3, 4):
+            engine = drive(Turned(random_config(random.Random(seed), PAGE_SIZE), True, executor), seed, TURNS)
+            assert not any("step that computed" in finish.message for finish in engine.finishes.values())
+    executor.close()

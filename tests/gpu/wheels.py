@@ -1,0 +1,23 @@
+"""Installs wheels from a folder beside the interpreter's own packages, without a network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+LIST = ".wheels"
+
+
+def install(wheels: Path, site: Path) -> str:
+    """Into site, once for each set of wheels; returns what was done as a sentence. Raises ValueError, CalledProcessError."""
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        raise ValueError(f"{wheels} holds no wheels")
+    listed = "\n".join(f"{wheel.name} {wheel.stat().st_size}" for wheel in found)
+    if (site / LIST).is_file() and (site / LIST).read_text() == listed:
+        return f"{len(found)} wheels are installed in {site} already"
+    flags = ["--no-index", "--no-deps", "--upgrade", "--disable-pip-version-check", "--quiet", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *flags, *map(str, found)], check=True)
+    (site / LIST).write_text(listed)
+    return f"installed {', '.join(wheel.name for wheel in found)} in {site}"

@@ -1,0 +1,91 @@
+"""python -m tests.kernels.hopper MODULE: compiles for an H100 or H200 each kernel that the cases of a bench module would launch.
+
+No GPU is needed: tensors have shapes and no memory, and what would launch compiles instead. Prints, as JSON, the bytes of
+shared memory of each kernel's variants. It has to be a process of its own, one without Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
+
+
+class HopperCompiler:
+    """Stands in for launches. shared: bytes of shared memory by kernel, one entry a variant."""
+
+    def __init__(self) -> None:
+        self.shared: dict[str, list[int]] = defaultdict(list)
+        self._known: set[str] = set()
+
+    def compile(self, kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int], Any] = {}
+        attributes: dict[tuple[int], list[list[Any]]] = {}
+        for param in kernel.params:
+            value = arguments[param.name]
+            is_tensor = isinstance(value, torch.Tensor)
+            fixed = isinstance(value, int) and value == 1 and not param.do_not_specialize
+            if param.is_constexpr or value is None or fixed:
+                signature[param.name], constants[(param.num,)] = "constexpr", value
+                continue
+            signature[param.name] = _typed(value)
+            even = is_tensor or (isinstance(value, int) and value % 16 == 0)
+            if even and not param.do_not_specialize and not param.do_not_specialize_on_alignment:
+                attributes[(param.num,)] = [["tt.divisibility", 16]]
+        key = f"{kernel.__name__} {signature} {constants} {attributes} {options}"
+        if key not in self._known:
+            self._known.add(key)
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+            compiled = triton.compile(source, target=HOPPER, options=options)
+            self.shared[kernel.__name__].append(compiled.metadata.shared)
+
+
+def main(module: str) -> None:
+    compiler = HopperCompiler()
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        arguments |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+        compiler.compile(kernel, arguments, options)
+
+    JITFunction.run = run
+    for case in importlib.import_module(module).cases():
+        case.make(torch.device("meta"))()
+    print(json.dumps(compiler.shared))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,167 @@
+"""What a call of the sampling kernels is given: rows, what their slots ask for, and what the call leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
+
+ALWAYS = (1 << 31) - 1
+POISON = 777.0
+Columns = TypeVar("Columns", SampleRows, SlotTable)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of one slot. seen: prompt tokens; outputs: token -> count; both only where counted. allowed: None for all."""
+
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    biases: tuple[tuple[int, float], ...] = ()
+    stops: tuple[int, ...] = ()
+    stopped_until: int = 0
+    counted: bool = False
+    seen: tuple[int, ...] = ()
+    outputs: Mapping[int, int] = field(default_factory=dict)
+    allowed: Sequence[int] | None = None
+
+    @property
+    def edited(self) -> bool:
+        return bool(self.counted or self.biases or self.allowed is not None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """slot below 0: padding. mask: the tokens that a grammar allows, None for all. losses: token -> what it loses."""
+
+    slot: int
+    position: int = 10
+    mask: Sequence[int] | None = None
+    losses: Mapping[int, float] = field(default_factory=dict)
+
+
+def words_of(tokens: Sequence[int], vocab_size: int) -> Tensor:
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(tokens)] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())
+
+
+def ints(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def floats(values: Sequence[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float32)
+
+
+def table_of(asked: Sequence[Asked], vocab_size: int, max_listed: int = 140) -> SlotTable:
+    num_words = -(-vocab_size // 32)
+    table = SlotTable(
+        params=torch.zeros((len(asked), SlotColumn.WIDTH), dtype=torch.int32),
+        counts=torch.zeros((len(asked), vocab_size), dtype=torch.int16),
+        words=torch.zeros((len(asked), num_words), dtype=torch.int32),
+        bias_ids=torch.full((len(asked), max_listed), vocab_size - 1, dtype=torch.int32),
+        biases=torch.full((len(asked), max_listed), POISON),
+        stop_ids=torch.zeros((len(asked), max_listed), dtype=torch.int32),
+    )
+    for slot, one in enumerate(asked):
+        _admit(table, slot, one, vocab_size)
+    return table
+
+
+def _admit(table: SlotTable, slot: int, one: Asked, vocab_size: int) -> None:
+    integers = {
+        SlotColumn.SEED_LOW: np.uint32(one.seed & 0xFFFFFFFF).view(np.int32),
+        SlotColumn.SEED_HIGH: np.uint32(one.seed >> 32).view(np.int32),
+        SlotColumn.TOP_K: one.top_k,
+        SlotColumn.EDITED_UNTIL: ALWAYS if one.edited else one.stopped_until,
+        SlotColumn.STOPPED_UNTIL: one.stopped_until,
+        SlotColumn.NUM_BIASES: len(one.biases),
+        SlotColumn.NUM_STOPS: len(one.stops),
+        SlotColumn.COUNTS: one.counted,
+        SlotColumn.WORDS: one.allowed is not None,
+    }
+    reals = {
+        SlotColumn.TEMPERATURE: one.temperature,
+        SlotColumn.TOP_P: one.top_p,
+        SlotColumn.MIN_P: one.min_p,
+        SlotColumn.REPETITION: one.repetition,
+        SlotColumn.FREQUENCY: one.frequency,
+        SlotColumn.PRESENCE: one.presence,
+    }
+    for column, value in integers.items():
+        table.params[slot, column] = int(value)
+    for column, value in reals.items():
+        table.params[slot, column] = int(np.float32(value).view(np.int32))
+    for token, count in one.outputs.items():
+        table.counts[slot, token] = count
+    for token in one.seen:
+        table.counts[slot, token] |= SEEN
+    if one.allowed is not None:
+        table.words[slot] = words_of(one.allowed, vocab_size)
+    if one.biases:
+        table.bias_ids[slot, : len(one.biases)] = ints([token for token, _ in one.biases])
+        table.biases[slot, : len(one.biases)] = floats([bias for _, bias in one.biases])
+    if one.stops:
+        table.stop_ids[slot, : len(one.stops)] = ints(one.stops)
+
+
+def rows_of(rows: Sequence[Row], vocab_size: int) -> SampleRows:
+    masked = [row.mask for row in rows if row.mask is not None]
+    places = iter(range(len(masked)))
+    masks = [words_of(mask, vocab_size) for mask in masked] or [torch.zeros(-(-vocab_size // 32), dtype=torch.int32)]
+    ends = np.cumsum([0] + [len(row.losses) for row in rows])
+    return SampleRows(
+        slots=ints([row.slot for row in rows]),
+        positions=ints([row.position for row in rows]),
+        mask_rows=ints([-1 if row.mask is None else next(places) for row in rows]),
+        masks=torch.stack(masks),
+        loss_offsets=torch.from_numpy(ends.astype(np.int32)),
+        loss_ids=ints([token for row in rows for token in row.losses] or [0]),
+        losses=floats([loss for row in rows for loss in row.losses.values()] or [0.0]),
+    )
+
+
+def on_device(columns: Columns, device: torch.device) -> Columns:
+    """The same, each of its tensors on the device."""
+    return replace(columns, **{name.name: getattr(columns, name.name).to(device) for name in fields(columns)})
+
+
+@dataclass
+class Left:
+    """By a call: tokens and faults, edited logits, relay and counts."""
+
+    tokens: Tensor
+    faults: Tensor
+    edited: Tensor
+    relay: Tensor
+    counts: Tensor
+
+
+def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: SlotTable, device: torch.device) -> Left:
+    """edit_logits and select_tokens over poisoned outputs; the inputs are left alone."""
+    table = on_device(replace(table, counts=table.counts.clone()), device)
+    rows, held = on_device(rows, device), logits.to(device, copy=True)
+    left = Left(
+        tokens=torch.full((len(logits),), 99, dtype=torch.int32, device=device),
+        faults=torch.full((len(logits),), 99, dtype=torch.int32, device=device),
+        edited=torch.full(logits.shape, POISON, device=device),
+        relay=torch.full((len(table.params),), -1, dtype=torch.int64, device=device),
+        counts=table.counts,
+    )
+    kernels.edit_logits(left.edited, held, rows, table)
+    kernels.select_tokens(left.tokens, left.faults, held, left.edited, rows, table, left.relay)
+    assert held.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the logits are left alone"
+    return Left(*(column.cpu() for column in (left.tokens, left.faults, left.edited, left.relay, left.counts)))

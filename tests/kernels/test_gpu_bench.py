@@ -1,0 +1,84 @@
+"""What of the GPU kernels' bench can be shown without a GPU: the cases run, compile for Hopper, and are reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.bench import gpu
+from kernels.bench.gpu_case import GpuCase
+from kernels.bench.gpu_layers import DecoderShape, cases
+from kernels.bench.gpu_report import COLUMNS, KernelFigures, figures_of, write_json
+from kernels.bench.gpu_timing import MAX_COPIES, Timing, copies_for
+
+TOY = DecoderShape("toy", hidden=24, inner=40, heads=3, kv_heads=1, head_dim=8, vocab=33, page_size=4)
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
+LAYER_KERNELS = {
+    "_rms_norm_kernel",
+    "_silu_and_mul_kernel",
+    "_rope_write_kernel",
+    "_write_kv_kernel",
+    "_update_table_kernel",
+    "_resolve_tokens_kernel",
+    "_page_indices_kernel",
+}
+
+
+def test_every_case_runs_and_so_does_plain_torch(device: torch.device) -> None:
+    toys = cases((TOY,), tokens=(1, 3, 5), context=9)
+    assert len({case.name for case in toys}) == len(toys)
+    for case in toys:
+        case.make(device)()
+        if case.plain is not None:
+            case.plain(device)()
+        assert case.bytes_moved > 0
+
+
+def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", "kernels.bench.gpu_layers"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shared = json.loads(done.stdout)
+    assert set(shared) == LAYER_KERNELS
+    assert max(max(sizes) for sizes in shared.values()) <= SHARED_MEMORY
+
+
+def test_inputs_go_round_until_the_cache_cannot_hold_them() -> None:
+    assert [copies_for(size, 50) for size in (1, 25, 30, 99, 100, 1000)] == [MAX_COPIES, 4, 4, 2, 1, 1]
+
+
+def test_figures_of_a_case() -> None:
+    case = GpuCase("one", lambda _: lambda: None, bytes_moved=3_000_000, flops=8_000_000)
+    figures = figures_of(case, Timing(2.0, cold=True), Timing(5.0, cold=True), copy_bandwidth=4e12)
+    expected = KernelFigures("one", 2.0, pytest.approx(1500.0), pytest.approx(37.5), pytest.approx(4.0), 5.0, True)
+    assert figures == expected
+    assert figures.line().split() == ["one", "2.0", "1500", "37.5", "4.0", "5.0", "2.50", "memory"]
+    alone = figures_of(GpuCase("two words", case.make, 3_000_000), Timing(2.0, cold=False), None, 4e12)
+    assert alone.line().split() == ["two", "words", "2.0", "1500", "37.5", "L2"]
+    assert len(alone.line()) < len(COLUMNS) + 4
+
+
+class Broken:
+    def time(self, make: object, bytes_moved: int, captures: bool) -> Timing:
+        raise RuntimeError("no such kernel\nand more")
+
+
+def test_a_case_that_fails_says_so_and_the_others_go_on(tmp_path: Path) -> None:
+    figures = gpu.measured(GpuCase("one", lambda _: lambda: None, 1), Broken(), 1e12)  # type: ignore[arg-type]
+    assert figures.line().split() == ["one", "failed:", "RuntimeError:", "no", "such", "kernel"]
+    write_json(tmp_path / "figures.json", {"device": "none"}, [figures])
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert (written["device"], written["kernels"][0]["error"]) == ("none", "RuntimeError: no such kernel")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_bench_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert capsys.readouterr().err.strip() == gpu.NO_GPU

@@ -1,0 +1,162 @@
+"""The sampling twin samples what the CPU executor's sampler samples, row for row and step for step."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import reference, sampling_twin
+from kernels.sample_ops import MAX_COUNT, SEEN, Fault, Measured
+from services.worker.core.plan import RowFault, SlotParams
+from services.worker.core.sampling import DryParams, SamplingParams
+from services.worker.exec.dry import Repeats
+from services.worker.exec.sampler import Sampler
+from services.worker.exec.token_sets import token_words
+from services.worker.exec.uniform import uniforms
+from tests.kernels.sampling_case import ALWAYS, Asked, Row, rows_of, sampled, table_of
+
+CPU = torch.device("cpu")
+SLOTS, STEPS, PROMPT = 40, 10, 5
+
+
+def random_params(chance: random.Random, vocab_size: int) -> SamplingParams:
+    """Reals are multiples of 1 / 64, which float32 holds."""
+    some = [chance.randrange(vocab_size) for _ in range(chance.randrange(1, 6))]
+    penalized = chance.random() < 0.4
+    return SamplingParams(
+        max_new_tokens=99,
+        temperature=chance.choice([0.0, 0.0, 0.5, 1.0, 2.0, 2.0**-30]),
+        top_k=chance.choice([-1, -1, 1, 2, 20, vocab_size, vocab_size + 7]),
+        top_p=chance.choice([1.0, 1.0, 0.015625, 0.5, 0.90625]),
+        min_p=chance.choice([0.0, 0.0, 0.125, 1.0]),
+        seed=chance.getrandbits(64),
+        repetition_penalty=chance.choice([1.0, 1.25, 0.5]) if penalized else 1.0,
+        frequency_penalty=chance.choice([0.0, 0.5, -0.25]) if penalized else 0.0,
+        presence_penalty=chance.choice([0.0, 0.75]) if penalized else 0.0,
+        logit_bias=tuple((token, chance.choice([1.5, -2.0, 1.5])) for token in some + some) if chance.random() < 0.2 else (),
+        allowed_token_ids=tuple(some) if chance.random() < 0.2 else (),
+        banned_token_ids=tuple(some[:2]) if chance.random() < 0.2 else (),
+        min_new_tokens=chance.choice([0, 0, 3]),
+    )
+
+
+def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
+    params, history = slot.params, slot.history.tolist()
+    outputs = history[slot.num_prompt_tokens :]
+    limited = params.allowed_token_ids or params.banned_token_ids
+    words = token_words(params.allowed_token_ids, params.banned_token_ids, vocab_size)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return Asked(
+        params.temperature, params.top_k, params.top_p, params.min_p, params.seed,
+        params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+        biases=params.logit_bias,
+        stops=slot.stop_token_ids,
+        stopped_until=slot.num_prompt_tokens + params.min_new_tokens if params.min_new_tokens else 0,
+        counted=bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty),
+        seen=tuple(history[: slot.num_prompt_tokens]),
+        outputs={token: outputs.count(token) for token in outputs},
+        allowed=np.flatnonzero(bits).tolist() if limited else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab_size", [1, 33, 257, 1000])
+@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
+def test_as_the_cpu_sampler(vocab_size: int, tied: bool) -> None:
+    chance, numbers = random.Random(vocab_size), np.random.default_rng(vocab_size)
+    sampler, slots = Sampler(SLOTS, vocab_size, reference), []
+    for index in range(SLOTS):
+        history = numbers.integers(0, vocab_size, PROMPT + chance.randrange(4)).astype(np.int32)
+        stops = (chance.randrange(vocab_size), chance.randrange(vocab_size))
+        slots.append(SlotParams(index, PROMPT, random_params(chance, vocab_size), stops, history))
+        sampler.admit(slots[-1])
+    table = table_of([asked_of(slot, vocab_size) for slot in slots], vocab_size)
+    faults = 0
+    for step in range(STEPS):
+        order = numbers.permutation(SLOTS).astype(np.int32)
+        logits = torch.from_numpy(numbers.normal(size=(SLOTS, vocab_size)).astype(np.float32) * 3)
+        if tied:
+            logits = logits.round()
+        logits[numbers.random(logits.shape) < 0.1] = -torch.inf
+        masks = {row: numbers.random(vocab_size) < chance.choice([0.0, 0.01, 0.5]) for row in range(0, SLOTS, 5)}
+        positions = np.full(SLOTS, PROMPT + step, dtype=np.int32)
+        words = {row: token_words(np.flatnonzero(bits).tolist() or [vocab_size], (), vocab_size) for row, bits in masks.items()}
+        expected = sampler.sample(logits, order, positions, words)
+        rows = [
+            Row(int(slot), PROMPT + step, np.flatnonzero(masks[row]).tolist() if row in masks else None)
+            for row, slot in enumerate(order)
+        ]
+        left = sampled(sampling_twin, logits, rows_of(rows, vocab_size), table, CPU)
+        assert left.tokens.tolist() == expected.tokens.tolist()
+        found = {row: RowFault(fault) for row, fault in enumerate(left.faults.tolist()) if fault}
+        assert found == expected.faults
+        sound = [row for row in range(SLOTS) if row not in found]
+        assert left.relay[torch.from_numpy(order)[sound].long()].tolist() == expected.tokens[sound].tolist()
+        table.counts.copy_(left.counts)
+        faults += len(found)
+    assert faults > 0, "some rows had nothing left"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_dry_takes_is_a_loss(temperature: float) -> None:
+    dry, history = DryParams(multiplier=2.0, allowed_length=1), np.array([3, 1, 2, 3, 1], dtype=np.int32)
+    params = SamplingParams(9, temperature=temperature, seed=7, dry=dry)
+    ids, lost = Repeats(dry, history.astype(np.int64)).penalties()
+    losses = dict(zip(ids.tolist(), lost.tolist(), strict=True))
+    assert losses.keys() == {2}
+    table = table_of([Asked(temperature, seed=7)], 8)
+    logits = torch.tensor([[0.0, 0.1, 2.0, 0.2, 0.3, 1.0, 0.4, 0.5]])
+    for position in range(5, 25):
+        left = sampled(sampling_twin, logits, rows_of([Row(0, position, losses=losses)], 8), table, CPU)
+        fresh = Sampler(1, 8, reference)
+        fresh.admit(SlotParams(0, 5, params, (), history))
+        found = fresh.sample(logits, np.array([0], np.int32), np.array([position], np.int32))
+        assert left.tokens.tolist() == found.tokens.tolist()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("asked", [Asked(), Asked(1.0), Asked(1.0, biases=((1, 2.0),))])
+def test_faults(asked: Asked, poison: float) -> None:
+    logits = torch.zeros((3, 8))
+    logits[0, 3] = poison
+    rows = rows_of([Row(0), Row(1, mask=[]), Row(2, mask=[5])], 8)
+    left = sampled(sampling_twin, logits, rows, table_of([asked] * 3, 8), CPU)
+    assert left.faults.tolist() == [Fault.NAN_LOGITS, Fault.NO_TOKEN_ALLOWED, 0]
+    assert left.tokens.tolist() == [0, 0, 5] and left.relay.tolist() == [-1, -1, 5]
+
+
+def test_uniforms_are_those_of_the_executor() -> None:
+    numbers = np.random.default_rng(1)
+    seeds = np.append(numbers.integers(0, 1 << 64, 200, dtype=np.uint64), np.uint64(2**64 - 1))
+    positions = np.append(numbers.integers(0, ALWAYS, 200), ALWAYS).astype(np.int32)
+    found = [sampling_twin.uniform(int(seed), int(position)) for seed, position in zip(seeds, positions, strict=True)]
+    assert found == uniforms(seeds, positions).tolist()
+
+
+def test_counts_stop_at_their_greatest() -> None:
+    table = table_of([Asked(counted=True, seen=(2,), outputs={2: MAX_COUNT}), Asked(counted=True), Asked()], 4)
+    left = sampled(sampling_twin, torch.tensor([[0.0, 0, 9, 0]] * 3), rows_of([Row(0), Row(1), Row(2)], 4), table, CPU)
+    assert left.counts.tolist() == [[0, 0, SEEN | MAX_COUNT, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+
+
+def test_padding_touches_nothing() -> None:
+    left = sampled(sampling_twin, torch.full((2, 4), torch.nan), rows_of([Row(-1), Row(-1)], 4), table_of([Asked()], 4), CPU)
+    assert left.tokens.tolist() == left.faults.tolist() == [0, 0]
+    assert left.relay.tolist() == [-1] and (left.edited == 777).all()
+
+
+@pytest.mark.parametrize(("vocab_size", "num_top"), [(3, 5), (40, 7), (40, 0)])
+def test_measured(vocab_size: int, num_top: int) -> None:
+    logits = torch.randn((4, vocab_size), generator=torch.Generator().manual_seed(3)).mul(2).round()
+    out = Measured(torch.zeros(3), torch.full((3, num_top), 9, dtype=torch.int32), torch.zeros(3, num_top), torch.zeros(3))
+    tokens = torch.tensor([1, 2, vocab_size], dtype=torch.int32)
+    sampling_twin.measure_logprobs(out, logits, tokens, torch.tensor([3, -1, 0], dtype=torch.int32))
+    chances = logits.log_softmax(-1)
+    assert out.own.tolist() == pytest.approx([float(chances[3, 1]), 0.0, -torch.inf], abs=1e-6)
+    assert out.mass[0] == pytest.approx(float(logits[3].logsumexp(0)), abs=1e-6)
+    order = sorted(range(vocab_size), key=lambda token: (-float(logits[3, token]), token))[:num_top]
+    assert out.top_ids[0].tolist() == order + [-1] * (num_top - len(order))
+    expected = [float(chances[3, token]) for token in order] + [-torch.inf] * (num_top - len(order))
+    assert out.top[0].tolist() == pytest.approx(expected, abs=1e-6)

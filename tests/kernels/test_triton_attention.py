@@ -1,0 +1,333 @@
+"""Attention in Triton does what its twin in kernels.reference does; memory that no token sees may hold anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.ops import RaggedRows
+from kernels.triton.attention import (
+    AttentionCall,
+    AttentionScratch,
+    allocate_scratch,
+    general_attention,
+    head_shape,
+    paged_attention,
+    plan_call,
+    run_attention,
+)
+from kernels.triton.attention_plan import Blocks, HeadShape, Launch, choose_splits, plan_decode, plan_extend, retiled
+
+Shapes = list[tuple[int, int]]  # (start, tokens) of each row
+
+MIXED: Shapes = [(0, 3), (64, 17), (5, 1)]
+DECODES: Shapes = [(0, 1), (5, 1), (64, 1)]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ragged(shapes: Shapes, page_size: int) -> tuple[RaggedRows, int]:
+    """Rows on shuffled pages and scattered slots, on the CPU; and how many pages there are. Page 0 is nobody's."""
+    width = max(-(-(start + count) // page_size) for start, count in shapes) + 1
+    num_pages = width * len(shapes) + 1
+    order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(1)) + 1
+    table = torch.full((2 * len(shapes), width), -1, dtype=torch.int32)
+    slots = torch.arange(len(shapes), dtype=torch.int32) * 2 + 1
+    table[slots.long()] = order.view(len(shapes), width).int()
+    counts = torch.tensor([count for _, count in shapes], dtype=torch.int32)
+    positions = torch.cat([torch.arange(start, start + count) for start, count in shapes])
+    pages = table[torch.repeat_interleave(slots, counts).long(), positions // page_size]
+    return RaggedRows(
+        page_table=table,
+        slots=slots,
+        starts=torch.tensor([start for start, _ in shapes], dtype=torch.int32),
+        num_tokens=counts,
+        offsets=(counts.cumsum(0) - counts).int(),
+        positions=positions.int(),
+        locations=pages.long() * page_size + positions % page_size,
+        max_context=max(start + count for start, count in shapes),
+    ), num_pages
+
+
+def filled_pool(rows: RaggedRows, shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int, unseen: int = 0) -> Tensor:
+    """A pool with random numbers where the rows' contexts lie, and NaN in all else. unseen: NaN for each row's first too."""
+    pool = torch.full(shape, torch.nan, dtype=dtype)
+    for row in range(len(rows.slots)):
+        places = torch.arange(unseen, int(rows.starts[row] + rows.num_tokens[row]))
+        pages = rows.page_table[int(rows.slots[row]), places // shape[2]].long()
+        pool[pages, :, places % shape[2]] = random(len(places), shape[1], shape[3], dtype=dtype, seed=seed + row)
+    return pool
+
+
+def on(device: torch.device, rows: RaggedRows) -> RaggedRows:
+    columns = ("page_table", "slots", "starts", "num_tokens", "offsets", "positions", "locations")
+    return replace(rows, **{name: getattr(rows, name).to(device) for name in columns})
+
+
+def case(
+    shapes: Shapes,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
+) -> AttentionCall:
+    rows, num_pages = ragged(shapes, page_size)
+    keys = filled_pool(rows, (num_pages, heads[1], page_size, dims[0]), dtype, 10)
+    values = filled_pool(rows, (num_pages, heads[1], page_size, dims[1]), dtype, 50)
+    tokens = int(rows.num_tokens.sum())
+    return AttentionCall(
+        out=torch.full((tokens, heads[0], dims[1]), torch.nan, dtype=dtype, device=device),
+        q=(random(tokens, heads[0], dims[0], dtype=dtype) * 2).to(device),
+        k_pool=keys.to(device),
+        v_pool=values.to(device),
+        rows=on(device, rows),
+        scale=dims[0] ** -0.5,
+        window=window,
+        softcap=softcap,
+        sinks=random(heads[0], dtype=dtype, seed=7).to(device) * 3 if sinks else None,
+    )
+
+
+def expected(call: AttentionCall) -> Tensor:
+    """The twin's answer on the CPU in float32."""
+    out = torch.empty(call.out.shape)
+    q, keys, values = (tensor.float().cpu() for tensor in (call.q, call.k_pool, call.v_pool))
+    sinks = None if call.sinks is None else call.sinks.float().cpu()
+    rows = on(torch.device("cpu"), call.rows)
+    reference.general_attention(out, q, keys, values, rows, call.scale, call.window, call.softcap, sinks)
+    return out
+
+
+def assert_right(call: AttentionCall) -> None:
+    tolerance = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[call.out.dtype]
+    torch.testing.assert_close(call.out.float().cpu(), expected(call), atol=tolerance, rtol=tolerance)
+
+
+def attend(call: AttentionCall) -> None:
+    general_attention(call.out, call.q, call.k_pool, call.v_pool, call.rows, call.scale, call.window, call.softcap, call.sinks)
+
+
+def launch_of(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int) -> tuple[HeadShape, Launch]:
+    """A launch with these sizes, whatever would be chosen for the device. A split may be as short as a block."""
+    shape = head_shape(call.q, call.k_pool, call.v_pool)
+    rows = len(call.rows.slots)
+    heads = min(shape.group, blocks.m)
+    tiles = rows if one_token else call.q.shape[0] // (blocks.m // heads) + rows
+    programs = tiles * shape.num_kv_heads * -(-shape.group // heads)
+    return shape, Launch(0, rows, one_token, blocks, heads, tiles, programs, splits, 1)
+
+
+def run(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int, merge_apart: bool = False) -> AttentionScratch:
+    shape, launch = launch_of(call, one_token, blocks, splits)
+    scratch = allocate_scratch(launch.scratch_lanes, launch.counters, shape.value_dim, call.out.device)
+    scratch.partials.fill_(torch.nan)
+    scratch.levels.fill_(torch.nan)
+    run_attention(call, shape, launch, scratch, merge_apart)
+    assert int(scratch.arrivals.abs().sum()) == 0, "counters are left as they were found"
+    return scratch
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "page_size"),
+    [
+        ((2, 2), (16, 16), 1),
+        ((2, 2), (16, 16), 16),
+        ((4, 2), (24, 24), 4),
+        ((7, 1), (64, 64), 16),
+        ((4, 2), (24, 16), 1),
+        ((6, 3), (16, 40), 4),
+        ((2, 1), (128, 128), 4),
+    ],
+)
+@pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_shapes(shapes: Shapes, heads: tuple[int, int], dims: tuple[int, int], page_size: int, device: torch.device) -> None:
+    call = case(shapes, heads, dims, page_size, device)
+    attend(call)
+    assert_right(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("head_dim", [24, 128])
+def test_half_types(shapes: Shapes, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+    call = case(shapes, (4, 2), (head_dim, head_dim), 16, device, dtype=dtype, sinks=True)
+    attend(call)
+    assert_right(call)
+
+
+KINDS = {
+    "window-1": {"window": 1},
+    "window-6": {"window": 6},
+    "window-70": {"window": 70},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "all": {"window": 20, "softcap": 2.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_kinds(shapes: Shapes, kind: str, device: torch.device) -> None:
+    call = case(shapes, (4, 2), (16, 16), 4, device, **KINDS[kind])  # type: ignore[arg-type]
+    attend(call)
+    assert_right(call)
+
+
+@pytest.mark.parametrize(
+    ("kind", "splits", "merge_apart"),
+    [("sinks", 1, False), ("sinks", 2, True), ("sinks", 3, False), ("all", 2, False), ("all", 5, True), ("window-6", 5, False)],
+)
+@pytest.mark.parametrize(("shapes", "one_token"), [(MIXED, False), (DECODES, True)], ids=["mixed", "decodes"])
+def test_splits(shapes: Shapes, one_token: bool, splits: int, kind: str, merge_apart: bool, device: torch.device) -> None:
+    call = case(shapes, (6, 2), (16, 24), 4, device, **KINDS[kind])  # type: ignore[arg-type]
+    run(call, one_token, Blocks(16, 16, 4, 2), splits, merge_apart)
+    assert_right(call)
+
+
+def test_short_contexts_leave_splits_alone(device: torch.device) -> None:
+    """Of 5 splits, 33 places in blocks of 16 need 3, 5 places none: their one block's result goes straight out."""
+    call = case([(32, 1), (4, 1)], (1, 1), (16, 16), 4, device)
+    scratch = run(call, True, Blocks(16, 16, 4, 1), 5)
+    written = ~scratch.levels.view(2, 5, 16)[:, :, 0].isnan()
+    assert written.tolist() == [[True] * 3 + [False] * 2, [False] * 5]
+    assert_right(call)
+
+
+@pytest.mark.parametrize("splits", [0, 3])
+@pytest.mark.parametrize("lanes", [16, 32, 128])
+def test_tiles_of_prompts(lanes: int, splits: int, device: torch.device) -> None:
+    """Rows longer and shorter than a tile, and rows of no token, in tiles of 5, 10 and 42 tokens of 3 heads."""
+    call = case([(0, 11), (3, 0), (40, 43), (2, 1), (9, 0), (17, 10)], (3, 1), (16, 16), 4, device, window=30)
+    run(call, False, Blocks(lanes, 16, 4, 1), splits)
+    assert_right(call)
+
+
+@pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_a_plan_with_other_blocks(shapes: Shapes, device: torch.device) -> None:
+    call = case(shapes, (4, 2), (16, 16), 4, device)
+    shape, tokens = head_shape(call.q, call.k_pool, call.v_pool), len(call.q)
+    plan = plan_call(shape, call.rows, tokens, 0, device)
+    blocks = Blocks(plan.blocks.m, 32, 4, 1)
+    launch = replace(retiled(shape, plan, blocks, 3 if plan.splits else 0, tokens), min_blocks=1)
+    run_attention(call, shape, launch, allocate_scratch(launch.scratch_lanes, launch.counters, 16, device))
+    assert_right(call)
+
+
+@pytest.mark.parametrize("group", [16, 17, 36])
+@pytest.mark.parametrize(("shapes", "one_token"), [([(0, 2), (40, 1)], False), (DECODES, True)], ids=["mixed", "decodes"])
+def test_more_heads_than_lanes(shapes: Shapes, one_token: bool, group: int, device: torch.device) -> None:
+    call = case(shapes, (group, 1), (16, 16), 4, device, sinks=True)
+    run(call, one_token, Blocks(16, 32, 4, 1), 2)
+    assert_right(call)
+
+
+def test_many_rows(device: torch.device) -> None:
+    """More rows than are searched at a time."""
+    shapes = [(row % 3 + 1, 3 if row in (0, 255, 256, 258) else 0) for row in range(259)]
+    call = case(shapes, (2, 1), (16, 16), 4, device)
+    run(call, False, Blocks(16, 16, 4, 1), 0)
+    assert_right(call)
+
+
+@pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_pages_behind_the_window_may_be_gone(shapes: Shapes, device: torch.device) -> None:
+    """Their entries are below 0 and read as page 0, which holds NaN."""
+    call = case(shapes, (4, 2), (16, 16), 4, device, window=6)
+    right = expected(call)
+    for row, (start, _) in enumerate(shapes):
+        call.rows.page_table[int(call.rows.slots[row]), : max(start + 1 - 6, 0) // 4] = -1
+    attend(call)
+    torch.testing.assert_close(call.out.cpu(), right, atol=2e-5, rtol=2e-5)
+
+
+def test_an_entry_below_0_reads_page_0(device: torch.device) -> None:
+    call = case([(9, 3), (12, 1)], (4, 2), (16, 16), 4, device)
+    for pool in (call.k_pool, call.v_pool):
+        pool[0] = random(*pool.shape[1:], seed=3).to(device)
+    call.rows.page_table[int(call.rows.slots[0]), 1] = -1
+    attend(call)
+    assert_right(call)
+
+
+@pytest.mark.parametrize("one_token", [True, False], ids=["decode", "extend"])
+def test_padding_rows(one_token: bool, device: torch.device) -> None:
+    """Their slot is below 0; the other rows are as if they were not there."""
+    call = case([(30, 1), (0, 1), (7, 1), (0, 1)], (4, 2), (16, 16), 4, device)
+    right = expected(call)
+    call.rows.slots[1::2] = -1
+    call.rows.page_table[-1] = 1 << 30
+    run(call, one_token, Blocks(16, 16, 4, 1), 2)
+    torch.testing.assert_close(call.out[::2].cpu(), right[::2], atol=2e-5, rtol=2e-5)
+    assert not call.out[1::2].isnan().any()
+
+
+def test_scores_far_apart(device: torch.device) -> None:
+    """Neither the largest scores nor a sink above them overflow."""
+    call = case(MIXED, (2, 1), (16, 16), 4, device)
+    call = replace(call, scale=60.0, sinks=torch.tensor([300.0, -300.0], device=device))
+    attend(call)
+    assert_right(call)
+
+
+@pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_paged_attention(shapes: Shapes, device: torch.device) -> None:
+    call = case(shapes, (4, 2), (16, 16), 4, device, window=9)
+    tokens = call.q.shape[0]
+    qkv = torch.full((tokens, 8 * 16), torch.nan, device=device)
+    qkv[:, : 4 * 16] = call.q.view(tokens, -1)
+    out = torch.full((tokens, 4 * 16), torch.nan, device=device)
+    paged_attention(out, qkv, call.k_pool, call.v_pool, call.rows, call.scale, call.window)
+    torch.testing.assert_close(out.view(call.out.shape).cpu(), expected(call), atol=2e-5, rtol=2e-5)
+
+
+def test_strided_queries(device: torch.device) -> None:
+    call = case(MIXED, (4, 2), (16, 16), 4, device)
+    attend(replace(call, q=call.q.transpose(0, 1).contiguous().transpose(0, 1)))
+    assert_right(call)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    call = case([(0, 1)], (4, 2), (16, 16), 4, device)
+    nothing = replace(call.rows, slots=call.rows.slots[:0], starts=call.rows.starts[:0], num_tokens=call.rows.num_tokens[:0])
+    general_attention(call.out[:0], call.q[:0], call.k_pool, call.v_pool, nothing, 1.0, 0)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    call = case([(0, 2)], (4, 2), (16, 16), 4, device)
+    wrong = {
+        "heads": replace(call, q=call.q[:, :3], out=call.out[:, :3]),
+        "dtype": replace(call, q=call.q.half()),
+        "out": replace(call, out=call.out[:, :2]),
+        "pools": replace(call, v_pool=call.v_pool[:-1]),
+        "sinks": replace(call, sinks=torch.zeros(3, device=device)),
+        "strides": replace(call, k_pool=call.k_pool.transpose(1, 2).contiguous().transpose(1, 2)),
+    }
+    for name, bad in wrong.items():
+        with pytest.raises(ValueError):
+            attend(bad)
+            pytest.fail(name)
+    shape, launch = launch_of(call, True, Blocks(16, 16, 4, 1), 4)
+    with pytest.raises(ValueError, match="scratch"):
+        run_attention(call, shape, launch, allocate_scratch(0, 0, shape.value_dim, device))
+
+
+def test_plans_fill_the_device() -> None:
+    shape = HeadShape(num_kv_heads=8, group=4, head_dim=128, value_dim=128, itemsize=2)
+    assert plan_decode(shape, 0, 256, 1024, 132).splits == 1
+    assert plan_decode(shape, 0, 64, 8192, 132).splits > 1
+    assert plan_decode(shape, 0, 1, 300, 132).splits == 2  # a split has 256 places at least
+    assert plan_decode(shape, 0, 1, 1 << 20, 132).splits == 64
+    assert plan_extend(shape, 4, 4 * 2048, 2048, 132).splits == 0
+    assert plan_extend(shape, 1, 64, 16384, 132).splits > 1
+    assert plan_extend(shape, 64, 64 * 5, 1024, 132).blocks.m == 64  # short rows would leave wide tiles empty
+    assert choose_splits(1, 1, 1) == 1

@@ -1,0 +1,62 @@
+"""The device executor with nothing but Triton kernels in it: layers, attention, sampling, from request to answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.triton.layers import TritonLayers
+from services.worker.core.messages import FinishReason
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec.attention.triton_backend import TritonAttention
+from services.worker.exec.device.build import DeviceParts, assemble_executor
+from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
+from services.worker.exec.loading import LoadRequest, LoadTarget, load_model
+from services.worker.exec.weights import DecoderWeights
+from tests.exec.device_executors import options_for
+from tests.exec.tiny_models import TinyModel
+from tests.gpu.served import Served, config_for, greedy
+from tests.gpu.truth import generated, own_logprobs, prompts_of
+
+VOCAB, NEW_TOKENS, PAGE_SIZE, PAGES, CONTEXT = 67, 4, 4, 16, 32
+MODEL = TinyModel("Qwen3", {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 64})
+
+
+def test_requests_from_end_to_end(tmp_path: Path, device: torch.device) -> None:
+    """One greedy request and one that uses all of the sampler, together; the longer prompt is cut."""
+
+    def weights(checkpoint: Any, config: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> DecoderWeights:
+        return stream_decoder_weights(checkpoint, config, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
+
+    model = MODEL.build(tmp_path).to(device)
+    prompts = prompts_of(VOCAB, (2, 11))
+    drawn = SamplingParams(
+        max_new_tokens=3,
+        temperature=0.8,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.01,
+        frequency_penalty=0.3,
+        banned_token_ids=(4, 7),
+        logit_bias=((9, 1.0),),
+        seed=4,
+        ignore_eos=True,
+        top_logprobs=2,
+        prompt_logprobs_from=1,
+    )
+    target = LoadTarget(device, lambda _: TritonLayers(device), weights)
+    loaded = load_model(LoadRequest(tmp_path, "float32", PAGE_SIZE, CONTEXT, 1, lambda _: None, target=target))
+    parts = DeviceParts(attention=lambda shape: TritonAttention(shape, device))
+    options = options_for(str(device), kernels="triton", max_tokens=16)
+    executor, pages = assemble_executor(loaded, 2, PAGE_SIZE, PAGES, 0.5, options, lambda _: None, True, parts)
+    limits = {"chunked_prefill_size": 8, "max_prefill_tokens": 16, "enable_mixed_chunk": True}
+    config = config_for(VOCAB, num_pages=pages, page_size=PAGE_SIZE, context_len=CONTEXT, max_running_requests=2, **limits)
+    first, second = Served(config, executor).run([(prompts[0], greedy(NEW_TOKENS)), (prompts[1], drawn)])
+    executor.close()
+    assert first.tokens == generated(model, prompts[0], NEW_TOKENS)
+    assert second.finish is not None and second.finish.reason is FinishReason.LENGTH, second.finish
+    assert len(second.tokens) == 3 and not {4, 7} & set(second.tokens)
+    own = torch.tensor(second.prompt_values + second.sampled_logprobs)
+    torch.testing.assert_close(own, own_logprobs(model, prompts[1] + second.tokens).cpu(), atol=1e-3, rtol=0)

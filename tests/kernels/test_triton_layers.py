@@ -1,0 +1,262 @@
+"""The Triton kernels of a layer do what their twins in kernels.reference do, over odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.ops import RaggedRows
+from kernels.triton.launch import MAX_BLOCK
+from kernels.triton.layers import TritonLayers
+from kernels.triton.rope_kv import FEW_TOKENS
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+POISON = -77.0
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=[str(dtype).removeprefix("torch.") for dtype in DTYPES])
+
+
+@pytest.fixture(scope="module")
+def kernels(device: torch.device) -> TritonLayers:
+    return TritonLayers(device)
+
+
+def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def guarded(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A poisoned [rows, columns] with a poisoned row on each side, and the whole."""
+    whole = torch.full((rows + 2, columns), POISON, dtype=dtype, device=device)
+    return whole[1:-1], whole
+
+
+def assert_unharmed(whole: Tensor) -> None:
+    assert bool((whole[0] == POISON).all()) and bool((whole[-1] == POISON).all())
+
+
+def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+    tolerance = TOLERANCES[dtype] * scale
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@every_dtype
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 7), (5, 64), (2, 1000), (1, 16384)])
+def test_rms_norm(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> None:
+    x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=dtype, device=device, seed=1)
+    (found, whole), expected = guarded(rows, size, dtype, device), torch.empty_like(x)
+    kernels.rms_norm(found, x, weight, 1e-5)
+    reference.rms_norm(expected, x, weight, 1e-5)
+    assert_same(found, expected, dtype)
+    assert_unharmed(whole)
+
+
+@every_dtype
+@pytest.mark.parametrize(("rows", "size"), [(1, 1000), (4, 33)])
+def test_the_residual_rounds_before_the_norm_reads_it(
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, size: int
+) -> None:
+    x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=dtype, device=device, seed=1)
+    held, whole = guarded(rows, size, dtype, device)
+    held.copy_(random(rows, size, dtype=dtype, device=device, seed=2))
+    held_too, found, expected = held.clone(), torch.full_like(x, POISON), torch.empty_like(x)
+    kernels.fused_add_rms_norm(found, x, held, weight, 1e-6)
+    reference.fused_add_rms_norm(expected, x, held_too, weight, 1e-6)
+    if dtype == torch.bfloat16 and not x.is_cuda:  # Triton's interpreter cuts off what it should round
+        assert_same(held, held_too, dtype)
+    else:
+        assert torch.equal(held, held_too)
+    assert_same(found, expected, dtype)
+    assert_unharmed(whole)
+
+
+def test_what_the_norm_reads_has_the_rounding_of_the_residual(kernels: TritonLayers, device: torch.device) -> None:
+    """1 + 2^-11 rounds to 1 in float16: nothing is left of the addition in either."""
+    x = torch.full((1, 2), 2.0**-11, dtype=torch.float16, device=device)
+    residual = torch.tensor([[1.0, 0.0]], dtype=torch.float16, device=device)
+    weight, found = torch.full((2,), 1.0, dtype=torch.float16, device=device), torch.empty_like(x)
+    kernels.fused_add_rms_norm(found, x, residual, weight, 0.0)
+    assert residual.tolist() == [[1.0, 2.0**-11]]
+    assert found.tolist() == torch.tensor([[2.0**0.5, 2.0**-10.5]], dtype=torch.float16).tolist()
+
+
+@every_dtype
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 17), (2, 1030)])
+def test_silu_and_mul(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> None:
+    x = random(rows, 2 * size, dtype=dtype, device=device) * 8
+    (found, whole), expected = guarded(rows, size, dtype, device), torch.empty(rows, size, dtype=dtype, device=device)
+    kernels.silu_and_mul(found, x)
+    reference.silu_and_mul(expected, x)
+    assert_same(found, expected, dtype)
+    assert_unharmed(whole)
+
+
+def test_extremes_survive_activation(kernels: TritonLayers, device: torch.device) -> None:
+    gate = torch.tensor([-200.0, -90.0, 0.0, 90.0, 200.0, torch.nan])
+    found = torch.empty(1, 6, device=device)
+    kernels.silu_and_mul(found, torch.cat((gate, torch.ones(6)))[None].to(device))
+    assert found[0, :5].tolist() == pytest.approx([0.0, 0.0, 0.0, 90.0, 200.0], abs=1e-30)
+    assert torch.isnan(found[0, 5])
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize(("outs", "ins"), [(65, 64), (10, 3)])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_linear(
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, outs: int, ins: int, bias: bool
+) -> None:
+    x = random(rows, ins, dtype=dtype, device=device)
+    weight = random(outs, ins, dtype=dtype, device=device, seed=1) / ins**0.5
+    added = random(outs, dtype=dtype, device=device, seed=2) if bias else None
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+    packed = kernels.pack_linear(weight, added)
+    for out_dtype in {dtype, torch.float32}:
+        found = torch.full((rows, outs), POISON, dtype=out_dtype, device=device)
+        kernels.linear(found, x, packed)
+        assert_same(found, exact, out_dtype)
+    if outs % 2 == 0:
+        gated = torch.full((rows, outs // 2), POISON, dtype=dtype, device=device)
+        kernels.gated_linear(gated, x, kernels.pack_gated(weight, added))
+        gate, up = exact.chunk(2, dim=-1)
+        assert_same(gated, torch.nn.functional.silu(gate) * up, dtype, scale=2.0)
+
+
+def placed(locations: list[int], positions: list[int], device: torch.device) -> RaggedRows:
+    """Rows of which only what a token's keys and values need is filled."""
+    empty = torch.empty(0, dtype=torch.int32, device=device)
+    return RaggedRows(
+        page_table=empty.view(0, 1),
+        slots=empty,
+        starts=empty,
+        num_tokens=empty,
+        offsets=empty,
+        positions=torch.tensor(positions, dtype=torch.int32, device=device),
+        locations=torch.tensor(locations, dtype=torch.int64, device=device),
+        max_context=0,
+    )
+
+
+def scattered(tokens: int, cells: int, device: torch.device) -> RaggedRows:
+    """Every third token is written nowhere."""
+    order = torch.randperm(cells, generator=torch.Generator().manual_seed(5)).tolist()
+    places = [-1 if token % 3 == 2 else order[token] for token in range(tokens)]
+    return placed(places, [(7 * token) % 20 for token in range(tokens)], device)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim", "page_size", "normed"),
+    [
+        (1, 3, 1, 16, 1, True),
+        (5, 3, 3, 32, 4, False),
+        (4, 14, 2, 80, 16, True),
+        (2, 8, 2, 128, 4, True),
+        (3, 5, 5, 6, 3, True),
+        (FEW_TOKENS + 1, 5, 5, 4, 16, True),
+    ],
+)
+def test_rope_write_kv(
+    kernels: TritonLayers,
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    normed: bool,
+) -> None:
+    pages = -(-2 * tokens // page_size) + 1
+    rows = scattered(tokens, pages * page_size, device)
+    width = (heads + 2 * kv_heads) * dim
+    cos_sin = random(20, dim, dtype=torch.float32, device=device, seed=3)
+    norms = tuple(random(dim, dtype=dtype, device=device, seed=seed) for seed in (1, 2)) if normed else None
+    given, results = random(tokens, width, dtype=dtype, device=device), []
+    for which in (kernels, reference):
+        mine, whole = guarded(tokens, width, dtype, device)
+        mine.copy_(given)
+        pools = [torch.full((pages, kv_heads, page_size, dim), POISON, dtype=dtype, device=device) for _ in range(2)]
+        which.rope_write_kv(mine, norms, 1e-6, cos_sin, rows, *pools)
+        assert_unharmed(whole)
+        results.append((mine[:, : heads * dim], *pools))
+        assert torch.equal(mine[:, heads * dim :], given[:, heads * dim :])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found == POISON, expected == POISON)
+        assert_same(found, expected, dtype, scale=4.0)
+    assert torch.equal(results[0][2], results[1][2])  # values are copies
+
+
+def test_a_token_written_nowhere_may_stand_past_the_rope_table(kernels: TritonLayers, device: torch.device) -> None:
+    rows, held = placed([-1, 0], [3, 1], device), torch.full((4, 4), torch.nan, device=device)
+    held[:2] = 1.0
+    qkv, pool = torch.ones(2, 12, device=device), torch.full((1, 1, 1, 4), POISON, device=device)
+    kernels.rope_write_kv(qkv, None, 1e-6, held[:2], rows, pool, pool.clone())
+    assert pool.flatten().tolist() == [0.0, 0.0, 2.0, 2.0]
+    assert qkv[:, :4].tolist() == [[0.0, 0.0, 2.0, 2.0]] * 2
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "key_dim", "value_dim", "page_size"), [(1, 1, 3, 16, 1), (7, 3, 24, 10, 4), (4, 6, 576, 512, 2)]
+)
+def test_write_kv_of_strided_inputs(
+    kernels: TritonLayers,
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    page_size: int,
+) -> None:
+    pages = -(-2 * tokens // page_size) + 1
+    rows = scattered(tokens, pages * page_size, device)
+    keys = random(kv_heads, tokens, key_dim, dtype=dtype, device=device).transpose(0, 1)
+    values = random(tokens, value_dim, kv_heads, dtype=dtype, device=device, seed=1).transpose(1, 2)
+    results = []
+    for which in (kernels, reference):
+        pools = [
+            torch.full((pages, kv_heads, page_size, dim), POISON, dtype=dtype, device=device) for dim in (key_dim, value_dim)
+        ]
+        which.write_kv(keys, values, rows, *pools)
+        results.append(pools)
+    assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
+
+
+def test_no_tokens(kernels: TritonLayers, device: torch.device) -> None:
+    x, weight, rows = torch.empty(0, 8, device=device), torch.ones(8, device=device), placed([], [], device)
+    pool = torch.full((1, 1, 1, 2), POISON, device=device)
+    kernels.rms_norm(torch.empty_like(x), x, weight, 1e-6)
+    kernels.fused_add_rms_norm(torch.empty_like(x), x, torch.empty_like(x), weight, 1e-6)
+    kernels.silu_and_mul(torch.empty(0, 4, device=device), x)
+    kernels.rope_write_kv(x, None, 1e-6, torch.ones(1, 2, device=device), rows, pool, pool.clone())
+    kernels.write_kv(torch.empty(0, 1, 2, device=device), torch.empty(0, 1, 2, device=device), rows, pool, pool.clone())
+    assert bool((pool == POISON).all())
+
+
+def test_shapes_that_do_not_fit_are_refused(kernels: TritonLayers, device: torch.device) -> None:
+    def blank(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device)
+
+    rows, pool = placed([0], [0], device), blank(1, 1, 1, 4)
+    packed = kernels.pack_linear(blank(3, 4), None)
+    wrong = [
+        lambda: kernels.rms_norm(blank(2, 4), blank(2, 4), blank(3), 1e-6),
+        lambda: kernels.rms_norm(blank(2, 4), blank(4, 2).t(), blank(4), 1e-6),
+        lambda: kernels.rms_norm(blank(1, MAX_BLOCK + 1), blank(1, MAX_BLOCK + 1), blank(MAX_BLOCK + 1), 1e-6),
+        lambda: kernels.fused_add_rms_norm(blank(2, 4), blank(2, 4), blank(1, 4), blank(4), 1e-6),
+        lambda: kernels.silu_and_mul(blank(2, 4), blank(2, 4)),
+        lambda: kernels.linear(blank(2, 3), blank(2, 5), packed),
+        lambda: kernels.linear(blank(2, 3).half(), blank(2, 4), packed),
+        lambda: kernels.rope_write_kv(blank(1, 14), None, 1e-6, blank(1, 4), rows, pool, pool),
+        lambda: kernels.rope_write_kv(blank(2, 12), None, 1e-6, blank(1, 4), rows, pool, pool),
+        lambda: kernels.rope_write_kv(blank(1, 12), None, 1e-6, blank(1, 6), rows, pool, pool),
+        lambda: kernels.write_kv(blank(1, 2, 4), blank(1, 1, 4), rows, pool, pool),
+        lambda: kernels.write_kv(blank(1, 1, 4), blank(1, 1, 3), rows, pool, pool),
+    ]
+    for call in wrong:
+        with pytest.raises(ValueError, match=r"do not fit|not contiguous|more than"):
+            call()

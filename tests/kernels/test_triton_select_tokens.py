@@ -1,0 +1,284 @@
+"""select_tokens in Triton samples what its twin samples.
+
+Masses are rounded differently: the kernel's exp is float32 in steps of 2 ** -44, the twin's cuts use float64. So a draw or a
+nucleus that ends within 2e-6 of a boundary between two tokens may differ, but only there, and hardly ever.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import sampling_twin
+from kernels.sample_ops import MAX_COUNT, SEEN, Fault
+from kernels.sampling import draw_token, support
+from kernels.triton.sampling import TritonSampling
+from kernels.triton.select_keys import MAX_VOCAB, uniform_of
+from services.worker.exec.uniform import uniforms
+from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of
+
+NEAR = 2e-6
+WIDE = 5000  # more tokens than candidates can be
+
+
+def could_be(logits: Tensor, asked: Asked, position: int) -> set[int]:
+    """The tokens that float rounding at a boundary can lead to."""
+    scaled = (logits - logits.max()) / float(np.float32(asked.temperature))
+    uniform, found = sampling_twin.uniform(asked.seed, position), set()
+    for step in (-NEAR, 0.0, NEAR):
+        top_p = min(asked.top_p + step, 1.0) if asked.top_p < 1 else 1.0
+        kept = support(scaled, asked.top_k, top_p, float(np.float32(asked.min_p)))
+        found |= {draw_token(scaled, kept, min(max(uniform + turn, 0.0), 1.0)) for turn in (-NEAR, 0.0, NEAR)}
+    return found
+
+
+def compared(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> tuple[Left, int]:
+    """What the kernels leave, and how many rows differ from the twin within rounding."""
+    vocab_size = logits.shape[1]
+    columns, table = rows_of(rows, vocab_size), table_of(asked, vocab_size)
+    found = sampled(TritonSampling(len(rows), vocab_size, device), logits, columns, table, device)
+    expected = sampled(sampling_twin, logits, columns, table, device)
+    assert found.faults.tolist() == expected.faults.tolist()
+    different = (found.tokens != expected.tokens).nonzero().flatten().tolist()
+    for row in different:
+        mine, slot = asked[rows[row].slot], rows[row].slot
+        source = expected.edited[row] if mine.edited or rows[row].mask is not None else logits[row]
+        assert int(found.tokens[row]) in could_be(source, mine, rows[row].position), (row, mine)
+        expected.relay[slot] = found.relay[slot]
+        expected.counts[slot] = found.counts[slot]
+    assert found.relay.equal(expected.relay) and found.counts.equal(expected.counts)
+    return found, len(different)
+
+
+def assert_as_twin(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> Left:
+    found, different = compared(logits, rows, asked, device)
+    assert different == 0
+    return found
+
+
+def same_slots(asked: Asked, number: int) -> tuple[list[Row], list[Asked]]:
+    """Rows that differ in seed alone."""
+    return [Row(slot, slot) for slot in range(number)], [replace(asked, seed=1 + 977 * slot) for slot in range(number)]
+
+
+def noise(rows: int, vocab_size: int, seed: int = 0) -> Tensor:
+    return torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(seed))
+
+
+def random_asked(chance: random.Random, vocab_size: int) -> Asked:
+    return Asked(
+        chance.choice([0.0, 0.25, 0.7, 1.0, 3.0, 1e-9]),
+        chance.choice([-1, 0, 1, 3, 50, vocab_size - 1, vocab_size, vocab_size + 9]),
+        chance.choice([1.0, 1.0, 1e-6, 0.3, 0.9, 0.999]),
+        chance.choice([0.0, 0.0, 0.05, 1.0]),
+        chance.getrandbits(64),
+        counted=chance.random() < 0.3,
+        presence=1.0,
+        outputs={chance.randrange(vocab_size): 3},
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 33, 257, 1000])
+@pytest.mark.parametrize("kind", ["distinct", "tied"])
+def test_random_rows(vocab_size: int, kind: str, device: torch.device) -> None:
+    number = 4000 if device.type == "cuda" else 7
+    chance = random.Random(f"{vocab_size}{kind}")
+    logits = noise(number, vocab_size, vocab_size) * 3
+    logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(5)) < 0.1] = -torch.inf
+    logits[:, vocab_size // 2] = 1.0  # one is left at least
+    asked = [random_asked(chance, vocab_size) for _ in range(number)]
+    rows = [Row(slot, chance.randrange(1 << 20)) for slot in chance.sample(range(number), number)]
+    for place in range(0, number, 6):
+        rows[place] = replace(rows[place], mask=sorted({chance.randrange(vocab_size) for _ in range(1 + vocab_size // 3)}))
+    _, different = compared(logits.round() if kind == "tied" else logits, rows, asked, device)
+    assert different <= number // 500
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(1.0),
+        Asked(1.0, min_p=0.2),
+        Asked(1.0, top_k=40),
+        Asked(1.0, top_k=3000),
+        Asked(0.5, top_k=3000, top_p=0.7, min_p=0.01),
+        Asked(1.0, top_p=0.95),
+        Asked(1.0, top_p=0.95, min_p=0.05),
+        Asked(0.1, top_p=0.9),
+    ],
+    ids=["whole", "min-p", "few", "many", "many cut further", "flat nucleus", "flat nucleus cut further", "small nucleus"],
+)
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
+def test_a_wide_vocabulary(asked: Asked, rounded: bool, device: torch.device) -> None:
+    number = 2000 if device.type == "cuda" else 1 if rounded else 2
+    rows, slots = same_slots(asked, number)
+    logits = noise(number, WIDE, 7)
+    _, different = compared(logits.bfloat16().float() if rounded else logits, rows, slots, device)
+    assert different <= number // 100
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [Asked(1.0), Asked(1.0, top_k=3), Asked(1.0, top_p=0.5), Asked(1.0, top_k=2500, top_p=0.5)],
+    ids=["whole", "top-k", "top-p", "both"],
+)
+def test_equals_go_to_the_lowest_ids(asked: Asked, device: torch.device) -> None:
+    rows, slots = same_slots(asked, 40 if device.type == "cuda" else 2)
+    left = assert_as_twin(torch.zeros(len(rows), WIDE), rows, slots, device)
+    assert int(left.tokens.max()) < {-1: WIDE * asked.top_p, 3: 3, 2500: 1250}[asked.top_k]
+
+
+def seed_near(end: float) -> int:
+    """A seed whose uniform number at position 0 lies within 1 / 4096 of the end."""
+    seeds = np.arange(1 << 15, dtype=np.uint64)
+    return int(np.abs(uniforms(seeds, np.zeros(len(seeds), dtype=np.int32)) - end).argmin())
+
+
+def stepped(size: int, *steps: tuple[int, float]) -> Tensor:
+    """float32[1, size]: zeros, but from each first id on its value."""
+    logits = torch.zeros((1, size))
+    for first, value in steps:
+        logits[:, first:] = value
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("logits", "asked", "first", "last"),
+    [
+        (stepped(10), Asked(1.0, top_k=3), 0, 2),
+        (stepped(10), Asked(1.0, top_p=0.55), 0, 5),
+        (stepped(10, (7, 1.0)), Asked(1.0, top_k=5), 0, 9),
+        (stepped(10, (2, 1.0), (8, 0.0)), Asked(1.0, top_k=9, top_p=0.5), 2, 5),
+        (stepped(WIDE), Asked(1.0), 0, WIDE - 1),
+        (stepped(WIDE, (4990, 0.125)), Asked(1.0, top_k=2200), 0, WIDE - 1),
+        (stepped(WIDE, (2500, -0.5)), Asked(1.0, top_k=2100), 0, 2099),
+        (stepped(WIDE), Asked(1.0, top_p=0.5001), 0, 2500),
+    ],
+    ids=["top-k", "top-p", "likelier ones last", "both", "whole", "likelier ones last of many", "two values", "half and one"],
+)  # fmt: skip
+def test_the_first_and_the_last_that_can_be_drawn(
+    logits: Tensor, asked: Asked, first: int, last: int, device: torch.device
+) -> None:
+    slots = [replace(asked, seed=seed_near(end)) for end in (0.0, 1.0)]
+    left = assert_as_twin(logits.repeat(2, 1), [Row(0, 0), Row(1, 0)], slots, device)
+    assert left.tokens.tolist() == [first, last]
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(1.0, top_k=30), Asked(1.0), Asked(1.0, top_p=0.9)])
+def test_few_programs_do_what_many_do(asked: Asked, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program then goes over all tiles of its row. Two values: equals lie in several tiles."""
+    rows, slots = same_slots(asked, 2)
+    logits = noise(2, WIDE, 13).sign()
+    many = assert_as_twin(logits, rows, slots, device)
+    monkeypatch.setattr("kernels.triton.select_tokens.PROGRAMS", 1)
+    assert assert_as_twin(logits, rows, slots, device).tokens.equal(many.tokens)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 33, 2049, 40001])
+def test_greedy_takes_the_lowest_of_the_greatest(vocab_size: int, device: torch.device) -> None:
+    logits = noise(4, vocab_size, 3).round()
+    logits[3] = -torch.inf
+    logits[3, -1] = -1e30
+    left = assert_as_twin(logits, [Row(slot) for slot in range(4)], [Asked()] * 4, device)
+    assert left.tokens.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+
+
+@pytest.mark.parametrize("asked", [Asked(1e-9), Asked(1.0, top_k=1), Asked(1.0, top_p=0.0), Asked(1.0, min_p=1.0)])
+def test_cuts_that_leave_the_best(asked: Asked, device: torch.device) -> None:
+    logits = torch.tensor([[1e4, -1e4, 1e4 + 1, 3e4, -torch.inf, 9999.0]])
+    assert assert_as_twin(logits, [Row(0)], [asked], device).tokens.tolist() == [3]
+
+
+@pytest.mark.parametrize("asked", [Asked(), Asked(0.8, 20, 0.9), Asked(0.8), Asked(0.8, top_p=0.9)])
+def test_one_token_is_allowed_or_none(asked: Asked, device: torch.device) -> None:
+    rows = [Row(0, mask=[2100]), Row(1, mask=[]), Row(2), Row(3)]
+    slots = [asked, asked, replace(asked, allowed=[7]), replace(asked, allowed=[7], stops=(7,), stopped_until=99)]
+    left = assert_as_twin(noise(4, 2200), rows, slots, device)
+    assert left.tokens.tolist() == [2100, 0, 7, 0]
+    assert left.faults.tolist() == [0, Fault.NO_TOKEN_ALLOWED, 0, Fault.NO_TOKEN_ALLOWED]
+    assert left.relay.tolist() == [2100, -1, 7, -1]
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("asked", [Asked(), Asked(1.0, 5, 0.9), Asked(1.0, top_p=0.9), Asked(1.0), Asked(1.0, allowed=[3])])
+def test_what_is_not_finite_faults_its_row_alone(asked: Asked, poison: float, device: torch.device) -> None:
+    logits = noise(3, 2100)
+    logits[0, 2077], logits[1] = poison, -torch.inf
+    left = assert_as_twin(logits, [Row(slot) for slot in range(3)], [asked, asked, Asked()], device)
+    assert left.faults.tolist() == [Fault.NAN_LOGITS, Fault.NAN_LOGITS, 0]
+    assert left.relay.tolist()[:2] == [-1, -1] and int(left.relay[2]) == int(logits[2].argmax())
+
+
+def test_padding_touches_nothing(device: torch.device) -> None:
+    logits = torch.full((3, 50), torch.nan)
+    logits[1] = noise(1, 50)[0]
+    left = assert_as_twin(logits, [Row(-1), Row(1), Row(-1)], [Asked(1.0, counted=True), Asked()], device)
+    assert left.faults.tolist() == [0, 0, 0] and left.tokens.tolist()[::2] == [0, 0]
+    assert int(left.relay[0]) == -1 and not left.counts.any()
+
+
+def test_counts_stop_at_their_greatest(device: torch.device) -> None:
+    logits = torch.zeros((4, 40))
+    logits[:, 33] = 9.0
+    slots = [
+        Asked(counted=True, outputs={33: MAX_COUNT}),
+        Asked(counted=True, seen=(33,), outputs={33: MAX_COUNT}),
+        Asked(counted=True, seen=(33,), outputs={33: MAX_COUNT - 1}),
+        Asked(outputs={33: 5}),
+    ]
+    left = assert_as_twin(logits, [Row(slot) for slot in (3, 1, 0, 2)], slots, device)
+    assert left.counts[:, 33].tolist() == [MAX_COUNT, SEEN | MAX_COUNT, SEEN | MAX_COUNT, 5]
+    assert int((left.counts != 0).sum()) == 4
+
+
+def test_a_draw_does_not_depend_on_its_batch(device: torch.device) -> None:
+    logits = noise(1, 2300, 9).repeat(9, 1)
+    asked = [Asked(1.0, seed=3), Asked(0.7, 20, 0.9, seed=4), Asked(1.0, top_p=0.99, seed=5)]
+    alone = [int(compared(logits[:1], [Row(slot, 6)], asked, device)[0].tokens[0]) for slot in range(3)]
+    slots = asked + [Asked()] * 6
+    together = compared(logits, [Row(slot, 6) for slot in (8, 2, 7, 0, 6, 5, 1, 4, 3)], slots, device)[0].tokens
+    assert together[[3, 6, 1]].tolist() == alone
+
+
+def test_memory_is_as_good_for_the_next_call(device: torch.device) -> None:
+    kernels, table = TritonSampling(4, WIDE, device), table_of([Asked(1.0, top_p=0.9, seed=5), Asked(0.5, 9, seed=6)], WIDE)
+    rows, logits = rows_of([Row(0), Row(1)], WIDE), noise(2, WIDE, 11)
+    first = sampled(kernels, logits, rows, table, device)
+    sampled(kernels, logits.flip(1) * 2, rows, table, device)
+    assert sampled(kernels, logits, rows, table, device).tokens.equal(first.tokens)
+
+
+@pytest.mark.parametrize("size", [0, MAX_VOCAB + 1])
+def test_a_vocabulary_it_cannot_hold_is_refused(size: int, device: torch.device) -> None:
+    with pytest.raises(ValueError, match="vocabulary"):
+        TritonSampling(1, size, device)
+
+
+def test_more_rows_than_there_is_room_for_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        sampled(TritonSampling(1, 8, device), noise(2, 8), rows_of([Row(0), Row(1)], 8), table_of([Asked()] * 2, 8), device)
+
+
+@triton.jit
+def uniforms_kernel(out, lows, highs, positions, SIZE: tl.constexpr):
+    lanes = tl.arange(0, SIZE)
+    tl.store(out + lanes, uniform_of(tl.load(lows + lanes), tl.load(highs + lanes), tl.load(positions + lanes)))
+
+
+def test_uniforms_are_those_of_the_executor(device: torch.device) -> None:
+    numbers = np.random.default_rng(1)
+    seeds = numbers.integers(0, 1 << 64, 1024, dtype=np.uint64)
+    seeds[:3] = 0, 2**64 - 1, 2**63
+    positions = numbers.integers(0, 1 << 31, 1024).astype(np.int32)
+    halves = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).copy()).to(device)
+    out = torch.empty(1024, dtype=torch.float64, device=device)
+    low, high = (halves[:, half].contiguous() for half in range(2))
+    uniforms_kernel[(1,)](out, low, high, torch.from_numpy(positions).to(device), 1024)
+    assert out.tolist() == uniforms(seeds, positions).tolist()

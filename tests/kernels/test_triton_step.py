@@ -1,0 +1,215 @@
+"""The kernels of a step's start, and their torch twins: page tables, input tokens, page indices. Each case runs on both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.ops import RaggedRows
+from kernels.step_ops import StepKernels, TableUpdates
+from kernels.triton.layers import TritonLayers
+
+POISON = -7777
+PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
+
+
+@pytest.fixture(params=["triton", "torch"])
+def kernels(request: pytest.FixtureRequest, device: torch.device) -> StepKernels:
+    return TritonLayers(device) if request.param == "triton" else reference
+
+
+def column(values: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A slice at an odd offset of a longer tensor, as columns of a staged step are."""
+    return torch.tensor([POISON, *values, POISON], dtype=dtype, device=device)[1:-1]
+
+
+def updates_of(rows: list[tuple[int, int, list[int]]], device: torch.device) -> TableUpdates:
+    """From (slot, first entry, pages)."""
+    offsets = [sum(len(pages) for _, _, pages in rows[:index]) for index in range(len(rows))]
+    columns = [slot for slot, _, _ in rows], [first for _, first, _ in rows], [len(pages) for _, _, pages in rows], offsets
+    return TableUpdates(*(column(values, device) for values in columns), column([p for _, _, ps in rows for p in ps], device))
+
+
+CASES: dict[str, list[tuple[int, int, list[int]]]] = {
+    "nothing": [],
+    "one": [(1, 0, [5])],
+    "the first entry among others": [(2, 1, [8, 9]), (0, 0, [7, 6])],
+    "the first entry left alone": [(0, 1, [7]), (-1, 0, [3])],
+    "padding and empty": [(-1, 0, [3, 4]), (1, 2, []), (2, 0, [1])],
+    "past the end": [(1, 298, [1, 2, 3, 4]), (2, 0, [9])],
+    "before the start": [(1, -2, [1, 2, 3])],
+    "outside alone": [(3, 300, [5, 6])],
+    "long": [(3, 0, list(range(1000, 1300))), (0, 150, list(range(140)))],
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_update_page_table(kernels: StepKernels, device: torch.device, case: list[tuple[int, int, list[int]]]) -> None:
+    table = torch.full((4, 300), POISON, dtype=torch.int32, device=device)
+    expected = table.tolist()
+    for slot, first, pages in case:
+        for index, page in enumerate(pages):
+            if slot >= 0 and 0 <= first + index < 300:
+                expected[slot][first + index] = page
+    kernels.update_page_table(table, updates_of(case, device))
+    assert table.tolist() == expected
+
+
+def ragged(
+    rows: list[tuple[int, int, int]], table: Tensor, num_tokens: int, device: torch.device, reverse: bool = False
+) -> RaggedRows:
+    """From (slot, start, tokens); positions and locations poisoned. reverse: the batch holds the last row first."""
+    order = list(reversed(range(len(rows)))) if reverse else list(range(len(rows)))
+    offsets, begin = [0] * len(rows), 0
+    for row in order:
+        offsets[row] = begin
+        begin += rows[row][2]
+    return RaggedRows(
+        page_table=table,
+        slots=column([slot for slot, _, _ in rows], device),
+        starts=column([start for _, start, _ in rows], device),
+        num_tokens=column([count for _, _, count in rows], device),
+        offsets=column(offsets, device),
+        positions=column([POISON] * num_tokens, device),
+        locations=column([POISON] * num_tokens, device, torch.int64),
+        max_context=max((start + count for _, start, count in rows), default=0),
+    )
+
+
+def expected_tokens(
+    rows: list[tuple[int, int, int]],
+    held: RaggedRows,
+    given: list[int],
+    relay: list[int],
+    num_extend: int,
+    page_size: int,
+    vocab_size: int,
+) -> tuple[list[int], list[int], list[int], int]:
+    """ids, positions, locations and the count of unwritten ids: one token after the other."""
+    tokens = len(held.positions)
+    ids, positions, locations, unwritten = [POISON] * tokens, [POISON] * tokens, [POISON] * tokens, 0
+    table, offsets = held.page_table.tolist(), held.offsets.tolist()
+    for row, (slot, start, count) in enumerate(rows):
+        for index in range(count):
+            token, position = offsets[row] + index, start + index
+            logical = position // page_size
+            page = table[slot][logical] if slot >= 0 and 0 <= logical < len(table[0]) else -1
+            raw = given[token] if row < num_extend else relay[slot] if slot >= 0 else 0
+            unwritten += row >= num_extend and raw < 0
+            ids[token] = min(max(raw, 0), vocab_size - 1)
+            positions[token] = position
+            locations[token] = page * page_size + position % page_size if page >= 0 else -1
+    return ids, positions, locations, unwritten
+
+
+STEPS: dict[str, tuple[list[tuple[int, int, int]], int]] = {
+    "one decode": ([(2, 9, 1)], 0),
+    "one token": ([(0, 0, 1)], 1),
+    "decodes, one unwritten": ([(0, 3, 1), (4, 11, 1), (2, 0, 1)], 0),
+    "padding rows": ([(1, 5, 1), (-1, 0, 1), (-1, 0, 1)], 0),
+    "mixed": ([(3, 0, 17), (1, 6, 3), (2, 12, 1), (4, 2, 1)], 2),
+    "empty rows": ([(3, 0, 0), (1, 6, 3), (2, 12, 0), (0, 4, 1)], 2),
+    "past the table": ([(1, 60, 9), (0, 64, 1), (2, 1000, 1)], 1),
+    "several tokens of a decode row": ([(0, 0, 2), (4, 3, 3)], 1),
+    "longer than a block": ([(2, 1, 40), (0, 5, 1)], 1),
+    "no rows": ([], 0),
+}
+
+
+@PAGE_SIZES
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
+def test_resolve_tokens(
+    kernels: StepKernels, device: torch.device, page_size: int, case: tuple[list[tuple[int, int, int]], int], counted: bool
+) -> None:
+    rows, num_extend = case
+    tokens, vocab = sum(count for _, _, count in rows), 50
+    width = 64 // page_size
+    order = torch.randperm(5 * width, generator=torch.Generator().manual_seed(page_size)).view(5, width).int()
+    order[3, width // 8 :] = -1
+    held = ragged(rows, order.to(device), tokens + 2, device, reverse=page_size == 4)
+    own = [(13 * token) % 60 - 5 for token in range(tokens)]  # some below 0, some past the vocabulary
+    last = [7, 49, 5000, 3, -1]
+    relay = torch.tensor(last, dtype=torch.int64, device=device)
+    unwritten = column([3], device) if counted else None
+    input_ids = column([POISON] * (tokens + 2), device, torch.int64)
+    ids, positions, locations, missing = expected_tokens(rows, held, own, last, num_extend, page_size, vocab)
+    longest = max((count for _, _, count in rows), default=0)
+    kernels.resolve_tokens(
+        input_ids, held, column(own, device), relay, unwritten, num_extend, page_size, vocab, max_tokens=longest
+    )
+    assert input_ids.tolist() == ids
+    assert held.positions.tolist() == positions
+    assert held.locations.tolist() == locations
+    assert unwritten is None or unwritten.tolist() == [3 + missing]
+    assert relay.tolist() == last
+
+
+def test_given_ids_may_be_none_where_all_rows_decode(kernels: StepKernels, device: torch.device) -> None:
+    table = torch.tensor([[3]], dtype=torch.int32, device=device)
+    held = ragged([(0, 2, 1)], table, 1, device)
+    input_ids = torch.full((1,), POISON, device=device)
+    given, relay = torch.empty(0, dtype=torch.int32, device=device), torch.tensor([4], device=device)
+    kernels.resolve_tokens(input_ids, held, given, relay, None, 0, 4, 50, max_tokens=1)
+    assert (input_ids.tolist(), held.positions.tolist(), held.locations.tolist()) == ([4], [2], [14])
+
+
+def test_many_tokens_of_one_row(kernels: StepKernels, device: torch.device) -> None:
+    """More than one program's worth of the larger block."""
+    table = torch.randperm(100, generator=torch.Generator().manual_seed(1)).int().view(1, 100).to(device)
+    rows = [(0, 3, 1100)]
+    held = ragged(rows, table, 1100, device)
+    input_ids, given = torch.full((1100,), POISON, device=device), list(range(1100))
+    kernels.resolve_tokens(input_ids, held, column(given, device), input_ids[:1], None, 1, 16, 2000, max_tokens=1100)
+    expected = expected_tokens(rows, held, given, [0], 1, 16, 2000)
+    assert (input_ids.tolist(), held.positions.tolist(), held.locations.tolist()) == expected[:3]
+
+
+@pytest.mark.parametrize(
+    ("slots", "counts", "width"),
+    [([0], [1], 1), ([2, -1, 0], [3, 2, 0], 5), ([1, 0, 2], [0, 7, 4], 5), ([0, 2], [2600, 300], 2600), ([], [], 3)],
+    ids=["one", "padding", "past the table", "long", "no rows"],
+)
+def test_page_indices(kernels: StepKernels, device: torch.device, slots: list[int], counts: list[int], width: int) -> None:
+    table = torch.randperm(3 * width, generator=torch.Generator().manual_seed(width)).view(3, width).int()
+    table[:, 1::3] = -1
+    begins = [2 + sum(counts[:row]) for row in range(len(counts) + 1)]  # not all that is before belongs to a row
+    expected = [POISON] * (begins[-1] + 2)
+    for row, slot in enumerate(slots):
+        for entry in range(counts[row]):
+            page = int(table[slot, entry]) if slot >= 0 and entry < width else 0
+            expected[begins[row] + entry] = max(page, 0)
+    out = column([POISON] * len(expected), device)
+    held = ragged([(slot, 0, 1) for slot in slots], table.to(device), len(slots), device)
+    kernels.page_indices(out, column(begins, device), held)
+    assert out.tolist() == expected
+
+
+def test_columns_that_do_not_fit_are_refused(device: torch.device) -> None:
+    kernels, table = TritonLayers(device), torch.zeros(1, 3, dtype=torch.int32, device=device)
+    held = ragged([(0, 0, 1)], table, 1, device)
+    short = TableUpdates(*(column([0] * count, device) for count in (2, 2, 1, 2)), column([1, 2], device))
+    relay, ids = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.update_page_table(table, short)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.resolve_tokens(ids, held, column([1, 2], device), relay, None, 1, 4, 50, 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.page_indices(ids.int(), column([0, 1, 2], device), held)
+
+
+def test_the_twins_read_no_value_on_the_host() -> None:
+    """A tensor without memory has none to read."""
+
+    def blank(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows = RaggedRows(blank(4, 9), blank(3), blank(3), blank(3), blank(3), blank(7), blank(7, dtype=torch.int64), 9)
+    reference.update_page_table(rows.page_table, TableUpdates(blank(3), blank(3), blank(3), blank(3), blank(5)))
+    ids, relay = blank(7, dtype=torch.int64), blank(4, dtype=torch.int64)
+    reference.resolve_tokens(ids, rows, blank(5), relay, blank(1), num_extend=1, page_size=4, vocab_size=50, max_tokens=5)
+    reference.page_indices(blank(11), blank(4), rows)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        int(relay[0])
