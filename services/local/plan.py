@@ -15,6 +15,7 @@ from services.local.supervisor import Command
 
 GRACE_S = 2.0
 MEM_FRACTION = 0.5  # of the free memory, for the KV pools of all workers together
+GPU_FRACTION = 0.9  # of a GPU, for all workers on it together
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,24 @@ def _redis_url(port: int) -> str:
     return f"redis://{HOST}:{port}/0"
 
 
+def num_gpus(devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs that this machine's kernel shows."""
+    return len([path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def memory_flags(workers: int, index: int, gpus: int) -> list[str]:
+    """Each worker's share; on a machine with GPUs, workers take turns at them."""
+    if not gpus:
+        return ["--mem-fraction-static", str(MEM_FRACTION / workers)]
+    on_its_gpu = len(range(index % gpus, workers, gpus))
+    share = ["--mem-fraction-static", str(GPU_FRACTION / on_its_gpu)] if on_its_gpu > 1 else []
+    return ["--device", f"cuda:{index % gpus}", *share]
+
+
 def _worker_flags(settings: LocalSettings, model_path: str, index: int, redis_port: int) -> list[str]:
     threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) // settings.workers)
     flags = ["--model", model_path, "--dtype", settings.dtype, "--num-threads", str(threads), "--worker-id", f"worker-{index}"]
-    flags += ["--mem-fraction-static", str(MEM_FRACTION / settings.workers)]
+    flags += memory_flags(settings.workers, index, num_gpus())
     flags += ["--served-model-name", served_name(settings)]
     flags += ["--redis-url", _redis_url(redis_port), "--max-total-tokens", str(settings.max_total_tokens)]
     return flags + shlex.split(settings.worker_flags)

@@ -110,8 +110,16 @@ def _num_pages(settings: WorkerSettings) -> int | None:
     return -(-settings.max_total_tokens // settings.page_size) or None
 
 
+def _auto(settings: WorkerSettings, on_lost: OnLost) -> tuple[Executor, ModelInfo]:
+    import torch  # imported only where it is wanted
+
+    chosen = _cuda if torch.cuda.is_available() else _cpu
+    logger.info("executor: %s, for torch %s sees %d GPUs", chosen.__name__[1:], torch.__version__, torch.cuda.device_count())
+    return chosen(settings, on_lost)
+
+
 def _cpu(settings: WorkerSettings, _: OnLost) -> tuple[Executor, ModelInfo]:
-    from services.worker.exec.build import build_cpu_executor  # torch is imported only where it is wanted
+    from services.worker.exec.build import build_cpu_executor  # as above
 
     return build_cpu_executor(
         model_path=settings.model,
@@ -178,4 +186,9 @@ def _fake(settings: WorkerSettings, _: OnLost) -> tuple[Executor, ModelInfo]:
     return executor, info
 
 
-EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost], tuple[Executor, ModelInfo]]] = {"cpu": _cpu, "cuda": _cuda, "fake": _fake}
+EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost], tuple[Executor, ModelInfo]]] = {
+    "auto": _auto,
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "fake": _fake,
+}

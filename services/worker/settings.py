@@ -29,7 +29,9 @@ class WorkerSettings(ServiceSettings):
     redis_url: str = Field("", description="Redis that holds the prefix index, e.g. redis://127.0.0.1:6379/0; empty: none.")
     pod_name: str = Field("", description="This worker's pod, whose deletion cost follows its load; empty: none.")
     pod_namespace: str = Field("", description="That pod's namespace.")
-    executor: Literal["cpu", "cuda", "fake"] = Field("cpu", description="What runs the steps; `fake` needs no model weights.")
+    executor: Literal["auto", "cpu", "cuda", "fake"] = Field(
+        "auto", description="What runs the steps; auto: cuda where there is a GPU, else cpu. `fake` needs no model weights."
+    )
     device: str = Field("cuda:0", description="The GPU of executor cuda, as torch names it.")
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = Field(
         "auto", description="Attention on a GPU; auto: flashinfer where it is installed and can, else triton."

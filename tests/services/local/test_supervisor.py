@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.plan import num_ports, parts
+from services.local.plan import memory_flags, num_gpus, num_ports, parts
 from services.local.settings import LocalSettings
 from services.local.supervisor import Command, Supervisor
 from tests.e2e.system import processes_with, wait_until
@@ -50,8 +50,29 @@ def test_what_ends_is_started_again(tmp_path: Path) -> None:
     assert first != second
 
 
+@pytest.mark.parametrize(
+    ("workers", "index", "gpus", "flags"),
+    [
+        (3, 1, 0, ["--mem-fraction-static", str(0.5 / 3)]),
+        (1, 0, 1, ["--device", "cuda:0"]),
+        (2, 1, 2, ["--device", "cuda:1"]),
+        (3, 2, 2, ["--device", "cuda:0", "--mem-fraction-static", "0.45"]),
+        (3, 1, 2, ["--device", "cuda:1"]),
+    ],
+)
+def test_workers_take_turns_at_the_gpus(workers: int, index: int, gpus: int, flags: list[str]) -> None:
+    assert memory_flags(workers, index, gpus) == flags
+
+
+def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert num_gpus(tmp_path) == 2 and num_gpus(tmp_path / "none") == 0
+
+
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_share_the_memory_and_the_gateway_knows_them_all(workers: int) -> None:
+def test_workers_share_the_memory_and_the_gateway_knows_them_all(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.local.plan.num_gpus", lambda: 0)
     settings = LocalSettings(_cli_parse_args=False, workers=workers, worker_flags="--mem-fraction-static 0.1")  # type: ignore[call-arg]
     ports = list(range(9000, 9000 + num_ports(settings)))
     plan = {part.command.name: part.command.argv for part in parts(settings, "models/demo", ports)}

@@ -27,7 +27,7 @@ from services.worker.exec.device.options import DeviceOptions
 from services.worker.exec.device.passes import ForwardPass
 from services.worker.exec.device.runner import DeviceRunner
 from services.worker.exec.device.sampler import EDITED_ROWS, DeviceSampler
-from services.worker.exec.device.sizing import PoolNeeds, largest_step, pages_of_device
+from services.worker.exec.device.sizing import PoolNeeds, StepBounds, largest_step, pages_of_device
 from services.worker.exec.device.streams import streams_of
 from services.worker.exec.device.warm_up import warm_up
 from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
@@ -169,7 +169,8 @@ class _Assembly:
         rows = min(max_slots, EDITED_ROWS)
         self._kernels = self._parts.kernels or kernel_set(options.kernels, self._device, rows, vocab_size)
         pages_per_slot = -(-loaded.context_len // page_size) + 1
-        self._largest = min(options.max_tokens, max_slots * pages_per_slot * page_size)
+        self._largest = min(options.max_tokens, max_slots * loaded.context_len)
+        self._bounds = StepBounds(self._largest, max_slots, loaded.context_len, loaded.generates)
         with torch.inference_mode(), self._streams.on_forward():
             self.runner = self._make_runner(vocab_size, pages_per_slot, check_relay)
         self.graph_rows = self._graph_rows()
@@ -250,7 +251,7 @@ class _Assembly:
             megabytes = pages * self._page_size * self._loaded.kv_bytes_per_token >> 20
             self._progress(f"KV pool: {pages} pages of {self._page_size} tokens, {megabytes} MiB")
             with self._phases.timed("warm_up"):
-                warm_up(self.runner, self._largest, self._max_slots, self._loaded.generates)
+                warm_up(self.runner, self._bounds)
             with self._phases.timed("graphs"):
                 self.capture()
             self._streams.synchronize()
@@ -295,7 +296,7 @@ class _Assembly:
             weight_bytes=self._loaded.weight_bytes,
             fixed_bytes=torch.cuda.memory_allocated(self._device) - self._loaded.weight_bytes,
         )
-        largest = partial(largest_step, self.runner, self._largest, self._max_slots, self._loaded.generates)
+        largest = partial(largest_step, self.runner, self._bounds)
         return pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
 
     def _graph_bytes(self) -> int:

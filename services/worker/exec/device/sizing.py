@@ -36,10 +36,21 @@ class PoolNeeds:
         return layer_kv.bytes_per_token(self.layers, self.dtype) * self.page_size
 
 
-def largest_step(runner: DeviceRunner, max_tokens: int, max_slots: int, generates: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """Of one step: tokens, sampled rows, tokens of one row. generates: there is a vocabulary to sample from."""
+
+    max_tokens: int
+    max_slots: int
+    context_len: int
+    generates: bool
+
+
+def largest_step(runner: DeviceRunner, bounds: StepBounds) -> None:
     """A prompt of max_tokens, or as many as that takes, and max_slots tokens sampled behind it; over page 0 alone."""
+    max_tokens, max_slots = bounds.max_tokens, bounds.max_slots
     passes, streams = runner.passes, runner.streams
-    count = min(max_tokens, passes.capacity)
+    count = min(max_tokens, bounds.context_len)
     rows = -(-max_tokens // count)
     counts = np.full(rows, count, dtype=np.int32)
     counts[-1] = max_tokens - count * (rows - 1)
@@ -55,7 +66,7 @@ def largest_step(runner: DeviceRunner, max_tokens: int, max_slots: int, generate
         given = torch.zeros(columns.total, dtype=torch.int32, device=passes.device)
         runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, rows, ragged))
         passes.run(ids, ragged, columns, given)
-        if generates:
+        if bounds.generates:
             logits = passes.model.logits(device.sample_indices.long())
             runner.sampler.run_kernels(logits, runner.sampler.passing_space(device.sample_slots, device.sample_positions))
         else:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from services.shared.limits import MAX_TOP_LOGPROBS
 from services.worker.exec.attention.backend import AttentionBatch
 from services.worker.exec.device.runner import DeviceRunner
-from services.worker.exec.device.sizing import largest_step
+from services.worker.exec.device.sizing import StepBounds, largest_step
 from services.worker.exec.device.step_columns import DeviceColumns, StepColumns
 
 PROMPTS = (1, 20, 100, 1000)  # tokens: kernels are chosen by how many there are
 DECODES = (1, 40)  # rows of steps that no graph holds
 
 
-def warm_up(runner: DeviceRunner, max_tokens: int, max_slots: int, generates: bool) -> None:
+def warm_up(runner: DeviceRunner, bounds: StepBounds) -> None:
     """On the forward stream. Leaves the page table empty and the pool's first pages undefined."""
     for tokens in PROMPTS:
-        largest_step(runner, min(tokens, max_tokens), min(max_slots, tokens), generates)
+        some = replace(bounds, max_tokens=min(tokens, bounds.max_tokens), max_slots=min(tokens, bounds.max_slots))
+        largest_step(runner, some)
     for rows in DECODES:
-        _decode(runner, min(rows, max_slots))
-    if generates:
+        _decode(runner, min(rows, bounds.max_slots))
+    if bounds.generates:
         _logprobs(runner)
 
 

@@ -1,0 +1,156 @@
+"""python -m tests.benchmarks.device_host_cost: what a decode step costs the host in the device executor, kernels left out.
+
+Kernels, graphs and model do nothing; what is left is what the loop's thread does per step to launch it and to take its result,
+but for the launches themselves. Prints the median of each call in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels import reference
+from services.worker.core.plan import BatchPlan, ForwardMode, SlotParams
+from services.worker.core.sampling import SamplingParams
+from services.worker.exec.decoder import Decoder
+from services.worker.exec.device.build import DeviceOptions, DeviceParts, assemble_executor
+from services.worker.exec.device.executor import DeviceExecutor
+from services.worker.exec.device.kernel_set import KernelSet
+from services.worker.exec.device.random_weights import random_decoder_weights
+from services.worker.exec.embedding_pool import PoolingConfig, PoolingKind
+from services.worker.exec.families import DecoderConfig
+from services.worker.exec.layer_kv import LayerKV
+from services.worker.exec.loading import LoadedModel
+from services.worker.exec.rope import rope_table
+
+PAGE_SIZE, CONTEXT = 16, 4096
+NOTHING = np.empty(0, dtype=np.int32)
+
+
+class NoKernels:
+    """Every kernel, doing nothing."""
+
+    def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def resolve_tokens(self, input_ids: torch.Tensor, *_: Any) -> None:
+        input_ids.zero_()  # the embedding is looked up all the same
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class NoAttention:
+    name, captures = "none", True
+
+    def plan(self, batch: Any) -> None: ...
+
+    def attend(self, *_: Any) -> None: ...
+
+    def release_graphs(self) -> None: ...
+
+
+class NoGraph:
+    def replay(self) -> None: ...
+
+
+class NoGraphMemory:
+    def capture(self, work: Any) -> NoGraph:
+        work()
+        return NoGraph()
+
+
+SHAPE = DecoderConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=1024,
+    hidden_size=16,
+    intermediate_size=16,
+    num_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=16,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=CONTEXT,
+    tie_word_embeddings=True,
+    rope={"rope_type": "default", "rope_theta": 10000.0},
+    windows=(0, 0),
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+)
+
+
+def executor_of(rows: int, graphs: bool) -> DeviceExecutor:
+    kernels = NoKernels()
+    weights = random_decoder_weights(SHAPE, torch.float32, "cpu", reference, 0)
+    cos_sin = rope_table(SHAPE.rope, SHAPE.head_dim, CONTEXT + PAGE_SIZE)
+    loaded = LoadedModel(
+        model=Decoder(SHAPE, weights, cos_sin, kernels),  # type: ignore[arg-type]
+        config=SHAPE,
+        kernels=kernels,  # type: ignore[arg-type]
+        dtype=torch.float32,
+        layers=(LayerKV(1, 16, 16),) * 2,
+        context_len=CONTEXT,
+        weight_bytes=0,
+        pooling=PoolingConfig(PoolingKind.LAST, True),
+        generates=True,
+    )
+    parts = DeviceParts(KernelSet(kernels, kernels), lambda _: NoAttention(), NoGraphMemory())  # type: ignore
+    options = DeviceOptions(device="cpu", max_graph_rows=rows, max_tokens=max(rows, 32), cuda_graphs=graphs)
+    made, _ = assemble_executor(loaded, rows, PAGE_SIZE, rows * CONTEXT // PAGE_SIZE, 0.5, options, lambda _: None, False, parts)
+    return made
+
+
+def plan_of(step: int, rows: int, admitted: tuple[SlotParams, ...] = ()) -> BatchPlan:
+    slots, ones = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
+    starts = (100 + step + np.arange(rows)).astype(np.int32)
+    new = np.flatnonzero(starts % PAGE_SIZE == 0).astype(np.int32)
+    return BatchPlan(
+        step_id=step, mode=ForwardMode.DECODE, num_extend=0, slots=slots, starts=starts, num_tokens=ones, input_ids=NOTHING,
+        sample=np.ones(rows, dtype=np.bool_), mask_rows=NOTHING, prompt_logprob_rows=NOTHING, prompt_logprob_offsets=NOTHING,
+        prompt_logprob_nexts=NOTHING, admitted=admitted, table_slots=slots[new], table_firsts=starts[new] // PAGE_SIZE,
+        table_counts=np.ones(len(new), dtype=np.int32), table_pages=new,
+    )  # fmt: skip
+
+
+def measured(rows: int, steps: int, graphs: bool) -> dict[str, float]:
+    executor = executor_of(rows, graphs)
+    params = SamplingParams(1 << 20, temperature=0.7, seed=1)
+    admitted = tuple(SlotParams(slot, 10, params, (), NOTHING) for slot in range(rows))
+    times: dict[str, list[float]] = {"forward": [], "sample": [], "wait": []}
+    for step in range(steps):
+        plan = plan_of(step, rows, admitted if step == 0 else ())
+        begun = time.perf_counter()
+        run = executor.forward(plan)
+        launched = time.perf_counter()
+        executor.sample(run, {})
+        sampled = time.perf_counter()
+        executor.wait(run)
+        ended = time.perf_counter()
+        for name, seconds in zip(times, (launched - begun, sampled - launched, ended - sampled), strict=True):
+            times[name].append(seconds)
+    return {name: statistics.median(values[10:]) * 1e6 for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--eager", action="store_true", help="no graphs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'rows':>5} {'graphs':>6}", *(f"{name:>10}" for name in ("forward us", "sample us", "wait us", "together")))
+    for rows in options.rows:
+        found = measured(rows, options.steps, not options.eager)
+        calls = (*found.values(), sum(found.values()))
+        print(f"{rows:5} {'no' if options.eager else 'yes':>6}", *(f"{call:10.0f}" for call in calls), flush=True)
+
+
+if __name__ == "__main__":
+    main()
