@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,11 @@ def test_memory_is_given_back_and_taken_again(folder: Path) -> None:
     driver = Driver(executor, PAGE_SIZE)
     driver.prefill([before])
     driver.decode([before], 5)
+    model = executor.runner.passes.model
+    held = [weakref.ref(model._weights.embedding), weakref.ref(executor.runner.passes.pool.keys[0])]
+    del model
     executor.apply(ReleaseMemory(**both))
+    assert [each() for each in held] == [None, None], "nobody holds weights or pool"
     with pytest.raises(ExecutorError, match="released"):
         driver.prefill([Sequence([1, 2], 2, greedy())])
     executor.apply(ResumeMemory(**both))

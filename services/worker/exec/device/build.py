@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from services.worker.exec.device.sizing import PoolNeeds, StepBounds, largest_st
 from services.worker.exec.device.streams import streams_of
 from services.worker.exec.device.warm_up import warm_up
 from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
+from services.worker.exec.device_memory import NoModel
 from services.worker.exec.embedding_pool import EmbeddingPool
 from services.worker.exec.families import DecoderConfig
 from services.worker.exec.future_map import POISON
@@ -196,7 +197,8 @@ class _Assembly:
         )
 
     def _attending(self) -> tuple[CausalModel, AttentionBackend]:
-        model = self._loaded.model
+        """Keeps what sizes depend on, and not the model, whose memory may be given back."""
+        model, self._loaded = self._loaded.model, replace(self._loaded, model=NoModel())
         if not isinstance(model, Decoder):
             return model, KernelAttention(self._kernels.layers)
         config, context = model.config, self._loaded.context_len
