@@ -25,6 +25,7 @@ from services.worker.core.messages import StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
 from services.worker.drain import drain
 from services.worker.engine import Engine, build_engine
+from services.worker.executor_metrics import ExecutorMetrics
 from services.worker.inbox import Inbox
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.index.publisher import IndexPublisher
@@ -153,6 +154,8 @@ async def serve(settings: WorkerSettings) -> None:
     worker_metrics = WorkerMetrics(info.model, info.page_size, info.num_pages, info.max_running_requests)
     registry.register(worker_metrics)
     registry.register(LoadMetrics(info.model, engine.info))
+    if engine.stats is not None:
+        registry.register(ExecutorMetrics(info.model, engine.stats))
     publisher = _publisher(settings, info, registry)
     watchdog = _watchdog(settings, health, life)
     load_report = LoadReport(outbox, info.page_size, publisher or NoIndex(info.generation))

@@ -15,6 +15,7 @@ from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.worker.core.cache_events import CacheEventLog
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.scheduler import Scheduler
+from services.worker.exec.executor_stats import ExecutorStats
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from services.worker.exec.model_info import ModelInfo
 from services.worker.exec.protocol import Executor
@@ -35,12 +36,22 @@ GPU_FRACTION = 0.9  # of the device, which is the worker's alone
 
 
 @dataclass(frozen=True, slots=True)
+class Built:
+    """stats: None of an executor that counts nothing."""
+
+    executor: Executor
+    info: ModelInfo
+    stats: ExecutorStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
-    """book: None where structured output is off. publishes_index: the core tells of the blocks it caches."""
+    """book: None where structured output is off. publishes_index: the core tells of the blocks it caches. stats: see Built."""
 
     core: Scheduler
     executor: Executor
     info: ModelInfo
+    stats: ExecutorStats | None
     identity: ModelIdentity
     publishes_index: bool
     tokenizer: HfTokenizer
@@ -57,7 +68,8 @@ class Engine:
 def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Engine:
     """Loads the model. on_lost: told, once, when the device of the steps does not answer any more. Raises ValueError with a
     sentence that says what is wrong with folder, settings or device."""
-    executor, info = EXECUTORS[settings.executor](settings, on_lost)
+    built = EXECUTORS[settings.executor](settings, on_lost)
+    info = built.info
     tokenizer = load_tokenizer(settings.model)
     before_text = tokenizer.encode_batch([""], True)[0]
     config = replace(_scheduler_config(settings, info), bos_token_id=before_text[0] if len(before_text) == 1 else -1)
@@ -70,7 +82,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     core = Scheduler(config, ModelText(tokenizer), book, events)
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms)
-    return Engine(core, executor, info, identity, publishes, tokenizer, book, masks)
+    return Engine(core, built.executor, info, built.stats, identity, publishes, tokenizer, book, masks)
 
 
 def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerConfig:
@@ -110,7 +122,7 @@ def _num_pages(settings: WorkerSettings) -> int | None:
     return -(-settings.max_total_tokens // settings.page_size) or None
 
 
-def _auto(settings: WorkerSettings, on_lost: OnLost) -> tuple[Executor, ModelInfo]:
+def _auto(settings: WorkerSettings, on_lost: OnLost) -> Built:
     import torch  # imported only where it is wanted
 
     chosen = _cuda if torch.cuda.is_available() else _cpu
@@ -118,10 +130,10 @@ def _auto(settings: WorkerSettings, on_lost: OnLost) -> tuple[Executor, ModelInf
     return chosen(settings, on_lost)
 
 
-def _cpu(settings: WorkerSettings, _: OnLost) -> tuple[Executor, ModelInfo]:
+def _cpu(settings: WorkerSettings, _: OnLost) -> Built:
     from services.worker.exec.build import build_cpu_executor  # as above
 
-    return build_cpu_executor(
+    executor, info = build_cpu_executor(
         model_path=settings.model,
         dtype=settings.dtype,
         page_size=settings.page_size,
@@ -132,9 +144,10 @@ def _cpu(settings: WorkerSettings, _: OnLost) -> tuple[Executor, ModelInfo]:
         num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
         progress=logger.info,
     )
+    return Built(executor, info)
 
 
-def _cuda(settings: WorkerSettings, on_lost: OnLost) -> tuple[Executor, ModelInfo]:
+def _cuda(settings: WorkerSettings, on_lost: OnLost) -> Built:
     from services.worker.exec.device.build import build_device_executor  # as above
     from services.worker.exec.device.options import DeviceOptions
 
@@ -158,10 +171,10 @@ def _cuda(settings: WorkerSettings, on_lost: OnLost) -> tuple[Executor, ModelInf
         progress=logger.info,
     )
     executor.on_lost = on_lost
-    return executor, info
+    return Built(executor, info, executor.runner.stats)
 
 
-def _fake(settings: WorkerSettings, _: OnLost) -> tuple[Executor, ModelInfo]:
+def _fake(settings: WorkerSettings, _: OnLost) -> Built:
     """The model folder's config and tokenizer, and no weights."""
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
     eos = config.get("eos_token_id")
@@ -183,10 +196,10 @@ def _fake(settings: WorkerSettings, _: OnLost) -> tuple[Executor, ModelInfo]:
     executor = FakeExecutor(
         info.num_pages, info.page_size, settings.max_running_requests, pages_per_request, info.vocab_size, time_model=time_model
     )
-    return executor, info
+    return Built(executor, info)
 
 
-EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost], tuple[Executor, ModelInfo]]] = {
+EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost], Built]] = {
     "auto": _auto,
     "cpu": _cpu,
     "cuda": _cuda,

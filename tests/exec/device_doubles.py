@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +29,7 @@ class Watch:
         self.inside_kernel = 0
         self.launches: list[Launch] | None = None
         self.made: set[int] = set()
+        self.outside: list[StorageWeakRef] = []  # memory that launches name and that was there before their run
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.launches is not None:
@@ -36,7 +38,10 @@ class Watch:
     def _seen(self, value: Any) -> Any:
         """A tensor by its shape and, unless it was made in this run, by its address."""
         if isinstance(value, Tensor):
-            place = "made here" if value.untyped_storage().data_ptr() in self.made else value.data_ptr()
+            made = value.untyped_storage().data_ptr() in self.made
+            if not made and value.numel():
+                self.outside.append(StorageWeakRef(value.untyped_storage()))
+            place = "made here" if made else value.data_ptr()
             return (place, tuple(value.shape), value.stride(), str(value.dtype))
         if isinstance(value, list | tuple):
             return tuple(map(self._seen, value))
@@ -130,7 +135,7 @@ class GraphDouble:
             raise ReplayedOtherwise(f"captured {len(self._captured)} launches, would be {len(launches)}")
 
     def _launches(self) -> list[Launch]:
-        self._watch.launches, self._watch.made = [], set()
+        self._watch.launches, self._watch.made, self._watch.outside = [], set(), []
         try:
             with StepGuard(self._watch), _Recorder(self._watch):
                 self._work()
@@ -152,3 +157,25 @@ class GraphMemoryDouble:
     @property
     def replays(self) -> int:
         return sum(graph.replays for graph in self.graphs)
+
+
+class ForgetfulGraph:
+    def replay(self) -> None:
+        return
+
+
+class ForgetfulMemory:
+    """Keeps of a capture what a real graph keeps: addresses, and nothing that holds the memory there."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.named: list[StorageWeakRef] = []
+
+    def capture(self, work: Callable[[], None]) -> ForgetfulGraph:
+        GraphDouble(work, self._watch)
+        self.named += self._watch.outside
+        return ForgetfulGraph()
+
+    def freed(self) -> int:
+        """How many captured addresses no tensor holds any more."""
+        return sum(ref.expired() for ref in self.named)

@@ -3,10 +3,12 @@ step's way waits, and the tokens are those of the CPU executor."""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +20,21 @@ from services.worker.core.sampling import DryParams, EmbeddingParams, SamplingPa
 from services.worker.exec.attention.backend import AttentionBatch
 from services.worker.exec.attention.torch_backend import TorchAttention
 from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.device import sampler as device_sampler
 from services.worker.exec.device.build import DeviceOptions, DeviceParts, assemble_executor
 from services.worker.exec.device.kernel_set import KernelSet
+from services.worker.exec.device.readback import Readback
 from services.worker.exec.loading import LoadRequest, load_model
 from services.worker.exec.protocol import Executor, ExecutorError
-from tests.exec.device_doubles import GraphMemoryDouble, HostWaits, ReplayedOtherwise, StepGuard, Watch, WatchedKernels
+from tests.exec.device_doubles import (
+    ForgetfulMemory,
+    GraphMemoryDouble,
+    HostWaits,
+    ReplayedOtherwise,
+    StepGuard,
+    Watch,
+    WatchedKernels,
+)
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.tiny_models import MODELS
 
@@ -44,9 +56,9 @@ class CapturableTorch(TorchAttention):
 class Device:
     """A device executor whose kernels and graphs are watched."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
+    def __init__(self, folder: Path, graphs: type[Any] = GraphMemoryDouble, **options: object) -> None:
         self.watch = Watch()
-        self.graphs = GraphMemoryDouble(self.watch)
+        self.graphs = graphs(self.watch)
         layers, sampling = WatchedKernels(reference, self.watch), WatchedKernels(sampling_twin, self.watch)
         loaded = load_model(LoadRequest(folder, "float32", PAGE_SIZE, None, 1, lambda _: None))
         parts = DeviceParts(
@@ -183,6 +195,26 @@ def test_grammar_masks_in_a_graph_and_after_it(device: Device) -> None:
     assert 250 not in plain.output
 
 
+def test_a_mask_is_forgotten_where_losses_are_more_than_a_graph_holds(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_sampler, "MAX_LOSSES", -1)
+    driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
+    words[250 // 32] = 1 << 250 % 32
+    repeats = SamplingParams(64, temperature=0.0, dry=DryParams(0.8, allowed_length=1))
+    plain, other, lossy = (
+        Sequence([1, 2, 3], 1, greedy()), Sequence([1, 2, 3], 2, greedy()), Sequence([7, 8, 7, 8, 7], 3, repeats)
+    )  # fmt: skip
+    driver.prefill([plain, other, lossy])
+    driver.step([(plain, 1), (other, 1)], {0: words, 1: words})
+    driver.step([(lossy, 1), (plain, 1)])
+    assert plain.output[1] == 250 and plain.output[2] != 250 and lossy.output[1] != 250
+
+
+def test_captured_addresses_stay_in_use(folder: Path) -> None:
+    device = Device(folder, ForgetfulMemory)
+    gc.collect()
+    assert len(device.graphs.named) > 100 and device.graphs.freed() == 0
+
+
 def test_nothing_left_and_broken_parameters_fault_alone(device: Device) -> None:
     driver = Driver(device.executor, PAGE_SIZE)
     too_many = SamplingParams(8, temperature=0.0, logit_bias=tuple((index % 250, 1.0) for index in range(2000)))
@@ -248,6 +280,51 @@ def test_a_relay_that_nobody_wrote_fails_its_step_alone(device: Device) -> None:
         device.executor.wait(bad)
     driver.prefill([sequence])
     assert len(sequence.output) == 1
+
+
+def test_a_result_that_could_not_be_fetched_fails_its_step_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of slots with penalties are taken note of later, by steps after the one that sampled them."""
+    penalised = SamplingParams(64, temperature=0.0, frequency_penalty=0.5, dry=DryParams(0.5, allowed_length=1))
+    driver, first, twin = Driver(device.executor, PAGE_SIZE), Sequence([1, 2, 3], 0, penalised), Sequence([1, 2, 3], 1, penalised)
+
+    def full(_: Readback) -> None:
+        raise MemoryError("no pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Readback, "launch", full)
+        run = device.executor.forward(driver.plan([(first, 3)]))
+        device.executor.sample(run, {})
+    with pytest.raises(ExecutorError, match="no pinned memory"):
+        device.executor.wait(run)
+    driver.prefill([twin])
+    driver.decode([twin], 4)
+    assert len(twin.output) == 4
+
+
+def test_warm_up_launches_every_kernel_that_steps_bring(folder: Path) -> None:
+    launched = set[str]()
+
+    class Noted:
+        def __init__(self, kernels: object) -> None:
+            self._kernels = kernels
+
+        def __getattr__(self, name: str) -> object:
+            launched.add(name)
+            return getattr(self._kernels, name)
+
+    loaded = load_model(LoadRequest(folder, "float32", PAGE_SIZE, None, 1, lambda _: None))
+    parts = DeviceParts(kernels=KernelSet(Noted(reference), Noted(sampling_twin)))  # type: ignore[arg-type]
+    options = DeviceOptions(device="cpu", max_tokens=64)
+    assemble_executor(loaded, SLOTS, PAGE_SIZE, PAGES, 0.5, options, lambda _: None, False, parts)
+    assert launched >= {"update_page_table", "resolve_tokens", "edit_logits", "select_tokens", "measure_logprobs"}
+
+
+def test_log_probabilities_are_measured_in_few_numbers(device: Device) -> None:
+    wishes, rows = device.executor.runner.sampler.wishes, torch.zeros(1, dtype=torch.int32)
+    logits = torch.arange(257.0)[None]
+    found = [wishes.measure(logits, rows, rows, number).top_ids[0].tolist() for number in (0, 1, 4, 5, 6, 20)]
+    assert [len(ids) for ids in found] == [0, 5, 5, 5, 20, 20]
+    assert all(ids == list(range(256, 256 - len(ids), -1)) for ids in found)
 
 
 def test_an_empty_plan_gives_an_empty_result(device: Device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from services.worker.core.plan import RowFault
 from services.worker.core.sampling import EmbeddingParams, SamplingParams
 from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.checkpoint import CheckpointError
+from services.worker.exec.device import build
 from services.worker.exec.device.build import DeviceOptions, NoDevice, build_device_executor
 from services.worker.exec.device.executor import DeviceExecutor
+from services.worker.exec.device.memory_parts import MemoryParts
 from services.worker.exec.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
+from services.worker.exec.pools import KVPool
 from services.worker.exec.protocol import Executor, ExecutorError
 from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.embedding_folders import FOLDERS
 from tests.exec.test_device_graphs import run_all, same, sequences
 from tests.exec.tiny_models import MODELS
 
@@ -74,13 +79,13 @@ def test_a_step_without_room_is_computed_in_pieces(folder: Path, cpu: Executor, 
     narrow = narrowed(executor, room)
     ours = run_all(Driver(executor, PAGE_SIZE), sequences(), 8)
     assert same(ours, run_all(Driver(cpu, PAGE_SIZE), sequences(), 8))
-    assert narrow.refused >= 10 and executor.runner.num_pieces_total > 10
+    assert narrow.refused >= 10 and executor.runner.stats.pieces > 10
 
 
 def test_a_step_larger_than_was_reserved_is_computed_in_pieces(folder: Path, cpu: Executor) -> None:
     executor = built(folder, max_tokens=16)
     assert same(run_all(Driver(executor, PAGE_SIZE), sequences(), 4), run_all(Driver(cpu, PAGE_SIZE), sequences(), 4))
-    assert executor.runner.num_pieces_total > 0
+    assert executor.runner.stats.pieces > 0
 
 
 @pytest.mark.parametrize("dimensions", [0, 8])
@@ -162,6 +167,72 @@ def test_memory_is_given_back_and_taken_again(folder: Path) -> None:
     driver.prefill([after])
     driver.decode([after], 5)
     assert after.output == before.output
+
+
+def test_memory_is_taken_again_where_steps_find_it_done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing orders the forward stream after another one: a pool might be filled with zeros under a step's keys."""
+    executor, both = built(folder), {"kv": True, "weights": True}
+    runner, calls = executor.runner, list[str]()
+
+    @contextmanager
+    def on_forward() -> Iterator[None]:
+        calls.append("forward")
+        yield
+        calls.append("left")
+
+    monkeypatch.setattr(runner.streams, "on_forward", on_forward)
+    monkeypatch.setattr(runner.streams, "synchronize", lambda: calls.append("waited"))
+    made = KVPool((torch.ones(1),), (torch.ones(1),))
+    noted = [lambda name=name: calls.append(name) or made for name in ("model", "pool", "graphs")]
+    parts = MemoryParts(runner, *noted)  # type: ignore[arg-type]
+    parts.release(ReleaseMemory(**both))
+    parts.resume(ResumeMemory(**both))
+    assert calls == ["forward", "model", "pool", "left", "waited", "graphs"] and runner.passes.pool is made
+
+
+@pytest.mark.parametrize("room", [64, 16])
+def test_an_encoder_sees_each_prompt_whole(tmp_path: Path, room: int) -> None:
+    """A prompt that is longer than a step's tokens; and on a device without room for it."""
+    FOLDERS["bert-mean"].build(tmp_path)
+    cpu, _ = build_cpu_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
+    params, results = SamplingParams(1, embedding=EmbeddingParams()), []
+    for executor in (built(tmp_path, max_tokens=8), cpu):
+        if isinstance(executor, DeviceExecutor):
+            narrowed(executor, room)
+        each = [Sequence(list(range(6, 6 + size)), slot, params) for slot, size in enumerate((30, 5, 7))]
+        run = executor.forward(Driver(executor, PAGE_SIZE).plan([(one, len(one.prompt)) for one in each]))
+        executor.sample(run, {})
+        results.append(executor.wait(run))
+        executor.close()
+    ours, theirs = results
+    assert ours.faults == ({} if room > 30 else {0: RowFault.OUT_OF_MEMORY})
+    assert sorted(ours.embeddings) == [row for row in range(3) if row not in ours.faults]
+    assert all(vector == pytest.approx(theirs.embeddings[row], abs=1e-5) for row, vector in ours.embeddings.items())
+
+
+def test_a_mean_over_more_tokens_than_there_are_buffers_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FOLDERS["llama-mean"].build(tmp_path)
+    monkeypatch.setattr(build, "PIECE_BYTES", 1)
+    vectors = []
+    cpu, _ = build_cpu_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
+    for executor in (built(tmp_path), cpu):
+        wanted = Sequence(list(range(6, 46)), 2, SamplingParams(1, embedding=EmbeddingParams()))
+        Driver(executor, PAGE_SIZE).prefill([wanted], chunk=30)
+        vectors.append(wanted.embedding)
+        executor.close()
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-5)
+
+
+def test_closing_a_device_that_is_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, lost = built(folder), list[str]()
+    executor.on_lost = lost.append
+
+    def gone() -> None:
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(executor.runner.streams, "synchronize", gone)
+    executor.close()
+    assert len(lost) == 1
 
 
 def test_another_model_in_the_folder_is_refused(tmp_path: Path) -> None:

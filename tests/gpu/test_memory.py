@@ -45,7 +45,7 @@ def test_a_batch_is_computed_in_pieces(tmp_path: Path, device: str) -> None:
     served = Served(config_for(VOCAB, enable_mixed_chunk=True), executor)
     answers = served.run([(prompt, greedy(NEW_TOKENS)) for prompt in prompts])
     assert [answer.tokens for answer in answers] == want
-    assert cramped.refused and executor.runner.num_pieces_total
+    assert cramped.refused and executor.runner.stats.pieces
     executor.close()
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from services.worker.exec.executor_stats import ExecutorStats
 from services.worker.exec.model_info import ModelInfo
+from services.worker.executor_metrics import ExecutorMetrics
 from services.worker.load_metrics import LoadMetrics
 
 
@@ -28,3 +30,16 @@ def test_what_loading_took_and_what_is_held() -> None:
 def test_a_model_that_tells_no_phases() -> None:
     family = next(each for each in figures(info()).collect() if each.name == "rootstock_worker_load_seconds")
     assert family.samples == []
+
+
+def test_how_steps_were_run() -> None:
+    registry, stats = CollectorRegistry(), ExecutorStats()
+    registry.register(ExecutorMetrics("m", stats))
+    stats.graph_steps, stats.eager_steps, stats.pieces, stats.given_up = 7, 3, 2, 1
+    for name, labels, value in (
+        ("rootstock_worker_steps_total", {"mode": "graph"}, 7),
+        ("rootstock_worker_steps_total", {"mode": "eager"}, 3),
+        ("rootstock_worker_step_pieces_total", {}, 2),
+        ("rootstock_worker_out_of_memory_total", {}, 1),
+    ):
+        assert registry.get_sample_value(name, {"model_name": "m", **labels}) == value

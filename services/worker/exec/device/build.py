@@ -170,7 +170,9 @@ class _Assembly:
         rows = min(max_slots, EDITED_ROWS)
         self._kernels = self._parts.kernels or kernel_set(options.kernels, self._device, rows, vocab_size)
         pages_per_slot = -(-loaded.context_len // page_size) + 1
-        self._largest = min(options.max_tokens, max_slots * loaded.context_len)
+        tokens = max(options.max_tokens, loaded.context_len) if loaded.is_encoder else options.max_tokens  # whole prompts
+        self._largest = min(tokens, max_slots * loaded.context_len)
+        self._wanted = max(max_slots, PIECE_BYTES // (4 * vocab_size))  # of sampled rows, and of a piece of a prompt's logits
         self._bounds = StepBounds(self._largest, max_slots, loaded.context_len, loaded.generates)
         with torch.inference_mode(), self._streams.on_forward():
             self.runner = self._make_runner(vocab_size, pages_per_slot, check_relay)
@@ -194,6 +196,8 @@ class _Assembly:
             unwritten=unwritten,
             reclaim=partial(return_cached, device),
             max_tokens=self._largest,
+            max_wanted=self._wanted,
+            cut_rows=not self._loaded.is_encoder,
         )
 
     def _attending(self) -> tuple[CausalModel, AttentionBackend]:
@@ -224,8 +228,7 @@ class _Assembly:
         return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress)
 
     def _reserved(self, model: Decoder) -> Decoder:
-        piece = max(1, PIECE_BYTES // (4 * model.config.vocab_size))  # of a prompt's logits
-        model.reserve(self._largest, max(self._max_slots, piece))
+        model.reserve(self._largest, self._wanted)
         return model
 
     def _pool(self, pages: int) -> KVPool:

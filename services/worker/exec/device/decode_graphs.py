@@ -19,10 +19,12 @@ from services.worker.exec.device.step_columns import DeviceColumns, StepColumns
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """words: where the step's columns are copied to; rows, space and logits: what the captured kernels read and write."""
+    """words: where the step's columns are copied to; ids, rows, space and logits: what the captured kernels read and write. A
+    graph keeps addresses and no tensors: all that was made before its capture has to be here, or its memory goes to others."""
 
     size: int
     words: Tensor
+    ids: Tensor
     rows: RaggedRows
     space: SampleSpace
     logits: Tensor
@@ -71,4 +73,4 @@ class DecodeGraphs:
         forward_graph = self._memory.capture(forward)
         logits = computed[0]
         sample_graph = self._memory.capture(lambda: self._sampler.run_kernels(logits, space))
-        return DecodeGraph(size, words, rows, space, logits, forward_graph, sample_graph)
+        return DecodeGraph(size, words, ids, rows, space, logits, forward_graph, sample_graph)

@@ -85,8 +85,7 @@ class DeviceExecutor:
             raise ExecutorError(f"{type(operation).__name__} failed: {error!r}") from error
 
     def close(self) -> None:
-        if not self._lost:
-            self._runner.streams.synchronize()
+        self._settle()
         self._runner.drop()
 
     def _do(self, operation: Operation) -> None:
@@ -107,13 +106,18 @@ class DeviceExecutor:
 
     def _failed(self, run: DeviceRun, error: Exception) -> DeviceRun:
         run.error = error
+        self._settle()
+        return run
+
+    def _settle(self) -> None:
+        """Waits for the device, unless it is lost."""
+        if self._lost:
+            return
         try:
             self._runner.streams.synchronize()
         except Exception as failure:  # whatever the driver raises: there is no device to go on with
-            if not self._lost:
-                self._lost = True
-                self.on_lost(f"the device does not answer any more: {failure}")
-        return run
+            self._lost = True
+            self.on_lost(f"the device does not answer any more: {failure}")
 
 
 def _own(run: Run) -> DeviceRun:

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.sample_ops import Measured, SampleKernels
+from services.shared.limits import MAX_TOP_LOGPROBS
 from services.worker.core.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
 from services.worker.exec.device.readback import Readback
 from services.worker.exec.logprobs import PIECE_BYTES, Logits
 
 I64 = NDArray[np.int64]
 COLUMNS = ("own", "top_ids", "top", "mass")
+TOPS = (0, 5, MAX_TOP_LOGPROBS)  # how many top ones are measured: of each number, kernels are compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +160,8 @@ class LogprobWishes:
         return values, faults
 
     def measure(self, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:
-        """Of the given rows of float32[n, V], each with its token of tokens."""
-        count = len(rows)
+        """Of the given rows of float32[n, V], each with its token of tokens; num_top top ones at least."""
+        count, num_top = len(rows), next((size for size in TOPS if size >= num_top), num_top)
 
         def floats(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=self._device)

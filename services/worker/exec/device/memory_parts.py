@@ -35,10 +35,12 @@ class MemoryParts:
 
     def resume(self, parts: ResumeMemory) -> None:
         """Raises OperationRefused where the folder or the memory does not allow it; what was released then stays so."""
-        passes = self.runner.passes
+        passes, streams = self.runner.passes, self.runner.streams
         try:
-            model = self.load_model() if parts.weights else passes.model
-            pool = self.allocate_pool() if parts.kv else passes.pool
+            with streams.on_forward():  # where steps find it done: a pool takes long to fill with zeros
+                model = self.load_model() if parts.weights else passes.model
+                pool = self.allocate_pool() if parts.kv else passes.pool
+            streams.synchronize()
         except Exception as error:  # of any kind: loaders raise many, and nothing has changed so far
             raise OperationRefused(f"cannot resume: {error}") from error
         passes.model, passes.pool = model, pool

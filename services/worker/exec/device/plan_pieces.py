@@ -33,15 +33,15 @@ def whole(plan: BatchPlan) -> Piece:
     return Piece(rest, np.arange(plan.num_rows))
 
 
-def halves(piece: Piece) -> tuple[Piece, Piece] | None:
+def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
     """Two pieces that follow each other and hold about half of its tokens each: whole rows, or one row cut. None if it is a
-    single token."""
+    single token; or a single row, where rows may not be cut."""
     counts = piece.plan.num_tokens
     if len(counts) > 1:
         ends = np.cumsum(counts)
         first = int(np.clip(np.searchsorted(ends, int(ends[-1]) // 2) + 1, 1, len(counts) - 1))
         return select(piece, np.arange(first)), select(piece, np.arange(first, len(counts)))
-    if piece.num_tokens < 2:
+    if piece.num_tokens < 2 or not cut_rows:
         return None
     return _cut(piece, piece.num_tokens // 2)
 

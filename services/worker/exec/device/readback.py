@@ -9,13 +9,18 @@ from services.worker.exec.device.streams import Mark, Streams
 
 
 class Readback:
-    """Tensors named as they are wanted on the host. Holds what it copies until host() has waited for it."""
+    """Tensors named as they are wanted on the host. Holds what it copies until host() has waited for it. empty: nothing was
+    added; mark: where the copies are done, None before launch()."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._sources: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
-        self._mark: Mark | None = None
+        self.mark: Mark | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not self._sources
 
     def add(self, name: str, tensor: Tensor) -> None:
         """tensor: on the device, not written again before host(), unless through Streams.forward_after_copy."""
@@ -29,13 +34,14 @@ class Readback:
             for name, source in self._sources.items():
                 copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
                 self._copies[name] = copy.copy_(source, non_blocking=True)
-        self._mark = self._streams.mark_copy()
-        return self._mark
+        self.mark = self._streams.mark_copy()
+        return self.mark
 
     def host(self) -> dict[str, Tensor]:
-        """The copies, complete."""
-        if self._mark is None:
+        """The copies, complete; none where nothing was added."""
+        if self.mark is None and self._sources:
             raise RuntimeError("nothing was launched")
-        self._mark.wait()
+        if self.mark is not None:
+            self.mark.wait()
         self._sources.clear()
         return self._copies

@@ -28,6 +28,7 @@ from services.worker.exec.device.step_columns import DeviceColumns, StepColumns
 from services.worker.exec.device.streams import Streams
 from services.worker.exec.device.upload import UploadRing
 from services.worker.exec.embedding_pool import EmbeddingPool, embedded
+from services.worker.exec.executor_stats import ExecutorStats
 from services.worker.exec.future_map import POISON, UnwrittenToken
 from services.worker.exec.protocol import Masks
 
@@ -55,7 +56,9 @@ class DeviceRun:
 
 class DeviceRunner:
     """reclaim: gives memory that is free inside the process back to the device, before a step is tried in pieces. max_tokens:
-    of one pass, for which buffers are reserved; a step with more is computed in pieces."""
+    of one pass, for which buffers are reserved; a step with more is computed in pieces. cut_rows: a row may be computed in
+    pieces too; a model whose tokens see later ones (an encoder) needs it whole. max_wanted: tokens whose states or logits may be
+    asked for at once."""
 
     def __init__(
         self,
@@ -69,14 +72,18 @@ class DeviceRunner:
         unwritten: Tensor | None,
         reclaim: Callable[[], None],
         max_tokens: int,
+        max_wanted: int,
+        cut_rows: bool = True,
     ) -> None:
         self.streams, self.passes, self.attention, self.sampler = streams, passes, attention, sampler
         self._kernels, self._embeddings, self._relay, self._unwritten = kernels, embeddings, relay, unwritten
         self._reclaim = reclaim
         self._max_tokens = max_tokens
+        self._max_wanted = max_wanted
+        self._cut_rows = cut_rows
         self._ring = UploadRing(streams, 2 * max_tokens + UPLOAD_WORDS)
         self.graphs: DecodeGraphs | None = None
-        self.num_pieces_total = 0  # passes beyond one per step, for want of memory
+        self.stats = ExecutorStats()
 
     def forward(self, plan: BatchPlan) -> DeviceRun:
         run = DeviceRun(plan, Readback(self.streams))
@@ -115,8 +122,10 @@ class DeviceRunner:
             self.graphs.release()
 
     def release(self, run: DeviceRun) -> None:
-        """What the step has sent may be overwritten once the device is past this point."""
-        mark = run.readback.launch()
+        """What the step has sent may be overwritten once the device is past this point: the last results' on the copy stream, or
+        one more."""
+        last = run.launched[-1].readback.mark if run.launched and run.readback.empty else None
+        mark = last or run.readback.launch()
         self._ring.release(mark)
         self.sampler.ring.release(mark)
 
@@ -185,6 +194,7 @@ class DeviceRunner:
     # The forward pass
 
     def _replay(self, run: DeviceRun, graph: DecodeGraph, columns: StepColumns, words: Tensor) -> None:
+        self.stats.graph_steps += 1
         graph.words.copy_(words)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, graph.rows, graph=graph.size))
         graph.forward.replay()
@@ -192,6 +202,7 @@ class DeviceRunner:
         run.batches = [Batch(run.plan.slots, columns.rows, graph.logits, graph.space, fixed=True)]
 
     def _eager(self, run: DeviceRun, plan: BatchPlan, columns: StepColumns, views: Mapping[str, Tensor]) -> None:
+        self.stats.eager_steps += 1
         if columns.total > self._max_tokens:
             self._in_pieces(run, plan)
             return
@@ -211,13 +222,20 @@ class DeviceRunner:
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
         self.passes.run(ids, rows, columns, views["given"])
         prompts = self.sampler.wishes.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
-        vectors = self._embeddings.pool(plan, self.passes.model.states)
+        vectors = self._embeddings.pool(plan, self._states)
         batch = self._batch(piece, columns, device, kept)
         for row, vector in vectors.items():
             run.readback.add(f"embedding_{int(piece.rows[row])}", vector)
         run.embeddings += [int(piece.rows[row]) for row in vectors]
         run.prompts += [replace(prompt, row=int(piece.rows[prompt.row])) for prompt in prompts]
         run.batches += [batch] if batch is not None else []
+
+    def _states(self, wanted: Tensor) -> Tensor:
+        """See TokenModel.states. A mean wants those of a whole prompt."""
+        model = self.passes.model
+        if len(wanted) <= self._max_wanted:
+            return model.states(wanted)
+        return torch.cat([model.states(part).clone() for part in wanted.split(self._max_wanted)])
 
     def _batch(self, piece: Piece, columns: StepColumns, device: DeviceColumns, kept: bool) -> Batch | None:
         """Asks for the logits last: each request for logits overwrites the one before."""
@@ -233,14 +251,14 @@ class DeviceRunner:
     # Out of memory
 
     def _in_pieces(self, run: DeviceRun, plan: BatchPlan) -> None:
-        """Halves what does not fit until it does. Where one token does not, the row with the longest context ends, and the
-        others are tried again."""
-        pending = list(halves(whole(plan)) or (whole(plan),))
+        """Halves what does not fit until it does. Where one token (or a row that stays whole) does not, the row with the longest
+        context ends, and the others are tried again."""
+        pending = list(halves(whole(plan), self._cut_rows) or (whole(plan),))
         while pending:
             piece = pending.pop(0)
             if self._fits(run, piece):
-                self.num_pieces_total += 1
-            elif (cut := halves(piece)) is not None:
+                self.stats.pieces += 1
+            elif (cut := halves(piece, self._cut_rows)) is not None:
                 pending[:0] = cut
             else:
                 pending = self._without_largest(run, [piece, *pending])
@@ -274,6 +292,7 @@ class DeviceRunner:
         }
         largest = max(lengths, key=lambda row: lengths[row])
         run.faults[largest] = RowFault.OUT_OF_MEMORY
+        self.stats.given_up += 1
         self._relay[int(run.plan.slots[largest])].fill_(0)  # a step that is planned already may gather it
         logger.error("no memory for a row of %d tokens of step %d: its request ends", lengths[largest], run.plan.step_id)
         rest = [select(piece, np.flatnonzero(piece.rows != largest)) for piece in pending]

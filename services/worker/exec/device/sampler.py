@@ -33,11 +33,18 @@ MAX_LOSSES = 1 << 16  # of one graph's step
 
 @dataclass(frozen=True, slots=True)
 class SampleSpace:
-    """Where a batch of n rows is sampled: inputs (see SampleRows) and outputs. tokens, faults: int32[n]."""
+    """Where a batch of n rows is sampled: inputs (see SampleRows) and outputs: int32[2, n], tokens and faults."""
 
     rows: SampleRows
-    tokens: Tensor
-    faults: Tensor
+    out: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.out[0]
+
+    @property
+    def faults(self) -> Tensor:
+        return self.out[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,6 @@ class Launched:
     wish: OutputWish | None
     pasts: list[tuple[int, Past]]
     broken: frozenset[int]
-    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,11 @@ class DeviceSampler:
         return self._wishes
 
     @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return self._num_words
+
+    @property
     def ring(self) -> UploadRing:
         return self._ring
 
@@ -101,20 +112,28 @@ class DeviceSampler:
 
     def admission(self, admitted: Sequence[SlotParams]) -> Admission:
         """What admit() takes once it is on the device. A slot whose parameters cannot be applied is left out: its rows fault."""
-        sound = [slot for slot in admitted if self._take_in(slot)]
-        return self._slots.admission(sound)
-
-    def _take_in(self, slot: SlotParams) -> bool:
-        self._broken.discard(slot.slot)
+        self._broken.difference_update(slot.slot for slot in admitted)
+        sound = [slot for slot in admitted if self._applies(slot, self._take_in)]
         try:
-            self._slots.admission([slot] if _is_special(slot) else [])
-            self._past.admit(slot)
-            self._wishes.admit(slot)
+            return self._slots.admission(sound)
+        except Exception:  # of any kind: whose it is shows by itself
+            return self._slots.admission([slot for slot in sound if self._applies(slot, self._try_alone)])
+
+    def _applies(self, slot: SlotParams, apply: Callable[[SlotParams], None]) -> bool:
+        try:
+            apply(slot)
         except Exception:  # of any kind: one slot's parameters concern that slot alone
             logger.exception("the sampling parameters of slot %d could not be applied", slot.slot)
             self._broken.add(slot.slot)
             return False
         return True
+
+    def _take_in(self, slot: SlotParams) -> None:
+        self._wishes.admit(slot)
+        self._past.admit(slot)
+
+    def _try_alone(self, slot: SlotParams) -> None:
+        self._slots.admission([slot])
 
     def admit(self, views: Mapping[str, Tensor]) -> None:
         self._slots.admit(views)
@@ -152,7 +171,7 @@ class DeviceSampler:
 
     def _space(self, rows: SampleRows) -> SampleSpace:
         out = torch.zeros((2, len(rows.slots)), dtype=torch.int32, device=self._streams.device)
-        return SampleSpace(rows, out[0], out[1])
+        return SampleSpace(rows, out)
 
     # A step
 
@@ -179,7 +198,8 @@ class DeviceSampler:
             self.settle()
         views = self._send(batch, masked, lossy, wish)
         readback = Readback(self._streams)
-        self._streams.forward_after_schedule()
+        if views:
+            self._streams.forward_after_schedule()
         self._streams.forward_after_copy()  # the last results of this space are on their way out of it
         with self._streams.on_forward():
             space = self._filled(batch, views)
@@ -187,14 +207,13 @@ class DeviceSampler:
                 self.run_kernels(batch.logits, space)
             else:
                 replay()
-            readback.add("tokens", space.tokens)
-            readback.add("faults", space.faults)
+            readback.add("sampled", space.out)
             if wish is not None:
                 self._wishes.measure_outputs(wish, views, batch.logits, space.tokens, readback)
         launched = Launched(batch, readback, wish, pasts, frozenset(self._broken))
+        self._ring.release(readback.launch())
         if pasts:
             self._unsettled.append(launched)
-        self._ring.release(readback.launch())
         return launched
 
     def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
@@ -209,14 +228,14 @@ class DeviceSampler:
             count = len(piece.slots)
             values, edited = logits[first : first + count], self._edited[:count]
             self._kernels.edit_logits(edited, values, piece, table)
-            self._kernels.select_tokens(space.tokens[part], space.faults[part], values, edited, piece, table, self._relay)
+            self._kernels.select_tokens(space.out[0, part], space.out[1, part], values, edited, piece, table, self._relay)
 
     def outcome(self, launched: Launched) -> Outcome:
         """Waits for it."""
         self.settle()
         host, count = launched.readback.host(), len(launched.batch.slots)
-        tokens = host["tokens"].numpy()[:count].copy()
-        codes = host["faults"].numpy()[:count]
+        tokens, codes = host["sampled"].numpy()[:, :count]
+        tokens = tokens.copy()
         faults = {index: RowFault(int(codes[index])) for index in np.flatnonzero(codes).tolist()}
         for index, slot in enumerate(launched.batch.slots.tolist() if launched.broken else ()):
             if slot in launched.broken:
@@ -227,12 +246,12 @@ class DeviceSampler:
 
     def settle(self) -> None:
         """Lets the pasts take note of every token launched so far; waits where one is not here yet."""
-        for launched in self._unsettled:
-            tokens, faults = (launched.readback.host()[name] for name in ("tokens", "faults"))
+        while self._unsettled:
+            launched = self._unsettled.pop(0)  # before anything can fail: no token counts twice
+            tokens, faults = launched.readback.host()["sampled"].tolist()
             for index, past in launched.pasts:
                 if not faults[index]:
-                    past.add(int(tokens[index]))
-        self._unsettled.clear()
+                    past.add(tokens[index])
 
     def _send(self, batch: Batch, masked: Mapping[int, Words], lossy: bool, wish: OutputWish | None) -> dict[str, Tensor]:
         sections: list[tuple[str, NDArray[np.generic]]] = []
@@ -254,13 +273,13 @@ class DeviceSampler:
         """The batch's space with its masks and losses: itself, where they fit in; another one, if not."""
         space, size = batch.space, len(batch.space.rows.slots)
         masks = views["masks"].view(-1, self._num_words) if "masks" in views else None
-        if not batch.fixed or ("loss_ids" in views and len(views["loss_ids"]) > MAX_LOSSES):
-            return self._with(space, views, masks)
         rows = space.rows
-        if size in self._dirty:
+        if batch.fixed and size in self._dirty:
             rows.mask_rows.fill_(-1)
             rows.loss_offsets.zero_()
             self._dirty.discard(size)
+        if not batch.fixed or ("loss_ids" in views and len(views["loss_ids"]) > MAX_LOSSES):
+            return self._with(space, views, masks)
         if masks is not None:
             rows.mask_rows.copy_(views["mask_rows"])
             rows.masks[: len(masks)].copy_(masks)
@@ -286,11 +305,4 @@ class DeviceSampler:
             loss_ids=views.get("loss_ids", rows.loss_ids),
             losses=views["losses"].view(torch.float32) if "losses" in views else rows.losses,
         )
-        return SampleSpace(changed, space.tokens, space.faults)
-
-
-def _is_special(slot: SlotParams) -> bool:
-    """Whether its parameters fill more than the columns that every slot has."""
-    params = slot.params
-    lists = params.logit_bias or params.allowed_token_ids or params.banned_token_ids or slot.stop_token_ids
-    return bool(lists) or len(slot.history) > 0
+        return SampleSpace(changed, space.out)

@@ -49,6 +49,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._schedule, self._forward, self._copy = (torch.cuda.Stream(device) for _ in range(3))
+        self._reached = torch.cuda.Event()  # recorded and waited for at once, so that one serves all
 
     @property
     def device(self) -> torch.device:
@@ -64,13 +65,18 @@ class CudaStreams:
         return torch.cuda.stream(self._copy)
 
     def forward_after_schedule(self) -> None:
-        self._forward.wait_stream(self._schedule)
+        self._after(self._forward, self._schedule)
 
     def copy_after_forward(self) -> None:
-        self._copy.wait_stream(self._forward)
+        self._after(self._copy, self._forward)
 
     def forward_after_copy(self) -> None:
-        self._forward.wait_stream(self._copy)
+        self._after(self._forward, self._copy)
+
+    def _after(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
+        """Stream.wait_stream without an event made and destroyed each time: the device takes the event as it stands."""
+        self._reached.record(earlier)
+        later.wait_event(self._reached)
 
     def mark_copy(self) -> Mark:
         event = torch.cuda.Event()

@@ -14,6 +14,7 @@ from services.worker.exec.device.streams import Mark, Streams
 I32 = NDArray[np.int32]
 Sections = Sequence[tuple[str, NDArray[np.generic]]]
 DEPTH = 4  # steps whose buffers may be on their way: at most two are, one more is being filled
+ALIGNED = 4  # words: kernels are compiled apart for tensors that begin at a multiple of 16 bytes, and for those that do not
 
 
 def as_words(array: NDArray[np.generic]) -> I32:
@@ -21,6 +22,11 @@ def as_words(array: NDArray[np.generic]) -> I32:
     flat = np.ascontiguousarray(array).reshape(-1)
     words: I32 = flat.view(np.int32) if flat.itemsize == 4 else flat.astype(np.int32)
     return words
+
+
+def _room(words: I32) -> int:
+    """Words that a section takes up."""
+    return -(-len(words) // ALIGNED) * ALIGNED
 
 
 class _Buffer:
@@ -38,7 +44,7 @@ class UploadRing:
 
     def __init__(self, streams: Streams, capacity: int) -> None:
         self._streams = streams
-        self._buffers = [_Buffer(streams.device, capacity) for _ in range(DEPTH)]
+        self._buffers = [self._made(capacity) for _ in range(DEPTH)]
         self._next = 0
         self._open: list[_Buffer] = []
 
@@ -46,14 +52,14 @@ class UploadRing:
         """Copies the sections and returns each as int32[its words] on the device, by name, valid until release() and DEPTH - 1
         sends more. What reads them must follow the schedule stream (Streams.forward_after_schedule)."""
         parts = [(name, as_words(array)) for name, array in sections]
-        total = sum(len(words) for _, words in parts)
+        total = sum(_room(words) for _, words in parts)
         buffer = self._take(total)
         views, at = {}, 0
         for name, words in parts:
             end = at + len(words)
             buffer.words[at:end] = words
             views[name] = buffer.device[at:end]
-            at = end
+            at += _room(words)
         if total:
             with self._streams.on_schedule():
                 buffer.device[:total].copy_(buffer.host[:total], non_blocking=True)
@@ -65,6 +71,11 @@ class UploadRing:
             buffer.used_until = mark
         self._open.clear()
 
+    def _made(self, capacity: int) -> _Buffer:
+        """On the schedule stream, which writes it: another stream's memory may be new to us and still be read there."""
+        with self._streams.on_schedule():
+            return _Buffer(self._streams.device, capacity)
+
     def _take(self, words: int) -> _Buffer:
         index, self._next = self._next, (self._next + 1) % DEPTH
         buffer = self._buffers[index]
@@ -73,7 +84,7 @@ class UploadRing:
         if buffer.used_until is not None:
             buffer.used_until.wait()
         if len(buffer.words) < words:
-            buffer = self._buffers[index] = _Buffer(self._streams.device, 2 * words)
+            buffer = self._buffers[index] = self._made(2 * words)
         buffer.used_until = None
         self._open.append(buffer)
         return buffer

@@ -1,0 +1,55 @@
+"""What a step sends to the device: where its sections lie, and when their memory is written again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.worker.exec.device.streams import InlineStreams
+from services.worker.exec.device.upload import ALIGNED, DEPTH, UploadRing
+
+
+class Reached:
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def sections(*sizes: int) -> list[tuple[str, np.ndarray]]:
+    return [(f"part {number}", np.arange(size, dtype=np.int32) + number) for number, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 4, 5), (0, 7, 0), (), (500, 1, 500)])
+def test_sections_begin_where_kernels_want_them(sizes: tuple[int, ...]) -> None:
+    ring = UploadRing(InlineStreams(), 64)
+    for _ in range(2 * DEPTH):
+        sent = sections(*sizes)
+        views = ring.send(sent)
+        ring.release(Reached())
+        assert {name: view.tolist() for name, view in views.items()} == {name: part.tolist() for name, part in sent}
+        assert all(view.data_ptr() % (4 * ALIGNED) == 0 for view in views.values() if len(view))
+
+
+def test_other_types_go_by_their_bits_or_by_value() -> None:
+    ring = UploadRing(InlineStreams(), 16)
+    views = ring.send([("f", np.float32([1.5])), ("u", np.uint32([1 << 31])), ("l", np.int64([-7])), ("s", np.int16([5]))])
+    assert np.frombuffer(views["f"].numpy(), np.float32) == [1.5]
+    assert [views[name].item() for name in "uls"] == [-(1 << 31), -7, 5]
+
+
+def test_a_buffer_is_written_again_once_its_step_is_over() -> None:
+    ring, marks = UploadRing(InlineStreams(), 16), [Reached() for _ in range(DEPTH + 1)]
+    for mark in marks:
+        ring.send(sections(3))
+        ring.release(mark)
+    assert [mark.waits for mark in marks] == [1, *[0] * DEPTH]
+
+
+def test_too_many_sends_of_one_step() -> None:
+    ring = UploadRing(InlineStreams(), 16)
+    for _ in range(DEPTH):
+        ring.send(sections(3))
+    with pytest.raises(RuntimeError, match="without a release"):
+        ring.send(sections(3))
