@@ -16,6 +16,9 @@ PROTOS := rootstock/.ready
 # Tests that fill the machine by themselves, or count seconds of it.
 CROWDED := tests/e2e/test_fleet_faults.py tests/e2e/test_fleet_scale.py tests/e2e/test_fleet_soak.py tests/e2e/test_random_weights.py
 
+# Two processes, a file to each at a time, in the order of tests/conftest.py.
+SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: help env run test check docs bench bench-compare gpu-check sim nightly clean
 
 help:            ## this list
@@ -43,12 +46,12 @@ check: env       ## lint, types, core tests, contracts: before every commit
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check -q
 	$(VENV)/bin/mypy
-	$(PY) -m pytest tests/core tests/contracts
+	$(PY) -m pytest tests/core tests/contracts $(SPREAD)
 
 test: env        ## everything that a CPU can run
-	$(PY) -m pytest tests --ignore tests/e2e --numprocesses 2 --dist loadfile
+	$(PY) -m pytest tests --ignore tests/e2e $(SPREAD)
 	$(PY) -m pytest $(CROWDED)
-	$(PY) -m pytest tests/e2e $(addprefix --ignore ,$(CROWDED)) --numprocesses 2 --dist loadfile
+	$(PY) -m pytest tests/e2e $(addprefix --ignore ,$(CROWDED)) $(SPREAD)
 
 nightly: env     ## the long property runs too
 	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m pytest tests

@@ -16,7 +16,7 @@ COLUMNS = f"{'kernel':44} {'us':>9} {'GB/s':>7} {'% copy':>7} {'TFLOP/s':>8} {'t
 class KernelFigures:
     """One case. percent_of_copy: of the bandwidth of a large copy in the same run. torch_microseconds: the same work in plain
     torch, None where there is none to compare with. cold: inputs came from memory; else from the L2 cache, and more than 100
-    percent is possible. error: why there are no figures, else "".
+    percent is possible. error: why there are no figures, else "". torch_error: why there are none of plain torch.
     """
 
     name: str
@@ -27,11 +27,13 @@ class KernelFigures:
     torch_microseconds: float | None = None
     cold: bool = False
     error: str = ""
+    torch_error: str = ""
 
     def line(self) -> str:
         if self.error:
             return f"{self.name:44} failed: {self.error}"
-        beside = "" if self.torch_microseconds is None else f"{self.torch_microseconds:.1f}"
+        beside = "failed" if self.torch_error else ""
+        beside = beside if self.torch_microseconds is None else f"{self.torch_microseconds:.1f}"
         ratio = "" if self.torch_microseconds is None else f"{self.torch_microseconds / self.microseconds:.2f}"
         flops = f"{self.teraflops:.1f}" if self.teraflops else ""
         rates = f"{self.microseconds:9.1f} {self.gigabytes_per_second:7.0f} {self.percent_of_copy:7.1f} {flops:>8}"

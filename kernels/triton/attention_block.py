@@ -99,3 +99,74 @@ def fold_keys(
         acc = dot(weights.to(v.dtype), v, acc * kept[:, None], UPCAST)
         peak = raised
     return acc, total, peak
+
+
+@triton.jit
+def fold_tile(
+    q,
+    k_head,
+    v_head,
+    table,
+    lower,
+    upper,
+    begin,
+    end,
+    position,
+    positions,
+    window,
+    score_scale,
+    cap_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """(acc [M, E], total [M], peak [M]) of places lower .. upper - 1, out of the begin .. end - 1 that the tile's tokens see.
+
+    position: the first token's. With ONE_TOKEN it is the only one, and sees them all.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    # fmt: off
+    if ONE_TOKEN:
+        acc, total, peak = fold_keys(
+            acc, total, peak, q, k_head, v_head, table, lower, upper, positions, window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
+            True, False, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+    else:
+        # Three stretches: cut by the window's lower edge, seen by every token of the tile, cut by causality.
+        opened = begin
+        if HAS_WINDOW:
+            opened += tl.cdiv(tl.maximum(end - window - begin, 0), BLOCK_N) * BLOCK_N
+        closed = tl.maximum(begin + tl.maximum(position + 1 - begin, 0) // BLOCK_N * BLOCK_N, opened)
+        if HAS_WINDOW:
+            acc, total, peak = fold_keys(
+                acc, total, peak, q, k_head, v_head, table, lower, tl.minimum(opened, upper), positions, window,
+                score_scale, cap_scale,
+                NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
+                True, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            )
+        acc, total, peak = fold_keys(
+            acc, total, peak, q, k_head, v_head, table, tl.maximum(opened, lower), tl.minimum(closed, upper), positions,
+            window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
+            False, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+        acc, total, peak = fold_keys(
+            acc, total, peak, q, k_head, v_head, table, tl.maximum(closed, lower), upper, positions, window,
+            score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
+            True, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+    # fmt: on
+    return acc, total, peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_block import fold_keys, load_rows
+from kernels.triton.attention_block import fold_tile, load_rows
 from kernels.triton.attention_merge import merge_splits, store_means, store_split
 from kernels.triton.attention_tiles import find_lanes, find_span, find_split, find_tile
 
@@ -91,46 +91,12 @@ def attention_kernel(
     k_head = k_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
     v_head = v_pool + kv_head * (PAGE_SIZE * VALUE_DIM)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    if ONE_TOKEN:
-        # fmt: off
-        acc, total, peak = fold_keys(
-            acc, total, peak, queries, k_head, v_head, table, lower, upper, positions, window, score_scale, cap_scale,
-            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
-            True, False, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-        )
-        # fmt: on
-    else:
-        # Three stretches: cut by the window's lower edge, seen by every token of the tile, cut by causality.
-        opened = begin
-        if HAS_WINDOW:
-            opened += tl.cdiv(tl.maximum(end - window - begin, 0), BLOCK_N) * BLOCK_N
-        closed = tl.maximum(begin + tl.maximum(start + first + 1 - begin, 0) // BLOCK_N * BLOCK_N, opened)
-        # fmt: off
-        if HAS_WINDOW:
-            acc, total, peak = fold_keys(
-                acc, total, peak, queries, k_head, v_head, table, lower, tl.minimum(opened, upper), positions, window,
-                score_scale, cap_scale,
-                NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
-                True, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-            )
-        acc, total, peak = fold_keys(
-            acc, total, peak, queries, k_head, v_head, table, tl.maximum(opened, lower), tl.minimum(closed, upper), positions,
-            window, score_scale, cap_scale,
-            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
-            False, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-        )
-        acc, total, peak = fold_keys(
-            acc, total, peak, queries, k_head, v_head, table, tl.maximum(closed, lower), upper, positions, window,
-            score_scale, cap_scale,
-            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
-            True, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-        )
-        # fmt: on
-
     # fmt: off
+    acc, total, peak = fold_tile(
+        queries, k_head, v_head, table, lower, upper, begin, end, start + first, positions, window, score_scale, cap_scale,
+        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
+        ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+    )
     if SPLIT:
         if used == 1:
             store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)

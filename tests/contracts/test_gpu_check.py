@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.benchmarks.gpu.journal import Journal
 from tests.contracts.test_imports import BLOCK
 from tests.gpu.check import Check, main
 from tests.gpu.parts import BENCHMARK, TESTS, Part, all_parts, chosen
+from tests.gpu.report import write_report
 from tests.gpu.results import Result, Source, State, Status, load_state
 from tests.gpu.source import digest_of, source_of
 from tests.gpu.targets import TARGETS, judge
@@ -36,6 +39,24 @@ NOT_ON_THAT_MACHINE = [
 ELSEWHERE = [*NOT_ON_THAT_MACHINE, "uvloop", "opentelemetry", "kubernetes", "xxhash", "rootstock"]
 FACTS = {"device": "NVIDIA H200", "python": "3.12.3", "system": "Linux", "versions": {"torch": "2.11"}, "driver": "580.1"}
 SOURCE = Source("abc", "0011")
+LOST = """
+import pytest, torch
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+def test_wrong_but_alive(device): assert False
+def test_right(device): pass
+
+def test_lost(device, monkeypatch):
+    def synchronize(): raise RuntimeError("an illegal address\\nand more")
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    synchronize()
+
+def test_after(device): pass
+"""
 
 
 def script(tmp_path: Path, name: str, text: str, kind: str = BENCHMARK, limit_s: int = 20) -> Part:
@@ -77,7 +98,8 @@ def test_parts_fit_short_leases_and_run_what_is_there() -> None:
 
 def test_parts_are_chosen_by_name_or_kind() -> None:
     parts = all_parts(ROOT)
-    assert [part.name for part in chosen(parts, ["bench-nano", "parity"])] == ["parity", "bench-nano"]
+    assert [part.name for part in chosen(parts, ["bench-nano", "parity", "bench-nano"])] == ["bench-nano", "parity"]
+    assert len(chosen(parts, ["waits", "tests"])) == len(chosen(parts, ["tests"]))
     assert {part.kind for part in chosen(parts, ["tests"])} == {TESTS}
     assert chosen(parts, []) == parts
     with pytest.raises(ValueError, match="no part is called nonsense; there are kernels-layers, "):
@@ -138,6 +160,31 @@ def test_other_files_make_results_old(tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "xx"
 
 
+def test_other_versions_and_other_flags_make_results_old_too(tmp_path: Path) -> None:
+    part = script(tmp_path, "part", outcome_script({}, "open('ran', 'a').write('x')"))
+    runner, state = check(tmp_path, [part])
+    assert runner.run([part], None, keep=False) == 0
+    newer = {**FACTS, "versions": {"torch": "2.12"}}
+    assert state.is_done(part, SOURCE, FACTS, keep=False) and state.is_done(part, SOURCE, newer, keep=True)
+    assert not state.is_done(part, SOURCE, newer, keep=False)
+    path = write_report(tmp_path / "out", newer, SOURCE, state, [part])
+    assert "passed (torch 2.11)" in path.read_text()
+    otherwise = replace(part, command=(*part.command, "--no-graphs"))
+    assert not state.is_done(otherwise, SOURCE, FACTS, keep=True)
+
+
+def test_a_check_goes_on_from_its_report(tmp_path: Path) -> None:
+    """Where only the reports have come back from the machine."""
+    good, bad = script(tmp_path, "good", outcome_script({})), script(tmp_path, "bad", "raise SystemExit('the reason')")
+    assert check(tmp_path, [good, bad])[0].run([good, bad], None, keep=False) == 1
+    report = tmp_path / "out/report-nvidia-h200-2030-01-02.json"
+    state = load_state(tmp_path / "elsewhere/state.json", "2030-01-05", fresh=False, earlier=report)
+    assert state.begun == "2030-01-02"
+    assert state.is_done(good, SOURCE, FACTS, keep=False) and not state.is_done(bad, SOURCE, FACTS, keep=False)
+    with pytest.raises(ValueError, match="to go on from"):
+        load_state(tmp_path / "state.json", "2030-01-05", fresh=False, earlier=tmp_path / "none.json")
+
+
 def test_a_part_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
     child = "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\n"
     slow = script(
@@ -174,6 +221,42 @@ def test_pytest_outcomes_are_counted(tmp_path: Path) -> None:
     runner, state = check(tmp_path, [some], Source("x", "y"))
     assert runner.run([some], None, keep=False) == 1
     assert state.results["some"].status is Status.FAILED and state.results["some"].counts == {"failure": 1}
+
+
+def test_a_cut_off_test_part_says_what_had_failed_by_then(tmp_path: Path) -> None:
+    test_file = tmp_path / "test_some.py"
+    lines = ["import time", "def test_a(): assert 'this' == 'that'", "def test_b(): pass", "def test_c(): time.sleep(60)"]
+    test_file.write_text("\n".join(lines))
+    command = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--junitxml={out}", str(test_file))
+    some = Part("some", TESTS, "tests", 8, command)
+    runner, state = check(tmp_path, [some])
+    assert runner.run([some], None, keep=False) == 1
+    result = state.results["some"]
+    assert result.status is Status.TIMED_OUT
+    assert result.counts["failure"] == 1 and result.counts["passed"] >= 1
+    assert result.tail.startswith("First of what failed: test_some.test_a") and "'this' == 'that'" in result.tail
+
+
+def test_a_benchmark_goes_on_without_a_piece_that_fails(tmp_path: Path) -> None:
+    journal = Journal("as it is", tmp_path / "out.json")
+    for name in ("one", "two"):
+        with journal.apart(name):
+            if name == "one":
+                raise RuntimeError("no such kernel\nand more")
+            journal.figure(name, 1.0)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["failed"], list(found["figures"])) == (["one"], ["two"])
+    assert found["notes"] == ["one failed: RuntimeError: no such kernel"]
+
+
+def test_no_test_is_begun_on_a_device_that_is_lost(tmp_path: Path) -> None:
+    """As after an illegal address: the device is a double whose every call fails from the second test on."""
+    (tmp_path / "test_some.py").write_text(LOST)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.lost_device", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "2 failed, 1 passed" in done.stdout, done.stdout
+    assert "the device is lost since test_some.py::test_lost: an illegal address" in done.stdout
 
 
 def test_a_broken_state_is_named(tmp_path: Path) -> None:
@@ -219,6 +302,7 @@ def test_the_source_is_named_by_commit_and_content(tmp_path: Path) -> None:
     (tmp_path / "kernels/a.py").write_text("a = 1\n")
     before = source_of(tmp_path)
     assert before.commit == "unknown" and before.digest == digest_of(tmp_path)
+    assert source_of(tmp_path, told="abc").commit == "abc"
     (tmp_path / "kernels/notes.md").write_text("no code")
     assert source_of(tmp_path) == before
     (tmp_path / "kernels/a.py").write_text("a = 2\n")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic_settings import BaseSettings
@@ -12,6 +14,20 @@ from pydantic_settings import BaseSettings
 from services.local.reference import SERVICES, render
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMAND_LINES = """
+import contextlib, io, json, runpy, sys
+names, lines = json.loads(sys.argv[1])
+said = {name: {} for name in names}
+for name in names:
+    for line in lines:
+        out, err, sys.argv[1:] = io.StringIO(), io.StringIO(), line
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_module(f"services.{name}", run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                said[name][line[0]] = {"status": end.code or 0, "stdout": out.getvalue(), "stderr": err.getvalue()}
+print(json.dumps(said))
+"""
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -29,24 +45,32 @@ def test_the_configuration_page_is_what_the_classes_say() -> None:
     assert (ROOT / "docs/configuration.md").read_text() == render(), "run `make docs`"
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_help_names_every_flag(name: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", f"services.{name}", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    for field in SERVICES[name].model_fields:
-        assert f"--{field.replace('_', '-')}" in result.stdout
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_a_wrong_flag_is_one_line_and_status_2(name: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", f"services.{name}", "--port", "ninety"],
+@pytest.fixture(scope="module")
+def ran() -> dict[str, dict[str, Any]]:
+    """What each service says as `python -m services.NAME`, by name and flag: one process runs them all, and loads torch once."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND_LINES, json.dumps([list(SERVICES), [["--help"], ["--port", "ninety"]]])],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
-    assert result.returncode == 2
-    assert "port" in result.stderr and "Traceback" not in result.stderr
+    assert done.returncode == 0, done.stderr
+    said: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return said
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_help_names_every_flag(name: str, ran: dict[str, dict[str, Any]]) -> None:
+    result = ran[name]["--help"]
+    assert result["status"] == 0, result["stderr"]
+    for field in SERVICES[name].model_fields:
+        assert f"--{field.replace('_', '-')}" in result["stdout"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_wrong_flag_is_one_line_and_status_2(name: str, ran: dict[str, dict[str, Any]]) -> None:
+    result = ran[name]["--port"]
+    assert result["status"] == 2
+    assert "port" in result["stderr"] and "Traceback" not in result["stderr"]

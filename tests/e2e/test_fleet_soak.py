@@ -17,7 +17,7 @@ from tests.e2e.fleet_clients import Clients, check
 from tests.e2e.fleet_index import index_faults
 from tests.e2e.system import wait_until
 
-SOAK_S = 1800.0 if os.environ.get("ROOTSTOCK_TEST_NIGHTLY") else 120.0
+SOAK_S = 1800.0 if os.environ.get("ROOTSTOCK_TEST_NIGHTLY") else 60.0
 FAULT_EVERY_S = 10.0
 FAULT_S = 4.0  # from a fault to its repair
 SAMPLE_S = 1.0

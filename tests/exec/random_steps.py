@@ -4,15 +4,16 @@ is made to say the same tokens. Whatever the plans, both must ask for the same t
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from services.worker.core.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.invariants import violations
 from services.worker.core.messages import StepStats
 from services.worker.core.plan import BatchPlan, StepResult
+from services.worker.core.radix_cache import TreeNode
 from services.worker.core.sampling import DryParams, EmbeddingParams
 from services.worker.exec.fake import FakeExecutor, FakeRun
 from services.worker.exec.protocol import Executor, Masks, Run
@@ -82,13 +83,9 @@ class Turned(Engine):
         self.executor = executor
         self.stats: list[StepStats] = []
 
-    def check(self) -> None:
+    def _check_cached_pages(self, nodes: Sequence[TreeNode]) -> None:
         if isinstance(self.executor, Repeater):
-            super().check()  # reads the fake's memory
-            return
-        found = violations(self.core.table)
-        assert not found, found
-        self._check_index()
+            super()._check_cached_pages(nodes)  # reads the fake's memory
 
     def turn(self) -> bool:
         busy = super().turn()

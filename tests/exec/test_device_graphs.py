@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from services.worker.exec.loading import LoadRequest, load_model
 from services.worker.exec.protocol import Executor, ExecutorError
 from tests.exec.device_doubles import (
     ForgetfulMemory,
+    GraphDouble,
     GraphMemoryDouble,
     HostWaits,
     ReplayedOtherwise,
@@ -331,6 +332,21 @@ def test_an_empty_plan_gives_an_empty_result(device: Device) -> None:
     run = device.executor.forward(Driver(device.executor, PAGE_SIZE).plan([]))
     device.executor.sample(run, {})
     assert len(device.executor.wait(run).tokens) == 0
+
+
+class FailsAtThird(GraphMemoryDouble):
+    """A driver that captures two graphs and then no more."""
+
+    def capture(self, work: Callable[[], None]) -> GraphDouble:
+        if len(self.graphs) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().capture(work)
+
+
+def test_what_cannot_be_captured_is_launched_step_by_step(folder: Path, cpu: Executor) -> None:
+    device = Device(folder, FailsAtThird)
+    assert same(run_all(Guarded(device), sequences(3), 6), run_all(Driver(cpu, PAGE_SIZE), sequences(3), 6))
+    assert device.graphs.replays == 0 and device.executor.runner.stats.eager_steps > 6
 
 
 # What the doubles notice

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from services.worker.exec.attention import flashinfer_limits as limits
 from services.worker.exec.attention.backend import AttentionShape
 from tests.exec import test_flashinfer_backend as steps
 from tests.exec.flashinfer_double import one_row
@@ -48,7 +49,7 @@ def attend(
         out[part] = one_row(q[part], keys[pages], values[pages], length, scale, plan)
 
 
-def prefill_module(backend: str, *_: Any) -> Any:
+def prefill_module(ran: set[str], backend: str) -> Any:
     def plan(*args: Any) -> list[int]:
         assert len(args) in PLAN_ARGUMENTS[backend]
         return [0]
@@ -56,12 +57,13 @@ def prefill_module(backend: str, *_: Any) -> Any:
     def paged_run(_float: Any, _int: Any, _plan: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
         qo, kv, indices, last, out, lse, mask, layout, window, _pdl, *others = rest
         assert layout == HND and lse is None
+        ran.add(backend)
         attend(q, (k, v), [qo, kv, indices, last], out, mask == CAUSAL, window, scale=others[7])
 
     return SimpleNamespace(plan=plan, paged_run=paged_run)
 
 
-def decode_module(*_: Any) -> Any:
+def decode_module(ran: set[str]) -> Any:
     def plan(*args: Any) -> list[int]:
         assert len(args) == 15
         return [0]
@@ -69,17 +71,24 @@ def decode_module(*_: Any) -> Any:
     def run(_float: Any, _int: Any, _plan: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
         kv, indices, last, out, lse, layout, window, _pdl, _slopes, _cap, scale, *_others = rest
         assert layout == HND and lse is None
+        ran.add("decode")
         attend(q, (k, v), [torch.arange(len(kv)), kv, indices, last], out, False, window, scale)
 
     return SimpleNamespace(plan=plan, run=run)
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def ran() -> set[str]:
+    """The kernels that the library has started."""
+    return set()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, ran: set[str]) -> Iterator[Any]:
     module = importlib.import_module("flashinfer")
     for part in (module.prefill, module.decode):
-        monkeypatch.setattr(part, "get_batch_prefill_module", prefill_module)
-    monkeypatch.setattr(module.decode, "get_batch_decode_module", decode_module)
+        monkeypatch.setattr(part, "get_batch_prefill_module", lambda backend, *_: prefill_module(ran, backend))
+    monkeypatch.setattr(module.decode, "get_batch_decode_module", lambda *_: decode_module(ran))
     monkeypatch.setattr(module.prefill, "determine_attention_backend", lambda *_, **__: "fa3")
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     with Unpinned():
@@ -88,10 +97,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("split_mixed", [False, True], ids=["one plan", "two plans"])
 @pytest.mark.parametrize("shape", steps.CASES.values(), ids=steps.CASES.keys())
-def test_steps(shape: AttentionShape, split_mixed: bool, library: Any) -> None:
+def test_steps(shape: AttentionShape, split_mixed: bool, library: Any, ran: set[str]) -> None:
     steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
+    decode = "fa2" if limits.tensor_cores(shape) else "decode"
+    assert ran == {"fa3", decode, decode if split_mixed else "fa2"}
 
 
 @pytest.mark.parametrize("shape", [steps.SHAPE, steps.PAIRED, replace(steps.PAIRED, windows=(0, 24))])
-def test_graphs(shape: AttentionShape, library: Any) -> None:
+def test_graphs(shape: AttentionShape, library: Any, ran: set[str]) -> None:
     steps.test_graphs_of_fixed_buffers_follow_the_plan(shape, CPU, library)
+    assert ran == {"fa2"} | (set() if limits.tensor_cores(shape) else {"decode"})

@@ -7,6 +7,7 @@ from tests.exec.tiny_models import SHAPE, TinyModel
 GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "n_inner": 96}
 WINDOW = {"sliding_window": 24}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GEMMA3N = {"head_dim": 16, "vocab_size_per_layer_input": 257, "hidden_size_per_layer_input": 16}  # by default a gigabyte
 GEMMA3N_LAYERS = ["full_attention", "sliding_attention"] * 2
 MLA = {
     "num_key_value_heads": 4,
@@ -77,11 +78,11 @@ SERVED = {
     "jetmoe": TinyModel("JetMoe", {**EXPERTS, "kv_channels": 16}),
     "gemma3n-shared": TinyModel(
         "Gemma3n",
-        {"head_dim": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2, **WINDOW, "layer_types": GEMMA3N_LAYERS},
+        {**GEMMA3N, "num_hidden_layers": 4, "num_kv_shared_layers": 2, **WINDOW, "layer_types": GEMMA3N_LAYERS},
         config="Gemma3nTextConfig",
     ),
     "gemma3n": TinyModel(
-        "Gemma3n", {"head_dim": 16, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3}, config="Gemma3nTextConfig"
+        "Gemma3n", {**GEMMA3N, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3}, config="Gemma3nTextConfig"
     ),
 }
 

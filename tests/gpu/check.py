@@ -20,15 +20,18 @@ from typing import Any
 
 from tests.gpu.parts import Part, all_parts, chosen
 from tests.gpu.report import write_report
-from tests.gpu.results import DONE, Result, Source, State, Status, load_state
+from tests.gpu.results import DONE, Result, Source, State, Status, command_of, load_state
 from tests.gpu.run_part import Ran, run_part
 from tests.gpu.source import source_of
 from tests.gpu.wheels import install
 
 ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "build/gpu-cache"  # compiled ones
+COMPILERS = "8"  # at once, for each process that compiles FlashInfer's: they take gigabytes each
 NO_GPU = 2  # exit status
+MACHINE_S = 240.0  # to say what machine this is: torch is imported from a cold disk
 LEAST_S = 20.0  # a part is not begun with less than this left of --limit-s
-KEEP_BACK_S = 5.0  # for the report, out of --limit-s
+KEEP_BACK_S = 15.0  # out of --limit-s, to end a part that hangs and write the report
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -40,6 +43,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
     parser.add_argument("--limit-s", type=float, default=0.0, help="seconds for the whole check; 0 for no limit")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier check has done")
+    parser.add_argument("--from", dest="earlier", type=Path, help="report (JSON) of an earlier check to go on from, or its state")
+    parser.add_argument("--commit", default="", help="of these files, for the report, where there is no repository to ask")
+    parser.add_argument("--bench", default="", help="flags for the benchmarks, as in --bench='--attention triton --no-graphs'")
     parser.add_argument("--keep", action="store_true", help="what passed with other files is not run again; the report says so")
     return parser
 
@@ -48,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: all chosen parts are done; 1: some are not; 2: no GPU, or what was asked for makes no sense."""
     options = arguments().parse_args(argv)
     begun = time.monotonic()
-    parts = all_parts(ROOT)
+    parts = all_parts(ROOT, options.bench.split())
     try:
         wanted = chosen(parts, options.parts.replace(",", " ").split())
         if options.list:
@@ -61,12 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not facts["device"]:
             print(f"There is no GPU here that the check could run on: {facts['reason']}.")
             return NO_GPU
-        state = load_state(options.work / "state.json", today(), options.fresh)
-    except (ValueError, subprocess.CalledProcessError) as error:
+        state = load_state(options.work / "state.json", today(), options.fresh, options.earlier)
+    except (ValueError, subprocess.SubprocessError) as error:
         print(f"gpu-check: {error}")
         return NO_GPU
     deadline = begun + options.limit_s - KEEP_BACK_S if options.limit_s else None
-    check = Check(options.work, options.out, facts, source_of(ROOT), state, parts, environment(site))
+    source = source_of(ROOT, options.commit)
+    check = Check(options.work, options.out, facts, source, state, parts, environment(site))
     return check.run(wanted, deadline, options.keep)
 
 
@@ -94,7 +101,7 @@ class Check:
         """deadline: of time.monotonic, None for none. Returns the exit status."""
         report = self._report()
         for part in wanted:
-            if self._state.is_done(part.name, self._source, self._facts["device"], keep):
+            if self._state.is_done(part, self._source, self._facts, keep):
                 print(f"{part.name}: done before", flush=True)
                 continue
             left = part.limit_s if deadline is None else min(part.limit_s, deadline - time.monotonic())
@@ -109,12 +116,23 @@ class Check:
             if result.status not in DONE:
                 print(result.tail, flush=True)
         print(f"report: {report}")
-        return int(not all(self._state.is_done(p.name, self._source, self._facts["device"], keep) for p in wanted))
+        return int(not all(self._state.is_done(p, self._source, self._facts, keep) for p in wanted))
 
     def _result(self, part: Part, ran: Ran, left: float) -> Result:
         status = ran.status or (Status.TIMED_OUT if left >= part.limit_s else Status.CUT_OFF)
-        where = (self._source, self._facts["device"], datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-        return Result(part.name, status, ran.seconds, *where, ran.counts, ran.tail, ran.outcome)
+        return Result(
+            part=part.name,
+            status=status,
+            seconds=ran.seconds,
+            source=self._source,
+            device=self._facts["device"],
+            ended=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            counts=ran.counts,
+            tail=ran.tail,
+            outcome=ran.outcome,
+            command=command_of(part),
+            versions=self._facts["versions"],
+        )
 
     def _report(self) -> Path:
         return write_report(self._out, self._facts, self._source, self._state, self._parts)
@@ -126,19 +144,23 @@ def _leave(number: int, _: object) -> None:
 
 
 def machine_facts(environment: dict[str, str]) -> dict[str, Any]:
-    """Raises CalledProcessError where not even that runs."""
+    """Raises SubprocessError where not even that runs."""
     command = [sys.executable, "-m", "tests.gpu.machine"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=MACHINE_S, check=True)
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return facts
 
 
 def environment(site: Path) -> dict[str, str]:
-    """With what was installed from wheels, and nothing that reaches for a network."""
+    """With what was installed from wheels, kernels that are compiled and not interpreted, a place for them that is kept, and
+    nothing that reaches for a network."""
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(ROOT), *([str(site)] if site.is_dir() else []), *([before] if before else [])]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(paths)}
+    kept = {"TRITON_CACHE_DIR": str(KERNELS / "triton"), "FLASHINFER_WORKSPACE_BASE": str(KERNELS), "MAX_JOBS": COMPILERS}
+    programs = os.pathsep.join([*([str(site / "bin")] if site.is_dir() else []), os.environ.get("PATH", os.defpath)])
+    found = {**kept, **os.environ, **offline}
+    return {**found, "TRITON_INTERPRET": "0", "PATH": programs, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def today() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS, BENCHMARK = "tests", "benchmark"
 BACKEND_TESTS = ("gpu/test_backends", "exec/test_flashinfer_signatures", "exec/test_flashinfer_backend")
+COMPILERS = 8  # processes of a part whose time goes into compiling kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +25,18 @@ class Part:
     command: tuple[str, ...]
 
 
-def _tests(name: str, about: str, limit_s: int, *paths: str) -> Part:
-    flags = ("-m", "pytest", "-ra", "--tb=short", "-p", "no:cacheprovider", "--color=no", "--junitxml={out}")
-    return Part(name, TESTS, about, limit_s, (*flags, *paths))
+def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1) -> Part:
+    """Each test's name is printed; one that takes half of the time shows where it is, and just before the end it is ended."""
+    flags = ("-m", "pytest", "-v", "-ra", "--tb=short", "--durations=5", "--color=no", "--junitxml={out}")
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.lost_device")
+    settings = (f"faulthandler_timeout={limit_s // 2}", f"timeout={limit_s - 25}", "addopts=--strict-markers")
+    at_once = ("-n", str(processes)) if processes > 1 else ()
+    return Part(name, TESTS, about, limit_s, (*flags, *plugins, *(f"-o{one}" for one in settings), *at_once, *paths))
 
 
-def _bench(name: str, about: str, limit_s: int, *flags: str, module: str = "") -> Part:
-    module = module or f"tests.benchmarks.gpu.{name.removeprefix('bench-').replace('-', '_')}"
-    return Part(name, BENCHMARK, about, limit_s, ("-m", module, *flags, "--out={out}"))
+def _compilers() -> int:
+    """One where pytest cannot run several."""
+    return min(COMPILERS, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
 
 
 def _kernel_tests(root: Path) -> tuple[Part, ...]:
@@ -40,39 +47,49 @@ def _kernel_tests(root: Path) -> tuple[Part, ...]:
         group = name if name in groups else "layers" if name in ("step", "executor") else "sampling"
         groups[group].append(str(path.relative_to(root)))
     about = "Triton kernels against their torch twins: "
-    return tuple(_tests(f"kernels-{group}", about + group, 300, *paths) for group, paths in groups.items())
+    return tuple(_tests(f"kernels-{name}", about + name, 300, *paths, processes=_compilers()) for name, paths in groups.items())
 
 
-def all_parts(root: Path) -> tuple[Part, ...]:
-    """In the order in which they run: what is right first, then how fast it is, by weight of the figure."""
+def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
+    """In the order in which they run: what is compiled, then a first look, then what else is right, then how fast it is, by
+    weight of the figure. FlashInfer's kernels are compiled by `backends`, several at once, and found by what comes after it.
+    bench_flags: for the benchmarks that run models, see tests.benchmarks.gpu.command."""
+
+    def bench(name: str, about: str, limit_s: int) -> Part:
+        module = f"tests.benchmarks.gpu.{name.replace('-', '_')}"
+        return Part(f"bench-{name}", BENCHMARK, about, limit_s, ("-m", module, *bench_flags, "--out={out}"))
+
+    backends = (f"tests/{name}.py" for name in BACKEND_TESTS)
+    memory = ("tests/gpu/test_memory.py", "tests/exec/test_memory_budget.py")
     return (
         *_kernel_tests(root),
+        _tests("backends", "each attention back end", 400, *backends, processes=min(4, _compilers())),
         _tests("parity", "tokens and logits against transformers on the device", 180, "tests/gpu/test_parity.py"),
         _tests("graphs", "decode graphs on and off", 120, "tests/gpu/test_graphs.py"),
-        _tests("backends", "each attention back end", 300, *(f"tests/{name}.py" for name in BACKEND_TESTS)),
-        _tests("sampling", "logprobs and seeded draws", 120, "tests/gpu/test_logprobs.py", "tests/gpu/test_draws.py"),
         _tests("waits", "no call that waits for the device", 180, "tests/gpu/test_sync.py"),
-        _tests(
-            "memory", "memory running out, and its height", 120, "tests/gpu/test_memory.py", "tests/exec/test_memory_budget.py"
-        ),
+        bench("ceilings", "copy and read bandwidth, matrix products", 60),
+        bench("single-stream", "one request, 0.6B, 8B and 14B shapes", 300),
+        _tests("sampling", "logprobs and seeded draws", 120, "tests/gpu/test_logprobs.py", "tests/gpu/test_draws.py"),
+        _tests("memory", "memory running out, and its height", 120, *memory),
         _tests("loading", "weights streamed to the device", 120, "tests/exec/test_weight_stream.py"),
         _tests("random-steps", "2,000 random steps beside the fake executor", 300, "tests/exec/test_device_random_steps.py"),
-        _bench("bench-ceilings", "copy and read bandwidth, matrix products", 60),
-        _bench("bench-single-stream", "one request, 0.6B, 8B and 14B shapes", 300),
-        _bench("bench-throughput", "8B shape, 256 requests of 1024 in and 1024 out", 300),
-        _bench("bench-timeline", "what the device does over 50 decode steps of 64 rows", 240),
-        _bench("bench-nano", "256 requests, in and out 100 to 1,024, 0.6B shape", 180),
-        _bench("bench-overlap", "overlap on and off, 0.6B shape", 180),
-        _bench("bench-graphs", "CUDA graphs on and off, 0.6B shape", 180),
-        _bench("bench-versus-transformers", "transformers' continuous batching, 0.6B shape", 420),
-        _bench("bench-shared-prefix", "requests with one long beginning, 8B shape", 180),
+        bench("throughput", "8B shape, 256 requests of 1024 in and 1024 out", 300),
+        bench("timeline", "what the device does over 50 decode steps of 64 rows", 240),
+        bench("overlap", "overlap on and off, 0.6B shape", 180),
+        bench("versus-transformers", "transformers' continuous batching, 0.6B shape", 420),
+        bench("nano", "256 requests, in and out 100 to 1,024, 0.6B shape", 180),
+        bench("attention", "decode steps and prompts by each attention back end, 8B shape", 300),
+        bench("graphs", "CUDA graphs on and off, 0.6B shape", 180),
+        bench("shared-prefix", "requests with one long beginning, 8B shape", 180),
         Part("bench-kernels", BENCHMARK, "each kernel by itself", 300, ("-m", "kernels.bench.gpu", "--json", "{out}")),
     )
 
 
 def chosen(parts: Sequence[Part], names: Sequence[str]) -> tuple[Part, ...]:
-    """names: of parts, or of kinds. None: all. Raises ValueError naming what there is no part of."""
+    """names: of parts, or of kinds; in that order. None: all. Raises ValueError naming what there is no part of."""
     known = {part.name for part in parts} | {part.kind for part in parts}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no part is called {', '.join(unknown)}; there are {', '.join(part.name for part in parts)}")
-    return tuple(part for part in parts if not names or part.name in names or part.kind in names)
+    if not names:
+        return tuple(parts)
+    return tuple(dict.fromkeys(part for name in names for part in parts if name in (part.name, part.kind)))

@@ -51,7 +51,7 @@ def _lines(facts: Facts, source: Source, state: State, parts: Sequence[Part], ju
     lines = [f"# GPU check: {facts['device']}, {state.begun}", ""]
     lines += _table(("what", "value"), _facts(facts, source, state.begun))
     lines += ["", "## Parts", ""]
-    lines += _table(("part", "what it does", "result", "seconds", "tests"), [_part(p, state, source) for p in parts])
+    lines += _table(("part", "what it does", "result", "seconds", "tests"), [_part(p, state, source, facts) for p in parts])
     lines += ["", "## Targets", ""]
     lines += _table(("figure", "target", "measured", "met"), [_target(entry) for entry in judged])
     lines += _missed(judged)
@@ -75,11 +75,13 @@ def _facts(facts: Facts, source: Source, date: str) -> list[tuple[str, str]]:
     return [*rows, ("commit", source.commit), ("files", source.digest), ("date", date)]
 
 
-def _part(part: Part, state: State, source: Source) -> tuple[str, ...]:
+def _part(part: Part, state: State, source: Source, facts: Facts) -> tuple[str, ...]:
     result = state.results.get(part.name)
     if result is None:
         return part.name, part.about, NOT_RUN, "", ""
-    other = "" if result.source == source else f" (files {result.source.digest})"
+    others = [] if result.source == source else [f"files {result.source.digest}"]
+    others += [f"{name} {version}" for name, version in result.versions.items() if facts["versions"].get(name) != version]
+    other = f" ({', '.join(others)})" if others else ""
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.counts.items()))
     return part.name, part.about, f"{result.status}{other}", f"{result.seconds:.0f}", counts
 
@@ -103,7 +105,8 @@ def _missed(judged: Sequence[Judged]) -> list[str]:
 
 def _figures(part: Part, result: Result) -> list[str]:
     outcome = result.outcome
-    lines = ["", f"## {part.name}", "", str(outcome.get("how", part.about))]
+    alone = [f"{name.replace('_', ' ')} {_cell(value)}" for name, value in outcome.items() if isinstance(value, int | float)]
+    lines = ["", f"## {part.name}", "", "; ".join([str(outcome.get("how", part.about)), *alone])]
     for table in _tables(outcome):
         lines += ["", f"**{table['title']}**", ""] if table["title"] else [""]
         lines += _table(table["columns"], table["rows"])

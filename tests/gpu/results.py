@@ -1,13 +1,19 @@
-"""What is known of each part, kept in one JSON file so that a check that was cut off goes on where it stopped."""
+"""What is known of each part, kept in one JSON file so that a check that was cut off goes on where it stopped.
+
+The report in JSON holds the same and more, so that a check can go on from it where the file itself is lost.
+"""
 
 from __future__ import annotations
 
 import enum
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.gpu.parts import Part
 
 
 class Status(enum.StrEnum):
@@ -31,7 +37,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """seconds: wall time. counts: tests by outcome. tail: the last lines of its output. outcome: a benchmark's JSON."""
+    """seconds: wall time. counts: tests by outcome. tail: the last lines of its output, with a failed test's own before them.
+    outcome: a benchmark's JSON. command: the part's. versions: of the packages that were there."""
 
     part: str
     status: Status
@@ -42,6 +49,8 @@ class Result:
     counts: dict[str, int] = field(default_factory=dict)
     tail: str = ""
     outcome: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -57,27 +66,37 @@ class State:
         self.results[result.part] = result
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps({"begun": self.begun, "results": [asdict(r) for r in self.results.values()]}, indent=1))
+        new.write_text(json.dumps({"date": self.begun, "parts": [asdict(r) for r in self.results.values()]}, indent=1))
         os.replace(new, self.path)
 
-    def is_done(self, part: str, source: Source, device: str, keep: bool) -> bool:
-        """keep: results of other sources count too."""
-        result = self.results.get(part)
-        if result is None or result.status not in DONE or result.device != device:
+    def is_done(self, part: Part, source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
+        """With that very command. facts: of the machine. keep: results of other sources and versions count too."""
+        result = self.results.get(part.name)
+        if result is None or result.status not in DONE:
             return False
-        return keep or result.source == source
+        if (result.device, result.command) != (facts["device"], command_of(part)):
+            return False
+        return keep or (result.source, result.versions) == (source, facts["versions"])
 
 
-def load_state(path: Path, today: str, fresh: bool) -> State:
-    """fresh: what an earlier check left is forgotten. Raises ValueError where the file is not one of ours."""
-    if fresh or not path.is_file():
+def command_of(part: Part) -> str:
+    return " ".join(part.command)
+
+
+def load_state(path: Path, today: str, fresh: bool, earlier: Path | None = None) -> State:
+    """fresh: what an earlier check left is forgotten. earlier: a report, JSON, or another state to go on from, in place of path.
+    Raises ValueError where the file is not one of ours."""
+    if earlier is not None and not earlier.is_file():
+        raise ValueError(f"there is no {earlier} to go on from")
+    begin = earlier or path
+    if fresh or not begin.is_file():
         return State(path, today)
     try:
-        saved = json.loads(path.read_text())
-        results = [_result(entry) for entry in saved["results"]]
-        return State(path, saved["begun"], {result.part: result for result in results})
+        saved = json.loads(begin.read_text())
+        results = [_result(entry) for entry in saved["parts"]]
+        return State(path, saved["date"], {result.part: result for result in results})
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); begin anew with --fresh") from error
+        raise ValueError(f"{begin} cannot be read ({error!r}); begin anew with --fresh") from error
 
 
 def _result(entry: dict[str, Any]) -> Result:

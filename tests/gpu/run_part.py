@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from tests.gpu.parts import TESTS, Part
 from tests.gpu.results import Status
 
 TAIL_LINES = 60
-KILL_AFTER_S = 10.0  # from the request to end to the end by force
+FAILURE_LINES = 40  # of the first test that failed
+END_AFTER_S = 8.0  # between the ways of ending a part
+WAYS_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # at the first, pytest sums up and a benchmark says where it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,11 @@ def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: 
         finally:
             _end(process)
     seconds = time.monotonic() - begun
-    counts = _counts(out) if part.kind == TESTS else {}
+    cases = _cases(out) if part.kind == TESTS else []
     outcome = _outcome(out) if part.kind != TESTS else {}
+    counts = dict(Counter(map(_outcome_of, cases)))
     status = None if code is None else _status(part, code, counts, outcome)
-    return Ran(status, seconds, counts, tail_of(log), outcome)
+    return Ran(status, seconds, counts, _first_failure(cases) + tail_of(log), outcome)
 
 
 def tail_of(log: Path) -> str:
@@ -70,25 +75,40 @@ def _status(part: Part, code: int, counts: dict[str, int], outcome: dict[str, An
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The process and what it started, which is its own group."""
-    for word, wait_s in ((signal.SIGTERM, KILL_AFTER_S), (signal.SIGKILL, KILL_AFTER_S)):
+    for word in WAYS_TO_END:
         if process.poll() is not None:
-            return
+            break
         os.killpg(process.pid, word)
         try:
-            process.wait(timeout=wait_s)
+            process.wait(timeout=END_AFTER_S)
         except subprocess.TimeoutExpired:
             continue
+    with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def _counts(out: Path) -> dict[str, int]:
-    """Tests by outcome; empty where pytest did not come to its end."""
+def _cases(out: Path) -> list[ElementTree.Element]:
+    """The tests that ran; none where pytest was ended before it could say."""
     if not out.is_file():
-        return {}
-    counts: dict[str, int] = {}
-    for case in ElementTree.parse(out).iter("testcase"):
-        outcome = next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
-        counts[outcome] = counts.get(outcome, 0) + 1
-    return counts
+        return []
+    try:
+        return list(ElementTree.parse(out).iter("testcase"))
+    except ElementTree.ParseError:  # ended in the middle of writing it
+        return []
+
+
+def _outcome_of(case: ElementTree.Element) -> str:
+    return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
+
+
+def _first_failure(cases: list[ElementTree.Element]) -> str:
+    """What often explains all that come after it, and is no longer among the last lines then. Empty where nothing failed."""
+    for case in cases:
+        for kind in ("failure", "error"):
+            if (found := case.find(kind)) is not None:
+                lines = (found.text or found.get("message") or "").splitlines()[-FAILURE_LINES:]
+                return "\n".join([f"First of what failed: {case.get('classname')}.{case.get('name')}", *lines, "", ""])
+    return ""
 
 
 def _outcome(out: Path) -> dict[str, Any]:

@@ -12,10 +12,11 @@ FOLDERS = ("kernels", "services/worker", "tests/gpu", "tests/benchmarks/gpu", "t
 SUFFIXES = (".py", ".cpp", ".h")
 
 
-def source_of(root: Path) -> Source:
+def source_of(root: Path, told: str = "") -> Source:
+    """told: the commit, where there is no repository to ask."""
     commit = _git(root, "rev-parse", "HEAD")
     changed = bool(_git(root, "status", "--porcelain", "--untracked-files=all", "--", *FOLDERS))
-    return Source((commit or "unknown") + ("+" if commit and changed else ""), digest_of(root))
+    return Source((commit or told or "unknown") + ("+" if commit and changed else ""), digest_of(root))
 
 
 def digest_of(root: Path) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.worker.core.plan import BatchPlan
 from services.worker.core.sampling import SamplingParams
 from services.worker.exec.device.build import DeviceExecutor
 from tests.exec.device_executors import GRAPH_ROWS, executor_of
+from tests.exec.driver import Driver, Sequence
 from tests.exec.tiny_models import MODELS
 from tests.gpu.served import Asked, Served, config_for, greedy
 from tests.gpu.truth import prompts_of
@@ -85,3 +87,18 @@ def test_sampling_rules_are_in_the_graph(executors: tuple[Any, Any]) -> None:
         assert all(token % 3 for token in said[row])
     for row in (5, 11):
         assert set(said[row]) <= set(range(40, 90))
+
+
+def test_grammar_masks_are_in_the_graph_and_leave_nothing_behind(executors: tuple[Any, Any]) -> None:
+    words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+    words[250 // 32] = 1 << 250 % 32
+    outputs = []
+    for executor in executors:
+        driver = Driver(executor, 4)
+        rows = [Sequence(prompt, slot, greedy(32)) for slot, prompt in enumerate(prompts_of(VOCAB, [5, 6, 7], seed=4))]
+        driver.prefill(rows)
+        for masks in ({1: words}, {}, {0: words, 2: words}, {}):
+            driver.step([(row, 1) for row in rows], masks)
+        outputs.append([row.output for row in rows])
+    assert outputs[0] == outputs[1]
+    assert [output.count(250) >= 1 for output in outputs[0]] == [True] * 3 and outputs[0][1][1] == outputs[0][0][3] == 250

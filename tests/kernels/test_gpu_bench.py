@@ -19,14 +19,26 @@ from kernels.bench.gpu_timing import MAX_COPIES, Timing, copies_for
 
 TOY = DecoderShape("toy", hidden=24, inner=40, heads=3, kv_heads=1, head_dim=8, vocab=33, page_size=4)
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
-LAYER_KERNELS = {
-    "_rms_norm_kernel",
-    "_silu_and_mul_kernel",
-    "_rope_write_kernel",
-    "_write_kv_kernel",
-    "_update_table_kernel",
-    "_resolve_tokens_kernel",
-    "_page_indices_kernel",
+KERNELS = {
+    "gpu_layers": {
+        "_rms_norm_kernel",
+        "_silu_and_mul_kernel",
+        "_rope_write_kernel",
+        "_write_kv_kernel",
+        "_update_table_kernel",
+        "_resolve_tokens_kernel",
+        "_page_indices_kernel",
+    },
+    "gpu_attention": {"attention_kernel", "merge_kernel"},
+    "gpu_sampling": {
+        "peaks_kernel",
+        "tally_kernel",
+        "round_kernel",
+        "draw_kernel",
+        "edit_kernel",
+        "span_kernel",
+        "merge_kernel",
+    },
 }
 
 
@@ -40,13 +52,16 @@ def test_every_case_runs_and_so_does_plain_torch(device: torch.device) -> None:
         assert case.bytes_moved > 0
 
 
-def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench() -> None:
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench(name: str) -> None:
+    if name != "gpu_layers" and not os.environ.get("ROOTSTOCK_TEST_NIGHTLY"):
+        pytest.skip("takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", "kernels.bench.gpu_layers"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", f"kernels.bench.{name}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = json.loads(done.stdout)
-    assert set(shared) == LAYER_KERNELS
+    assert set(shared) == KERNELS[name]
     assert max(max(sizes) for sizes in shared.values()) <= SHARED_MEMORY
 
 
@@ -63,6 +78,22 @@ def test_figures_of_a_case() -> None:
     alone = figures_of(GpuCase("two words", case.make, 3_000_000), Timing(2.0, cold=False), None, 4e12)
     assert alone.line().split() == ["two", "words", "2.0", "1500", "37.5", "L2"]
     assert len(alone.line()) < len(COLUMNS) + 4
+
+
+class NoPlainTorch:
+    """Times what is ours, and fails at what is torch's."""
+
+    def time(self, make: object, bytes_moved: int, captures: bool) -> Timing:
+        if make == "plain":
+            raise RuntimeError("cannot be captured\nand more")
+        return Timing(2.0, cold=True)
+
+
+def test_figures_stand_without_those_of_plain_torch() -> None:
+    case = GpuCase("one", lambda _: lambda: None, 1_000_000, plain="plain")  # type: ignore[arg-type]
+    figures = gpu.measured(case, NoPlainTorch(), 1e12)  # type: ignore[arg-type]
+    assert (figures.microseconds, figures.error, figures.torch_error) == (2.0, "", "RuntimeError: cannot be captured")
+    assert figures.line().split() == ["one", "2.0", "500", "50.0", "failed", "memory"]
 
 
 class Broken:

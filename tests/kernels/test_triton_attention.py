@@ -300,6 +300,7 @@ def test_no_tokens(device: torch.device) -> None:
     call = case([(0, 1)], (4, 2), (16, 16), 4, device)
     nothing = replace(call.rows, slots=call.rows.slots[:0], starts=call.rows.starts[:0], num_tokens=call.rows.num_tokens[:0])
     general_attention(call.out[:0], call.q[:0], call.k_pool, call.v_pool, nothing, 1.0, 0)
+    assert call.out.isnan().all(), "nothing was written"
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

@@ -32,13 +32,14 @@ TOY = replace(SHAPES["tiny"], vocab=512, text_tokens=500)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """rows: at once. context: tokens of the longest request."""
+    """rows: at once. context: tokens of the longest request. attention: a back end's name; empty for the setting's."""
 
     shape: str
     rows: int
     context: int
     cuda_graphs: bool = True
     overlap: bool = True
+    attention: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
     loaded = random_model(shape, wanted.context + 1, options)
     weight_bytes, embedding = loaded.weight_bytes, 0 if shape.tied else shape.vocab * shape.hidden * loaded.dtype.itemsize
     pages = None if setting.on_gpu else 2 * wanted.rows * (-(-loaded.context_len // PAGE_SIZE) + 1)
-    executor, num_pages = assemble_executor(loaded, wanted.rows, PAGE_SIZE, pages, MEMORY_SHARE, options, _say)
+    executor, num_pages = assemble_executor(loaded, wanted.rows, PAGE_SIZE, pages, MEMORY_SHARE, options, setting.say)
     config = SchedulerConfig(
         num_pages=num_pages,
         page_size=PAGE_SIZE,
@@ -99,9 +100,9 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
 def options_of(wanted: Wanted, setting: Setting) -> DeviceOptions:
     return DeviceOptions(
         device=setting.device,
-        kernels="auto" if setting.on_gpu else "torch",
-        attention_backend="auto" if setting.on_gpu else "torch",
-        cuda_graphs=wanted.cuda_graphs and setting.on_gpu,
+        kernels=setting.kernels if setting.on_gpu else "torch",
+        attention_backend=(wanted.attention or setting.attention) if setting.on_gpu else "torch",
+        cuda_graphs=wanted.cuda_graphs and setting.graphs and setting.on_gpu,
         max_graph_rows=wanted.rows,
         max_tokens=64 if setting.toy else STEP_TOKENS,
     )
@@ -128,7 +129,3 @@ def random_model(shape: Shape, context_len: int, options: DeviceOptions) -> Load
         pooling=LAST_TOKEN,
         generates=True,
     )
-
-
-def _say(line: str) -> None:
-    print(f"  {line}", flush=True)

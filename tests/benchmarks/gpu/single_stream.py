@@ -25,7 +25,8 @@ def measure(setting: Setting, journal: Journal) -> None:
     limit = bandwidth(setting)
     journal.note(f"Measured bandwidth: copy {limit.copy / 1e9:.0f} GB/s, read {limit.read / 1e9:.0f} GB/s.")
     for name in MODELS[:1] if setting.toy else MODELS:
-        _measure_one(name, limit, setting, journal)
+        with journal.apart(name):
+            _measure_one(name, limit, setting, journal)
 
 
 def _measure_one(name: str, limit: Bandwidth, setting: Setting, journal: Journal) -> None:

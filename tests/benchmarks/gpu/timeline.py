@@ -32,7 +32,8 @@ COLUMNS = (
 
 def measure(setting: Setting, journal: Journal) -> None:
     for name in MODELS[:1] if setting.toy else MODELS:
-        _measure_one(name, setting, journal)
+        with journal.apart(name):
+            _measure_one(name, setting, journal)
 
 
 def _measure_one(name: str, setting: Setting, journal: Journal) -> None:

@@ -48,14 +48,18 @@ def random_model(shape: Shape, setting: Setting) -> Any:
     return model.eval()
 
 
+class TooSlow(RuntimeError):
+    """The seconds that it was given are over."""
+
+
 class Batching:
     """One manager for requests that are sampled alike."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
 
-    def run(self, workload: Workload) -> float:
-        """Seconds from the first request's submission to the last one's result. Raises Stopped."""
+    def run(self, workload: Workload, limit_s: float) -> float:
+        """Seconds from the first request's submission to the last one's result. Raises Stopped, TooSlow."""
         begun = time.perf_counter()
         waiting = set()
         for prompt, new_tokens in zip(workload.prompts, workload.new_tokens, strict=True):
@@ -63,6 +67,8 @@ class Batching:
             waiting.add(name)
         tokens = 0
         while waiting:
+            if time.perf_counter() - begun > limit_s:
+                raise TooSlow(f"{len(waiting)} of its {len(workload.prompts)} requests had not ended after {limit_s:.0f} s")
             result = self._manager.get_result(timeout=RESULT_TIMEOUT_S)
             if result is None:
                 if not self._manager.is_running():

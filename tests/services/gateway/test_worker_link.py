@@ -13,13 +13,14 @@ from services.gateway.worker_link import MESSAGE_BYTES, WorkerLink
 from services.shared.limits import MAX_MESSAGE_BYTES
 
 PROMPT = [150_000] * 40_000
+BURST = 120  # of some 120 kB each
 
 
 def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
     async def run() -> list[worker_pb2.GenerateRequest]:
         choice: Any = SimpleNamespace(prompt=Prompt(PROMPT, None), output_ids=[], trace=None)
         link = WorkerLink("127.0.0.1:1", choice, 5.0, CircuitBreaker())
-        for handle in range(700):
+        for handle in range(BURST):
             link.submit(choice, worker_pb2.Submit(handle=handle))
         link.abort(3)
         messages = []
@@ -28,5 +29,6 @@ def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
         return messages
 
     messages = asyncio.run(run())
-    assert [s.handle for m in messages for s in m.submits] == [h for h in range(700) if h != 3]
+    assert [s.handle for m in messages for s in m.submits] == [h for h in range(BURST) if h != 3]
+    assert sum(m.ByteSize() for m in messages) > 3 * MESSAGE_BYTES
     assert max(m.ByteSize() for m in messages) < 2 * MESSAGE_BYTES < MAX_MESSAGE_BYTES

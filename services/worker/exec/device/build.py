@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,8 @@ from services.worker.exec.logprobs import PIECE_BYTES
 from services.worker.exec.model_info import ModelInfo
 from services.worker.exec.pools import KVPool, free_memory, kv_pool_tokens
 from services.worker.exec.weights import DecoderWeights
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
 
@@ -268,14 +271,27 @@ class _Assembly:
             return
         runner = self.runner
         memory = self._parts.graph_memory or CudaGraphMemory(self._streams)
-        runner.graphs = DecodeGraphs(self.graph_rows, memory, runner.passes, runner.sampler, runner.attention)
+        graphs = runner.graphs = DecodeGraphs(self.graph_rows, memory, runner.passes, runner.sampler, runner.attention)
 
         def told(number: int, total: int) -> None:
             if number == total or number % 8 == 0:
                 self._progress(f"captured {number} of {total} decode graphs")
 
         with torch.inference_mode(), self._streams.on_forward():
-            runner.graphs.capture(told)
+            self._contained(partial(graphs.capture, told))
+
+    def _contained(self, capture: Callable[[], None]) -> None:
+        """What cannot be captured is launched step by step: slower, and right. Raises what the device itself has failed with."""
+        try:
+            capture()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            logger.exception("decode steps could not be captured")
+            self._progress(f"no decode graphs: capturing failed, and steps are launched kernel by kernel ({error})")
+            self._streams.synchronize()
+            self.runner.attention.release_graphs()
+            self.runner.graphs, self.graph_rows = None, ()
 
     def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:
         shape = self._loaded.shape
@@ -306,17 +322,19 @@ class _Assembly:
 
     def _graph_bytes(self) -> int:
         """Of all graphs, judged by the largest two: what comes after the first shares its memory."""
+        if not self.graph_rows:
+            return 0
         taken = []
         for sizes in (self.graph_rows[-1:], self.graph_rows[-2:]):
-            if not sizes:
-                return 0
             before = torch.cuda.mem_get_info(self._device)[0]
             runner = self.runner
             graphs = DecodeGraphs(sizes, CudaGraphMemory(self._streams), runner.passes, runner.sampler, runner.attention)
-            graphs.capture(lambda number, total: None)
+            self._contained(partial(graphs.capture, lambda number, total: None))
             self._streams.synchronize()
             taken.append(before - torch.cuda.mem_get_info(self._device)[0])
             graphs.release()
             return_memory(self._device)
+            if not self.graph_rows:
+                return 0
         first, both = taken
         return max(0, first) + max(0, both - first) * (len(self.graph_rows) - 1)
