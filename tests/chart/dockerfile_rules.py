@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.chart.dockerfile import Dockerfile, Instruction, context_files
 
 LABELS = ("title", "description", "licenses", "vendor", "version", "revision")
 SECRET = re.compile(r"(token|secret|password|passwd|credential|api_?key|private)", re.IGNORECASE)
-COMPILERS = re.compile(r"(?<!\S)(gcc|g\+\+|clang|build-essential|cargo|grpcio-tools|[a-z0-9.]+-dev)(?!\S)")
+COMPILERS = re.compile(r"(?<!\S)(gcc|g\+\+|clang|build-essential|cargo|grpcio-tools|cuda-nvcc[0-9-]*|[a-z0-9.-]+-dev)(?!\S)")
 PIN = re.compile(r"^[a-z0-9][a-z0-9-]*==\d[\w.+]*$")
 
 
-def complaints(dockerfile: Dockerfile, root: Path, published: list[str]) -> list[str]:
-    """published: the stages that become images. root: the build context."""
+def complaints(
+    dockerfile: Dockerfile, root: Path, published: list[str], compiling: Mapping[str, frozenset[str]] | None = None
+) -> list[str]:
+    """published: the stages that become images. root: the build context. compiling: by image, what it may compile with."""
     found = [*bases(dockerfile), *stage_names(dockerfile), *arguments(dockerfile), *commands(dockerfile)]
     found += [*copies(dockerfile, root), *installs(dockerfile, root), *secrets(dockerfile)]
     for name in published:
-        found += images(dockerfile, name)
+        found += images(dockerfile, name, (compiling or {}).get(name, frozenset()))
     return found
 
 
@@ -122,7 +124,7 @@ def secrets(dockerfile: Dockerfile) -> Iterator[str]:
                     yield f"line {each.line}: {word.partition('=')[0]} would stay in the image"
 
 
-def images(dockerfile: Dockerfile, name: str) -> Iterator[str]:
+def images(dockerfile: Dockerfile, name: str, compiling: frozenset[str]) -> Iterator[str]:
     """Of a stage that becomes an image."""
     lineage = dockerfile.lineage(name)
 
@@ -143,5 +145,5 @@ def images(dockerfile: Dockerfile, name: str) -> Iterator[str]:
         if f"org.opencontainers.image.{label}=" not in labels:
             yield f"{name}: it has the label org.opencontainers.image.{label}"
     for each in every("RUN"):
-        if COMPILERS.search(each.text):
+        if set(COMPILERS.findall(each.text)) - compiling:
             yield f"{name}: line {each.line} brings a compiler"

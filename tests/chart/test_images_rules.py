@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -13,18 +14,22 @@ from packaging.requirements import Requirement
 
 from services.gateway.settings import GatewaySettings
 from services.local.reference import SERVICES
+from services.worker.exec.attention.flashinfer_limits import HEAD_DIMS
+from services.worker.exec.attention.flashinfer_prebuild import DTYPES_BY_NAME, parse
 from tests.chart.dockerfile import context_files, read
 from tests.chart.dockerfile_rules import complaints
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE, WORKER = ROOT / "docker/Dockerfile.service", ROOT / "docker/Dockerfile.worker"
 PUBLISHED = {SERVICE: ["gateway", "tokenizer", "detokenizer", "dev"], WORKER: ["cpu", "cuda", "dev"]}
+# Triton compiles its launcher, a file of C, in the pod.
+COMPILING = {"cuda": frozenset({"gcc", "libc6-dev", "libpython3.12-dev"})}
 REQUIREMENTS = ROOT / "docker/requirements"
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name)
 def test_the_rules_are_kept(path: Path) -> None:
-    assert complaints(read(path), ROOT, PUBLISHED[path]) == []
+    assert complaints(read(path), ROOT, PUBLISHED[path], COMPILING) == []
 
 
 @pytest.mark.parametrize("service", ["gateway", "tokenizer", "detokenizer"])
@@ -79,6 +84,11 @@ WRONG = {
         "brings a compiler",
         "USER",
         "RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*\nUSER",
+    ),
+    "nvcc": (
+        "brings a compiler",
+        "USER",
+        "RUN apt-get update && apt-get install --yes --no-install-recommends cuda-nvcc-13-0 && rm -rf /var/lib/apt/lists/*\nUSER",
     ),
     "unpinned packages": ("--no-deps", "USER", "RUN pip install numpy\nUSER"),
     "a missing source": ("does not exist", "COPY LICENSE LICENSE", "COPY nothing nothing"),
@@ -154,6 +164,38 @@ def test_the_pinned_lists_are_closed(name: str) -> None:
     lock = runpy.run_path(str(ROOT / "docker/lock.py"))
     needed = set(lock["closure"](lock["wanted"]()[name]))
     assert needed - set(pins(name)) == ({"triton"} if name == "worker-cpu.txt" else set()), "run docker/lock.py"
+
+
+def test_the_compiler_is_of_the_cuda_that_the_image_has() -> None:
+    dockerfile, compiler, libraries = read(WORKER), pins("cuda-compiler.txt"), pins("worker-cuda.txt")
+    image = dockerfile.stage("cuda").base.partition(":")[2]
+    wheels = [version for name, version in compiler.items() if name != "nvidia-curand"]  # which counts by itself
+    assert {tuple(version.split(".")[:2]) for version in wheels} == {tuple(image.split(".")[:2])}
+    shared = compiler.keys() & libraries.keys()
+    assert {"nvidia-cuda-runtime", "nvidia-curand"} <= shared
+    assert all(compiler[name] == libraries[name] for name in shared)
+
+
+def test_no_compiler_of_cuda_is_in_an_image() -> None:
+    """It is beside the environment that is copied, in the stage that FlashInfer's kernels are compiled in."""
+    copied = [each for stage in read(WORKER).lineage("cuda") for each in stage.all("COPY") if "from" in each.flags]
+    assert [each.words[0] for each in copied if each.flags["from"] == "cuda-attention"] == ["/opt/attention"]
+    assert {name for name in pins("worker-cuda.txt") if "nvcc" in name or "nvvm" in name} == set()
+
+
+def test_the_cuda_worker_finds_flashinfers_kernels_where_it_looks() -> None:
+    """Below the library, where it takes them as they are; what is missing there is refused at once, not compiled."""
+    dockerfile = read(WORKER)
+    place = next(each.words[1] for each in dockerfile.stage("cuda").all("COPY") if each.words[0] == "/opt/attention")
+    assert re.fullmatch(r"/opt/venv/lib/python3\.12/site-packages/flashinfer/data/aot", place)
+    variables = dict(word.split("=", 1) for each in dockerfile.stage("cuda").all("ENV") for word in each.words)
+    assert variables["FLASHINFER_DISABLE_JIT"] == "1"
+    assert variables["FLASHINFER_WORKSPACE_BASE"] == "/tmp" and variables["TRITON_CACHE_DIR"].startswith("/tmp/")
+    (command,) = [each.words for each in dockerfile.stage("cuda-attention").all("RUN") if "flashinfer_prebuild" in each.text]
+    options = parse(command[command.index("--out") :])
+    assert str(options.out) == "/opt/attention"
+    assert set(options.head_dims.split(",")) <= {str(size) for size in HEAD_DIMS}
+    assert set(options.dtypes.split(",")) <= DTYPES_BY_NAME.keys()
 
 
 def test_the_cpu_worker_imports_without_what_is_left_out() -> None:

@@ -1,0 +1,167 @@
+"""python -m services.worker.exec.attention.flashinfer_prebuild: compiles FlashInfer's modules where there is no GPU.
+
+For images: a module that lies in the library's own folder of compiled ones is loaded as it is, without a compiler and without a
+tree that can be written to. Which ones there have to be is not written down here: the back end prepares itself over a stand-in
+for the library that notes what each plan would load, and the library says what it calls them. Needs nvcc (CUDA_HOME, or on the
+path), a C++ compiler and ninja; MAX_JOBS bounds how many run at once. See docs/gpu/flashinfer.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.ops import RaggedRows
+from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
+from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
+from services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS
+
+DECODE = "decode"
+GROUPS = (1, 2, 4, 8)  # query heads per key/value head, on both sides of wherever tensor cores begin
+WINDOWS = (0, 64)  # a module knows that there is a window, not which
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """What the library compiles at once. kernels: fa2 or fa3 (prefill), or decode (on CUDA cores). index: dtype of indptr."""
+
+    kernels: str
+    dtype: torch.dtype
+    index: torch.dtype
+    head_dim: int
+    windowed: bool
+
+    def load(self, library: Any) -> None:
+        """As a plan does: the library compiles the module first if it has none, and may."""
+        arguments = (self.dtype, self.dtype, self.dtype, self.index, self.head_dim, self.head_dim, 0, self.windowed, False)
+        if self.kernels == DECODE:
+            library.decode.get_batch_decode_module(*arguments)
+        else:
+            library.prefill.get_batch_prefill_module(self.kernels, *arguments, False)
+
+
+class Noting:
+    """Stands in for the library: notes the module that each plan would load, and computes nothing. auto: what the library would
+    take where the choice is left to it."""
+
+    def __init__(self, auto: Sequence[str]) -> None:
+        self.modules: dict[Module, None] = {}
+        self._auto = auto
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, workspace: Tensor, layout: str, backend: str) -> _Wrapper:
+        return _Wrapper(self.modules, self._auto if backend == "auto" else (backend,), 1)
+
+    def BatchDecodeWithPagedKVCacheWrapper(
+        self, workspace: Tensor, layout: str, backend: str, use_tensor_cores: bool = False, **_: Any
+    ) -> _Wrapper:
+        return _Wrapper(self.modules, (backend,) if use_tensor_cores else (DECODE,), 0)
+
+    def fast_decode_plan(self, wrapper: _Wrapper, *columns: Any, **_: Any) -> None:
+        """Loads nothing: the wrapper has been planned before."""
+
+
+@dataclass
+class _Wrapper:
+    """place: of kv_indptr among plan's arguments."""
+
+    modules: dict[Module, None]
+    kernels: Sequence[str]
+    place: int
+
+    def plan(self, *columns: Any, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype, **_: Any) -> None:
+        index, head_dim = columns[self.place].dtype, columns[self.place + 5]
+        if q_data_type != kv_data_type:
+            raise ValueError(f"queries in {q_data_type}, keys in {kv_data_type}")
+        for kernels in self.kernels:
+            self.modules[Module(kernels, q_data_type, index, head_dim, window_left >= 0)] = None
+
+    def run(self, *_: Any, **__: Any) -> None: ...
+
+
+def asked_for(head_dims: Iterable[int], dtypes: Iterable[torch.dtype], archs: Iterable[str]) -> list[Module]:
+    """Every module that FlashInferAttention has the library load for models of these head sizes and dtypes, on GPUs of these
+    architectures ("8.0", "9.0a"). Raises Unsupported."""
+    majors = {arch.partition(".")[0] for arch in archs}
+    library = Noting([kernels for kernels, there in (("fa2", majors - {"9"}), ("fa3", majors & {"9"})) if there])
+    for head_dim, dtype, group in product(head_dims, dtypes, GROUPS):
+        shape = AttentionShape(group, 1, head_dim, 16, WINDOWS, max_rows=8, max_tokens=64, max_context=64, max_pages=32)
+        backend = FlashInferAttention(shape, torch.device("cpu"), dtype, reference, library)
+        backend.prepare(lambda line: None)
+        backend.plan(_graph_of_one_row())
+    return sorted(library.modules, key=str)
+
+
+def _graph_of_one_row() -> AttentionBatch:
+    zeros = torch.zeros(1, dtype=torch.int32)
+    rows = RaggedRows(zeros.view(1, 1), zeros - 1, zeros, zeros + 1, zeros, zeros, zeros.long(), 1)
+    return AttentionBatch(np.zeros(1, np.int32), np.ones(1, np.int32), 0, rows, graph=1)
+
+
+def missing(library: Any, modules: Iterable[Module]) -> list[Any]:
+    """The library's specs of the modules that it would have to compile. Compiling must be forbidden (FLASHINFER_DISABLE_JIT)."""
+    found = []
+    for module in modules:
+        try:
+            module.load(library)
+        except library.jit.MissingJITCacheError as error:
+            found.append(error.spec)
+    return found
+
+
+def build(library: Any, specs: Sequence[Any], folder: Path, log: Callable[[str], None]) -> None:
+    """Compiles all at once, then copies each to folder/NAME/NAME.so. Raises RuntimeError with the compiler's output."""
+    library.jit.build_jit_specs(list(specs), verbose=False)
+    for spec in specs:
+        place = folder / spec.name / f"{spec.name}.so"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(spec.jit_library_path, place)
+        log(f"{place.stat().st_size:>12,} bytes  {spec.name}")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="flashinfer_prebuild", description="Compiles FlashInfer's modules without a GPU.")
+    parser.add_argument("--archs", required=True, help="of GPUs, as in 8.0,9.0a,10.0f; a GPU of any other cannot use them")
+    parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)))
+    parser.add_argument("--dtypes", default=",".join(DTYPES_BY_NAME))
+    parser.add_argument("--out", type=Path, help="default: where the library looks for compiled modules")
+    parser.add_argument("--list", action="store_true", help="name the modules that are missing, and end")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    archs = options.archs.split(",")
+    # Read by the library when it is imported, and when it would compile.
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(archs)
+    os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+    library = importlib.import_module("flashinfer")
+    dtypes = [DTYPES_BY_NAME[name] for name in options.dtypes.split(",")]
+    modules = asked_for(map(int, options.head_dims.split(",")), dtypes, archs)
+    specs = missing(library, modules)
+    print(f"{len(modules)} modules for {options.archs}, {len(specs)} to be compiled", flush=True)
+    if options.list:
+        print("\n".join(spec.name for spec in specs))
+        return 0
+    began = time.monotonic()
+    build(library, specs, options.out or library.jit.env.FLASHINFER_AOT_DIR, print)
+    print(f"compiled in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

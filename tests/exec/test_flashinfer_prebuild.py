@@ -1,0 +1,156 @@
+"""What is compiled into an image is what the back end has the library load, and the library takes it from there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS, Unsupported
+from services.worker.exec.attention.flashinfer_prebuild import DECODE, Module, asked_for, build, main, missing
+from tests.exec import test_flashinfer_backend as steps
+from tests.exec import test_flashinfer_library as through_library
+
+INSTALLED = through_library.INSTALLED
+NO_GPU = pytest.mark.skipif(not INSTALLED or torch.cuda.is_available(), reason="flashinfer is not installed, or has a GPU")
+CPU, HALF = torch.device("cpu"), torch.float16
+
+
+def test_every_kind_of_step_has_its_module_with_a_window_and_without() -> None:
+    found = {(each.kernels, each.windowed) for each in asked_for([128], [torch.bfloat16], ["8.0", "9.0a"])}
+    assert found == {(kernels, windowed) for kernels in (DECODE, "fa2", "fa3") for windowed in (False, True)}
+
+
+def test_hoppers_kernels_are_for_hopper_alone() -> None:
+    assert {each.kernels for each in asked_for([64], [HALF], ["8.0", "10.0f"])} == {DECODE, "fa2"}
+
+
+def test_every_head_size_and_dtype_that_the_back_end_serves() -> None:
+    found = asked_for(HEAD_DIMS, DTYPES, ["9.0a"])
+    assert {(each.head_dim, each.dtype) for each in found} == {(size, dtype) for size in HEAD_DIMS for dtype in DTYPES}
+    assert {each.index for each in found} == {torch.int32} and len(found) == len(HEAD_DIMS) * len(DTYPES) * 6
+
+
+def test_what_the_back_end_refuses_is_not_compiled() -> None:
+    with pytest.raises(Unsupported):
+        asked_for([96], [HALF], ["9.0a"])
+
+
+class MissingJITCacheError(RuntimeError):
+    """The library's: has the spec of what it would have compiled."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__("JIT compilation is disabled")
+        self.spec = spec
+
+
+class Compiler:
+    """The library's part in it: modules it has, and those it compiles into a folder of its own."""
+
+    def __init__(self, folder: Path, has: set[str]) -> None:
+        self._folder, self._has = folder, has
+        self.env = SimpleNamespace(FLASHINFER_AOT_DIR=folder / "aot")
+        self.jit = SimpleNamespace(MissingJITCacheError=MissingJITCacheError, build_jit_specs=self._build, env=self.env)
+        self.prefill = SimpleNamespace(get_batch_prefill_module=self._load)
+        self.decode = SimpleNamespace(get_batch_decode_module=lambda *arguments: self._load(DECODE, *arguments))
+
+    def _load(self, kernels: str, dtype: torch.dtype, *rest: Any) -> None:
+        name = f"{kernels}_{rest[3]}_{rest[6]}"
+        if name not in self._has:
+            raise MissingJITCacheError(SimpleNamespace(name=name, jit_library_path=self._folder / f"{name}.so"))
+
+    def _build(self, specs: list[Any], verbose: bool) -> None:
+        for spec in specs:
+            spec.jit_library_path.write_bytes(spec.name.encode())
+
+
+def test_only_what_is_missing_is_compiled_and_it_lies_where_the_library_looks(tmp_path: Path) -> None:
+    library, lines = Compiler(tmp_path, {"fa2_64_False"}), []
+    specs = missing(library, asked_for([64], [HALF], ["8.0"]))
+    build(library, specs, tmp_path / "out", lines.append)
+    names = {"decode_64_False", "decode_64_True", "fa2_64_True"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert all((tmp_path / "out" / name / f"{name}.so").read_bytes() == name.encode() for name in names)
+    assert len(lines) == 3 and all("bytes" in line for line in lines)
+
+
+def test_the_command_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = Compiler(tmp_path, set())
+    monkeypatch.setattr(importlib, "import_module", lambda name: library)
+    for name in ("FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_DISABLE_JIT"):
+        monkeypatch.setenv(name, "")
+    arguments = ["--archs", "8.0,9.0a", "--head-dims", "64", "--dtypes", "float16"]
+    assert main([*arguments, "--list"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "6 modules for 8.0,9.0a, 6 to be compiled" and "fa3_64_True" in printed
+    assert not library.env.FLASHINFER_AOT_DIR.exists()
+    assert main(arguments) == 0
+    assert len(list(library.env.FLASHINFER_AOT_DIR.glob("*/*.so"))) == 6
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Module]]:
+    """What the library's own Python asks of its compiled modules while a test runs."""
+    module, found = importlib.import_module("flashinfer"), set()
+    for part, name, place in (
+        (module.prefill, "get_batch_prefill_module", 1),
+        (module.decode, "get_batch_prefill_module", 1),
+        (module.decode, "get_batch_decode_module", 0),
+    ):
+        inner = getattr(part, name)
+
+        def noted(*arguments: Any, inner: Any = inner, place: int = place) -> Any:
+            kernels = arguments[0] if place else DECODE
+            query, keys, out, index, head_dim, _, posenc, windowed, capped, *half_sums = arguments[place:]
+            assert query == keys == out and posenc == 0 and not capped and not any(half_sums)
+            found.add(Module(kernels, query, index, head_dim, windowed))
+            return inner(*arguments)
+
+        monkeypatch.setattr(part, name, noted)
+    yield found
+
+
+library, ran = through_library.library, through_library.ran  # fixtures
+
+
+@NO_GPU
+def test_the_library_is_asked_for_no_other_modules(library: Any, asked: set[Module]) -> None:
+    """Real steps and graphs, with one window and another, in groups on either side of tensor cores."""
+    for shape in steps.CASES.values():
+        for split_mixed in (False, True):
+            steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
+    for shape in (steps.SHAPE, steps.PAIRED):
+        steps.test_graphs_of_fixed_buffers_follow_the_plan(shape, CPU, library)
+    sizes, dtypes = {each.head_dim for each in asked}, {each.dtype for each in asked}
+    assert asked <= set(asked_for(sizes, dtypes, ["8.0", "9.0a"]))
+    assert {each.kernels for each in asked} == {DECODE, "fa2", "fa3"}
+
+
+@NO_GPU
+def test_a_compiled_module_in_its_folder_is_loaded_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the library's own code, from a file that is there in name; loading it is all that is left out."""
+    module = importlib.import_module("flashinfer")
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    monkeypatch.setattr(module.jit.env, "FLASHINFER_AOT_DIR", tmp_path)
+    monkeypatch.setattr(module.jit.core, "check_cuda_arch", lambda: None)
+    wanted = Module(DECODE, HALF, torch.int32, 64, True)
+    (spec,) = missing(module, [wanted])
+    place = tmp_path / spec.name / f"{spec.name}.so"
+    place.parent.mkdir()
+    place.touch()
+    opened = []
+    monkeypatch.setattr(type(spec), "load", lambda self, path=None: opened.append(path) or FakeModule())
+    assert missing(module, [wanted]) == [] and opened == [place]
+
+
+class FakeModule:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
