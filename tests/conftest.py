@@ -20,6 +20,7 @@ LONG_FILES = {
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and start processes: see services/local/__init__.py
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
