@@ -32,7 +32,7 @@ $(ENV): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "First: sudo apt-get install python3-venv"; exit 1; }
 	@echo "making $(VENV) and installing what pyproject.toml lists (the first time this takes minutes; torch is large)"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check --progress-bar on -e '.[dev]'
+	$(PY) -m pip install -q --no-compile --disable-pip-version-check --progress-bar on -e '.[dev]'
 	@touch $@
 
 $(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)
