@@ -158,14 +158,16 @@ class ApiServer:
     def _serve(self, request: http.server.BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
         query = {key: values[0].lower() for key, values in parse_qs(url.query).items()} | {"path": url.path}
-        self.queries.append(query)
+        with self._changed:
+            cuts = self._cuts  # a cut that follows is this request's too, once the request can be seen
+            self.queries.append(query)
         self.tokens.add(request.headers.get("Authorization", ""))
         is_watch = query.get("watch") == "true"
         status = self.refuse.get("watch" if is_watch else "list", 200)
         if status != 200:
             self._answer(request, status, {"kind": "Status", "message": "refused", "code": status})
         elif is_watch:
-            self._watch(request, int(query["resourceversion" if "resourceversion" in query else "resourceVersion"]), query)
+            self._watch(request, int(query["resourceversion" if "resourceversion" in query else "resourceVersion"]), query, cuts)
         else:
             self._answer(request, 200, {"metadata": {"resourceVersion": str(self.version)}, "items": self.slices or None})
 
@@ -178,7 +180,7 @@ class ApiServer:
         request.end_headers()
         request.wfile.write(content)
 
-    def _watch(self, request: http.server.BaseHTTPRequestHandler, version: int, query: dict[str, str]) -> None:
+    def _watch(self, request: http.server.BaseHTTPRequestHandler, version: int, query: dict[str, str], cuts: int) -> None:
         request.send_response(200)
         request.send_header("Transfer-Encoding", "chunked")
         request.end_headers()
@@ -189,7 +191,6 @@ class ApiServer:
             return
         end = time.monotonic() + float(query["timeoutSeconds"])
         with self._changed:
-            cuts = self._cuts
             while time.monotonic() < end and self._cuts == cuts:
                 for at, line in [event for event in self._events if event[0] > version]:
                     self._chunk(request, line[:9])  # a line comes in pieces
