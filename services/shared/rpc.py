@@ -13,7 +13,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from services.shared.limits import MAX_MESSAGE_BYTES
 
-FLUSH_S = 0.2  # from the last handler's end: a large answer is still on its way into the socket
+FLUSH_S = 0.5  # from the last handler's end: a large answer is still on its way into the socket
 LIVENESS = ""  # health service name of the process itself; the service's own name means readiness
 
 logger = logging.getLogger(__name__)
