@@ -48,6 +48,9 @@ def _misfit(*tensors: Tensor) -> ValueError:
 class CpuKernels:
     """Loads the library at path. threads: size of the OpenMP team of each call. Raises OSError if it cannot be loaded."""
 
+    write_kv = staticmethod(reference.write_kv)
+    general_attention = staticmethod(reference.general_attention)
+
     def __init__(self, path: Path, threads: int) -> None:
         library = ctypes.CDLL(str(path))  # releases the GIL during calls
         self._threads = threads
@@ -161,23 +164,6 @@ class CpuKernels:
         places = [tensor.data_ptr() for tensor in (out, qkv, k_pool, v_pool, *columns)]
         sizes = (len(rows.slots), width, heads, kv_heads, head_dim, page_size, window)
         self._call("paged_attention", *places, *sizes, scale, _is_bfloat16(qkv))
-
-    def write_kv(self, keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
-        reference.write_kv(keys, values, rows, k_pool, v_pool)
-
-    def general_attention(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        rows: RaggedRows,
-        scale: float,
-        window: int,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> None:
-        reference.general_attention(out, q, k_pool, v_pool, rows, scale, window, softcap, sinks)
 
     def argmax(self, logits: Tensor) -> Tensor:
         _contiguous(logits)

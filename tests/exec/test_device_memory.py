@@ -24,7 +24,7 @@ from services.worker.exec.pools import KVPool
 from services.worker.exec.protocol import Executor, ExecutorError
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS
-from tests.exec.test_device_graphs import run_all, same, sequences
+from tests.exec.test_device_graphs import ALL_KINDS, run_all, same, sequences
 from tests.exec.tiny_models import MODELS
 
 PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
@@ -132,6 +132,25 @@ def test_another_error_fails_its_step_alone(folder: Path) -> None:
         driver.prefill([sequence])
         assert len(sequence.output) == 1
     assert lost == []
+
+
+def test_sampling_that_fails_costs_its_own_steps_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps in a row than the rings have buffers, then the next one is sound."""
+    executor = built(folder)
+    driver = Driver(executor, PAGE_SIZE)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a sampling kernel failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor.runner.sampler, "run_kernels", broken)
+        for slot in range(6):
+            with pytest.raises(ExecutorError, match="a sampling kernel failed"):
+                driver.prefill([Sequence([1, 2, 3], slot, ALL_KINDS[5])])
+    sequence = Sequence([1, 2, 3], 6, ALL_KINDS[5])
+    driver.prefill([sequence])
+    driver.decode([sequence], 4)
+    assert len(sequence.output) == 4
 
 
 def test_a_device_that_does_not_answer_is_told_of_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ _FIRST_ROWS = 8
 class WorkerColumns:
     """Arrays of `capacity` rows; a row is meaningful while `used`. Rows keep their number while their worker is known.
 
-    usable: it may get new requests. requests: open on it, over all gateways. tokens: prompt
-    and output tokens of what is open on it. limit: requests that it may have open before more wait at the gateway; running:
-    of those, how many it can run at once. owner: its number in the PrefixIndex, -1 for none. last_pick: counts up over all
-    picks. key: 64 random bits that stay the worker's own (of its id), for rendezvous hashing.
+    usable: it may get new requests. requests: open on it, over all gateways. tokens: prompt and output tokens of what is open
+    on it. limit: requests that it may have open before more wait at the gateway; running: of those, how many it can run at
+    once. owner: its number in the PrefixIndex, -1 for none. last_pick: counts up over all picks. key: 64 random bits that stay
+    the worker's own (of its id), for rendezvous hashing.
     """
 
     def __init__(self) -> None:

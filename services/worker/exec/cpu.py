@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from services.worker.core.plan import BatchPlan, StepResult
-from services.worker.exec.device_memory import DeviceMemory
-from services.worker.exec.operations import Operation, OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
+from services.worker.exec.operations import Operation, OperationRefused
+from services.worker.exec.operator import Operator, Releasable
 from services.worker.exec.protocol import ExecutorError, Masks, Run
 from services.worker.exec.runner import CpuRun, ModelRunner
 from services.worker.exec.step_profile import StepProfile
@@ -30,10 +30,10 @@ class CpuExecutor:
     memory: None where nothing can be released, for it could not be made again.
     """
 
-    def __init__(self, model: ModelRunner, num_threads: int, memory: DeviceMemory | None = None) -> None:
+    def __init__(self, model: ModelRunner, num_threads: int, memory: Releasable | None = None) -> None:
         self._model = model
-        self._memory = memory
         self._profile = StepProfile()
+        self._operator = Operator(self._profile, memory)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(num_threads,), name="cpu-forward", daemon=True)
         self._thread.start()
@@ -89,27 +89,11 @@ class CpuExecutor:
 
     def _operate(self, operation: Operation, done: Future[None]) -> None:
         try:
-            self._do(operation)
+            self._operator.do(operation)
         except Exception as error:  # of any kind: it belongs to the operator
             done.set_exception(error)
         else:
             done.set_result(None)
-
-    def _do(self, operation: Operation) -> None:
-        match operation:
-            case StartProfile(path):
-                self._profile.start(path)
-            case StopProfile():
-                self._profile.stop()
-            case ReleaseMemory():
-                self._releasable().release(operation)
-            case ResumeMemory():
-                self._releasable().resume(operation)
-
-    def _releasable(self) -> DeviceMemory:
-        if self._memory is None:
-            raise OperationRefused("this model's memory cannot be released")
-        return self._memory
 
 
 def _own(run: Run) -> CpuRun:

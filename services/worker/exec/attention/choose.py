@@ -69,6 +69,8 @@ def _flashinfer(
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as failure:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize(device)  # raises where the device itself has failed: no other kernels can run on it
         return f"{type(failure).__name__}: {_first_line(failure)}"
     return backend
 

@@ -34,6 +34,7 @@ from services.worker.exec.device.warm_up import warm_up
 from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
 from services.worker.exec.device_memory import NoModel
 from services.worker.exec.embedding_pool import EmbeddingPool
+from services.worker.exec.executor_stats import ExecutorStats
 from services.worker.exec.families import DecoderConfig
 from services.worker.exec.future_map import POISON
 from services.worker.exec.load_phases import LoadPhases
@@ -75,16 +76,13 @@ def build_device_executor(
 ) -> tuple[DeviceExecutor, ModelInfo]:
     """dtype: auto, bfloat16, float16 or float32. num_pages: None for what mem_fraction_static of the device holds beside the
     model (on a CPU: of the memory that is free). context_len: tokens; None for the model's own, or what the pool holds if
-    that is less. check_relay: a step fails
-    that decodes a slot which nothing was sampled for.
+    that is less. check_relay: a step fails that decodes a slot which nothing was sampled for.
 
     Raises NoDevice, CheckpointError, UnsupportedModel, PoolTooSmall, and ValueError for options that cannot be had.
     """
     device = device_of(options.device)
     phases = LoadPhases()
-    request = LoadRequest(
-        Path(model_path), dtype, page_size, context_len, 1, progress, phases, _target(device, options, max_slots)
-    )
+    request = LoadRequest(Path(model_path), dtype, page_size, context_len, 1, progress, phases, _target(device, options))
     loaded = load_model(request)
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay)
     pages = made.finish(num_pages, mem_fraction_static, context_len)
@@ -128,7 +126,7 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _target(device: torch.device, options: DeviceOptions, max_slots: int) -> LoadTarget:
+def _target(device: torch.device, options: DeviceOptions) -> LoadTarget:
     def weights(
         checkpoint: Checkpoint,
         config: DecoderConfig,
@@ -222,17 +220,15 @@ class _Assembly:
             max_pages=self._max_slots * pages_per_slot,
         )
         backend = self._attention(shape)
-        return self._reserved(model.attending(backend.attend)), backend
+        attending = model.attending(backend.attend)
+        attending.reserve(self._largest, self._wanted)
+        return attending, backend
 
     def _attention(self, shape: AttentionShape) -> AttentionBackend:
         if self._parts.attention is not None:
             return self._parts.attention(shape)
         name, dtype = self._options.attention_backend, self._loaded.dtype
         return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress)
-
-    def _reserved(self, model: Decoder) -> Decoder:
-        model.reserve(self._largest, self._wanted)
-        return model
 
     def _pool(self, pages: int) -> KVPool:
         """On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
@@ -260,6 +256,7 @@ class _Assembly:
             self._progress(f"KV pool: {pages} pages of {self._page_size} tokens, {megabytes} MiB")
             with self._phases.timed("warm_up"):
                 warm_up(self.runner, self._bounds)
+                self.runner.stats = ExecutorStats()
             with self._phases.timed("graphs"):
                 self.capture()
             self._streams.synchronize()

@@ -12,9 +12,10 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from services.worker.core.plan import BatchPlan, StepResult
-from services.worker.exec.device.memory_parts import MemoryParts
+from services.worker.exec.device.readback import Readback
 from services.worker.exec.device.runner import DeviceRun, DeviceRunner
-from services.worker.exec.operations import Operation, OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
+from services.worker.exec.operations import Operation, OperationRefused
+from services.worker.exec.operator import Operator, Releasable
 from services.worker.exec.protocol import ExecutorError, Masks, Run
 from services.worker.exec.step_profile import StepProfile
 
@@ -32,13 +33,13 @@ class DeviceExecutor:
     the device answers nothing any more: the process has to be replaced.
     """
 
-    def __init__(self, runner: DeviceRunner, memory: MemoryParts | None = None, on_lost: Callable[[str], None] = _ignore) -> None:
+    def __init__(self, runner: DeviceRunner, memory: Releasable | None = None, on_lost: Callable[[str], None] = _ignore) -> None:
         self._runner = runner
-        self._memory = memory
         self.on_lost = on_lost
         self._lost = False
         on_gpu = runner.streams.device.type == "cuda"
         self._profile = StepProfile((ProfilerActivity.CPU, ProfilerActivity.CUDA) if on_gpu else (ProfilerActivity.CPU,))
+        self._operator = Operator(self._profile, memory)
 
     @property
     def runner(self) -> DeviceRunner:
@@ -50,7 +51,7 @@ class DeviceExecutor:
             try:
                 self._profile.record(f"forward {plan.step_id}", lambda: run.append(self._runner.forward(plan)))
             except Exception as error:  # of any kind: it belongs to the waiter of this step
-                return self._failed(DeviceRun(plan, self._runner.no_readback()), error)
+                return self._failed(DeviceRun(plan, Readback(self._runner.streams)), error)
         return run[0]
 
     def sample(self, run: Run, masks: Masks) -> None:
@@ -78,7 +79,7 @@ class DeviceExecutor:
         try:
             with torch.inference_mode():
                 self._runner.streams.synchronize()
-                self._do(operation)
+                self._operator.do(operation)
         except OperationRefused:
             raise
         except Exception as error:
@@ -88,36 +89,22 @@ class DeviceExecutor:
         self._settle()
         self._runner.drop()
 
-    def _do(self, operation: Operation) -> None:
-        match operation:
-            case StartProfile(path):
-                self._profile.start(path)
-            case StopProfile():
-                self._profile.stop()
-            case ReleaseMemory():
-                self._releasable().release(operation)
-            case ResumeMemory():
-                self._releasable().resume(operation)
-
-    def _releasable(self) -> MemoryParts:
-        if self._memory is None:
-            raise OperationRefused("this model's memory cannot be released")
-        return self._memory
-
     def _failed(self, run: DeviceRun, error: Exception) -> DeviceRun:
         run.error = error
-        self._settle()
+        if self._settle():
+            self._runner.free_uploads()
         return run
 
-    def _settle(self) -> None:
-        """Waits for the device, unless it is lost."""
+    def _settle(self) -> bool:
+        """Waits for the device. False: it is lost."""
         if self._lost:
-            return
+            return False
         try:
             self._runner.streams.synchronize()
         except Exception as failure:  # whatever the driver raises: there is no device to go on with
             self._lost = True
             self.on_lost(f"the device does not answer any more: {failure}")
+        return not self._lost
 
 
 def _own(run: Run) -> DeviceRun:

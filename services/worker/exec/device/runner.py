@@ -112,9 +112,11 @@ class DeviceRunner:
                 run.readback.add("unwritten", self._unwritten.clone())
         self.release(run)
 
-    def no_readback(self) -> Readback:
-        """Of a step that came to nothing."""
-        return Readback(self.streams)
+    def free_uploads(self) -> None:
+        """Once the device has done everything: all that was sent may be overwritten."""
+        mark = self.streams.mark_copy()
+        self._ring.release(mark)
+        self.sampler.ring.release(mark)
 
     def drop(self) -> None:
         """Lets graphs and memory go; no call may follow."""
