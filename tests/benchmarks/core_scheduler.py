@@ -134,6 +134,23 @@ def admit_none_us(waiting: int, steps: int = 200) -> float:
     return statistics.median(times) * 1e6
 
 
+def all_wait_us(waiting: int, rounds: int = 20) -> tuple[float, float]:
+    """Median microseconds of a pass over `waiting` requests whose first 1,024 tokens the step in flight computes: of the first
+    one, in which each is looked at and begins to wait, and of those after it."""
+    first, later = [], []
+    for _ in range(rounds):
+        queue = Queue(0, 1 << 14, one_at_a_time=False)
+        for handle in range(waiting + 1):
+            queue.submit(np.concatenate([np.zeros(1024, dtype=np.int32), np.full(64, handle + 1, dtype=np.int32)]), 1)
+        for number in range(6):
+            begun = time.perf_counter()
+            plan = queue.core.plan(0.0)
+            (later if number else first).append(time.perf_counter() - begun)
+            assert (plan is None) == (number > 0)
+        assert queue.core.stats().num_waiting == waiting
+    return statistics.median(first) * 1e6, statistics.median(later) * 1e6
+
+
 def match_us(tokens: int, page_size: int) -> float:
     """Median microseconds of matching a prompt that is wholly in the tree, in nodes of 2048 tokens."""
     tree = RadixCache(page_size)
@@ -165,6 +182,9 @@ def main() -> None:
     print(f"| plan, lpm's fallback with 1,000 waiting, admits one | {admit_one_us(1000):.0f} |")
     print(f"| plan, lpm with 128 waiting, admits none | {admit_none_us(128):.0f} |")
     print(f"| plan, lpm's fallback with 1,000 waiting, admits none | {admit_none_us(1000):.0f} |")
+    first, later = all_wait_us(1000)
+    print(f"| plan, 1,000 waiting for the prefix that a step in flight computes: the first pass | {first:.0f} |")
+    print(f"| the same, passes after it | {later:.0f} |")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ class Tree:
         return node
 
     def use(self, *tokens: int) -> None:
-        self.cache.match("", key(*tokens))
+        """As an admission does."""
+        self.cache.count_hit(self.cache.match("", key(*tokens)).node)
 
     def evicted(self, count: int = 99) -> list[list[int]]:
         """Edges, in the order in which they go when one page at a time is wanted."""
@@ -104,6 +105,42 @@ class TestEviction:
         tree.put(2, rank=2)
         tree.put(1, rank=1)
         assert tree.evicted() == [[2], [1]]
+
+    def test_what_is_put_below_a_path_makes_the_whole_path_the_latest_used(self) -> None:
+        tree = Tree()
+        above = tree.put(1)
+        tree.put(2)
+        below, _ = tree.cache.insert(above, key(5), np.array([5], dtype=np.int32))
+        assert above.stamp == below.stamp
+        assert tree.evicted() == [[2], [5], [1]]
+
+    def test_a_look_is_no_use_for_the_least_frequently_used(self) -> None:
+        tree = Tree(EvictionPolicy.LFU)
+        tree.put(1)
+        tree.put(2)
+        tree.use(2)
+        for _ in range(3):
+            tree.cache.match("", key(1))
+        assert tree.evicted() == [[1], [2]]
+
+    @pytest.mark.parametrize("full", [False, True])
+    def test_an_admission_is_one_use_however_often_the_request_was_looked_at(self, full: bool) -> None:
+        """full: by then it has waited for room in many passes."""
+        engine = make(num_pages=32, eviction_policy=EvictionPolicy.LFU)
+        engine.submit(0, [1] * 12, max_new_tokens=1)
+        engine.drain()
+        (node,) = engine.core.table.memory.tree.nodes()
+        before = node.hits
+        if full:
+            engine.submit(1, [2] * 60, max_new_tokens=30, ignore_eos=True)
+            engine.turn()
+        engine.submit(2, [1] * 12 + [3] * 4, max_new_tokens=40, ignore_eos=True)
+        for _ in range(8):
+            engine.core.table.batch_is_full = False
+            engine.turn()
+        assert bool(engine.core.stats().num_waiting) is full
+        engine.drain()
+        assert node.hits == before + 1
 
     def test_whole_edges_are_given_back_until_it_is_enough(self) -> None:
         tree = Tree()

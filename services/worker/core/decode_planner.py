@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.extend_planner import too_small
+from services.worker.core.gates import too_small
 from services.worker.core.new_token_ratio import NewTokenRatio
 from services.worker.core.request_table import RequestTable
 from services.worker.core.retraction import victim_order

@@ -3,28 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.finish import Ending
-from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.core.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
 from services.worker.core.plan import SlotParams
-from services.worker.core.policy import IN_BATCH_DEPRIORITIZE_THRESHOLD, service_order
+from services.worker.core.policy import service_order
 from services.worker.core.prefill_adder import CLIP_MAX_NEW_TOKENS, AddResult, PrefillAdder, RunningRows, adapted_chunk
+from services.worker.core.prefix_gate import PrefixGate
 from services.worker.core.radix_cache import TOKEN_BYTES, Match
 from services.worker.core.request import Request
 from services.worker.core.request_table import RequestTable
 from services.worker.core.retraction import preemptible, victim_order
 from services.worker.core.step_rows import ExtendRows, Step
+from services.worker.core.waiting_queue import Kept
 
 _NO_HISTORY = np.empty(0, dtype=np.int32)
-
-
-def too_small(config: SchedulerConfig) -> Ending:
-    message = f"the KV pool of {config.num_pages * config.page_size} tokens cannot hold this request, even alone"
-    return Ending(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
 
 
 class ExtendPlanner:
@@ -33,6 +26,10 @@ class ExtendPlanner:
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._random = np.random.default_rng(table.config.random_seed)
+        self._prefixes = PrefixGate(table)
+        self._gates: list[Gate] = [PoolGate(table.config).look]
+        if table.config.enable_radix_cache:
+            self._gates.append(self._prefixes.look)
         self.running_limit = table.config.max_running_requests
 
     def plan(
@@ -48,8 +45,9 @@ class ExtendPlanner:
             if request.lease is not None and not self._continue(request, adder, rows) and not rows.requests and flight is None:
                 self._relieve(request, now, step_id)
         if may_admit and not table.batch_is_full and not table.extending:
-            computing = flight.requests[: flight.plan.num_extend] if flight else []
-            self._admit_waiting(adder, rows, now, computing, step_id)
+            self._prefixes.begin(_extending(flight) + rows.requests)
+            self._admit_waiting(adder, rows, now, step_id)
+            self._prefixes.end_pass()
         return rows
 
     def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
@@ -97,16 +95,25 @@ class ExtendPlanner:
 
     # Waiting requests
 
-    def preempt(self, ratio: float, flight_step: int, step_id: int) -> None:
+    def preempt(self, ratio: float, flight: Step | None, step_id: int) -> None:
         """Lets the most urgent waiting request displace less urgent running ones, if there is no room for it otherwise.
         Before any row of the step is chosen."""
         table = self._table
-        request = table.waiting.first()
-        if not table.config.enable_priority_scheduling or request is None:
+        if not table.config.enable_priority_scheduling or not len(table.waiting):
             return
-        victims = preemptible(table.config, request, table.extending + table.decoding)
-        if not victims:
-            return
+        self._prefixes.begin(_extending(flight))
+        for request in table.waiting.in_turn():
+            victims = preemptible(table.config, request, table.extending + table.decoding)
+            if not victims:
+                return
+            verdict = self._ask(request).verdict
+            if verdict is Verdict.ADMIT:
+                self._displace(request, victims, ratio, flight.plan.step_id if flight else -1, step_id)
+            if verdict is not Verdict.WAIT:
+                return
+
+    def _displace(self, request: Request, victims: list[Request], ratio: float, flight_step: int, step_id: int) -> None:
+        table = self._table
         match = table.memory.match(request.namespace, request.key, request.prefix_limit())
         table.memory.lock(match)  # its own hit is no room for it
         if self._could_be_let_in(request, match, victims):
@@ -121,68 +128,77 @@ class ExtendPlanner:
         held = sum(int(memory.slots.num_pages[r.lease.slot]) for r in victims if r.lease)
         extend = len(request.key) // TOKEN_BYTES - len(match.pages) * page_size
         outputs = min(request.params.max_new_tokens - len(request.output_ids), CLIP_MAX_NEW_TOKENS)
-        return (held + memory.num_available) * page_size >= -(-extend // page_size) * page_size + outputs
+        room = (held + memory.num_available) * page_size - self._kept(request).tokens
+        return room >= -(-extend // page_size) * page_size + outputs
 
     def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
         """As admission will see it. `match` is locked."""
-        if self._free_slots() <= 0:
+        if self._free_slots(request) <= 0:
             return False
         return self._may_add(request, match, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
 
-    def _free_slots(self) -> int:
-        return min(self._table.memory.slots.num_free, self.running_limit - self._table.num_running)
+    def _free_slots(self, request: Request) -> int:
+        free = min(self._table.memory.slots.num_free, self.running_limit - self._table.num_running)
+        return free - self._kept(request).slots
 
-    def _admit_waiting(
-        self, adder: PrefillAdder, rows: ExtendRows, now: float, computing: Sequence[Request], step_id: int
-    ) -> None:
+    def _kept(self, request: Request) -> Kept:
+        """What a request must leave to more urgent ones that wait at a gate: they would displace it."""
+        return self._table.waiting.kept_from(request.rank)
+
+    def _admit_waiting(self, adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
+        """One pass over the queue. batch_is_full is not for those behind a held request: it comes back before anybody leaves."""
         table = self._table
         for request in service_order(table.config, table.waiting, table.decoding, table.memory, self._random):
             if adder.exhausted or request.parked_step == step_id:
                 return
-            if self._free_slots() <= 0:
-                table.batch_is_full = True
+            if self._free_slots(request) <= 0:
+                table.batch_is_full = not table.waiting.num_held
                 return
-            result = self._admit(request, adder, rows, now, computing)
+            answer = self._ask(request)
+            if answer.ending is not None:
+                table.end(request, answer.ending, now)
+            if answer is not ADMIT:
+                continue
+            result = self._admit(request, adder, rows, now)
             if result is AddResult.NO_TOKEN:
-                table.batch_is_full = table.num_running > 0
+                table.batch_is_full = table.num_running > 0 and not table.waiting.num_held
             if result is not AddResult.CONTINUE:
                 return
 
-    def _admit(
-        self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float, computing: Sequence[Request]
-    ) -> AddResult:
+    def _ask(self, request: Request) -> Answer:
+        """The first gate's answer that is not ADMIT. One that waits is held from then on."""
+        for gate in self._gates:
+            answer = gate(request)
+            if answer is ADMIT:
+                continue
+            if answer.verdict is Verdict.WAIT:
+                self._table.waiting.hold(request, self._most_kv(request))
+            return answer
+        return ADMIT
+
+    def _most_kv(self, request: Request) -> int:
+        """Tokens of KV with which admission lets it in, whatever it finds cached by then; and one page to spare, as it keeps for
+        rows that do not stop early."""
+        params, page_size = request.params, self._table.config.page_size
+        left = params.max_new_tokens - len(request.output_ids)
+        outputs = left if params.ignore_eos else min(left, CLIP_MAX_NEW_TOKENS)
+        return (-(-len(request.key) // TOKEN_BYTES // page_size) + 1) * page_size + outputs
+
+    def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
         """Two phases: lock the hit, then see whether the rest fits; on failure only the lock has to be undone."""
         table = self._table
         match = table.memory.match(request.namespace, request.key, request.prefix_limit())
-        if any(self._shares_more(request, len(match.pages), other) for other in (*computing, *rows.requests)):
-            return AddResult.OTHER
         table.memory.lock(match)
         result, count = self._may_add(request, match, adder)
         if result is not AddResult.CONTINUE:
             table.memory.unlock(match)
             return result
-        if not table.memory.num_available:
-            # Its own cached pages fill the pool, and it needs one more.
-            table.memory.unlock(match)
-            table.end(request, too_small(table.config), now)
-            return result
         lease = table.begin(request, match, now)
         added = self._add(request, len(match.pages) * table.config.page_size, count, adder, rows)
         assert added, "admission without a page to begin with"
         rows.admitted.append(_slot_params(lease.slot, request))
+        self._prefixes.note(request)
         return result
-
-    def _shares_more(self, request: Request, hit_pages: int, other: Request) -> bool:
-        """Another extend is computing a prefix of this request beyond its hit: n choices of one prompt, say. It will find
-        it cached once that step is committed."""
-        config = self._table.config
-        wanted = hit_pages * config.page_size + max(IN_BATCH_DEPRIORITIZE_THRESHOLD, config.page_size)
-        hit, cut = hit_pages * config.page_size * TOKEN_BYTES, wanted * TOKEN_BYTES
-        if not config.enable_radix_cache or wanted > request.prefix_limit() or len(request.key) <= cut:
-            return False
-        if other.namespace != request.namespace or other.key[hit:cut] != request.key[hit:cut]:
-            return False  # nearly always: what lies behind the hit is each request's own
-        return other.key[:hit] == request.key[:hit]
 
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
         """What the adder says, and how many tokens it takes. `match` is locked."""
@@ -192,7 +208,7 @@ class ExtendPlanner:
         extend = len(request.key) // TOKEN_BYTES - start
         max_new = request.params.max_new_tokens - len(request.output_ids)
         logprobs = _computes_logprobs(request)
-        available = table.memory.num_available * page_size
+        available = table.memory.num_available * page_size - self._kept(request).tokens
         result, count = adder.admit(available, start, extend, max_new, request.params.ignore_eos, logprobs)
         if result is AddResult.NO_TOKEN and not table.num_running:
             # Alone it must get its chance: submit() saw to it that the prompt fits the whole pool.
@@ -218,6 +234,10 @@ class ExtendPlanner:
             columns.planned_out[lease.slot] += 1
             table.decode(request)
         return True
+
+
+def _extending(flight: Step | None) -> list[Request]:
+    return flight.requests[: flight.plan.num_extend] if flight else []
 
 
 def _computes_logprobs(request: Request) -> bool:

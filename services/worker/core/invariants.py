@@ -10,11 +10,12 @@ from services.worker.core.memory import KVMemory
 from services.worker.core.radix_cache import TreeNode
 from services.worker.core.request import Phase
 from services.worker.core.request_table import RequestTable
+from services.worker.core.waiting_queue import Kept
 
 
 def violations(table: RequestTable) -> list[str]:
     """One sentence for each thing that does not hold; empty when all is well. O(pool size)."""
-    return _page_states(table) + _leases(table) + _tree(table.memory) + _sessions(table)
+    return _page_states(table) + _leases(table) + _held(table) + _tree(table.memory) + _sessions(table)
 
 
 def _page_states(table: RequestTable) -> list[str]:
@@ -57,6 +58,20 @@ def _leases(table: RequestTable) -> list[str]:
         row = table.memory.slots.page_table[slot, : table.memory.slots.num_pages[slot]]
         if len(np.unique(row)) != len(row):
             out.append(f"slot {slot} has a page twice")
+    return out
+
+
+def _held(table: RequestTable) -> list[str]:
+    """Gates hold requests of the waiting queue alone, and what is kept for those is what they may come to need."""
+    queue, out = table.waiting, []
+    held = [request for request in queue if request.held]
+    if len(held) != queue.num_held or len(held) != sum(request.held > 0 for request in table.by_key.values()):
+        out.append("a held request is not in the queue, or is not counted")
+    kept: dict[int, Kept] = {}
+    for request in held:
+        kept[request.rank] = kept.get(request.rank, Kept()).plus(1, request.held)
+    if kept != queue.kept_by_rank():
+        out.append("the queue miscounts what is kept for held requests")
     return out
 
 

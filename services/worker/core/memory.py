@@ -85,6 +85,7 @@ class KVMemory:
 
     def lease(self, match: Match, rank: int = 0) -> Lease:
         """A lease on a free slot whose table begins with the hit's pages. `match` is locked; the lease takes over the lock."""
+        self.tree.count_hit(match.node)
         slot = self.slots.alloc()
         count = len(match.pages)
         self.slots.page_table[slot, :count] = match.pages

@@ -35,7 +35,7 @@ class Planner:
         table = self._table
         flight_step = flight.plan.step_id if flight else -1
         self._step_id += 1
-        self.extends.preempt(self.ratio.value, flight_step, self._step_id)
+        self.extends.preempt(self.ratio.value, flight, self._step_id)
         if self._decodes_are_due() and (step := self._decode_only(now, flight_step)):
             return step
         # Rows that decoded before and extend again have others beside them, which a step of extends alone would hold up.

@@ -39,11 +39,11 @@ def service_order(
     memory: KVMemory,
     random: np.random.Generator,
 ) -> Iterator[Request]:
-    """Lazily, for a caller that takes each request out of the queue before it asks for the next, or stops."""
+    """Of those that no gate holds. Lazily, for a caller that may take out or hold the one it has before it asks for the next."""
     policy = effective_policy(config, len(queue))
     if policy is SchedulePolicy.FCFS:
         return queue.in_turn()
-    requests = list(queue)
+    requests = queue.eligible()
     match policy:
         case SchedulePolicy.LPM:
             hits = _hits(requests, memory)

@@ -27,7 +27,7 @@ _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 @dataclass(slots=True, eq=False)
 class TreeNode:
     """key: the tokens of this edge (a root's: its namespace); pages: int32[len(key) / page bytes]; depth: pages from the
-    root to this node's end. hits: matches that went through. born, stamp: when made and when last used. rank: of the most
+    root to this node's end. hits: admissions that went through. born, stamp: when made and when last used. rank: of the most
     urgent request that brought it, lower is more urgent. blocks: hashes of the blocks whose last token lies in this edge.
     entry: number of its entry in the eviction queue, 0 for none. gone: evicted; `parent` stays, for holds to be taken back.
     """
@@ -90,13 +90,15 @@ class RadixCache:
 
     def match(self, namespace: str, key: bytes) -> Match:
         """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
-        root = self.root(namespace)
-        node, _, pages = self._walk(root, key)
+        node, _, pages = self._walk(self.root(namespace), key)
+        return Match(node, np.concatenate(pages) if pages else _NO_PAGES)
+
+    def count_hit(self, node: TreeNode) -> None:
+        """A request is admitted on the path from the root to `node`."""
         walk: TreeNode | None = node
         while walk is not None:
             walk.hits += 1
             walk = walk.parent
-        return Match(node, np.concatenate(pages) if pages else _NO_PAGES)
 
     def peek(self, namespace: str, key: bytes) -> tuple[TreeNode | None, int]:
         """The node where a match of `key` would end, perhaps inside it, and the pages matched. Changes nothing."""
@@ -110,7 +112,7 @@ class RadixCache:
         return node, num_pages
 
     def insert(self, node: TreeNode, key: bytes, pages: I32, rank: int = 0) -> tuple[TreeNode, I32]:
-        """Puts the tokens `key` with their `pages` below `node`, for a request of this rank.
+        """Puts the tokens `key` with their `pages` below `node`, for a request of this rank. The whole path counts as used.
 
         Returns the node at their end and int32[n], the tree's pages for them: equal to `pages` where the tree took
         those over, different where it had others already (the caller keeps and frees its own there).
@@ -120,8 +122,10 @@ class RadixCache:
             node = self._append(node, key[at:], pages[at // self._page_bytes :], rank)
             out.append(node.pages)
         walk: TreeNode | None = node
-        while walk is not None and walk.rank > rank:
-            walk.rank = rank
+        while walk is not None:
+            walk.stamp = self._clock
+            if walk.rank > rank:
+                walk.rank = rank
             walk = walk.parent
         return node, np.concatenate(out) if out else _NO_PAGES
 

@@ -42,7 +42,9 @@ class Request:
     back in that one. logprob_planned, logprob_done: prompt positions below these have their logprobs planned, committed.
     num_given: output tokens that it came with, sampled elsewhere. num_followed: those that its matcher has accepted since.
     logprobs: of each later output token, in order, if they are wanted. queued_tokens: prompt and output when it last began to
-    wait. jump: the grammar may add tokens by itself.
+    wait. held: tokens of KV kept for it while an admission gate makes it wait in the queue, 0 if none does. prefix_seen: most
+    bytes of its key that were cached while it waited for more (-1: it has not). prefix_passes: how many it has waited since
+    they were. jump: the grammar may add tokens by itself.
     """
 
     seq: int
@@ -77,6 +79,9 @@ class Request:
     queue_s: float = -1.0
     flight_step: int = -1
     parked_step: int = -1
+    held: int = 0
+    prefix_seen: int = -1
+    prefix_passes: int = 0
     logprob_planned: int = 0
     logprob_done: int = 0
     key: bytes = b""

@@ -111,6 +111,7 @@ class RequestTable:
         self.trace.add(request.request_id, TraceKind.ADMITTED, cached)
         self.columns.begin(lease.slot, request, cached)
         request.flight_step = -1
+        request.prefix_seen, request.prefix_passes = -1, 0
         self.extending.append(request)
         if request.queue_s < 0:
             request.queue_s = now - request.arrival

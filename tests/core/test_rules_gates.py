@@ -1,0 +1,238 @@
+"""Admission gates: who is made to wait in the queue, for how long, and what that costs those ahead and behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.worker.core.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from services.worker.core.messages import ErrorCode, FinishReason
+from tests.core.harness import Engine
+from tests.core.test_scheduler_basic import make
+from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of
+
+MAX_PASSES = 8  # that a request is passed over with nothing of what it waits for committed
+
+
+def wide(overlap: bool = True, **changes: Any) -> Engine:
+    values: dict[str, Any] = {"num_pages": 2048, "max_running_requests": 64, "chunked_prefill_size": 8192, "context_len": 1024}
+    return make(overlap, **{**values, **changes})
+
+
+def prompt(prefix: int, tail: int, shared: int = 64) -> list[int]:
+    return [prefix] * shared + [500 + tail] * 16
+
+
+def admitted(engine: Engine) -> list[list[int]]:
+    """By plan: the last prompt token less 500 of each request that begins in it. Tails of prompt() tell requests apart."""
+    out = []
+    for plan in engine.plans:
+        ends = plan.num_tokens[: plan.num_extend].cumsum() - 1
+        slots = {params.slot for params in plan.admitted}
+        rows = zip(plan.slots.tolist(), plan.input_ids[ends].tolist(), strict=False)
+        out.append([token - 500 for slot, token in rows if slot in slots])
+    return out
+
+
+class TestOfAPrefixThatIsBeingComputed:
+    @pytest.mark.parametrize("policy", SchedulePolicy)
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_pairs_begin_in_three_steps(self, overlap: bool, policy: SchedulePolicy) -> None:
+        engine = wide(overlap, schedule_policy=policy)
+        for handle in range(40):
+            engine.submit(handle, prompt(handle // 2, handle), max_new_tokens=40, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        assert [len(handles) for handles in admitted(engine)] in ([20, 0, 20], [20, 20, 0])
+        engine.drain()
+        assert [engine.finishes[handle].cached_tokens for handle in range(40)].count(64) == 20
+        check_run(engine)
+
+    def test_those_behind_a_waiting_request_begin_at_once(self) -> None:
+        engine = wide()
+        for handle, prefix in enumerate((1, 1, 2, 1, 3)):
+            engine.submit(handle, prompt(prefix, handle), max_new_tokens=4, ignore_eos=True)
+        engine.turn()
+        assert admitted(engine) == [[0, 2, 4]]
+
+    @pytest.mark.parametrize("end", ["abort", "retract"])
+    def test_the_wait_is_over_when_the_extend_is_gone(self, end: str) -> None:
+        engine = wide()
+        for handle in range(2):
+            engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
+        engine.turn()
+        table = engine.core.table
+        first, second = table.by_key[0, 0], table.by_key[0, 1]
+        assert second.held
+        if end == "abort":
+            engine.abort(0)
+        else:
+            table.retract(first, 1, 1)
+            engine.check()
+        engine.turn()
+        begun = [second] if end == "abort" else [first, second]
+        assert any(request.lease is not None for request in begun)
+        engine.drain()
+        for handle in engine.finishes:
+            engine.check_answer(handle)
+
+    def test_the_wait_is_over_when_what_both_share_is_committed_though_the_extend_goes_on(self) -> None:
+        """A prompt of 160 tokens in chunks of 64, of which the second request shares 112: all but the last chunk."""
+        engine = wide(chunked_prefill_size=64)
+        engine.submit(0, [1] * 112 + [2] * 47 + [500], max_new_tokens=4, ignore_eos=True)
+        engine.turn()
+        engine.submit(1, [1] * 112 + [3] * 7 + [501], max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        assert admitted(engine)[:4] == [[-499], [], [], [1]]
+        assert engine.finishes[1].cached_tokens == 112
+        check_run(engine)
+
+    def test_a_wait_in_which_nothing_is_committed_ends_after_eight_passes(self) -> None:
+        """More urgent requests with the same prefix come and are aborted before their step is committed, again and again."""
+        engine = wide(enable_priority_scheduling=True)
+        engine.submit(1000, prompt(1, 0), max_new_tokens=4, ignore_eos=True)
+        waiting = engine.core.table.by_key[0, 1000]
+        passes = 0
+        while waiting.lease is None and passes < 3 * MAX_PASSES:
+            engine.submit(passes, prompt(1, 1 + passes), priority=1, max_new_tokens=4, ignore_eos=True)
+            engine.turn()
+            engine.abort(passes)
+            passes += 1
+        assert passes == MAX_PASSES + 1
+        engine.drain()
+        check_run(engine)
+
+    def test_a_waiting_request_that_is_aborted_leaves_nothing_behind(self) -> None:
+        engine = wide()
+        for handle in range(3):
+            engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
+        engine.turn()
+        assert engine.core.table.waiting.num_held == 2
+        engine.abort(1)
+        assert engine.core.table.waiting.num_held == 1
+        engine.drain()
+        assert engine.core.table.waiting.num_held == 0
+        check_run(engine)
+
+    @pytest.mark.parametrize("eviction", [EvictionPolicy.LRU, EvictionPolicy.LFU])
+    def test_a_look_that_ends_in_waiting_leaves_no_mark_on_the_tree(self, eviction: EvictionPolicy) -> None:
+        """An extend hangs on a node that the looks pass through, and their hits end within another one."""
+        engine = wide(eviction_policy=eviction)
+        engine.submit(0, [1] * 40 + [2] * 40, max_new_tokens=1)
+        engine.drain()
+        engine.submit(1, [1] * 40 + [3] * 80, max_new_tokens=4, ignore_eos=True)
+        engine.turn()
+        nodes = engine.core.table.memory.tree.nodes()
+        before = [(node, node.stamp, node.hits, len(node.pages)) for node in nodes]
+        for handle in range(2, 6):
+            engine.submit(handle, [1] * 40 + [3] * 60 + [handle] * 8, max_new_tokens=4, ignore_eos=True)
+        engine.core.plan(engine.now)
+        assert engine.core.table.waiting.num_held == 4
+        nodes = engine.core.table.memory.tree.nodes()
+        assert [(node, node.stamp, node.hits, len(node.pages)) for node in nodes] == before
+
+
+class TestWhatIsKeptForOneThatWaits:
+    """The second of two urgent requests waits for the first one's prefix. What it needs is left to it by less urgent ones."""
+
+    @staticmethod
+    def start(**changes: Any) -> Engine:
+        engine = wide(enable_priority_scheduling=True, priority_preemption_threshold=100, **changes)
+        for handle in range(2):
+            engine.submit(handle, prompt(1, handle), priority=5, max_new_tokens=40, ignore_eos=True)
+        engine.submit(2, prompt(2, 2), priority=0, max_new_tokens=40, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        return engine
+
+    @pytest.mark.parametrize("changes", [{"max_running_requests": 2}, {"num_pages": 70}], ids=["slots", "pages"])
+    def test_a_less_urgent_one_does_not_take_it(self, changes: dict[str, int]) -> None:
+        engine = self.start(**changes)
+        assert admitted(engine) == [[0], [], [1]]
+        engine.drain()
+        check_run(engine)
+
+    @pytest.mark.parametrize("changes", [{"max_running_requests": 3}, {"num_pages": 110}], ids=["slots", "pages"])
+    def test_a_less_urgent_one_takes_the_rest(self, changes: dict[str, int]) -> None:
+        engine = self.start(**changes)
+        assert admitted(engine) == [[0, 2], [], [1]]
+        engine.drain()
+        check_run(engine)
+
+    def test_nobody_is_displaced_for_one_that_waits(self) -> None:
+        engine = wide(enable_priority_scheduling=True, max_running_requests=2)
+        engine.submit(2, prompt(2, 2), max_new_tokens=40, ignore_eos=True)
+        for _ in range(4):
+            engine.turn()
+        for handle in range(2):
+            engine.submit(handle, prompt(1, handle), priority=5, max_new_tokens=40, ignore_eos=True)
+        engine.turn()
+        engine.turn()
+        assert engine.core.stats().preemptions_total == 0
+        engine.turn()
+        assert engine.core.stats().preemptions_total == 1
+        engine.drain()
+        check_run(engine)
+
+
+class TestAContextThatHasOutgrownThePool:
+    def test_it_is_rejected_and_those_behind_it_go_on(self) -> None:
+        engine = make(num_pages=8, max_running_requests=2)
+        engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
+        engine.submit(1, [2] * 8, max_new_tokens=2, ignore_eos=True)
+        engine.drain()
+        assert engine.finishes[0].error is ErrorCode.OUT_OF_MEMORY
+        assert engine.finishes[1].reason is FinishReason.LENGTH
+
+
+roomy = st.builds(
+    config_of,
+    page_size=st.sampled_from([1, 4, 16]),
+    pool_tokens=st.sampled_from([256, 640]),
+    slots=st.integers(2, 9),
+    chunk=st.sampled_from([0, 64]),
+    enable_mixed_chunk=st.booleans(),
+    schedule_policy=st.sampled_from(SchedulePolicy),
+    enable_priority_scheduling=st.just(True),
+    priority_preemption_threshold=st.sampled_from([0, 100]),
+)
+
+
+def watch(engine: Engine, seen: dict[int, tuple[int, int]], passes: int) -> None:
+    """seen: by request, the most tokens of its prefix that were cached while it waited, and its passes since. passes: that the
+    last turn made."""
+    table = engine.core.table
+    for request in table.waiting:
+        if not request.held:
+            continue
+        hit = table.memory.peek(request.namespace, request.key, request.prefix_limit())[1]
+        most, waited = seen.get(request.seq, (-1, 0))
+        seen[request.seq] = (hit, passes) if hit > most else (most, waited + passes)
+        assert seen[request.seq][1] <= MAX_PASSES, f"request {request.request_id} is passed over for ever"
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=roomy, seed=st.integers(0, 2**32), overlap=st.booleans(), aborts=st.sampled_from([0.8, 1.0]))
+def test_nobody_is_passed_over_more_than_eight_times_with_nothing_committed(
+    config: SchedulerConfig, seed: int, overlap: bool, aborts: float
+) -> None:
+    """Urgent requests keep coming ahead of a few that share their prefix, and `aborts` of them go before it is computed."""
+    rng = random.Random(seed)
+    engine, seen = Engine(config, overlap), dict[int, tuple[int, int]]()
+    gate = engine.core._planner.extends._prefixes
+    for turn in range(40):
+        for handle in [3 * turn, *((3 * turn + 1, 3 * turn + 2) if turn % 16 == 0 else ())]:
+            urgent = handle == 3 * turn
+            body = [rng.random() < 0.05] * rng.choice((40, 56)) + [rng.randrange(50) for _ in range(rng.randrange(8))]
+            engine.submit(handle, body, priority=turn * urgent, max_new_tokens=rng.randrange(1, CONTEXT - len(body)))
+        before = gate.num_passes
+        engine.turn()
+        watch(engine, seen, gate.num_passes - before)
+        if rng.random() < aborts:
+            engine.abort(3 * turn)
+    engine.drain()
+    check_run(engine)
