@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.worker.core.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from services.worker.core.messages import ErrorCode, FinishReason
+from services.worker.core.request import Phase
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of
@@ -134,6 +135,36 @@ class TestOfAPrefixThatIsBeingComputed:
         assert engine.core.table.waiting.num_held == 4
         nodes = engine.core.table.memory.tree.nodes()
         assert [(node, node.stamp, node.hits, len(node.pages)) for node in nodes] == before
+
+
+class TestOvertaken:
+    """The second of two requests waits for the first one's prefix; a third one with a prompt of many chunks begins meanwhile."""
+
+    @staticmethod
+    def start(**changes: Any) -> Engine:
+        engine = wide(chunked_prefill_size=128, adaptive_chunk_rows=0, **changes)
+        for handle in range(2):
+            engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
+        engine.submit(2, [2] * 600, max_new_tokens=4, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        return engine
+
+    def test_it_begins_before_the_next_chunk_of_the_one_that_overtook_it(self) -> None:
+        engine = self.start()
+        plan = engine.plans[2]
+        assert plan.num_tokens.tolist()[: plan.num_extend] == [16, 112]
+        assert engine.core.table.by_key[0, 1].phase is Phase.DECODE
+        engine.drain()
+        assert engine.finishes[1].cached_tokens == 64
+        check_run(engine)
+
+    def test_it_leaves_room_for_what_that_one_has_yet_to_compute(self) -> None:
+        engine = self.start(num_pages=174)
+        assert engine.core.table.by_key[0, 1].phase is Phase.WAITING
+        engine.drain()
+        assert engine.core.stats().retractions_total == 0
+        check_run(engine)
 
 
 class TestWhatIsKeptForOneThatWaits:

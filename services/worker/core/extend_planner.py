@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from services.worker.core.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
@@ -11,7 +13,7 @@ from services.worker.core.policy import service_order
 from services.worker.core.prefill_adder import CLIP_MAX_NEW_TOKENS, AddResult, PrefillAdder, RunningRows, adapted_chunk
 from services.worker.core.prefix_gate import PrefixGate
 from services.worker.core.radix_cache import TOKEN_BYTES, Match
-from services.worker.core.request import Request
+from services.worker.core.request import Phase, Request
 from services.worker.core.request_table import RequestTable
 from services.worker.core.retraction import preemptible, victim_order
 from services.worker.core.step_rows import ExtendRows, Step
@@ -41,13 +43,19 @@ class ExtendPlanner:
         if not table.extending and (table.batch_is_full or not len(table.waiting)):
             return rows
         adder = self._adder(ratio, num_decode_rows)
-        for request in list(table.extending):
+        may_admit &= not table.batch_is_full
+        started = sorted(table.extending, key=_turn)
+        if may_admit and started and self._prefixes.concerns_anybody:
+            self._admit_overtaken(started, adder, rows, now, flight, step_id)
+        for request in started:
             if request.lease is not None and not self._continue(request, adder, rows) and not rows.requests and flight is None:
                 self._relieve(request, now, step_id)
-        if may_admit and not table.batch_is_full and not table.extending:
+        if may_admit and not table.extending:
             self._prefixes.begin(_extending(flight) + rows.requests)
-            self._admit_waiting(adder, rows, now, step_id)
+            order = service_order(table.config, table.waiting, table.decoding, table.memory, self._random)
+            self._admit_waiting(order, adder, rows, now, step_id)
             self._prefixes.end_pass()
+            self._prefixes.freed.clear()
         return rows
 
     def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
@@ -145,10 +153,23 @@ class ExtendPlanner:
         """What a request must leave to more urgent ones that wait at a gate: they would displace it."""
         return self._table.waiting.kept_from(request.rank)
 
-    def _admit_waiting(self, adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
-        """One pass over the queue. batch_is_full is not for those behind a held request: it comes back before anybody leaves."""
+    def _admit_overtaken(
+        self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, flight: Step | None, step_id: int
+    ) -> None:
+        """Started extends were let in past requests that had to wait. Those whose wait is over begin before the next chunk: what
+        is left of such an extend may be long."""
+        self._prefixes.begin(_extending(flight))
+        turn = _turn(started[-1])
+        overtaken = [r for r in self._prefixes.freed if r.phase is Phase.WAITING and not r.held and _turn(r) < turn]
+        adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
+        self._admit_waiting(sorted(overtaken, key=_turn), adder, rows, now, step_id)
+        adder.set_aside = 0
+        self._prefixes.end_pass()
+
+    def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
+        """One pass. batch_is_full is not for those behind a held request: it comes back before anybody leaves."""
         table = self._table
-        for request in service_order(table.config, table.waiting, table.decoding, table.memory, self._random):
+        for request in order:
             if adder.exhausted or request.parked_step == step_id:
                 return
             if self._free_slots(request) <= 0:
@@ -172,17 +193,22 @@ class ExtendPlanner:
             if answer is ADMIT:
                 continue
             if answer.verdict is Verdict.WAIT:
-                self._table.waiting.hold(request, self._most_kv(request))
+                self._table.waiting.hold(request, self._most_kv(request, len(request.key) // TOKEN_BYTES))
             return answer
         return ADMIT
 
-    def _most_kv(self, request: Request) -> int:
-        """Tokens of KV with which admission lets it in, whatever it finds cached by then; and one page to spare, as it keeps for
-        rows that do not stop early."""
+    def _most_kv(self, request: Request, extend: int) -> int:
+        """Tokens of KV that admission asks for where so many are to be extended; and one page to spare, as it keeps for rows that
+        do not stop early."""
         params, page_size = request.params, self._table.config.page_size
         left = params.max_new_tokens - len(request.output_ids)
         outputs = left if params.ignore_eos else min(left, CLIP_MAX_NEW_TOKENS)
-        return (-(-len(request.key) // TOKEN_BYTES // page_size) + 1) * page_size + outputs
+        return (-(-extend // page_size) + 1) * page_size + outputs
+
+    def _num_left(self, request: Request) -> int:
+        """Tokens that a started extend has yet to compute."""
+        assert request.lease is not None
+        return int(self._table.columns.target[request.lease.slot] - self._table.columns.computed[request.lease.slot])
 
     def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
         """Two phases: lock the hit, then see whether the rest fits; on failure only the lock has to be undone."""
@@ -238,6 +264,10 @@ class ExtendPlanner:
 
 def _extending(flight: Step | None) -> list[Request]:
     return flight.requests[: flight.plan.num_extend] if flight else []
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    return request.rank, request.seq
 
 
 def _computes_logprobs(request: Request) -> bool:

@@ -43,7 +43,8 @@ def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, 
 
 class PrefillAdder:
     """chunked_prefill_size: 0 if prompts are not cut. num_decode_rows: decode rows that ride along in this step; they take
-    from the input and chunk budgets, which keep one page at least, so that no number of decodes starves an extend."""
+    from the input and chunk budgets, which keep one page at least, so that no number of decodes starves an extend. set_aside:
+    tokens of KV for rows that are yet to be added."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class PrefillAdder:
         self._requests_left = max_requests or None
         self._pending = 0
         self._empty = True
+        self.set_aside = 0
 
     def chunk(self, start: int, remaining: int, logprobs: bool) -> int:
         """Tokens of an extend at `start` that this step takes: all that remain, or a page-aligned part, or 0. logprobs:
@@ -90,6 +92,7 @@ class PrefillAdder:
 
         available: tokens of KV that are free or evictable with the request's hit locked. max_new: outputs to come.
         """
+        available -= self.set_aside
         need = self._ceil(extend) + min(max_new, CLIP_MAX_NEW_TOKENS)
         if ignore_eos:
             if not self._fits_until_finishes(available, extend, max_new):

@@ -42,7 +42,7 @@ class _Lead:
 
 
 class PrefixGate:
-    """num_passes: admission passes that have ended."""
+    """num_passes: admission passes that have ended. freed: whose wait is over, until the next pass over the whole queue."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
@@ -51,6 +51,11 @@ class PrefixGate:
         self._leads: dict[int, _Lead] = {}
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
         self.num_passes = 0
+        self.freed: list[Request] = []
+
+    @property
+    def concerns_anybody(self) -> bool:
+        return bool(self._leads or self.freed)
 
     def begin(self, computing: Iterable[Request]) -> None:
         """Before any request is looked at: frees those whose wait is over. computing: requests with extend rows in the
@@ -154,6 +159,7 @@ class PrefixGate:
         wait.request.prefix_passes = self.num_passes - wait.since
         if wait.request.held:
             self._table.waiting.free(wait.request)
+            self.freed.append(wait.request)
 
 
 def _limit(request: Request) -> int:
