@@ -11,7 +11,7 @@ import pytest
 from services.worker.core.admission import make_request
 from services.worker.core.finish import REGEX_TAIL_TOKENS, Ending, check_finished, first_stop
 from services.worker.core.messages import ErrorCode, Finish, FinishReason, Submit
-from services.worker.core.plan import RowFault
+from services.worker.core.plan import RowFault, StepResult
 from services.worker.core.sampling import SamplingParams
 from tests.core.fake_grammar import spec
 from tests.core.harness import LetterDecoder
@@ -84,6 +84,20 @@ class TestOrder:
         engine.drain()
         assert engine.finishes[0].reason is FinishReason.ABORT and engine.finishes[0].error is error
         assert engine.finishes[0].completion_tokens == 0 and 0 not in engine.outputs
+
+    def test_a_token_that_the_grammar_refuses_is_an_error_though_it_is_the_last_and_a_stop_token(self) -> None:
+        engine = make()
+        grammar = spec(1, 1)
+        engine.submit(0, [1] * 4, max_new_tokens=1, grammar=grammar)
+        engine.compile()
+        request = engine.core.table.by_key[0, 0]
+        refused = next(token for token in range(1000) if token not in engine.book.matcher(grammar).allowed(0))
+        request.stop_token_ids = (refused,)
+        plan = engine.core.plan(engine.now)
+        assert plan is not None
+        engine.core.commit(StepResult(plan.step_id, np.array([refused], dtype=np.int32)), engine.now)
+        output = engine.core.take_output()
+        assert output is not None and [finish.error for finish in output.peers[0].finishes] == [ErrorCode.INTERNAL]
 
 
 class TestTokens:

@@ -1,6 +1,8 @@
-"""When a request ends: the stop rules in the order of reference 2 §22. Decided here and nowhere else.
+"""When a request ends: decided here and nowhere else. The first of these that holds is the reason:
 
-Abort comes before all of them and is not here: an aborted request has left before its next token is looked at.
+abort (not here: an aborted request has left before its next token is looked at) · a fault of the row, or a token outside the
+vocabulary · a token that the grammar refuses · length · grammar complete · stop token ids and EOS · stop string · stop regex.
+That is reference 2 §22 but for its vocabulary boundary, which comes before length here: what is no token is no output.
 """
 
 from __future__ import annotations
