@@ -51,6 +51,33 @@ def test_depth_first_by_weight_hits_as_often_as_longest_prefix_first(reports: di
     assert reports[SchedulePolicy.DFS_WEIGHT].hit_rate >= reports[SchedulePolicy.LPM].hit_rate - 0.01
 
 
+@pytest.mark.parametrize("policy", [SchedulePolicy.FCFS, SchedulePolicy.LPM])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"chunked_prefill_size": 2048, "adaptive_chunk_rows": 256, "max_extend_steps": 2, "max_running_requests": 64}],
+    ids=["the simulator's defaults", "the worker's defaults"],
+)
+def test_the_cache_costs_adjacent_pairs_no_time_to_first_token(settings: dict[str, int], policy: SchedulePolicy) -> None:
+    """64 pairs at once, 128 tokens shared and 128 of each request's own: the second one waits for what the first one computes."""
+    trace = shared_prefix(groups=64, per_group=2, prefix=128, suffix=128, output=64, rate=0.0, seed=0, adjacent=True)
+    p99 = {}
+    for cached in (True, False):
+        config = SchedulerConfig(
+            num_pages=50_000,
+            page_size=PAGE_SIZE,
+            context_len=4096,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(EOS_ID,),
+            schedule_policy=policy,
+            enable_radix_cache=cached,
+            **settings,  # type: ignore[arg-type]
+        )
+        report = make_report(run(trace, config, len(trace.requests), PRESETS["h200-like"]), 1.0)
+        p99[cached] = report.ttft.p99
+        assert report.hit_rate == (0.25 if cached else 0)
+    assert p99[True] <= p99[False]
+
+
 def test_throughput_is_back_in_the_minute_after_a_retraction_storm() -> None:
     """A saturated worker that has learned to expect a tenth of max_new_tokens; then, for a while, all of it is said."""
     slow = TimeModel(base=20e-3, per_prefill_token=100e-6, per_row=40e-6, per_context_token=100e-9)

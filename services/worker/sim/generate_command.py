@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(dest="kind", required=True)
 
     shared = _kind(kinds, "shared-prefix", "groups of requests that begin alike, in random order")
+    shared.add_argument("--adjacent", action="store_true", help="a group's requests one after another")
     _ints(shared, groups=64, per_group=16, prefix=2048, suffix=128, output=256)
 
     hot = _kind(kinds, "hot-prefix", "one prefix that many requests begin with, the others unlike anything")

@@ -14,13 +14,16 @@ from services.worker.sim.trace import BLOCK_SIZE, Trace, TraceRequest
 F64 = NDArray[np.float64]
 
 
-def shared_prefix(groups: int, per_group: int, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
-    """groups x per_group requests in random order; those of a group begin with the same `prefix` tokens."""
+def shared_prefix(
+    groups: int, per_group: int, prefix: int, suffix: int, output: int, rate: float, seed: int, adjacent: bool = False
+) -> Trace:
+    """groups x per_group requests, those of a group one after another (adjacent) or in random order. A group's begin with the
+    same `prefix` tokens."""
     rng = np.random.default_rng(seed)
     blocks = -(-prefix // BLOCK_SIZE)
     if prefix % BLOCK_SIZE:
         raise ValueError(f"prefix is a multiple of {BLOCK_SIZE}, the tokens of a block")
-    order = rng.permutation(groups * per_group) % groups
+    order = np.arange(groups * per_group) // per_group if adjacent else rng.permutation(groups * per_group) % groups
     return _trace(
         (
             TraceRequest(at, tuple(range(group * blocks, (group + 1) * blocks)), prefix + suffix, output, output)
