@@ -1,0 +1,48 @@
+"""Which weights a worker serves: equal for equal bytes wherever they lie, another one for one changed byte anywhere."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from services.worker.model_identity import identify_model
+
+SIZE = 10_001
+
+
+def make_folder(path: Path) -> Path:
+    """Two files of weights, random bytes, with the same content from one call to the next."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer.json").write_text("{}")
+    for number in (1, 2):
+        (path / f"model-0000{number}-of-00002.safetensors").write_bytes(random.Random(number).randbytes(SIZE))
+    return path
+
+
+def revision_of(path: Path) -> str:
+    return identify_model(path, "").revision
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("at", [0, SIZE // 2, SIZE - 1], ids=["first", "middle", "last"])
+def test_one_byte_makes_another_revision(tmp_path: Path, number: int, at: int) -> None:
+    folder = make_folder(tmp_path / "model")
+    before = revision_of(folder)
+    file = folder / f"model-0000{number}-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert revision_of(folder) != before
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert revision_of(folder) == before, "whatever the times say"
+
+
+def test_a_copy_in_another_folder_is_the_same(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    shutil.copytree(folder, tmp_path / "elsewhere" / "release-7")
+    assert revision_of(tmp_path / "elsewhere" / "release-7") == revision_of(folder)
