@@ -56,7 +56,6 @@ class WeightsReading:
         self._error: OSError | None = None
 
     def __enter__(self) -> WeightsReading:
-        self._begun = time.monotonic()
         try:
             self._files = _files_of(self._folder)
         except OSError as error:
@@ -84,13 +83,9 @@ class WeightsReading:
         if changed := set(self._files) ^ set(_files_of(self._folder)):
             names = ", ".join(sorted({file.name for file in changed}))
             raise WeightsChanged(f"{self._folder} changed while it was read: {names}")
-        self._log(chain.hexdigest(), loaded)
+        size, waited = sum(file.size for file in self._files), time.monotonic() - loaded
+        logger.info("weights revision %s: %.2f GB hashed, %.1f s of it after the load", chain.hexdigest(), size / 1e9, waited)
         return chain.hexdigest()
-
-    def _log(self, revision: str, loaded: float) -> None:
-        now, size = time.monotonic(), sum(file.size for file in self._files)
-        text = "weights are of revision %s: %.2f GB hashed in %.1f s, %.1f s of it after they were loaded"
-        logger.info(text, revision, size / 1e9, now - self._begun, now - loaded)
 
 
 def _files_of(folder: Path) -> list[_File]:

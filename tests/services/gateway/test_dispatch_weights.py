@@ -43,6 +43,8 @@ def test_an_answer_goes_on_only_where_its_weights_are() -> None:
     with System(workers=3, configure=of("old", "new", "old"), queue_timeout_s=FOR_EVER_S) as system:
         pending = [Pending(system, stream=True) for _ in range(3)]
         wait_until(lambda: system.running() == [1, 1, 1], "one on each")
+        (pool,) = system.gateway.dispatcher.fleet.pools.values()
+        assert pool.model.revision == "old", "blocks are named by what most workers have"
         system.allow(5)
         wait_until(lambda: all(host.servicer.steps_left == 0 for host in system.workers), "five tokens")
         system.call(system.workers[0].stop())
@@ -110,6 +112,16 @@ def test_other_weights_are_heard_of_on_the_open_stream() -> None:
         assert second.servicer.submits[-1].revision == "new" and len(second.servicer.contexts) == 1
         (pool,) = system.gateway.dispatcher.fleet.pools.values()
         assert pool.model.revision == "new", "what block hashes begin with"
+
+
+def test_a_second_hello_cannot_make_it_another_worker() -> None:
+    """Sessions are placed by its id."""
+    with System(configure=of("old")) as system:
+        system.allow(None)
+        system.do(lambda: setattr(system.worker.info, "worker_id", "another"))
+        system.do(lambda: system.worker.renew("new"))
+        wait_until(lambda: len(system.worker.contexts) == 2, "a new stream")
+        assert system.chat().status_code == 200
 
 
 def test_a_submit_that_crosses_the_hello_is_sent_again() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from services.worker import weights_revision
 from services.worker.model_identity import identify_model
+from services.worker.weights_revision import WeightsReading
 
 SIZE = 10_001
 
@@ -40,6 +42,23 @@ def test_one_byte_makes_another_revision(tmp_path: Path, number: int, at: int) -
     data[at] ^= 1
     file.write_bytes(data)
     assert revision_of(folder) == before, "whatever the times say"
+
+
+def test_threads_and_pieces_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_revision, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(weights_revision, "BUFFER_BYTES", 300)
+    folder = make_folder(tmp_path / "model")
+
+    def revision(num_threads: int) -> str:
+        with WeightsReading(folder, num_threads) as reading:
+            return reading.revision()
+
+    before = revision(1)
+    assert revision(4) == before
+    file = folder / "model-00001-of-00002.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[1000:2000] + data[:1000] + data[2000:])
+    assert revision(4) != before
 
 
 def test_a_copy_in_another_folder_is_the_same(tmp_path: Path) -> None:
