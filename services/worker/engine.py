@@ -24,7 +24,7 @@ from services.worker.grammar.grammar_limits import GrammarLimits
 from services.worker.grammar.mask_filler import MaskFiller
 from services.worker.grammar.vocabulary import vocabulary_of
 from services.worker.inbox import GrammarFailed, GrammarReady, Inbox
-from services.worker.model_identity import ServedWeights, identity_of
+from services.worker.model_identity import ServedWeights, identify_model
 from services.worker.settings import WorkerSettings
 from services.worker.text_rules import ModelText
 from services.worker.weights_revision import WeightsReading
@@ -90,7 +90,7 @@ def _load(settings: WorkerSettings, on_lost: OnLost) -> tuple[Built, ServedWeigh
     with WeightsReading(Path(settings.model)) as reading:
         built = EXECUTORS[settings.executor](settings, on_lost)
         try:
-            identity = identity_of(settings.model, settings.served_model_name, reading.revision())
+            identity = identify_model(settings.model, settings.served_model_name, reading.revision())
         except BaseException:
             built.executor.close()
             raise

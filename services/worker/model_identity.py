@@ -55,14 +55,7 @@ class ServedWeights:
         return replace(self.identity, revision=revision).root_hash(namespace)
 
 
-def identify_model(folder: str | Path, given: str = "") -> ModelIdentity:
-    """given: the name that clients use, "" for the folder's own. Raises OSError if config.json or tokenizer.json is not there,
-    WeightsChanged."""
-    with WeightsReading(Path(folder)) as reading:
-        return identity_of(folder, given, reading.revision())
-
-
-def identity_of(folder: str | Path, given: str, revision: str) -> ModelIdentity:
-    """As identify_model, of weights that have been read."""
+def identify_model(folder: str | Path, given: str, revision: str) -> ModelIdentity:
+    """given: the name that clients use, "" for the folder's own. Raises OSError if tokenizer.json is not there."""
     tokenizer = xxhash.xxh3_64_hexdigest((Path(folder) / "tokenizer.json").read_bytes())
     return ModelIdentity(served_name(folder, given), revision, tokenizer)

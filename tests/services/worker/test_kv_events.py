@@ -44,6 +44,7 @@ from services.worker.index.records import WorkerRecords
 from services.worker.index.sweeper import LATE_S, Sweeper
 from services.worker.model_identity import identify_model
 from tests.services.redis_server import RedisServer, redis_server, until
+from tests.services.worker.test_model_identity import identity_of, revision_of
 
 MODEL, WORKER = "m", "worker-1"
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
@@ -482,17 +483,17 @@ def test_a_worker_sweeps_after_its_start(server: RedisServer, monkeypatch: pytes
 def test_the_identity_changes_with_what_the_kv_depends_on(tmp_path: Path) -> None:
     for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "w" * 10_000)):
         (tmp_path / name).write_text(content)
-    first = identify_model(tmp_path, "")
-    assert first.model == tmp_path.name and first == identify_model(str(tmp_path) + os.sep, "")
+    first = identity_of(tmp_path)
+    assert first.model == tmp_path.name and first == identify_model(str(tmp_path) + os.sep, "", first.revision)
     assert first.root_hash("2:ab") == root_hash(tmp_path.name, first.revision, first.tokenizer, "2:ab")
-    assert identify_model(tmp_path, "other").root_hash("") != first.root_hash("")
+    assert identity_of(tmp_path, "other").root_hash("") != first.root_hash("")
     (tmp_path / "model.safetensors").write_text("w" * 9_999 + "v")
-    trained = identify_model(tmp_path, "")
+    trained = identity_of(tmp_path)
     assert trained.revision != first.revision and trained.tokenizer == first.tokenizer
     (tmp_path / "config.json").write_text('{"rope": 2}')
-    assert identify_model(tmp_path, "").revision != trained.revision
+    assert identity_of(tmp_path).revision != trained.revision
     (tmp_path / "tokenizer.json").write_text("{ }")
-    assert identify_model(tmp_path, "").tokenizer != first.tokenizer
+    assert identity_of(tmp_path).tokenizer != first.tokenizer
 
 
 # The process
@@ -584,7 +585,7 @@ def test_a_worker_process_names_its_blocks_by_the_weights_that_it_has(server: Re
                         message = await call.read()
                     hello = message.hello
                     revisions.append(hello.revision)
-            assert revisions[1] == identify_model(folder).revision != revisions[0]
+            assert revisions[1] == revision_of(folder) != revisions[0]
             call.cancel()
 
     try:

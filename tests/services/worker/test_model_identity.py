@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.worker import weights_revision
-from services.worker.model_identity import identify_model
+from services.worker.model_identity import ModelIdentity, identify_model
 from services.worker.weights_revision import WeightsReading
 
 SIZE = 10_001
@@ -26,7 +26,12 @@ def make_folder(path: Path) -> Path:
 
 
 def revision_of(path: Path) -> str:
-    return identify_model(path, "").revision
+    with WeightsReading(path) as reading:
+        return reading.revision()
+
+
+def identity_of(path: Path, name: str = "") -> ModelIdentity:
+    return identify_model(path, name, revision_of(path))
 
 
 @pytest.mark.parametrize("number", [1, 2])

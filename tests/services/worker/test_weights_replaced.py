@@ -11,9 +11,9 @@ import pytest
 from rootstock.v1 import common_pb2, worker_pb2
 from rootstock.v1 import control_pb2 as pb
 from services.worker.exec.operations import Operation, ResumeMemory
-from services.worker.model_identity import ServedWeights, identify_model
+from services.worker.model_identity import ServedWeights
 from tests.services.worker.test_control_live import Operated, operated, run
-from tests.services.worker.test_model_identity import SIZE, make_folder
+from tests.services.worker.test_model_identity import SIZE, identity_of, make_folder, revision_of
 from tests.services.worker.test_server import expected, submit
 
 PROMPT = list(range(20))
@@ -32,7 +32,7 @@ def train(folder: Path) -> str:
     data = bytearray(file.read_bytes())
     data[SIZE // 2] ^= 1
     file.write_bytes(data)
-    return identify_model(folder).revision
+    return revision_of(folder)
 
 
 async def answered(at: Operated, message: worker_pb2.Submit) -> worker_pb2.Finish:
@@ -51,7 +51,7 @@ async def resume(at: Operated) -> None:
 
 def test_other_weights_are_told_and_the_old_ones_turned_away(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = ServedWeights(folder, identify_model(folder))
+    weights = ServedWeights(folder, identity_of(folder))
     old = weights.identity.revision
 
     async def check() -> None:
@@ -77,7 +77,7 @@ def test_other_weights_are_told_and_the_old_ones_turned_away(tmp_path: Path) -> 
 
 def test_equal_weights_are_no_news(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = ServedWeights(folder, identify_model(folder))
+    weights = ServedWeights(folder, identity_of(folder))
 
     async def check() -> None:
         async with operated(weights=weights) as at:
@@ -93,7 +93,7 @@ def test_equal_weights_are_no_news(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", [False, True], ids=["changed", "lost"])
 def test_weights_that_change_while_they_are_loaded_are_not_served(tmp_path: Path, lost: bool) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = ServedWeights(folder, identify_model(folder))
+    weights = ServedWeights(folder, identity_of(folder))
     applied: list[Operation] = []
     changed = folder / "model-00002-of-00002.safetensors"
     kept = changed.read_bytes()
