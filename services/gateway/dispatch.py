@@ -137,8 +137,8 @@ class Dispatcher:
         now = choice.request.clock()
         choice.link, choice.handle = link, next(self._handles)
         choice.placed_at, choice.predicted_tokens = now, predicted_tokens
-        if not choice.output_ids and link.info is not None:
-            choice.revision = link.info.revision
+        if not choice.output_ids:
+            choice.weights = link.weights
         self._send(pool, choice, link, choice.handle, reason, predicted_tokens)
         after_s = self._settings.hedge_after_s
         if after_s and choice.generation.session is None and not choice.output_ids:
@@ -160,6 +160,7 @@ class Dispatcher:
             timeout_ms=max(1, int(left_s * 1000)),
             routing_key=generation.routing_key,
             session=generation.session,
+            revision="" if link.weights is None else link.weights.revision,
         )
         if choice.trace is not None:
             submit.traceparent = choice.trace.submits(link, submit, len(choice.prompt.ids), reason, predicted_tokens)
@@ -177,7 +178,7 @@ class Dispatcher:
             return
         pick = pool.pick(choice, without=choice.link)
         if pick is not None:
-            choice.hedge = hedging.Hedge(pool.links[pick.row], next(self._handles))
+            choice.hedge = hedging.Hedge(pool.links[pick.row], next(self._handles), pool.links[pick.row].weights)
             self._send(pool, choice, choice.hedge.link, choice.hedge.handle, HEDGE, pick.predicted_tokens)
 
     def _settle(self, choice: Choice, link: WorkerLink) -> None:
@@ -197,6 +198,7 @@ class Dispatcher:
     def _ticked(self) -> None:
         self._changed()
         for pool in self.fleet.pools.values():
+            self._waiting.give_up(pool, self.fleet.may_serve)
             self._waiting.pump(pool)
 
     def on_hello(self, link: WorkerLink) -> None:
@@ -206,6 +208,7 @@ class Dispatcher:
         if pool is None:
             return
         self._waiting.wake_parked(pool)
+        self._waiting.give_up(pool, self.fleet.may_serve)
         self.catalog.grown()
         self._changed()
         self._waiting.pump(pool)
@@ -298,11 +301,26 @@ class Dispatcher:
             self._move(pool, choice, "drain")
         elif finish.error == pb.ERROR_CODE_QUEUE_FULL and choice.can_move:
             self._move(pool, choice, RETRY)
+        elif finish.error == pb.ERROR_CODE_OTHER_WEIGHTS:
+            self._other_weights(pool, link, choice)
         elif finish.error == pb.ERROR_CODE_INTERNAL and self._may_retry(pool, link, choice):
             choice.retried = True
             self._move(pool, choice, RETRY)
         else:
             choice.request.fail(error)
+
+    def _other_weights(self, pool: ModelPool, link: WorkerLink, choice: Choice) -> None:
+        """The submit has crossed the hello that tells of others. A worker that names the ones that it refuses gets one more
+        chance: it may have had others in between."""
+        contradicts = choice.weights == link.weights
+        if choice.generation.session is not None:
+            choice.request.fail(sessions.session_weights_replaced(self._settings.retry_after_s))
+        elif contradicts and choice.retried:
+            link.breaker.failed(choice.request.clock())
+            choice.request.fail(internal("The worker refuses the weights that it names."))
+        elif choice.can_move:
+            choice.retried = choice.retried or contradicts
+            self._move(pool, choice, "weights")
 
     @staticmethod
     def _may_retry(pool: ModelPool, link: WorkerLink, choice: Choice) -> bool:
@@ -355,3 +373,4 @@ class Dispatcher:
         choice.move()
         if not self._place(pool, choice):
             self._waiting.wait_first(pool, choice)
+            self._waiting.give_up(pool, self.fleet.may_serve)

@@ -95,6 +95,8 @@ def from_worker(code: int, message: str, retry_after_s: int, names: ClientFields
         return timed_out(text or "The request took longer than the worker allows.")
     if code == pb.ERROR_CODE_UNAVAILABLE:
         return unavailable("The worker is going away.", retry_after_s)
+    if code == pb.ERROR_CODE_OTHER_WEIGHTS:
+        return unavailable("The worker has got other weights.", retry_after_s)
     if code == pb.ERROR_CODE_CANCELLED:
         return unavailable("The request was cancelled on the worker.", retry_after_s, "cancelled")
     return internal(text or "The worker failed to compute this request.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.settings import GatewaySettings
+from services.gateway.weights import Weights
 from services.gateway.worker_link import LinkEvents, WorkerLink
 from services.shared.log import fields
 
@@ -106,12 +108,22 @@ class Fleet:
         )
         if pool is None:
             pool = self.pools[name] = self._new_pool(model)
-        pool.model = model
+        pool.model = replace(model, revision=pool.model.revision, tokenizer=pool.model.tokenizer)
         if self.mirror is not None:
             self.mirror.watch_model(info.model)
-        pool.join(link, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        if link.pool is pool:
+            self._retire(link)
+            pool.columns.owner[link.row] = -1
+            pool.renew(link, now)
+        else:
+            pool.join(link, now)
         _agree(pool)
         return pool
+
+    def may_serve(self, weights: Weights) -> bool:
+        """Whether a worker has them, or may have when it is back: one that is lost had them, or was never met."""
+        return any(link.weights in (None, weights) for link in self.links.values() if not link.retired)
 
     def _new_pool(self, model: ModelInfo) -> ModelPool:
         settings = self._settings
@@ -216,6 +228,11 @@ class Fleet:
 
 
 def _agree(pool: ModelPool) -> None:
-    """Any of its workers may get any of its requests: the shortest context counts."""
+    """Any of its workers may get any of its requests: the shortest context counts. Blocks are named by the weights that most of
+    them have, of two equal halves by those that they were named by."""
     contexts = [link.info.context_len for link in pool.links.values() if link.info is not None]
-    pool.model = replace(pool.model, context_len=min(contexts, default=pool.model.context_len))
+    model = replace(pool.model, context_len=min(contexts, default=pool.model.context_len))
+    before = Weights(model.source, model.revision, model.tokenizer)
+    counts = Counter(link.weights for link in pool.links.values() if link.weights is not None)
+    most = max(counts, key=lambda weights: (counts[weights], weights == before), default=before)
+    pool.model = replace(model, revision=most.revision, tokenizer=most.tokenizer)

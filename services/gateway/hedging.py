@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from services.gateway.request_state import Choice
+    from services.gateway.weights import Weights
     from services.gateway.worker_link import WorkerLink
 
 
 @dataclass(frozen=True, slots=True)
 class Hedge:
-    """The copy. The choice's own link and handle are the original's."""
+    """The copy. The choice's own link, handle and weights are the original's."""
 
     link: WorkerLink
     handle: int
+    weights: Weights | None
 
 
 def settle(choice: Choice, link: WorkerLink) -> WorkerLink | None:
@@ -29,7 +31,7 @@ def settle(choice: Choice, link: WorkerLink) -> WorkerLink | None:
     loser = choice.link
     assert loser is not None
     loser.abort(choice.handle)
-    choice.link, choice.handle = link, hedge.handle
+    choice.link, choice.handle, choice.weights = link, hedge.handle, hedge.weights
     return loser
 
 
@@ -39,7 +41,7 @@ def survives(choice: Choice, link: WorkerLink) -> bool:
     if hedge is None:
         return False
     if hedge.link is not link:
-        choice.link, choice.handle = hedge.link, hedge.handle
+        choice.link, choice.handle, choice.weights = hedge.link, hedge.handle, hedge.weights
     return True
 
 

@@ -79,6 +79,12 @@ class ModelPool:
             info.worker_id, int.from_bytes(blake2b(info.worker_id.encode(), digest_size=8).digest())
         )
         self.links[row] = link
+        self.renew(link, now)
+
+    def renew(self, link: WorkerLink, now: float) -> None:
+        """Its worker has said what it is."""
+        info, row = link.info, link.row
+        assert info is not None
         running = info.max_running_requests or UNLIMITED
         self.columns.running[row] = running
         self.columns.limit[row] = running + max(2, round(running * self._slack))
@@ -170,7 +176,7 @@ class ModelPool:
         """What has begun goes on with the weights that it began with: in a rollout there may be two sorts."""
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
-            allowed[row] = link.info is not None and link.info.revision == choice.revision
+            allowed[row] = link.weights == choice.weights
         return allowed
 
     def can_go_on(self, choice: Choice) -> bool:

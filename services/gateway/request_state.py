@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from services.gateway.hedging import Hedge
     from services.gateway.model_pool import ModelPool
     from services.gateway.request_trace import RequestTrace
+    from services.gateway.weights import Weights
     from services.gateway.worker_link import WorkerLink
 
 
@@ -119,10 +120,10 @@ class Choice:
         "refused_by",
         "request",
         "retried",
-        "revision",
         "sampling",
         "trace",
         "waiting",
+        "weights",
     )
 
     def __init__(self, request: ClientRequest, index: int, number: int, part: Part, sampling: pb.SamplingParams) -> None:
@@ -139,7 +140,7 @@ class Choice:
         self.waiting: asyncio.TimerHandle | None = None  # runs while it waits for a worker
         self.arrived_in_queue = 0.0
         self.patience_until = 0.0  # when waiting for a worker ends with an error; 0.0: it has not waited yet
-        self.revision = ""  # of the weights that its output comes from
+        self.weights: Weights | None = None  # that its output comes from, or will; None: placed nowhere yet
         self.placed_at = 0.0  # when its worker got it
         self.hedge: Hedge | None = None  # its copy on another worker
         self.hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made

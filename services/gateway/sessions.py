@@ -123,5 +123,10 @@ class SessionCalls:
         return internal("The session's worker failed.")
 
 
+def session_weights_replaced(retry_after_s: int) -> ApiError:
+    message = "The worker that holds the session has replaced its weights: the session is gone."
+    return unavailable(message, retry_after_s, "session_unavailable")
+
+
 def session_worker_away(retry_after_s: int) -> ApiError:
     return unavailable("The worker that holds the session is not available.", retry_after_s, "session_unavailable")

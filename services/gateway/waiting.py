@@ -12,6 +12,7 @@ from services.gateway.model_pool import ModelPool
 from services.gateway.request_state import Choice
 from services.gateway.routing.fair_queue import Placed, QueueFull
 from services.gateway.settings import GatewaySettings
+from services.gateway.weights import Weights
 
 OUTPUT_WEIGHT = 2  # what an output token costs its key, in prompt tokens
 
@@ -65,6 +66,12 @@ class Waiting:
         for choice in (*pool.queue, *pool.moved, *pool.parked):
             choice.request.fail(error)
 
+    def give_up(self, pool: ModelPool, may_serve: Callable[[Weights], bool]) -> None:
+        """Ends what has begun with weights that no worker has or may bring back."""
+        for choice in list(pool.moved):
+            if choice in pool.moved and choice.output_ids and choice.weights is not None and not may_serve(choice.weights):
+                choice.request.fail(self._weights_gone())
+
     def leave(self, pool: ModelPool, choice: Choice) -> None:
         """No effect on one that does not wait."""
         if choice.waiting is None:
@@ -112,6 +119,9 @@ class Waiting:
     def no_worker(self) -> ApiError:
         return self._refused("No worker is connected.", "no_worker")
 
+    def _weights_gone(self) -> ApiError:
+        return self._refused("The weights that the answer was begun with are not served any more.", "weights_not_served")
+
     def _refused(self, message: str, reason: str) -> ApiError:
         self._metrics.refusals.labels(reason).inc()
         return unavailable(message, self._settings.retry_after_s, reason)
@@ -141,8 +151,7 @@ class Waiting:
         elif not pool.usable():
             choice.request.fail(self.no_worker())
         elif choice.output_ids and not pool.can_go_on(choice):
-            message = "The worker was lost, and no other has the weights that the answer was begun with."
-            choice.request.fail(unavailable(message, self._settings.retry_after_s, "worker_lost"))
+            choice.request.fail(self._weights_gone())
         elif choice.request.begun:
             loop = asyncio.get_running_loop()  # somebody reads what there is of it: its patience ends with the request's time
             choice.patience_until = loop.time() + self._settings.queue_timeout_s

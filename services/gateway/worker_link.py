@@ -18,6 +18,7 @@ import grpc
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.gateway.reconnect import Duplex, StreamBroken, keep_connected
 from services.gateway.routing.breaker import CircuitBreaker
+from services.gateway.weights import Weights, weights_of
 from services.shared import rpc
 from services.shared.log import fields
 
@@ -39,7 +40,7 @@ class LinkEvents(Protocol):
     """Called on the event loop; must not block."""
 
     def on_hello(self, link: WorkerLink) -> None:
-        """The link is connected and its `info` is of this session."""
+        """The link is connected, or was and its worker has got other weights: its `info` is new."""
 
     def on_step(self, link: WorkerLink, step: worker_pb2.StepOutput) -> None: ...
 
@@ -55,6 +56,7 @@ class WorkerLink:
         self.address = address
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
+        self.weights: Weights | None = None  # by its last hello, also once it is lost; None: never met
         self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
         self.draining = False  # it said that it is going away; until its next hello
         self.endpoint_ready = True  # as discovery sees it
@@ -113,6 +115,7 @@ class WorkerLink:
             if not first.HasField("hello"):
                 raise StreamBroken("the first message is no hello")
             self.info, self.load, self.draining, self.met = first.hello, None, False, True
+            self.weights = weights_of(self.info)
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
@@ -124,6 +127,8 @@ class WorkerLink:
                 if message.HasField("load"):
                     self.load = message.load
                     self._events.on_load(self)
+                elif message.HasField("hello"):
+                    self._renew(self.info, message.hello)
                 else:
                     self._events.on_step(self, message.step)
         finally:
@@ -132,6 +137,14 @@ class WorkerLink:
                     task.cancel()
             call.cancel()
             self._reset()
+
+    def _renew(self, before: worker_pb2.WorkerInfo, info: worker_pb2.WorkerInfo) -> None:
+        """Raises StreamBroken: sessions and ids of prompts are by worker and by model."""
+        if (info.worker_id, info.model) != (before.worker_id, before.model):
+            raise StreamBroken("a second hello that names another worker or model")
+        self.info, self.weights = info, weights_of(info)
+        logger.info("worker has other weights", extra=fields(address=self.address, worker=info.worker_id, revision=info.revision))
+        self._events.on_hello(self)
 
     def _reset(self) -> None:
         orphans = list(self.open.values())

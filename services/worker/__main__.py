@@ -82,7 +82,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
     return worker_pb2.WorkerInfo(
         worker_id=settings.worker_id or f"{socket.gethostname()}-{settings.port}",
         generation=generation,
-        model=engine.identity.model,
+        model=engine.weights.identity.model,
         context_len=engine.info.context_len,
         vocab_size=engine.info.vocab_size,
         page_size=engine.info.page_size,
@@ -90,8 +90,8 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         max_running_requests=settings.max_running_requests,
         generates=engine.info.generates,
         embedding_size=engine.info.embedding_size,
-        revision=engine.identity.revision,
-        tokenizer=engine.identity.tokenizer,
+        revision=engine.weights.identity.revision,
+        tokenizer=engine.weights.identity.tokenizer,
         publishes_index=engine.publishes_index,
     )
 
@@ -169,7 +169,8 @@ async def serve(settings: WorkerSettings) -> None:
     server = await rpc.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
     )
-    control = await start_control(settings, inbox.put, info.worker_id, info.model)
+    engine.weights.on_replaced = servicer.weights_replaced
+    control = await start_control(settings, inbox.put, info.worker_id, info.model, engine.weights)
     scheduler.start()
     watchdog.start()
     keeping = asyncio.create_task(publisher.keep()) if publisher else None

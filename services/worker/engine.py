@@ -24,9 +24,10 @@ from services.worker.grammar.grammar_limits import GrammarLimits
 from services.worker.grammar.mask_filler import MaskFiller
 from services.worker.grammar.vocabulary import vocabulary_of
 from services.worker.inbox import GrammarFailed, GrammarReady, Inbox
-from services.worker.model_identity import ModelIdentity, identify_model
+from services.worker.model_identity import ServedWeights, identify_model
 from services.worker.settings import WorkerSettings
 from services.worker.text_rules import ModelText
+from services.worker.weights_revision import WeightsReading
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Engine:
     executor: Executor
     info: ModelInfo
     stats: ExecutorStats | None
-    identity: ModelIdentity
+    weights: ServedWeights
     publishes_index: bool
     tokenizer: HfTokenizer
     book: CompiledBook | None
@@ -68,7 +69,7 @@ class Engine:
 def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Engine:
     """Loads the model. on_lost: told, once, when the device of the steps does not answer any more. Raises ValueError with a
     sentence that says what is wrong with folder, settings or device."""
-    built = EXECUTORS[settings.executor](settings, on_lost)
+    built, weights = _load(settings, on_lost)
     info = built.info
     tokenizer = load_tokenizer(settings.model)
     before_text = tokenizer.encode_batch([""], True)[0]
@@ -76,13 +77,24 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     logger.info("model ready: %s", info)
     logger.info("scheduler: %s", config)
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
-    identity = identify_model(settings.model, settings.served_model_name)
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
-    events = CacheEventLog(info.page_size, block_hash, identity.root_hash) if publishes else None
-    core = Scheduler(config, ModelText(tokenizer), book, events)
+    events = CacheEventLog(info.page_size, block_hash, weights.tree_root) if publishes else None
+    core = Scheduler(config, ModelText(tokenizer), book, events, weights.identity.revision)
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms)
-    return Engine(core, built.executor, info, built.stats, identity, publishes, tokenizer, book, masks)
+    return Engine(core, built.executor, info, built.stats, weights, publishes, tokenizer, book, masks)
+
+
+def _load(settings: WorkerSettings, on_lost: OnLost) -> tuple[Built, ServedWeights]:
+    """The weights are named while they are loaded."""
+    with WeightsReading(Path(settings.model)) as reading:
+        built = EXECUTORS[settings.executor](settings, on_lost)
+        try:
+            identity = identify_model(settings.model, settings.served_model_name, reading.revision())
+        except BaseException:
+            built.executor.close()
+            raise
+    return built, ServedWeights(settings.model, identity)
 
 
 def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerConfig:

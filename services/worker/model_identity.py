@@ -1,16 +1,21 @@
-"""What makes equal tokens mean equal KV on two workers: the model's name, its weights, its tokenizer."""
+"""What makes equal tokens mean equal KV on two workers: the model's name, its weights, its tokenizer.
+
+ServedWeights is the one owner of a worker's identity. It is made when the model is loaded and replaced on the loop's thread
+when other weights are resumed; whoever keeps something by it is told there.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
 from services.shared.block_hash import root_hash
 from services.shared.served_name import served_name
-
-TAIL_BYTES = 4096
+from services.worker.core.tree_name import parts_of
+from services.worker.weights_revision import WeightsReading
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +31,31 @@ class ModelIdentity:
         return root_hash(self.model, self.revision, self.tokenizer, namespace)
 
 
-def identify_model(folder: str | Path, given: str = "") -> ModelIdentity:
-    """given: the name that clients use, "" for the folder's own. Raises OSError if config.json or tokenizer.json is not there."""
-    path = Path(folder)
-    tokenizer = xxhash.xxh3_64_hexdigest((path / "tokenizer.json").read_bytes())
-    return ModelIdentity(served_name(folder, given), _revision(path), tokenizer)
+class ServedWeights:
+    """identity: read by any thread. on_replaced: called on the loop's thread, before anything is computed with the new weights;
+    must not block."""
+
+    def __init__(self, folder: str | Path, identity: ModelIdentity) -> None:
+        self._folder = Path(folder)
+        self.identity = identity
+        self.on_replaced: Callable[[ModelIdentity], None] = lambda identity: None
+
+    def reading(self) -> WeightsReading:
+        """Of the folder as it is; to be entered before it is loaded again."""
+        return WeightsReading(self._folder)
+
+    def replaced(self, revision: str) -> None:
+        """The worker computes with these from here on. Name and tokenizer stay: both were read at the start."""
+        self.identity = replace(self.identity, revision=revision)
+        self.on_replaced(self.identity)
+
+    def tree_root(self, tree: str) -> bytes:
+        """What the first block in this tree of cached prefixes is chained to; a tree's name says which weights it is of."""
+        revision, namespace = parts_of(tree)
+        return replace(self.identity, revision=revision).root_hash(namespace)
 
 
-def _revision(folder: Path) -> str:
-    """Of config.json and, for each file of weights, its name, its size and its last TAIL_BYTES: quick for any size, and weights
-    that were trained further differ there."""
-    chain = xxhash.xxh3_64((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        chain.update(f"\n{file.name} {size}\n".encode())
-        with file.open("rb") as weights:
-            weights.seek(max(0, size - TAIL_BYTES))
-            chain.update(weights.read())
-    return chain.hexdigest()
+def identify_model(folder: str | Path, given: str, revision: str) -> ModelIdentity:
+    """given: the name that clients use, "" for the folder's own. Raises OSError if tokenizer.json is not there."""
+    tokenizer = xxhash.xxh3_64_hexdigest((Path(folder) / "tokenizer.json").read_bytes())
+    return ModelIdentity(served_name(folder, given), revision, tokenizer)

@@ -27,6 +27,7 @@ class PeerStream:
     def __init__(self) -> None:
         self._pending: worker_pb2.StepOutput | None = None
         self._load: worker_pb2.WorkerLoad | None = None
+        self._hello: worker_pb2.WorkerInfo | None = None
         self._ends = False
         self._ready = asyncio.Event()
         self.open: set[int] = set()
@@ -46,6 +47,11 @@ class PeerStream:
             self._pending.MergeFrom(message)
         self._ready.set()
 
+    def put_hello(self, info: worker_pb2.WorkerInfo) -> None:
+        """It overtakes what is here: a request's revision is that of its submit, whenever its tokens are read."""
+        self._hello = info
+        self._ready.set()
+
     def put_load(self, load: worker_pb2.WorkerLoad, now: float) -> None:
         self._load = self.told = load
         self.told_at = now
@@ -57,9 +63,12 @@ class PeerStream:
         self._ready.set()
 
     async def take(self) -> worker_pb2.GenerateResponse | None:
-        """The next message, None at the end. Loads come first: there are few, and steps may never cease."""
+        """The next message, None at the end. Hellos and loads come first: there are few, and steps may never cease."""
         while True:
             await self._ready.wait()
+            if self._hello is not None:
+                hello, self._hello = self._hello, None
+                return worker_pb2.GenerateResponse(hello=hello)
             if self._load is not None:
                 load, self._load = self._load, None
                 return worker_pb2.GenerateResponse(load=load)

@@ -21,6 +21,7 @@ from services.shared.log import fields
 from services.shared.tracing import trace_fields
 from services.worker.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone
 from services.worker.load import LoadReport
+from services.worker.model_identity import ModelIdentity
 from services.worker.outbox import PeerStream, ProtocolError, StreamOutbox, unavailable
 from services.worker.request_spans import RequestSpans
 from services.worker.wire import InvalidRequest, ModelLimits, refusal_to_pb, submit_from_pb
@@ -49,6 +50,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._info = info
         self._model = model
         self._peers = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+
+    def weights_replaced(self, identity: ModelIdentity) -> None:
+        """On the scheduler's thread: its outputs come after this."""
+        self._loop.call_soon_threadsafe(self._announce, identity.revision)
+
+    def _announce(self, revision: str) -> None:
+        """To all streams, those that are open too."""
+        info = worker_pb2.WorkerInfo()
+        info.CopyFrom(self._info)
+        info.revision = revision
+        self._info = info
+        for stream in self._outbox.streams:
+            stream.put_hello(info)
 
     async def Generate(
         self, request_iterator: AsyncIterator[worker_pb2.GenerateRequest], context: grpc.aio.ServicerContext

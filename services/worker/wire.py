@@ -22,6 +22,7 @@ def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, ra
     within(len(message.request_id), limits.MAX_REQUEST_ID_CHARS, "request_id")
     within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
     within(len(message.routing_key), limits.MAX_ROUTING_KEY_CHARS, "routing_key")
+    within(len(message.revision), limits.MAX_REVISION_CHARS, "revision")
     session = _session_from_pb(message)
     prompt = _prompt_from_pb(message, model)
     output = _output_from_pb(message, len(prompt), model)
@@ -38,6 +39,7 @@ def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, ra
         routing_key=message.routing_key,
         session=session,
         output_ids=output,
+        revision=message.revision,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.worker.core.config import SchedulePolicy
-from services.worker.core.messages import ErrorCode, FinishReason, PauseMode
+from services.worker.core.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
 from services.worker.core.tunables import NAMES
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
@@ -109,6 +109,32 @@ class TestFlush:
             engine.drain()
             assert engine.core.flush_cache() > 0
         assert engine.finishes[1].cached_tokens == 0
+
+
+class TestWeights:
+    def answer(self, engine: Engine, handle: int) -> int:
+        """The cached tokens of one prompt, asked for again."""
+        engine.submit(handle, [1] * 30, max_new_tokens=2)
+        engine.drain()
+        return engine.finishes[handle].cached_tokens
+
+    def test_others_pages_are_never_found_even_if_they_stay(self) -> None:
+        engine = make()
+        assert (self.answer(engine, 0), self.answer(engine, 1) > 0) == (0, True)
+        engine.core.revision = "another"
+        assert self.answer(engine, 2) == 0
+
+    def test_replacing_them_forgets_pages_and_sessions(self) -> None:
+        engine = make()
+        engine.open_session("chat")
+        self.answer(engine, 0)
+        engine.core.replace_weights("another")
+        assert engine.core.stats().pages_cached == 0 and engine.core.take_cache_events() is not None
+        engine.submit(1, [1] * 30, session=SessionTurn("chat"), max_new_tokens=2)
+        engine.submit(2, [1] * 30, session=SessionTurn("never"), max_new_tokens=2)
+        engine.turn()
+        assert "was forgotten" in engine.finishes[1].message and "is not open here" in engine.finishes[2].message
+        assert engine.open_session("chat"), "the name is free"
 
 
 class TestRetune:

@@ -12,6 +12,8 @@ from services.worker.core.messages import PauseMode
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.operations import OperationRefused, ReleaseMemory, ResumeMemory
 from services.worker.exec.protocol import Executor
+from services.worker.model_identity import ServedWeights
+from services.worker.weights_revision import WeightsChanged
 
 
 class MemoryPart(enum.Enum):
@@ -21,10 +23,11 @@ class MemoryPart(enum.Enum):
 
 class Occupation:
     """While a part is released the scheduler is paused and turns new requests away, so that front ends go elsewhere. clock: the
-    loop's, in seconds."""
+    loop's, in seconds. weights: told which ones have come back; None where they have no name."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], weights: ServedWeights | None = None) -> None:
         self._clock = clock
+        self._weights = weights
         self._released: list[MemoryPart] = []
         self._paused_here = False
 
@@ -57,7 +60,11 @@ class Occupation:
         for part in wanted:
             if part not in self._released:
                 raise OperationRefused(f"{part.value} is not released")
-        executor.apply(ResumeMemory(kv=MemoryPart.KV_CACHE in wanted, weights=MemoryPart.WEIGHTS in wanted))
+        operation = ResumeMemory(kv=MemoryPart.KV_CACHE in wanted, weights=MemoryPart.WEIGHTS in wanted)
+        if operation.weights and self._weights is not None:
+            _resume_weights(core, executor, operation, self._weights)
+        else:
+            executor.apply(operation)
         self._released = [part for part in self._released if part not in wanted]
         if self._released:
             return
@@ -77,3 +84,18 @@ class Occupation:
             parts = " and ".join(part.value for part in self.released)
             raise OperationRefused(f"{parts} must be resumed first: released memory cannot serve requests")
         core.resume()
+
+
+def _resume_weights(core: Scheduler, executor: Executor, operation: ResumeMemory, weights: ServedWeights) -> None:
+    """Names them while they are loaded. Where that fails, nobody could say which weights these are: they go again. Raises
+    OperationRefused, and then nothing has changed."""
+    with weights.reading() as reading:
+        executor.apply(operation)
+        try:
+            revision = reading.revision()
+        except (OSError, WeightsChanged) as error:
+            executor.apply(ReleaseMemory(kv=operation.kv, weights=True))
+            raise OperationRefused(f"cannot resume: {error}") from error
+    if revision != core.revision:
+        core.replace_weights(revision)
+        weights.replaced(revision)

@@ -16,6 +16,7 @@ from services.worker.control.barrier import Command
 from services.worker.control.profiles import Profiles
 from services.worker.control.servicer import ControlServicer
 from services.worker.control.token_check import TokenCheck
+from services.worker.model_identity import ServedWeights
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,13 @@ class ControlServer:
 
 
 async def start_control(
-    settings: WorkerSettings, put: Callable[[Command], None], worker_id: str, model: str
+    settings: WorkerSettings,
+    put: Callable[[Command], None],
+    worker_id: str,
+    model: str,
+    weights: ServedWeights | None = None,
 ) -> ControlServer | None:
-    """None where settings switch it off. put: the inbox's.
+    """None where settings switch it off. put: the inbox's. weights: None where they have no name.
 
     Raises ValueError for settings that would let strangers in or a token that cannot be read, RuntimeError if the port is taken.
     """
@@ -44,7 +49,7 @@ async def start_control(
     token = read_token(settings.control_token, settings.control_token_file)
     require_token_beyond_loopback("control_host", settings.control_host, token)
     server = grpc.aio.server(interceptors=(TokenCheck(token),), options=rpc.SERVER_OPTIONS)
-    servicer = ControlServicer(put, worker_id, model, Profiles(Path(settings.profile_dir), worker_id))
+    servicer = ControlServicer(put, worker_id, model, Profiles(Path(settings.profile_dir), worker_id), weights=weights)
     control_pb2_grpc.add_ControlServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     host = f"[{settings.control_host}]" if ":" in settings.control_host else settings.control_host
     port = server.add_insecure_port(f"{host}:{settings.control_port}")

@@ -26,6 +26,7 @@ from services.worker.core.messages import PauseMode
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.operations import OperationRefused
 from services.worker.exec.protocol import Executor
+from services.worker.model_identity import ServedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """put: gives a command to the loop; thread-safe. clock: the loop's."""
+    """put: gives a command to the loop; thread-safe. clock: the loop's. weights: None where they have no name."""
 
     def __init__(
         self,
@@ -44,12 +45,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         model: str,
         profiles: Profiles,
         clock: Callable[[], float] = time.monotonic,
+        weights: ServedWeights | None = None,
     ) -> None:
         self._put = put
         self._worker_id, self._model = worker_id, model
         self._profiles = profiles
         self._clock = clock
-        self._occupation = Occupation(clock)
+        self._weights = weights
+        self._occupation = Occupation(clock, weights)
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext) -> pb.FlushCacheResponse:
         pages = await self._run("FlushCache", context, lambda core, executor, pace: core.flush_cache())
@@ -156,6 +159,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             step_delay_s=state.step_delay_s,
             released=_tags(state.released),
             profile=str(state.profile or ""),
+            revision=self._weights.identity.revision if self._weights is not None else "",
         )
         put_values(message.tunables, state.tunables)
         put_values(message.stats, state.stats)

@@ -10,6 +10,7 @@ from services.worker.core.finish import tail_tokens
 from services.worker.core.messages import ErrorCode, Submit
 from services.worker.core.request import Request
 from services.worker.core.sampling import FORCE_STREAM_INTERVAL
+from services.worker.core.tree_name import tree_name
 
 _UNLIMITED = 1 << 62
 
@@ -38,8 +39,9 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
     return None
 
 
-def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float) -> Request:
-    """With output from elsewhere it is as if retracted here: that output is kept and was sent, and the prompt's logprobs too."""
+def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float, revision: str = "") -> Request:
+    """With output from elsewhere it is as if retracted here: that output is kept and was sent, and the prompt's logprobs too.
+    revision: of the weights that compute it."""
     params, given = message.params, len(message.output_ids)
     if given and params.prompt_logprobs_from >= 0:
         params = replace(params, prompt_logprobs_from=-1)
@@ -54,7 +56,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float)
         prompt_ids=message.prompt_ids,
         params=params,
         stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-        namespace=cache_namespace(message.lora, message.salt),
+        namespace=tree_name(revision, cache_namespace(message.lora, message.salt)),
         priority=message.priority,
         rank=config.rank(message.priority),
         interval=params.stream_interval if message.stream else FORCE_STREAM_INTERVAL,

@@ -33,6 +33,7 @@ class ErrorCode(enum.IntEnum):
     OUT_OF_MEMORY = 5
     INTERNAL = 6
     UNAVAILABLE = 7
+    OTHER_WEIGHTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Submit:
     """prompt_ids: int32[n], n >= 1; in a session, what this turn adds. timeout_s: from arrival to the last token, 0 for none.
     salt, lora: cache namespace. routing_key: requests of one key share a cache elsewhere; the routing-key policy groups them.
     output_ids: output that the request has already, sampled elsewhere; it goes on after it as a retracted request does.
+    revision: of the weights that it is for, "" for any.
     """
 
     peer: int
@@ -69,6 +71,7 @@ class Submit:
     routing_key: str = ""
     session: SessionTurn | None = None
     output_ids: tuple[int, ...] = ()
+    revision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

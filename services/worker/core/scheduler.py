@@ -31,10 +31,17 @@ _CANCELLED = Ending(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the 
 
 class Scheduler:
     """book: compiled grammars, None if structured output is not offered. events: told of cached blocks, None if nobody asks.
-    closed: why new requests are turned away, "" while they are welcome; set by whoever takes away what they need."""
+    closed: why new requests are turned away, "" while they are welcome; set by whoever takes away what they need. revision: of
+    the weights that steps compute with, "" where they have no name; requests for others are turned away, and what is cached is
+    kept by it."""
 
     def __init__(
-        self, config: SchedulerConfig, rules: TextRules, book: GrammarBook | None = None, events: CacheEventLog | None = None
+        self,
+        config: SchedulerConfig,
+        rules: TextRules,
+        book: GrammarBook | None = None,
+        events: CacheEventLog | None = None,
+        revision: str = "",
     ) -> None:
         self.table = RequestTable(config, book, events)
         self._events = events
@@ -44,6 +51,7 @@ class Scheduler:
         self._next_seq = 0
         self.paused = False
         self.closed = ""
+        self.revision = revision
 
     @property
     def config(self) -> SchedulerConfig:
@@ -71,7 +79,7 @@ class Scheduler:
             self.table.refuse(message.peer, message.handle, message.request_id, *resolved)
             return
         self._next_seq += 1
-        request = make_request(resolved, self._next_seq, self.config, now)
+        request = make_request(resolved, self._next_seq, self.config, now, self.revision)
         self.table.enqueue(request)
         self._take_given(request, now)
 
@@ -207,6 +215,11 @@ class Scheduler:
         assert self.idle and not self._flight
         self.table.reset_memory()
 
+    def replace_weights(self, revision: str) -> None:
+        """Steps compute with these weights from here on: nothing that others have computed counts. As reset_memory()."""
+        self.revision = revision
+        self.reset_memory()
+
     def tunables(self) -> dict[str, Tunable]:
         """What retune() takes, as it is."""
         running = {"max_running_requests": self._planner.extends.running_limit, "new_token_ratio": self._planner.ratio.value}
@@ -279,6 +292,8 @@ class Scheduler:
         retracted does: its client has seen it begin."""
         if self.closed:
             return ErrorCode.UNAVAILABLE, self.closed
+        if message.revision and message.revision != self.revision:
+            return ErrorCode.OTHER_WEIGHTS, "the worker has other weights than the request is for"
         if message.session is not None:
             resolved = self.table.sessions.resolve(message)
             if isinstance(resolved, str):

@@ -72,6 +72,7 @@ class SessionTable:
         self._sessions: dict[str, _Session] = {}
         self._next_number = 0
         self._first_expiry = float("inf")  # no session expires before
+        self._forgotten: set[str] = set()  # names of those that close_all has closed last
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -89,6 +90,7 @@ class SessionTable:
         ttl_s = ttl_s or self.config.session_ttl_s
         capacity = min(capacity or self.config.session_capacity, self.config.session_capacity)
         self._next_number += 1
+        self._forgotten.discard(session_id)
         self._sessions[session_id] = _Session(self._next_number, capacity, ttl_s, now + ttl_s)
         self._first_expiry = min(self._first_expiry, now + ttl_s)
         return ""
@@ -104,6 +106,8 @@ class SessionTable:
         return True
 
     def close_all(self, memory: KVMemory) -> None:
+        """The memory is given up. Their later turns are told so."""
+        self._forgotten = set(self._sessions) or self._forgotten
         for session_id in list(self._sessions):
             self.close(session_id, memory)
 
@@ -122,7 +126,9 @@ class SessionTable:
         assert turn is not None
         session = self._sessions.get(turn.session_id)
         if session is None:
-            return f"session: {turn.session_id} is not open here"
+            forgotten = turn.session_id in self._forgotten
+            why = "was forgotten: the worker's memory was released, or its weights replaced" if forgotten else "is not open here"
+            return f"session: {turn.session_id} {why}"
         if message.request_id in session.turns or message.request_id in session.running:
             return f"session: {turn.session_id} has a turn {message.request_id}"
         parent = turn.parent or next(reversed(session.turns), "")

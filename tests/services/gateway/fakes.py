@@ -245,7 +245,7 @@ class Running:
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """One step is one token for every request. `steps_left` None: steps run freely; else only that many more. It tells its
-    load when a test says so, and with `beat_s` as often as that."""
+    load when a test says so, and with `beat_s` as often as that. A submit for other weights is refused, after a new hello."""
 
     def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:
         self.info = worker_pb2.WorkerInfo(worker_id=name, generation=1, model=model)
@@ -267,12 +267,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._kick = asyncio.Event()
         self.ended = 0  # streams
         self._loads = 0  # told
+        self._hello_due = False
         self._refused: list[worker_pb2.Finish] = []  # of the newest stream
 
     def tell(self, **fields: Any) -> None:
         """Its load, now and first on every stream to come."""
         self.load = worker_pb2.WorkerLoad(**fields)
         self._loads += 1
+        self._kick.set()
+
+    def renew(self, revision: str) -> None:
+        """It has other weights, and says so on its stream."""
+        self.info.revision = revision
+        self._hello_due = True
         self._kick.set()
 
     def end_running(self, code: int, message: str = "") -> None:
@@ -298,6 +305,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         reader = asyncio.create_task(self._read(requests, running, refused))
         try:
             while True:
+                if self._hello_due:
+                    self._hello_due = False
+                    yield worker_pb2.GenerateResponse(hello=self.info)
                 if told != self._loads and self.load is not None:
                     told = self._loads
                     yield worker_pb2.GenerateResponse(load=self.load)
@@ -329,8 +339,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             for submit in message.submits:
                 assert submit.handle not in running, "handles are unique on a stream"
                 self.submits.append(submit)
-                if self.refuse:
-                    code, text = self.refuse.pop(0)
+                other = bool(submit.revision) and submit.revision != self.info.revision
+                self._hello_due |= other
+                if self.refuse or other:
+                    code, text = (pb.ERROR_CODE_OTHER_WEIGHTS, "others") if other else self.refuse.pop(0)
                     reason = pb.FINISH_REASON_ABORT
                     refused.append(worker_pb2.Finish(handle=submit.handle, reason=reason, error=code, message=text))
                 else:

@@ -51,6 +51,7 @@ class Serving:
     outbox: StreamOutbox
     load: LoadReport
     scheduler: SchedulerThread
+    servicer: WorkerServicer
 
     async def idle(self) -> StepStats:
         """Waits until nothing runs or waits, at most five seconds."""
@@ -101,8 +102,9 @@ async def serving(
     gap_s: float = GAP_S,
     beat_s: float = BEAT_S,
     tracing: Tracing | None = None,
+    revision: str = "",
 ) -> AsyncIterator[Serving]:
-    core = Scheduler(config, LetterDecoder())
+    core = Scheduler(config, LetterDecoder(), revision=revision)
     executor = FakeExecutor(
         config.num_pages,
         config.page_size,
@@ -118,6 +120,7 @@ async def serving(
     loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics, load), PlainMasks(), overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox)
     info = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
+    info.revision = revision
     limits = ModelLimits(config.context_len, config.vocab_size, False)
     servicer = WorkerServicer(inbox, outbox, info, limits, metrics.arrived, load, spans)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
@@ -129,7 +132,7 @@ async def serving(
     try:
         async with rpc.channel(f"127.0.0.1:{port}") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            yield Serving(stub, core, executor, metrics, inbox, outbox, load, scheduler)
+            yield Serving(stub, core, executor, metrics, inbox, outbox, load, scheduler, servicer)
     finally:
         await scheduler.stop(5)
         await server.stop(0)

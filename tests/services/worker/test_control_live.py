@@ -18,6 +18,7 @@ from services.shared import rpc
 from services.shared.control_values import as_json
 from services.worker.control.server import start_control
 from services.worker.inbox import Stop
+from services.worker.model_identity import ServedWeights
 from services.worker.settings import WorkerSettings
 from tests.services.worker.conftest import Serving, serving
 from tests.services.worker.test_control_servicer import changes
@@ -52,9 +53,12 @@ class Operated:
 
 
 @asynccontextmanager
-async def operated(step_s: float = 0.002, overlap: bool = True) -> AsyncIterator[Operated]:
-    async with serving(step_s=step_s, overlap=overlap) as worker:
-        control = await start_control(WorkerSettings(control_port=free_ports(1)[0]), worker.inbox.put, "w", "fake")
+async def operated(step_s: float = 0.002, overlap: bool = True, weights: ServedWeights | None = None) -> AsyncIterator[Operated]:
+    async with serving(step_s=step_s, overlap=overlap, revision=weights.identity.revision if weights else "") as worker:
+        settings = WorkerSettings(control_port=free_ports(1)[0])
+        control = await start_control(settings, worker.inbox.put, "w", "fake", weights)
+        if weights is not None:
+            weights.on_replaced = worker.servicer.weights_replaced
         assert control is not None
         try:
             async with rpc.channel(f"127.0.0.1:{control.port}") as channel:

@@ -292,6 +292,7 @@ def test_internal_state_is_what_the_scheduler_says() -> None:
         "step_delay_s": 0.25,
         "released": [],
         "profile": "",
+        "revision": "",
     }
     assert (stats["num_running"], stats["new_token_ratio"]) == (3, 0.25)
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rootstock.v1 import worker_pb2, worker_pb2_grpc
+from rootstock.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.local.ports import free_ports
 from services.shared.block_hash import block_hashes, root_hash
 from services.shared.cache_namespace import cache_namespace
@@ -44,6 +44,7 @@ from services.worker.index.records import WorkerRecords
 from services.worker.index.sweeper import LATE_S, Sweeper
 from services.worker.model_identity import identify_model
 from tests.services.redis_server import RedisServer, redis_server, until
+from tests.services.worker.test_model_identity import identity_of, revision_of
 
 MODEL, WORKER = "m", "worker-1"
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
@@ -482,17 +483,17 @@ def test_a_worker_sweeps_after_its_start(server: RedisServer, monkeypatch: pytes
 def test_the_identity_changes_with_what_the_kv_depends_on(tmp_path: Path) -> None:
     for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "w" * 10_000)):
         (tmp_path / name).write_text(content)
-    first = identify_model(tmp_path, "")
-    assert first.model == tmp_path.name and first == identify_model(str(tmp_path) + os.sep, "")
+    first = identity_of(tmp_path)
+    assert first.model == tmp_path.name and first == identify_model(str(tmp_path) + os.sep, "", first.revision)
     assert first.root_hash("2:ab") == root_hash(tmp_path.name, first.revision, first.tokenizer, "2:ab")
-    assert identify_model(tmp_path, "other").root_hash("") != first.root_hash("")
+    assert identity_of(tmp_path, "other").root_hash("") != first.root_hash("")
     (tmp_path / "model.safetensors").write_text("w" * 9_999 + "v")
-    trained = identify_model(tmp_path, "")
+    trained = identity_of(tmp_path)
     assert trained.revision != first.revision and trained.tokenizer == first.tokenizer
     (tmp_path / "config.json").write_text('{"rope": 2}')
-    assert identify_model(tmp_path, "").revision != trained.revision
+    assert identity_of(tmp_path).revision != trained.revision
     (tmp_path / "tokenizer.json").write_text("{ }")
-    assert identify_model(tmp_path, "").tokenizer != first.tokenizer
+    assert identity_of(tmp_path).tokenizer != first.tokenizer
 
 
 # The process
@@ -536,6 +537,56 @@ def test_a_worker_process_tells_of_the_prompts_it_has_cached(server: RedisServer
             process.terminate()
             assert await asyncio.to_thread(process.wait, 15) == 0
             assert server.client.get(lease_key(info.worker_id)) is None
+
+    try:
+        run(body)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_worker_process_names_its_blocks_by_the_weights_that_it_has(server: RedisServer, tmp_path: Path) -> None:
+    """Other weights are resumed: told on the open stream, and all that is published from then on is theirs."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / file).write_bytes((DEMO / file).read_bytes())
+    port, metrics_port, control_port = free_ports(3)
+    argv = [sys.executable, "-m", "services.worker", "--executor", "fake", "--model", str(folder), "--port", str(port)]
+    argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--fake-step-s", "0", "--grammar-workers", "0"]
+    process = subprocess.Popen([*argv, "--control-port", str(control_port)], stderr=subprocess.DEVNULL)
+    prompt = list(range(1, 201))
+
+    async def body() -> None:
+        often = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
+        to_worker, to_control = (grpc.aio.insecure_channel(f"127.0.0.1:{p}", options=often) for p in (port, control_port))
+        async with to_worker, to_control:
+            call = worker_pb2_grpc.WorkerStub(to_worker).Generate(wait_for_ready=True)
+            control = control_pb2_grpc.ControlStub(to_control)
+            hello = (await call.read()).hello
+            revisions = [hello.revision]
+            for handle in (1, 2):
+                submit = worker_pb2.Submit(handle=handle, request_id="r", prompt_ids=prompt, revision=hello.revision)
+                submit.sampling.max_new_tokens = 2
+                await call.write(worker_pb2.GenerateRequest(submits=[submit]))
+                root = root_hash(hello.model, hello.revision, hello.tokenizer, "")
+                expected = set(split_hashes(block_hashes(root, prompt)))
+                await until(lambda: set(server.block_keys()) >= expected)  # noqa: B023
+                lease = server.client.get(lease_key(hello.worker_id)).decode()
+                assert set(server.client.smembers(own_key(hello.worker_id, int(lease)))) == expected
+                if handle == 1:
+                    await control.ReleaseMemory(control_pb2.ReleaseMemoryRequest(), wait_for_ready=True)
+                    data = bytearray((folder / "model.safetensors").read_bytes())
+                    data[len(data) // 2] ^= 1
+                    (folder / "model.safetensors").write_bytes(data)
+                    await control.ResumeMemory(control_pb2.ResumeMemoryRequest())
+                    message = await call.read()
+                    while not message.HasField("hello"):
+                        message = await call.read()
+                    hello = message.hello
+                    revisions.append(hello.revision)
+            assert revisions[1] == revision_of(folder) != revisions[0]
+            call.cancel()
 
     try:
         run(body)

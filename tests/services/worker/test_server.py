@@ -47,6 +47,7 @@ class FrontEnd:
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, worker_pb2.Finish] = {}
         self.loads: list[worker_pb2.WorkerLoad] = []
+        self.hellos: list[worker_pb2.WorkerInfo] = []  # after the first
         self.messages = 0
 
     async def hello(self) -> worker_pb2.WorkerInfo:
@@ -67,6 +68,8 @@ class FrontEnd:
             return False
         if message.HasField("load"):
             self.loads.append(message.load)
+        elif message.HasField("hello"):
+            self.hellos.append(message.hello)
         else:
             self._take(message.step)
         return True

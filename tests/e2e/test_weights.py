@@ -1,0 +1,67 @@
+"""New weights come to a fleet worker by worker while answers are on their way: none is made of two."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import grpc
+
+from rootstock.v1 import control_pb2, control_pb2_grpc
+from services.local.ports import HOST, free_ports
+from tests.e2e.system import DEMO, System, wait_until
+from tests.e2e.test_faults import open_stream
+
+STEP_S = 0.02  # at least, so that an answer is long
+
+
+def control_of(system: System, name: str) -> str:
+    argv = system.parts[name].command.argv
+    return f"{HOST}:{argv[argv.index('--control-port') + 1]}"
+
+
+def train(folder: Path) -> None:
+    """Other weights of the same shape stand there; who has the old file open keeps that."""
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-2] ^= 0x40
+    (folder / "new").write_bytes(data)
+    (folder / "new").rename(folder / "model.safetensors")
+
+
+def renew(address: str) -> tuple[str, str]:
+    """Has a worker take the weights that stand in its folder. Returns the revisions before and after."""
+    with grpc.insecure_channel(address) as channel:
+        control = control_pb2_grpc.ControlStub(channel)
+        before = control.GetInternalState(control_pb2.GetInternalStateRequest(), timeout=10).revision
+        control.ReleaseMemory(control_pb2.ReleaseMemoryRequest(tags=[control_pb2.MEMORY_TAG_WEIGHTS]), timeout=20)
+        control.ResumeMemory(control_pb2.ResumeMemoryRequest(), timeout=60)
+        return before, control.GetInternalState(control_pb2.GetInternalStateRequest(), timeout=10).revision
+
+
+def test_an_answer_begun_on_old_weights_never_goes_on_with_new_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    shutil.copytree(DEMO, folder)
+    with System(tmp_path / "logs", model=str(folder), workers=2, admin_port=free_ports(1)[0]) as system:
+        for name in ("worker-0", "worker-1"):
+            with grpc.insecure_channel(control_of(system, name)) as channel:
+                slow = control_pb2.SlowDownRequest(step_delay_s=STEP_S)
+                control_pb2_grpc.ControlStub(channel).SlowDown(slow, timeout=10)
+        stream = open_stream(system, 400)
+        stream.settimeout(60)
+        assert stream.recv(4096)
+        running = {name: system.metric(name, "sglang:num_running_reqs") for name in ("worker-0", "worker-1")}
+        first, second = sorted(running, key=lambda name: -running[name])
+        train(folder)
+        before, after = renew(control_of(system, second))
+        assert before and after and before != after
+        system.kill(first)
+        wait_until(lambda: system.metric("gateway", "rootstock_gateway_queue_length") == 1, 10, "the wait for the old weights")
+        system.start(first)  # with the new ones
+        data = b""
+        while chunk := stream.recv(65536):
+            data += chunk
+            if b"weights_not_served" in data:
+                break
+        assert b'"code":"weights_not_served"' in data and b"[DONE]" not in data
+        status, _ = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
+        assert status == 200
