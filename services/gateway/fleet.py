@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from rootstock.v1 import worker_pb2
 from services.gateway.discovery.watch import Discovery
 from services.gateway.generation import ModelInfo
 from services.gateway.metrics import GatewayMetrics
@@ -25,6 +26,7 @@ from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.settings import GatewaySettings
 from services.gateway.worker_link import LinkEvents, WorkerLink
 from services.shared.log import fields
+from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,8 @@ class Fleet:
             info.model,
             info.revision,
             info.tokenizer,
+            auto_truncates=info.auto_truncates,
+            defaults=_defaults_of(info),
         )
         if pool is None:
             pool = self.pools[name] = self._new_pool(model)
@@ -216,6 +220,14 @@ class Fleet:
 
 
 def _agree(pool: ModelPool) -> None:
-    """Any of its workers may get any of its requests: the shortest context counts."""
-    contexts = [link.info.context_len for link in pool.links.values() if link.info is not None]
-    pool.model = replace(pool.model, context_len=min(contexts, default=pool.model.context_len))
+    """Any of its workers may get any of its requests: the shortest context counts, and prompts are cut where all of them say so.
+    Of sampling defaults those of the worker that connected last count for all."""
+    infos = [link.info for link in pool.links.values() if link.info is not None]
+    if infos:
+        context_len, cuts = min(info.context_len for info in infos), all(info.auto_truncates for info in infos)
+        pool.model = replace(pool.model, context_len=context_len, auto_truncates=cuts)
+
+
+def _defaults_of(info: worker_pb2.WorkerInfo) -> SamplingDefaults:
+    given = info.sampling_defaults
+    return API_DEFAULTS.over({name: getattr(given, name) for name in NAMES if given.HasField(name)})

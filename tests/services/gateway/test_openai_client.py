@@ -113,11 +113,12 @@ def test_n_choices_in_a_stream_interleave_by_index(shared: System) -> None:
 
 
 def test_unset_sampling_fields_stay_unset(shared: System) -> None:
+    """All but those that models have defaults for: whichever worker goes on with the answer has the same."""
     shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
     sampling = shared.worker.submits[-1].sampling
-    assert sampling.temperature == 1.0
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1, 1, -1, 0, 1)
     assert sampling.max_new_tokens == CONTEXT_LEN - PROMPT_TOKENS
-    for name in ("top_p", "top_k", "min_p", "min_new_tokens", "ignore_eos", "repetition_penalty"):
+    for name in ("min_new_tokens", "ignore_eos", "frequency_penalty", "presence_penalty", "stream_interval"):
         assert not sampling.HasField(name), name
 
 
