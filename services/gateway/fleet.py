@@ -26,7 +26,7 @@ from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.settings import GatewaySettings
 from services.gateway.worker_link import LinkEvents, WorkerLink
 from services.shared.log import fields
-from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults
+from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults, fault
 
 logger = logging.getLogger(__name__)
 
@@ -229,5 +229,10 @@ def _agree(pool: ModelPool) -> None:
 
 
 def _defaults_of(info: worker_pb2.WorkerInfo) -> SamplingDefaults:
+    """What no worker could mean is left out: clients would be refused for what they have not sent."""
     given = info.sampling_defaults
-    return API_DEFAULTS.over({name: getattr(given, name) for name in NAMES if given.HasField(name)})
+    values = {name: getattr(given, name) for name in NAMES if given.HasField(name)}
+    wrong = {name: text for name, value in values.items() if (text := fault(name, value))}
+    if wrong:
+        logger.error("a worker's sampling defaults are left out", extra=fields(worker=info.worker_id, faults=wrong))
+    return API_DEFAULTS.over({name: value for name, value in values.items() if name not in wrong})

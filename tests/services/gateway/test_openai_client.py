@@ -122,6 +122,27 @@ def test_unset_sampling_fields_stay_unset(shared: System) -> None:
         assert not sampling.HasField(name), name
 
 
+def test_fields_of_other_servers_by_the_clients_own_means(shared: System) -> None:
+    answer = shared.openai().chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        reasoning_effort="low",
+        stop="world",
+        max_tokens=20,
+        metadata={"a": "b"},
+        prompt_cache_key="c",
+        store=True,
+        extra_body={"extra_key": "k", "no_stop_trim": True, "session_params": {"id": "s"}, "rid": "mine"},
+    )
+    submit = shared.worker.submits[-1]
+    assert answer.choices[0].message.content == "Hello, world"
+    assert (submit.cache_salt, submit.session.session_id, submit.request_id) == ("k", "s", "mine")
+    assert b'"reasoning_effort":"low"' in shared.tokenizer.calls[-1].template_kwargs_json
+    with pytest.raises(openai.BadRequestError) as error:
+        shared.openai().completions.create(model=MODEL, prompt="Hi", extra_body={"custom_logit_processor": "x"})
+    assert error.value.param == "custom_logit_processor"
+
+
 def test_a_seed_is_made_where_something_is_drawn(shared: System) -> None:
     """So that another worker can go on with the same draws."""
     seeds = set()

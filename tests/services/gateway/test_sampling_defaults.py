@@ -56,6 +56,12 @@ def test_one_default_leaves_the_others_alone() -> None:
         assert not system.worker.submits[-1].sampling.HasField("temperature")
 
 
+def test_what_no_worker_can_mean_is_left_out() -> None:
+    with System(configure=prefer(temperature=float("nan"), top_p=7.0, top_k=-5, min_p=0.25)) as system:
+        plain = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0.25, "repetition_penalty": 1}
+        assert sampled(system, "/v1/completions") == plain
+
+
 def test_clients_are_told() -> None:
     with System(configure=prefer(**GIVEN)) as system:
         assert system.get("/v1/models").json()["data"][0]["sampling_defaults"] == GIVEN
