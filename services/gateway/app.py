@@ -104,6 +104,7 @@ def _add_models(app: FastAPI, dispatcher: Dispatcher) -> None:
                 "created": started,
                 "owned_by": "rootstock",
                 "max_model_len": model.context_len,
+                "sampling_defaults": model.defaults.as_dict(),
             }
             for model in dispatcher.catalog.models()
         ]

@@ -29,7 +29,15 @@ class ClientFields:
         return replace(self, prefix=prefix, names={**self.names, "prompt_ids": prompt})
 
 
+_SESSION = {
+    "session": "session_params",
+    "session.session_id": "session_params.id",
+    "session.parent_request_id": "session_params.rid",
+    "session.offset": "session_params.offset",
+}
 _OPENAI = {
+    **_SESSION,
+    "request_id": "rid",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "dry": "dry_multiplier",
@@ -38,13 +46,10 @@ _OPENAI = {
 CHAT = ClientFields({**_OPENAI, "prompt_ids": "messages", "logprobs.top": "top_logprobs"})
 COMPLETION = ClientFields({**_OPENAI, "prompt_ids": "prompt", "logprobs": "logprobs", "logprobs.prompt_from": "echo"})
 _VECTOR = {"embedding.dimensions": "dimensions", "embedding.normalize": "normalize", "embedding": "model"}
-EMBEDDING = ClientFields({**_VECTOR, "prompt_ids": "input"})
+EMBEDDING = ClientFields({**_VECTOR, "prompt_ids": "input", "request_id": "rid"})
 GENERATE = ClientFields(
     {
-        "session": "session_params",
-        "session.session_id": "session_params.id",
-        "session.parent_request_id": "session_params.rid",
-        "session.offset": "session_params.offset",
+        **_SESSION,
         "logprobs": "return_logprob",
         "logprobs.top": "top_logprobs_num",
         "logprobs.token_ids": "token_ids_logprob",

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from rootstock.v1 import worker_pb2
 from services.gateway.discovery.watch import Discovery
 from services.gateway.generation import ModelInfo
 from services.gateway.metrics import GatewayMetrics
@@ -27,6 +28,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.weights import Weights
 from services.gateway.worker_link import LinkEvents, WorkerLink
 from services.shared.log import fields
+from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults, fault
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,8 @@ class Fleet:
             info.model,
             info.revision,
             info.tokenizer,
+            auto_truncates=info.auto_truncates,
+            defaults=_defaults_of(info),
         )
         if pool is None:
             pool = self.pools[name] = self._new_pool(model)
@@ -228,11 +232,27 @@ class Fleet:
 
 
 def _agree(pool: ModelPool) -> None:
-    """Any of its workers may get any of its requests: the shortest context counts. Blocks are named by the weights that most of
-    them have, of two equal halves by those that they were named by."""
-    contexts = [link.info.context_len for link in pool.links.values() if link.info is not None]
-    model = replace(pool.model, context_len=min(contexts, default=pool.model.context_len))
+    """Any of its workers may get any of its requests: the shortest context counts, and prompts are cut where all of them say so.
+    Of sampling defaults those of the worker that connected last count for all. Blocks are named by the weights that most of them
+    have, of two equal halves by those that they were named by."""
+    links = [link for link in pool.links.values() if link.info is not None]
+    infos = [link.info for link in links if link.info is not None]
+    model = pool.model
     before = Weights(model.source, model.revision, model.tokenizer)
-    counts = Counter(link.weights for link in pool.links.values() if link.weights is not None)
+    counts = Counter(link.weights for link in links if link.weights is not None)
     most = max(counts, key=lambda weights: (counts[weights], weights == before), default=before)
-    pool.model = replace(model, revision=most.revision, tokenizer=most.tokenizer)
+    model = replace(model, revision=most.revision, tokenizer=most.tokenizer)
+    if infos:
+        context_len, cuts = min(info.context_len for info in infos), all(info.auto_truncates for info in infos)
+        model = replace(model, context_len=context_len, auto_truncates=cuts)
+    pool.model = model
+
+
+def _defaults_of(info: worker_pb2.WorkerInfo) -> SamplingDefaults:
+    """What no worker could mean is left out: clients would be refused for what they have not sent."""
+    given = info.sampling_defaults
+    values = {name: getattr(given, name) for name in NAMES if given.HasField(name)}
+    wrong = {name: text for name, value in values.items() if (text := fault(name, value))}
+    if wrong:
+        logger.error("a worker's sampling defaults are left out", extra=fields(worker=info.worker_id, faults=wrong))
+    return API_DEFAULTS.over({name: value for name, value in values.items() if name not in wrong})

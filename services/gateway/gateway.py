@@ -20,6 +20,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.preparation import Preparer
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
+from services.gateway.sglang_abort import Aborter
 from services.gateway.sglang_routes import NativeApi
 from services.gateway.token_texts import TokenTexts
 from services.gateway.tokenizer_client import TokenizerClient
@@ -57,8 +58,9 @@ class Gateway:
         token_texts = TokenTexts(self.detoks, settings.wait_for_detokenizer_s, retry)
         self._tracing = start_tracing(settings, SERVICE)
         self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self._tracing)
-        preparer = Preparer(self.dispatcher, self.tokenizer, self.detoks)
-        native = NativeApi(self.generator, self.tokenizer)
+        aborter = Aborter(self.generator)
+        preparer = Preparer(self.dispatcher, self.tokenizer, self.detoks, aborter)
+        native = NativeApi(self.generator, self.tokenizer, aborter)
         self.app = app.build(self.generator, preparer, self.dispatcher, native, readiness, metrics)
         self._http = http_server.build(self.app)
 

@@ -220,6 +220,7 @@ class Exchange(Response):
                 plan = plan.routed(key)
             if request.error is not None:
                 raise request.error
+            self._count_cuts(request, plan)
             budgets.check_logprobs(plan.parts, plan.model.context_len)
             request.begin(plan.parts, plan.model)
             if request.trace is not None:
@@ -229,6 +230,12 @@ class Exchange(Response):
             logger.warning("a value does not fit its message", extra=fields(**request.origin.log_fields), exc_info=True)
             raise bad_request(None, "A value of the request is out of its range.") from None
         return plan
+
+    def _count_cuts(self, request: ClientRequest, plan: Plan) -> None:
+        cuts = [part.prompt.num_cut for part in plan.parts if part.prompt.num_cut]
+        if cuts:
+            self._generator.metrics.truncated_prompts.inc(len(cuts))
+            logger.info("prompts were cut", extra=fields(**request.origin.log_fields, prompts=len(cuts), tokens=sum(cuts)))
 
     async def _stream(self, request: ClientRequest, renderer: StreamRenderer, send: Send) -> None:
         """The status goes out with the first chunk, so that an error before it is a plain HTTP error."""

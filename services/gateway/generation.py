@@ -11,6 +11,7 @@ from rootstock.v1 import worker_pb2
 from services.gateway.client_fields import ClientFields
 from services.shared.block_hash import root_hash
 from services.shared.cache_namespace import cache_namespace
+from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults
 
 _UINT64_MASK = (1 << 64) - 1
 
@@ -21,7 +22,7 @@ UNLIMITED_ANSWER_TOKENS = 16384  # what an answer without max_tokens counts as i
 class ModelInfo:
     """What the gateway knows of a model that workers serve. Lengths in tokens. embedding_size: numbers in its vectors,
     0 if it gives none. source: the name that workers, tokenizers and detokenizers give it. revision, tokenizer: what block
-    hashes begin with."""
+    hashes begin with. auto_truncates: a prompt that exceeds the context is cut. defaults: of what a request leaves out."""
 
     name: str
     context_len: int
@@ -31,6 +32,8 @@ class ModelInfo:
     source: str = ""
     revision: str = ""
     tokenizer: str = ""
+    auto_truncates: bool = False
+    defaults: SamplingDefaults = API_DEFAULTS
 
     def hash_root(self, cache_salt: str) -> bytes:
         """What the first block of a prompt is chained to in the prefix index."""
@@ -40,16 +43,19 @@ class ModelInfo:
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding.
-    block_hashes: of its full blocks, one after the other; empty where nobody has computed them yet."""
+    block_hashes: of its full blocks, one after the other; empty where nobody has computed them yet. num_cut: tokens behind them
+    that the context had no room for."""
 
     ids: Sequence[int]
     text: str | None
     block_hashes: bytes = b""
+    num_cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is asked of one prompt. `sampling` lacks max_new_tokens and seed: they differ by prompt and choice.
+    """What is asked of one prompt. `sampling` lacks max_new_tokens and seed, which differ by prompt and choice, and of what the
+    model has defaults for, what the client has not said.
 
     fields: the client's names of what a worker may refuse. grammar_field: the one that `sampling.grammar` came from. In a
     session the prompt is what the turn adds to a context that only the worker knows. vector_as_base64: an embedding is
@@ -101,18 +107,22 @@ class Generation:
         most = self.most_tokens(prompt_tokens, context_len)
         return most if self.max_tokens is not None else min(most, UNLIMITED_ANSWER_TOKENS)
 
-    def sampling_of(self, choice: int, prompt_tokens: int, context_len: int) -> pb.SamplingParams:
-        """The parameters of one choice: `choice` counts from 0 within its prompt."""
+    def sampling_of(self, choice: int, prompt_tokens: int, model: ModelInfo) -> pb.SamplingParams:
+        """The parameters of one choice: `choice` counts from 0 within its prompt. Whichever worker goes on with it goes by the
+        same ones."""
         params = pb.SamplingParams()
         params.CopyFrom(self.sampling)
         if self.wants_embedding:
             params.max_new_tokens = 1
             return params
         if self.max_tokens is not None or self.session is None:
-            params.max_new_tokens = self.most_tokens(prompt_tokens, context_len)
+            params.max_new_tokens = self.most_tokens(prompt_tokens, model.context_len)
+        for name in NAMES:
+            if not params.HasField(name):
+                setattr(params, name, getattr(model.defaults, name))
         if self.seed is not None:
             params.seed = (self.seed + choice) & _UINT64_MASK
-        elif params.temperature > 0 or not params.HasField("temperature"):
+        elif params.temperature > 0:
             params.seed = secrets.randbits(64)  # made here, so that another worker can go on with it
         return params
 

@@ -113,6 +113,7 @@ class GatewayMetrics:
         self.aborts = self._counter("aborts", "Requests ended by their client, by how far they had come.", "phase")
         self.retries = self._counter("retries", "Calls or choices that were sent again, by service.", "service")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
+        self.truncated_prompts = self._counter("truncated_prompts", "Prompts cut to what the context holds.")
         self.output_tokens = self._counter("output_tokens", "Tokens that were generated.")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that a prefix cache had.")
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")

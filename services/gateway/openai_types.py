@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from services.gateway.session_fields import SessionParams
 from services.shared import limits
 
 INT32 = (-(1 << 31), (1 << 31) - 1)
 INT64 = (-(1 << 63), (1 << 63) - 1)
 UINT32_MAX = (1 << 32) - 1
+RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # a prompt's and a choice's number are added to it on the way to the worker
 
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}], "title": "Stop"}
 _PROMPT_SCHEMA = {
@@ -47,6 +49,7 @@ Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
 Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
 Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]
 
 
@@ -91,7 +94,33 @@ class DryBody(_Body):
     )
 
 
-class GenerationBody(ConstraintBody, DryBody):
+class NamedBody(_Body):
+    """Under which names a request runs, and with whom it shares what is cached."""
+
+    user: str | None = Field(None, description="Accepted and not used.")
+    rid: str | None = Field(
+        None,
+        min_length=1,
+        max_length=RID_CHARS,
+        description="The request's name for aborts and sessions. Default: x-request-id. Of several prompts: with _0, _1, …",
+    )
+    request_id: str | None = Field(None, min_length=1, max_length=RID_CHARS, description="The same as rid.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
+    )
+    extra_key: str | None = Field(
+        None,
+        min_length=1,
+        max_length=limits.MAX_CACHE_SALT_CHARS,
+        description="As cache_salt; both together are a namespace of their own.",
+    )
+    priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0. Without priority scheduling: no effect.")
+    routing_key: str | None = Field(
+        None, max_length=limits.MAX_ROUTING_KEY_CHARS, description="Also as header x-smg-routing-key; the body goes first."
+    )
+
+
+class GenerationBody(ConstraintBody, DryBody, NamedBody):
     """What chat and plain completions have in common."""
 
     model: str = Field(description="A name that /v1/models lists.")
@@ -126,19 +155,18 @@ class GenerationBody(ConstraintBody, DryBody):
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     include_stop_str_in_output: bool | None = Field(None, description="Default false.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids, and the prompt's ids come with them.")
-    user: str | None = Field(None, description="Accepted and not used.")
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
+    no_stop_trim: bool | None = Field(None, description="SGLang's name for include_stop_str_in_output.")
+    stream_interval: int | None = Field(
+        None, ge=1, le=UINT32_MAX, description="Tokens between two messages of a stream. Default: the worker's setting."
     )
-    priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0.")
-    routing_key: str | None = Field(
-        None, max_length=limits.MAX_ROUTING_KEY_CHARS, description="Also as header x-smg-routing-key; the body goes first."
-    )
+    session_params: SessionParams | None = Field(None, description="The request is a turn of this session.")
 
 
 class ChatCompletionRequest(GenerationBody):
     messages: Messages
     tools: list[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
+    reasoning_effort: Effort | None = Field(None, description="Given to the chat template.")
     tool_choice: Literal["none", "auto"] | None = Field(None, description="none: the template does not see the tools.")
     add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")
     continue_final_message: bool | None = Field(None, description="The answer continues the last message. Default false.")
@@ -149,6 +177,7 @@ class ChatCompletionRequest(GenerationBody):
 
 class CompletionRequest(GenerationBody):
     prompt: Prompt
+    add_special_tokens: bool | None = Field(None, description="Around a prompt that is text. Default true.")
     max_tokens: int | None = Field(
         None,
         ge=0,
@@ -160,15 +189,12 @@ class CompletionRequest(GenerationBody):
     )
 
 
-class EmbeddingRequest(_Body):
+class EmbeddingRequest(NamedBody):
     model: str = Field(description="A name that /v1/models lists.")
     input: Prompt
+    add_special_tokens: bool | None = Field(None, description="Around an input that is text. Default true.")
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of little-endian float32. Default float."
     )
     dimensions: int | None = Field(None, ge=1, le=UINT32_MAX, description="The first so many numbers. Default: all.")
     normalize: bool | None = Field(None, description="To length 1. Default: as the model's files say.")
-    user: str | None = Field(None, description="Accepted and not used.")
-    cache_salt: str | None = Field(None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS)
-    priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0.")
-    routing_key: str | None = Field(None, max_length=limits.MAX_ROUTING_KEY_CHARS)

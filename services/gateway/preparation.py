@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from services.gateway import budgets, prompts
 from services.gateway.decoding import Decoding
@@ -15,12 +17,13 @@ from services.gateway.detok_link import DetokPool
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import ApiError, bad_request
 from services.gateway.generation import Generation, ModelInfo, Part, Prompt
+from services.gateway.openai_types import CompletionRequest, NamedBody
 from services.gateway.origin import Origin
+from services.gateway.room import for_a_vector, for_an_answer
+from services.gateway.session_fields import begins, check_turn
 from services.gateway.tokenizer_client import TokenizerClient
 from services.gateway.validation import (
     chat_generation,
-    check_input_length,
-    check_prompt_length,
     completion_generation,
     embedding_generation,
     parse_chat,
@@ -29,6 +32,9 @@ from services.gateway.validation import (
     parse_json,
 )
 from services.shared import limits
+
+if TYPE_CHECKING:
+    from services.gateway.sglang_abort import Aborter
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,46 +56,64 @@ class Plan:
 class Preparer:
     """Every method raises ApiError."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: TokenizerClient, detoks: DetokPool) -> None:
+    def __init__(self, dispatcher: Dispatcher, tokenizer: TokenizerClient, detoks: DetokPool, aborter: Aborter) -> None:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._detoks = detoks
+        self._aborter = aborter
 
     async def chat(self, body: bytes, origin: Origin) -> Plan:
         request = parse_chat(parse_json(body), origin)
         call = prompts.chat_call(request, origin.request_id)
-        model = await self._generating_model(request.model)
-        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
-        generation = chat_generation(request, model.vocab_size)
-        call.hash_root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
-        prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
-        check_prompt_length(len(prompt.ids), model.context_len, "messages")
-        return Plan(model, [Part(prompt, generation)])
+        with self._abortable(request):
+            model = await self._generating_model(request.model)
+            budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
+            generation = chat_generation(request, model.vocab_size)
+            _check_turn(generation, 1)
+            call.hash_root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+            prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
+        fitting = for_an_answer(model, generation.session is not None).fit(prompt, "messages")
+        return Plan(model, _parts([fitting], generation, request, origin))
 
     async def completion(self, body: bytes, origin: Origin) -> Plan:
         request = parse_completion(parse_json(body), origin)
-        model = await self._generating_model(request.model)
-        generation = completion_generation(request, model.vocab_size)
-        root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
-        checked = await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", check_prompt_length, root)
-        if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
-            raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
-        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
-        prefixes = [""] * len(checked)
-        if request.echo:
-            prefixes = [await self._text_of(prompt, generation, origin, model) for prompt in checked]
-        parts = [Part(prompt, generation, prefix) for prompt, prefix in zip(checked, prefixes, strict=True)]
-        return Plan(model, parts)
+        with self._abortable(request):
+            model = await self._generating_model(request.model)
+            generation = completion_generation(request, model.vocab_size)
+            checked = await self._completion_prompts(request, generation, model, origin)
+            if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
+                raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
+            budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
+            _check_turn(generation, len(checked))
+            prefixes = [""] * len(checked)
+            if request.echo:
+                prefixes = [await self._text_of(prompt, generation, origin, model) for prompt in checked]
+        return Plan(model, _parts(checked, generation, request, origin, prefixes))
 
     async def embedding(self, body: bytes, origin: Origin) -> Plan:
         request = parse_embedding(parse_json(body), origin)
-        model = await self._model(request.model)
-        if not model.embedding_size:
-            raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
-        generation = embedding_generation(request, model.embedding_size)
+        with self._abortable(request):
+            model = await self._model(request.model)
+            if not model.embedding_size:
+                raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
+            generation = embedding_generation(request, model.embedding_size)
+            root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+            room, special = for_a_vector(model), request.add_special_tokens is not False
+            checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", room, root, special)
+        return Plan(model, _parts(checked, generation, request, origin))
+
+    async def _completion_prompts(
+        self, request: CompletionRequest, generation: Generation, model: ModelInfo, origin: Origin
+    ) -> list[Prompt]:
         root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
-        checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", check_input_length, root)
-        return Plan(model, [Part(prompt, generation) for prompt in checked])
+        room = for_an_answer(model, generation.session is not None)
+        special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
+        return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", room, root, special)
+
+    def _abortable(self, request: NamedBody) -> AbstractContextManager[None]:
+        """By the name that the body gives it. Without one it goes by its HTTP request's, which is known already."""
+        name = _name_of(request)
+        return nullcontext() if name is None else self._aborter.preparing([name])
 
     async def _generating_model(self, name: str) -> ModelInfo:
         model = await self._model(name)
@@ -104,6 +128,27 @@ class Preparer:
         if prompt.text is not None:
             return prompt.text
         return await decode_once(self._detoks, origin, prompt.ids, generation.skip_special_tokens, model.source)
+
+
+def _name_of(request: NamedBody) -> str | None:
+    return request.request_id if request.rid is None else request.rid
+
+
+def _check_turn(generation: Generation, num_prompts: int) -> None:
+    if generation.session is not None:
+        check_turn(num_prompts * generation.n == 1, "echo" if generation.wants_prompt_logprobs else None)
+
+
+def _parts(
+    checked: Sequence[Prompt], generation: Generation, request: NamedBody, origin: Origin, prefixes: Sequence[str] = ()
+) -> list[Part]:
+    """A turn of a session has a name that a later one can say, its client's or the HTTP request's."""
+    name = _name_of(request) or (origin.request_id if generation.session is not None else "")
+    many = bool(name) and len(checked) > 1
+    return [
+        Part(prompt, generation, prefixes[index] if prefixes else "", f"{name}_{index}" if many else name)
+        for index, prompt in enumerate(checked)
+    ]
 
 
 async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], skip_special_tokens: bool, model: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,16 @@ import numpy as np
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.errors import ApiError, bad_request, internal
 from services.gateway.generation import ModelInfo, Prompt
+from services.gateway.known_fields import unserved
 from services.gateway.openai_types import ChatCompletionRequest
 from services.gateway.origin import Origin
+from services.gateway.room import Room
 from services.gateway.sampling_fields import check_token_ids
 from services.gateway.tokenizer_client import TokenizerClient
 from services.gateway.validation import dump_json
 from services.shared import limits
 
+_THINKING_OFF = {"enable_thinking": False, "thinking": False}
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 
 
@@ -36,7 +38,7 @@ def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.
     if continues and request.add_generation_prompt:
         raise bad_request("continue_final_message", "'continue_final_message' and 'add_generation_prompt' exclude each other.")
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    kwargs = request.chat_template_kwargs
+    kwargs = _template_variables(request)
     return tokenizer_pb2.EncodeChatRequest(
         request_id=request_id,
         messages_json=dump_json(request.messages, "messages"),
@@ -45,6 +47,21 @@ def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.
         add_generation_prompt=generation_prompt,
         continue_final_message=continues,
     )
+
+
+def _template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
+    """The client's own go before what other fields come to. Effort `none` is what templates with a switch call thinking off, as
+    in SGLang."""
+    given, effort = request.chat_template_kwargs or {}, request.reasoning_effort
+    if effort is None:
+        own: dict[str, Any] = {}
+    elif given.get("reasoning_effort", effort) != effort:
+        raise bad_request("reasoning_effort", "'reasoning_effort' and 'chat_template_kwargs' say different things.")
+    else:
+        own = {"reasoning_effort": effort, **(_THINKING_OFF if effort == "none" else {})}
+    if request.documents:
+        own["documents"] = request.documents
+    return {**own, **given}
 
 
 def _check_messages(messages: Any) -> None:
@@ -75,6 +92,8 @@ def _check_message(message: Any, where: str) -> None:
         raise bad_request(where, f"'{where}' must be an object.")
     if not isinstance(message.get("role"), str) or message["role"] not in _ROLES:
         raise bad_request(f"{where}.role", f"'{where}.role' must be one of {', '.join(sorted(_ROLES))}.")
+    if message.get("audio") is not None:
+        raise unserved(f"{where}.audio")
     content = message.get("content")
     if content is None:
         if message["role"] != "assistant":
@@ -95,26 +114,26 @@ def _check_part(part: Any, where: str) -> None:
         raise bad_request(f"{where}.text", f"'{where}.text' must be a string.")
 
 
-CheckLength = Callable[[int, int, str], None]  # tokens of one prompt, the model's context, the client's field; raises ApiError
-
-
 async def of_completion(
     prompt: Any,
     model: ModelInfo,
     tokenizer: TokenizerClient,
     origin: Origin,
     param: str,
-    check_length: CheckLength,
+    room: Room,
     hash_root: bytes,
+    add_special_tokens: bool = True,
 ) -> list[Prompt]:
     """`prompt` in any of OpenAI's four forms, checked; `param` is the client's name for it. Raises ApiError."""
     if isinstance(prompt, list) and prompt and type(prompt[0]) in (int, list):
-        return await _of_ids_or_lists(prompt, model, param, check_length)
-    call = tokenizer_pb2.EncodeRequest(request_id=origin.request_id, texts=_texts(prompt, param), hash_root=hash_root)
-    found = await of_texts(call, tokenizer, param, model, origin)
-    for one in found:
-        check_length(len(one.ids), model.context_len, param)
-    return found
+        return await _of_ids_or_lists(prompt, model, param, room)
+    call = tokenizer_pb2.EncodeRequest(
+        request_id=origin.request_id,
+        texts=_texts(prompt, param),
+        hash_root=hash_root,
+        add_special_tokens=add_special_tokens,
+    )
+    return [room.fit(one, param) for one in await of_texts(call, tokenizer, param, model, origin)]
 
 
 def _texts(prompt: Any, param: str) -> list[str]:
@@ -135,16 +154,17 @@ def _check_count(prompts: list[Any], param: str) -> None:
         raise bad_request(param, f"'{param}' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
 
 
-async def _of_ids_or_lists(prompt: list[Any], model: ModelInfo, param: str, check_length: CheckLength) -> list[Prompt]:
+async def _of_ids_or_lists(prompt: list[Any], model: ModelInfo, param: str, room: Room) -> list[Prompt]:
     if isinstance(prompt[0], int):
-        check_length(len(prompt), model.context_len, param)
-        return [of_ids(prompt, model.vocab_size, param)]
+        room.check(len(prompt), param)
+        return [room.fit(of_ids(prompt, model.vocab_size, param), param)]
     _check_count(prompt, param)
     for ids in prompt:
         if not isinstance(ids, list):
             raise _wrong_form(param)
-        check_length(len(ids), model.context_len, param)
-    return [await of_many_ids(ids, model.vocab_size, f"{param}[{index}]") for index, ids in enumerate(prompt)]
+        room.check(len(ids), param)
+    where = [f"{param}[{index}]" for index in range(len(prompt))]
+    return [room.fit(await of_many_ids(ids, model.vocab_size, at), param) for ids, at in zip(prompt, where, strict=True)]
 
 
 def _wrong_form(param: str) -> ApiError:

@@ -323,11 +323,11 @@ class ClientRequest:
     def begin(self, parts: Sequence[Part], model: ModelInfo) -> None:
         """Makes the choices, prompt by prompt. `stream` and `include_usage` are the same in all parts."""
         self.generation = parts[0].generation
-        self.model, self.model_source, context_len = model, model.source, model.context_len
+        self.model, self.model_source = model, model.source
         self.parts = parts
         for part in parts:
             for number in range(part.generation.n):
-                sampling = part.generation.sampling_of(number, len(part.prompt.ids), context_len)
+                sampling = part.generation.sampling_of(number, len(part.prompt.ids), model)
                 self.choices.append(Choice(self, len(self.choices), number, part, sampling))
         self._open = len(self.choices)
         self.phase = Phase.TOKENIZED

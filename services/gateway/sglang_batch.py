@@ -9,10 +9,11 @@ from typing import Any
 from services.gateway import budgets
 from services.gateway.errors import bad_request
 from services.gateway.generation import Generation
-from services.gateway.openai_types import INT32
+from services.gateway.openai_types import INT32, RID_CHARS
 from services.gateway.sampling_fields import check_token_ids
-from services.gateway.sglang_sampling import Common, LogprobWish, generation_of, parse, session_turn
-from services.gateway.sglang_types import RID_CHARS, NativeGenerateRequest, NativeInput, NativeSampling
+from services.gateway.session_fields import check_turn, session_turn
+from services.gateway.sglang_sampling import Common, LogprobWish, generation_of, parse
+from services.gateway.sglang_types import NativeGenerateRequest, NativeInput, NativeSampling
 from services.shared import limits
 
 
@@ -112,7 +113,8 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
     if len(sampling) * n > limits.MAX_BATCH_PROMPTS:
         raise bad_request("sampling_params.n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
     if common.session is not None:
-        _check_session(inputs, n, wishes)
+        wished = any(wish is not None and wish.start >= 0 for wish in wishes)
+        check_turn(not inputs.many and n == 1, "logprob_start_len" if wished else None)
     made: dict[tuple[int, LogprobWish | None], Asked] = {}  # prompts that ask for the same share what is made of it
     asked = []
     for (where, given), wish in zip(sampling, wishes, strict=True):
@@ -121,13 +123,6 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
             made[id(given), wish] = Asked(generation, Form(wish, given.max_new_tokens == 0))
         asked.append(made[id(given), wish])
     return asked
-
-
-def _check_session(inputs: Inputs, n: int, wishes: Sequence[LogprobWish | None]) -> None:
-    if inputs.many or n > 1:
-        raise bad_request("session_params", "A turn of a session has one prompt and one answer.")
-    if any(wish is not None and wish.start >= 0 for wish in wishes):
-        raise bad_request("logprob_start_len", "Log probabilities of the prompt are not given in a session.")
 
 
 def _sampling_of(request: NativeGenerateRequest, inputs: Inputs) -> list[tuple[str, NativeSampling]]:

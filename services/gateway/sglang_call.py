@@ -5,25 +5,24 @@ Made per HTTP request; what it finds out while it prepares is what its renderer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import bad_request
 from services.gateway.generation import ModelInfo, Part, Prompt
 from services.gateway.origin import Origin
 from services.gateway.preparation import Plan
-from services.gateway.prompts import CheckLength, of_many_ids, of_texts
+from services.gateway.prompts import of_many_ids, of_texts
 from services.gateway.request_state import ClientRequest
+from services.gateway.room import Room, for_a_vector, for_an_answer
+from services.gateway.session_fields import begins
 from services.gateway.sglang_abort import Aborter
 from services.gateway.sglang_batch import Form, Inputs, asked_of, common_of, inputs_of, rids_of
 from services.gateway.sglang_render import EncodeRenderer, GenerateRenderer
 from services.gateway.sglang_sampling import embedding_generation, parse
-from services.gateway.sglang_types import NativeEncodeRequest, NativeGenerateRequest, SessionParams
+from services.gateway.sglang_types import NativeEncodeRequest, NativeGenerateRequest
 from services.gateway.token_texts import ModelTexts
 from services.gateway.tokenizer_client import TokenizerClient
-from services.gateway.validation import check_input_length, check_prompt_length, parse_json
+from services.gateway.validation import parse_json
 
 
 class PromptSource:
@@ -37,7 +36,7 @@ class PromptSource:
         inputs: Inputs,
         model: ModelInfo,
         origin: Origin,
-        check_length: CheckLength,
+        room: Room,
         hash_root: bytes,
         add_special_tokens: bool = True,
     ) -> list[Prompt]:
@@ -46,15 +45,11 @@ class PromptSource:
                 request_id=origin.request_id, texts=inputs.prompts, add_special_tokens=add_special_tokens, hash_root=hash_root
             )
             encoded = await of_texts(call, self._tokenizer, "text", model, origin)
-            _check_lengths([prompt.ids for prompt in encoded], inputs, model, check_length)
-            return encoded
-        _check_lengths(inputs.prompts, inputs, model, check_length)
-        return [await of_many_ids(ids, model.vocab_size, inputs.where(i)) for i, ids in enumerate(inputs.prompts)]
-
-
-def _check_lengths(prompts: Sequence[Sequence[Any]], inputs: Inputs, model: ModelInfo, check_length: CheckLength) -> None:
-    for index, ids in enumerate(prompts):
-        check_length(len(ids), model.context_len, inputs.where(index))
+        else:
+            for i, ids in enumerate(inputs.prompts):
+                room.check(len(ids), inputs.where(i))
+            encoded = [await of_many_ids(ids, model.vocab_size, inputs.where(i)) for i, ids in enumerate(inputs.prompts)]
+        return [room.fit(prompt, inputs.where(i)) for i, prompt in enumerate(encoded)]
 
 
 async def _served(dispatcher: Dispatcher, name: str | None) -> ModelInfo:
@@ -80,9 +75,9 @@ class GenerateCall:
             if not model.generates:
                 raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
             asked = asked_of(request, inputs, model.vocab_size)
-            begins = _begins(request.session_params)
+            room = for_an_answer(model, in_session=asked[0].generation.session is not None)
             root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
-            prompts = await self._source.prompts(inputs, model, origin, check_prompt_length, root, begins)
+            prompts = await self._source.prompts(inputs, model, origin, room, root, begins(request.session_params))
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
         self._many = inputs.many or asked[0].generation.n > 1
@@ -94,11 +89,6 @@ class GenerateCall:
 
     def renderer(self, request: ClientRequest, _created: int, _model: str, token_texts: ModelTexts) -> GenerateRenderer:
         return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)
-
-
-def _begins(turn: SessionParams | None) -> bool:
-    """A turn that names its parent goes on in the middle of a context: no token marks a beginning there."""
-    return turn is None or not turn.rid or turn.offset == 0
 
 
 def _check_start(form: Form, prompt_tokens: int) -> None:
@@ -122,7 +112,7 @@ class EncodeCall:
             model = await _served(self._dispatcher, request.model)
             _check_dimensions(request.dimensions, model)
             root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
-            prompts = await self._source.prompts(inputs, model, origin, check_input_length, root)
+            prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
         self._many = inputs.many
         generation = embedding_generation(common_of(request), request.dimensions, inputs.field)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])

@@ -52,11 +52,11 @@ _TAGS: list[Any] = ["SGLang"]
 class NativeApi:
     """What the routes work with. One per process."""
 
-    def __init__(self, generator: Generator, tokenizer: TokenizerClient) -> None:
+    def __init__(self, generator: Generator, tokenizer: TokenizerClient, aborter: Aborter) -> None:
         self._generator = generator
         self._dispatcher = generator.dispatcher
         self._source = PromptSource(tokenizer)
-        self._aborter = Aborter(generator)
+        self._aborter = aborter
         self._sessions = SessionCalls(generator.dispatcher.catalog.workers_of, generator.settings.retry_after_s)
         self._probe = GenerationProbe(generator.dispatcher, generator.metrics)
 
@@ -120,7 +120,7 @@ class NativeApi:
                 "model_path": model.name,
                 "tokenizer_path": model.name,
                 "is_generation": model.generates,
-                "preferred_sampling_params": None,
+                "preferred_sampling_params": model.defaults.as_dict(),
                 "weight_version": WEIGHT_VERSION,
                 "has_image_understanding": False,
                 "has_audio_understanding": False,

@@ -14,14 +14,14 @@ from pydantic import BaseModel, ValidationError
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway import client_fields, constraints
+from services.gateway.body_errors import of_validation
 from services.gateway.errors import ApiError, bad_request
 from services.gateway.generation import Generation
 from services.gateway.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
 from services.gateway.sglang_neutral import without_neutral
-from services.gateway.sglang_types import NativeSampling, SessionParams
+from services.gateway.sglang_types import NativeSampling
 
 ANY_JSON = "$$ANY$$"  # as a json_schema: any JSON object
-MAX_NAME_CHARS = 64  # of a client's own field name in an error
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -54,21 +54,7 @@ def parse(model: type[M], value: Any, where: str = "") -> M:
     try:
         return model.model_validate(without_neutral(value, model.model_fields.keys()))
     except ValidationError as error:
-        raise _translate(error, where) from None
-
-
-def _translate(error: ValidationError, where: str) -> ApiError:
-    """Pydantic's first complaint, without the input that it would repeat."""
-    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    location = [str(part)[:MAX_NAME_CHARS] for part in first["loc"]]
-    if location[0] == "logit_bias":  # further parts are the client's keys
-        location = location[:1]
-    param = ".".join([where, *location] if where else location)
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"'{param}' is not supported by this server.", param=param, code="unsupported_parameter")
-    if first["type"] == "missing":
-        return bad_request(param, f"'{param}' is required.", "missing_required_parameter")
-    return bad_request(param, f"'{param}': {first['msg']}.")
+        raise of_validation(error, where) from None
 
 
 def generation_of(
@@ -151,22 +137,10 @@ def embedding_generation(common: Common, dimensions: int | None, prompt_field: s
     )
 
 
-def session_turn(given: SessionParams | None) -> worker_pb2.SessionTurn | None:
-    if given is None or given.id is None:
-        return None
-    return worker_pb2.SessionTurn(
-        session_id=given.id,
-        parent_request_id=given.rid or "",
-        offset=None if given.offset in (None, -1) else given.offset,
-        replace=bool(given.replace),
-        drop_previous_output=bool(given.drop_previous_output),
-    )
-
-
 def _sampling(given: NativeSampling, wish: LogprobWish | None, grammar: pb.Grammar | None, vocab_size: int) -> pb.SamplingParams:
     bias = logit_bias(given.logit_bias or {}, vocab_size)
     return pb.SamplingParams(
-        temperature=1.0 if given.temperature is None else given.temperature,
+        temperature=given.temperature,
         top_p=given.top_p,
         top_k=given.top_k,
         min_p=given.min_p,

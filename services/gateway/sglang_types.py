@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from services.gateway.openai_types import INT32, INT64, UINT32_MAX, DryBody, Source, Stop
+from services.gateway.session_fields import SessionParams
 from services.shared import limits
 
 DEFAULT_NEW_TOKENS = 128
-RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # a prompt's and a choice's number are added to it on the way to the worker
 
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _IDS = {
@@ -83,18 +83,6 @@ class NativeSampling(DryBody):
     ebnf: str | None = None
     structural_tag: Source = None
     stream_interval: int | None = Field(None, ge=1, le=UINT32_MAX, description="Tokens between two messages of the worker.")
-
-
-class SessionParams(_Native):
-    """The session that a request goes on in."""
-
-    id: str | None = Field(None, min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
-    rid: str | None = Field(
-        None, max_length=limits.MAX_REQUEST_ID_CHARS, description="The turn that is gone on from. Null: the latest."
-    )
-    offset: int | None = Field(None, ge=-1, le=UINT32_MAX, description="Tokens of that turn's context that are kept. Null: all.")
-    replace: bool | None = Field(None, description="Later turns are forgotten.")
-    drop_previous_output: bool | None = Field(None, description="Of that turn only its prompt counts.")
 
 
 class NativeInput(_Native):

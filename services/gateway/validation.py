@@ -6,50 +6,31 @@ Error messages never repeat what the client sent.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from rootstock.v1 import common_pb2 as pb
-from services.gateway import client_fields
+from services.gateway import client_fields, known_fields
+from services.gateway.body_errors import of_validation
+from services.gateway.cache_key import cache_key
 from services.gateway.constraints import constraint_of
-from services.gateway.errors import ApiError, bad_request, context_length_exceeded
+from services.gateway.errors import bad_request
 from services.gateway.generation import Generation
-from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, GenerationBody
+from services.gateway.known_fields import KnownFields, refuse_unserved
+from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, GenerationBody, NamedBody
 from services.gateway.origin import Origin
 from services.gateway.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
+from services.gateway.session_fields import session_turn
 from services.shared.log import fields
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
 
-# Fields that change the answer and are not built yet, and the values of them that ask for nothing.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (0,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "tool_choice": ("none", "auto"),
-    "functions": (),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "lora_path": (),
-    "bad_words": ([],),
-    "truncate_prompt_tokens": (),
-    "add_special_tokens": (True,),
-    "chat_template": (),
-    "length_penalty": (1, 1.0),
-    "typical_p": (1, 1.0),
-    "return_hidden_states": (False,),
-}
-
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=NamedBody)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -71,49 +52,31 @@ def dump_json(value: Any, param: str) -> bytes:
 
 
 def parse_chat(body: dict[str, Any], origin: Origin) -> ChatCompletionRequest:
-    return _parse(ChatCompletionRequest, body, origin)
+    return _parse(ChatCompletionRequest, body, known_fields.CHAT, origin)
 
 
 def parse_completion(body: dict[str, Any], origin: Origin) -> CompletionRequest:
-    return _parse(CompletionRequest, body, origin)
+    return _parse(CompletionRequest, body, known_fields.COMPLETION, origin)
 
 
 def parse_embedding(body: dict[str, Any], origin: Origin) -> EmbeddingRequest:
-    return _parse(EmbeddingRequest, body, origin)
+    return _parse(EmbeddingRequest, body, known_fields.EMBEDDING, origin)
 
 
-def _parse(model: type[B], body: dict[str, Any], origin: Origin) -> B:
-    _refuse_unsupported(body)
+def _parse(model: type[B], body: dict[str, Any], known: KnownFields, origin: Origin) -> B:
+    refuse_unserved(body, known)
     if logger.isEnabledFor(logging.DEBUG):
-        unknown = body.keys() - model.model_fields.keys() - _UNSUPPORTED.keys()
+        unknown = body.keys() - model.model_fields.keys() - known.neutral.keys() - known.unused
         if unknown:
             names = sorted(name[:64] for name in unknown)
             logger.debug("ignored unknown fields", extra=fields(**origin.log_fields, names=names))
     try:
-        return model.model_validate(body)
+        request = model.model_validate(body)
     except ValidationError as error:
-        raise _translate(error) from None
-
-
-def _refuse_unsupported(body: dict[str, Any]) -> None:
-    for name in _UNSUPPORTED.keys() & body.keys():
-        value = body[name]
-        # `is` first: False == 0, and "logprobs": 0 does ask for something.
-        harmless = value is None or any(value is ok or (type(value) is type(ok) and value == ok) for ok in _UNSUPPORTED[name])
-        if not harmless:
-            raise ApiError(400, f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
-
-
-def _translate(error: ValidationError) -> ApiError:
-    """Pydantic's first complaint, without the input that it would repeat."""
-    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    location = [str(part) for part in first["loc"]]
-    if location[0] == "logit_bias":  # further parts are the client's keys
-        location = location[:1]
-    param = ".".join(location)
-    if first["type"] == "missing":
-        return bad_request(param, f"'{param}' is required.", "missing_required_parameter")
-    return bad_request(param, f"'{param}': {first['msg']}.")
+        raise of_validation(error) from None
+    if request.rid is not None and request.request_id not in (None, request.rid):
+        raise bad_request("request_id", "'rid' and 'request_id' both name the request, and differently.")
+    return request
 
 
 def chat_generation(request: ChatCompletionRequest, vocab_size: int) -> Generation:
@@ -152,7 +115,7 @@ def embedding_generation(request: EmbeddingRequest, embedding_size: int) -> Gene
         skip_special_tokens=True,
         include_stop=False,
         return_token_ids=False,
-        cache_salt=request.cache_salt or "",
+        cache_salt=cache_key(request.cache_salt, request.extra_key),
         priority=request.priority or 0,
         routing_key=request.routing_key or "",
         vector_as_base64=request.encoding_format == "base64",
@@ -183,13 +146,21 @@ def _generation(request: GenerationBody, vocab_size: int, max_tokens: int | None
         sampling=sampling,
         stop_token_ids=frozenset(request.stop_token_ids or ()),
         skip_special_tokens=request.skip_special_tokens is not False,
-        include_stop=bool(request.include_stop_str_in_output),
+        include_stop=_include_stop(request),
         return_token_ids=bool(request.return_token_ids),
-        cache_salt=request.cache_salt or "",
+        cache_salt=cache_key(request.cache_salt, request.extra_key),
         priority=request.priority or 0,
         routing_key=request.routing_key or "",
+        session=session_turn(request.session_params),
         grammar_field=constraint[0] if constraint else None,
     )
+
+
+def _include_stop(request: GenerationBody) -> bool:
+    keeps, trims_not = request.include_stop_str_in_output, request.no_stop_trim
+    if None not in (keeps, trims_not) and keeps != trims_not:
+        raise bad_request("no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' say the opposite.")
+    return bool(keeps or trims_not)
 
 
 def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
@@ -197,7 +168,7 @@ def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
         check_token_ids(getattr(request, field) or (), vocab_size, field)
     bias = logit_bias(request.logit_bias or {}, vocab_size)
     return pb.SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
+        temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
         min_p=request.min_p,
@@ -207,6 +178,7 @@ def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
         min_new_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         skip_special_tokens=request.skip_special_tokens,
+        stream_interval=request.stream_interval,
         logit_bias_ids=bias.keys(),
         logit_bias_values=bias.values(),
         stop_token_ids=request.stop_token_ids,
@@ -216,23 +188,3 @@ def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
         banned_token_ids=token_id_set(request.banned_token_ids),
         dry=dry(request),
     )
-
-
-def check_prompt_length(prompt_tokens: int, context_len: int, param: str) -> None:
-    """At least one token must be left for the answer."""
-    _check_not_empty(prompt_tokens, param)
-    if prompt_tokens >= context_len:
-        raise context_length_exceeded(param, context_len, prompt_tokens)
-
-
-def check_input_length(input_tokens: int, context_len: int, param: str) -> None:
-    """Of what is only read: it may fill the context."""
-    _check_not_empty(input_tokens, param)
-    if input_tokens > context_len:
-        message = f"This model's maximum context length is {context_len} tokens, and the input has {input_tokens}."
-        raise bad_request(param, message, "context_length_exceeded")
-
-
-def _check_not_empty(tokens: int, param: str) -> None:
-    if tokens == 0:
-        raise bad_request(param, "The prompt has no tokens.")

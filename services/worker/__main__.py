@@ -93,6 +93,8 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         revision=engine.weights.identity.revision,
         tokenizer=engine.weights.identity.tokenizer,
         publishes_index=engine.publishes_index,
+        auto_truncates=settings.allow_auto_truncate,
+        sampling_defaults=worker_pb2.SamplingDefaults(**engine.defaults.as_dict()),
     )
 
 
@@ -105,6 +107,8 @@ def _limits(settings: WorkerSettings, engine: Engine) -> ModelLimits:
         info.generates,
         info.embedding_size,
         lambda text: engine.tokenizer.encode_batch([text], False)[0],
+        engine.defaults,
+        settings.stream_interval,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.shared.block_hash import block_hash
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.core.cache_events import CacheEventLog
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.scheduler import Scheduler
@@ -25,6 +26,7 @@ from services.worker.grammar.mask_filler import MaskFiller
 from services.worker.grammar.vocabulary import vocabulary_of
 from services.worker.inbox import GrammarFailed, GrammarReady, Inbox
 from services.worker.model_identity import ServedWeights, identify_model
+from services.worker.sampling_defaults import sampling_defaults
 from services.worker.settings import WorkerSettings
 from services.worker.text_rules import ModelText
 from services.worker.weights_revision import WeightsReading
@@ -47,13 +49,15 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """book: None where structured output is off. publishes_index: the core tells of the blocks it caches. stats: see Built."""
+    """defaults: of requests that leave sampling parameters out. book: None where structured output is off. publishes_index: the
+    core tells of the blocks it caches. stats: see Built."""
 
     core: Scheduler
     executor: Executor
     info: ModelInfo
     stats: ExecutorStats | None
     weights: ServedWeights
+    defaults: SamplingDefaults
     publishes_index: bool
     tokenizer: HfTokenizer
     book: CompiledBook | None
@@ -69,6 +73,7 @@ class Engine:
 def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Engine:
     """Loads the model. on_lost: told, once, when the device of the steps does not answer any more. Raises ValueError with a
     sentence that says what is wrong with folder, settings or device."""
+    defaults = sampling_defaults(settings.model, settings.sampling_defaults == "model", settings.preferred_sampling_params)
     built, weights = _load(settings, on_lost)
     info = built.info
     tokenizer = load_tokenizer(settings.model)
@@ -82,7 +87,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     core = Scheduler(config, ModelText(tokenizer), book, events, weights.identity.revision)
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms)
-    return Engine(core, built.executor, info, built.stats, weights, publishes, tokenizer, book, masks)
+    return Engine(core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks)
 
 
 def _load(settings: WorkerSettings, on_lost: OnLost) -> tuple[Built, ServedWeights]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rootstock.v1 import common_pb2 as pb
 from services.shared import limits
+from services.shared.sampling_defaults import API_DEFAULTS, SamplingDefaults
 from services.worker.core.sampling import (
     DEFAULT_STREAM_INTERVAL,
     DryParams,
@@ -30,6 +31,7 @@ class ModelLimits:
     """What requests are checked against. embedding_size: numbers in the model's vectors, 0 if it gives none.
 
     encode_breaker: text → token ids, none of them special; None where there is no tokenizer: DRY is then refused.
+    defaults, stream_interval: of requests that do not say; a gateway's say.
     """
 
     context_len: int
@@ -38,6 +40,8 @@ class ModelLimits:
     generates: bool = True
     embedding_size: int = 0
     encode_breaker: Callable[[str], Sequence[int]] | None = None
+    defaults: SamplingDefaults = API_DEFAULTS
+    stream_interval: int = DEFAULT_STREAM_INTERVAL
 
 
 def sampling_from_pb(
@@ -52,16 +56,16 @@ def sampling_from_pb(
         raise InvalidRequest("embedding: this model gives embeddings only")
     max_new = 1 if embedding else _max_new_tokens(message, model.context_len if in_session else model.context_len - prompt_len)
     grammar = _grammar(message)
-    logprobs = message.logprobs
+    logprobs, defaults = message.logprobs, model.defaults
     return SamplingParams(
         max_new_tokens=max_new,
-        temperature=_number(message, "temperature", 1.0, limits.TEMPERATURE_RANGE),
-        top_p=_number(message, "top_p", 1.0, limits.TOP_P_RANGE),
-        top_k=_top_k(message),
-        min_p=_number(message, "min_p", 0.0, limits.MIN_P_RANGE),
+        temperature=_number(message, "temperature", defaults.temperature, limits.TEMPERATURE_RANGE),
+        top_p=_number(message, "top_p", defaults.top_p, limits.TOP_P_RANGE),
+        top_k=_top_k(message, defaults.top_k),
+        min_p=_number(message, "min_p", defaults.min_p, limits.MIN_P_RANGE),
         frequency_penalty=_number(message, "frequency_penalty", 0.0, limits.FREQUENCY_PENALTY_RANGE),
         presence_penalty=_number(message, "presence_penalty", 0.0, limits.PRESENCE_PENALTY_RANGE),
-        repetition_penalty=_number(message, "repetition_penalty", 1.0, limits.REPETITION_PENALTY_RANGE),
+        repetition_penalty=_number(message, "repetition_penalty", defaults.repetition_penalty, limits.REPETITION_PENALTY_RANGE),
         logit_bias=_logit_bias(message, model.vocab_size),
         allowed_token_ids=_token_ids(message.allowed_token_ids, limits.MAX_TOKEN_ID_SET, model, "allowed_token_ids"),
         banned_token_ids=_token_ids(message.banned_token_ids, limits.MAX_TOKEN_ID_SET, model, "banned_token_ids"),
@@ -79,7 +83,7 @@ def sampling_from_pb(
         grammar=grammar,
         embedding=embedding,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-        stream_interval=max(message.stream_interval, 1) if message.HasField("stream_interval") else DEFAULT_STREAM_INTERVAL,
+        stream_interval=max(message.stream_interval, 1) if message.HasField("stream_interval") else model.stream_interval,
     )
 
 
@@ -97,8 +101,8 @@ def _max_new_tokens(message: pb.SamplingParams, room: int) -> int:
     return min(message.max_new_tokens, max(room, 1))
 
 
-def _top_k(message: pb.SamplingParams) -> int:
-    top_k: int = message.top_k
+def _top_k(message: pb.SamplingParams, default: int) -> int:
+    top_k: int = message.top_k if message.HasField("top_k") else default
     if top_k < -1:
         raise InvalidRequest("top_k: is below -1")
     return top_k or -1

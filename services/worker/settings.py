@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.shared.settings import ServiceSettings
 from services.worker.core.config import EvictionPolicy, SchedulePolicy
+from services.worker.sampling_defaults import parse_preferences
 
 
 class WorkerSettings(ServiceSettings):
@@ -89,9 +90,26 @@ class WorkerSettings(ServiceSettings):
     grammar_mask_threads: int = Field(1, ge=1, le=64, description="Threads that fill masks; more pay on large vocabularies.")
     enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")
     schedule_conservativeness: float = Field(1.0, gt=0, description="Factor on the KV reserved for running requests' output.")
-    allow_auto_truncate: bool = Field(False, description="Cut prompts that exceed the context, instead of refusing them.")
+    allow_auto_truncate: bool = Field(
+        False, description="Cut prompts that exceed the context to its first tokens, instead of refusing them."
+    )
+    stream_interval: int = Field(1, ge=1, description="Tokens between two messages of a stream that does not say itself.")
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="Of temperature, top_p, top_k, min_p and repetition_penalty: what the model's generation_config.json says,"
+        " or the API's.",
+    )
+    preferred_sampling_params: str = Field(
+        "", description='Defaults that go before those: a JSON object of the same five, e.g. {"temperature": 0.6}. Empty: none.'
+    )
     waiting_timeout_s: float = Field(0.0, ge=0, description="Seconds a request may wait for its first step; 0: no limit.")
     running_timeout_s: float = Field(0.0, ge=0, description="Seconds a request may run from its first step; 0: no limit.")
     watchdog_timeout_s: float = Field(300.0, gt=0, description="Seconds without progress after which liveness turns off.")
     retract_interval: int = Field(0, ge=0, description="Test hook: retract a request every so many decode steps; 0: never.")
     fake_step_s: float = Field(0.01, ge=0, description="Seconds of a step of the fake executor.")
+
+    @field_validator("preferred_sampling_params")
+    @classmethod
+    def _preferences_hold(cls, text: str) -> str:
+        parse_preferences(text)
+        return text

@@ -51,6 +51,8 @@ class System:
         # Fakes tell their load once: silence means something only where a test sets it.
         waits = {"queue_timeout_s": 10.0, "wait_for_detokenizer_s": 10.0, "worker_silence_s": 60.0}
         self._overrides = {**waits, "grace_s": 0.2, **settings}
+        # A connection for each request, and what TLS would need loaded once for all of them.
+        self._http = httpx.Client(timeout=WAIT_S, limits=httpx.Limits(max_keepalive_connections=0))
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -65,6 +67,7 @@ class System:
     def __exit__(self, *_: object) -> None:
         for client in self.clients:
             client.vanish()
+        self._http.close()
         self.call(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)
@@ -146,11 +149,11 @@ class System:
         return f"http://127.0.0.1:{self.port}{path}"
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        return httpx.get(self.url(path), timeout=WAIT_S, **kwargs)
+        return self._http.get(self.url(path), **kwargs)
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         content = body if isinstance(body, bytes) else orjson.dumps(body)
-        return httpx.post(self.url(path), content=content, timeout=WAIT_S, **kwargs)
+        return self._http.post(self.url(path), content=content, **kwargs)
 
     def chat(self, **body: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **body})

@@ -113,12 +113,34 @@ def test_n_choices_in_a_stream_interleave_by_index(shared: System) -> None:
 
 
 def test_unset_sampling_fields_stay_unset(shared: System) -> None:
+    """All but those that models have defaults for: whichever worker goes on with the answer has the same."""
     shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
     sampling = shared.worker.submits[-1].sampling
-    assert sampling.temperature == 1.0
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1, 1, -1, 0, 1)
     assert sampling.max_new_tokens == CONTEXT_LEN - PROMPT_TOKENS
-    for name in ("top_p", "top_k", "min_p", "min_new_tokens", "ignore_eos", "repetition_penalty"):
+    for name in ("min_new_tokens", "ignore_eos", "frequency_penalty", "presence_penalty", "stream_interval"):
         assert not sampling.HasField(name), name
+
+
+def test_fields_of_other_servers_by_the_clients_own_means(shared: System) -> None:
+    answer = shared.openai().chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        reasoning_effort="low",
+        stop="world",
+        max_tokens=20,
+        metadata={"a": "b"},
+        prompt_cache_key="c",
+        store=True,
+        extra_body={"extra_key": "k", "no_stop_trim": True, "session_params": {"id": "s"}, "rid": "mine"},
+    )
+    submit = shared.worker.submits[-1]
+    assert answer.choices[0].message.content == "Hello, world"
+    assert (submit.cache_salt, submit.session.session_id, submit.request_id) == ("k", "s", "mine")
+    assert b'"reasoning_effort":"low"' in shared.tokenizer.calls[-1].template_kwargs_json
+    with pytest.raises(openai.BadRequestError) as error:
+        shared.openai().completions.create(model=MODEL, prompt="Hi", extra_body={"custom_logit_processor": "x"})
+    assert error.value.param == "custom_logit_processor"
 
 
 def test_a_seed_is_made_where_something_is_drawn(shared: System) -> None:

@@ -228,6 +228,9 @@ class TestSubmit:
             message.session.session_id = "s"
 
         assert len(self.made(long, cutting).prompt_ids) == CONTEXT - 1
+        vectors = ModelLimits(CONTEXT, VOCAB, True, embedding_size=8)
+        whole = self.made(lambda message: (long(message), message.sampling.embedding.SetInParent()), vectors)
+        assert len(whole.prompt_ids) == CONTEXT, "what is only read may fill the context"
         assert len(self.made(long_turn, cutting).prompt_ids) == CONTEXT + len(PROMPT)
 
     @pytest.mark.parametrize(
