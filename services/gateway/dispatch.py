@@ -123,7 +123,7 @@ class Dispatcher:
         if session is not None:
             links = list(pool.links.values())  # also those that take nothing new: it can go nowhere else
             index = sessions.place(session.session_id, [link.info.worker_id if link.info else "" for link in links])
-            if index is None:
+            if index is None or links[index].paused:
                 return False
             self._submit(pool, choice, links[index], SESSION, 0)
             return True
@@ -218,6 +218,10 @@ class Dispatcher:
         if link.load.draining != link.draining:
             link.draining = link.load.draining
             self._changed()
+        if link.load.paused != link.paused:
+            link.paused = link.load.paused
+            self._changed()
+            self._waiting.wake_parked(pool)
         link.crowded_until = 0.0
         pool.refresh(link, asyncio.get_running_loop().time())
         self._waiting.pump(pool)

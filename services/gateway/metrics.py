@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "rootstock_gateway_"
 OTHER = "other"
-REFUSALS = ("queue_full", "queue_timeout", "no_worker")
+REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused")
 
 
 class UnlockedHistogram(Collector):

@@ -54,7 +54,7 @@ class Waiting:
         self._begin(choice, moved=False)
 
     def wake_parked(self, pool: ModelPool) -> None:
-        """A worker has connected."""
+        """A worker has connected, or goes on after a pause."""
         for choice in list(pool.parked):
             if choice in pool.parked and self._place(pool, choice):
                 self._end(choice)
@@ -112,6 +112,9 @@ class Waiting:
     def no_worker(self) -> ApiError:
         return self._refused("No worker is connected.", "no_worker")
 
+    def paused(self) -> ApiError:
+        return self._refused("All workers are paused.", "paused")
+
     def _refused(self, message: str, reason: str) -> ApiError:
         self._metrics.refusals.labels(reason).inc()
         return unavailable(message, self._settings.retry_after_s, reason)
@@ -139,7 +142,7 @@ class Waiting:
         if choice.generation.session is not None and pool.links:
             choice.request.fail(sessions.session_worker_away(self._settings.retry_after_s))
         elif not pool.usable():
-            choice.request.fail(self.no_worker())
+            choice.request.fail(self.paused() if pool.paused else self.no_worker())
         elif choice.output_ids and not pool.can_go_on(choice):
             message = "The worker was lost, and no other has the weights that the answer was begun with."
             choice.request.fail(unavailable(message, self._settings.retry_after_s, "worker_lost"))

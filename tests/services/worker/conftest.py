@@ -22,9 +22,11 @@ from services.worker.load import BEAT_S, GAP_S, LoadReport, NoIndex
 from services.worker.loop import Loop
 from services.worker.metrics import WorkerMetrics
 from services.worker.outbox import StreamOutbox
+from services.worker.pulse import Pulse
 from services.worker.request_spans import RequestSpans
 from services.worker.scheduler_thread import SchedulerThread
 from services.worker.server import WorkerServicer
+from services.worker.step_limit import StepLimit
 from services.worker.wire import ModelLimits
 from tests.core.harness import LetterDecoder
 
@@ -37,6 +39,9 @@ CONFIG = SchedulerConfig(
     max_running_requests=32,
     max_queued_requests=40,
 )
+
+
+CAP_S = 300.0  # the watchdog's
 
 
 @dataclass
@@ -63,13 +68,25 @@ class Serving:
 
 
 class Observer:
-    def __init__(self, metrics: WorkerMetrics, load: LoadReport) -> None:
-        self._metrics, self._load = metrics, load
+    def __init__(self, metrics: WorkerMetrics, load: LoadReport, pulse: Pulse, limit: StepLimit) -> None:
+        self._metrics, self._load, self._pulse, self._limit = metrics, load, pulse, limit
+
+    def rests(self) -> None:
+        self._pulse.rest()
+
+    def wakes(self) -> None:
+        self._pulse.beat()
 
     def planned(self, plan: BatchPlan) -> None:
+        self._pulse.beat()
         self._metrics.planned(plan)
 
+    def ended(self, plan: BatchPlan, seconds: float) -> None:
+        self._pulse.beat()
+        self._limit.took(plan, seconds)
+
     def turned(self, stats: StepStats, busy: bool) -> None:
+        self._pulse.beat()
         self._metrics.turned(stats, busy)
         self._load.turned(stats)
 
@@ -113,9 +130,11 @@ async def serving(
     )
     metrics = WorkerMetrics("fake", config.page_size, config.num_pages, config.max_running_requests)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
-    load = LoadReport(outbox, config.page_size, NoIndex(5), gap_s, beat_s)
+    pulse, limit = Pulse(), StepLimit(lambda: core.config, float("inf"), CAP_S)
+    load = LoadReport(outbox, config.page_size, NoIndex(5), pulse, limit, gap_s, beat_s)
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
-    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics, load), PlainMasks(), overlap, spans=spans)
+    observer = Observer(metrics, load, pulse, limit)
+    loop = Loop(core, executor, inbox, Tap(metrics, outbox), observer, PlainMasks(), overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox)
     info = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
     limits = ModelLimits(config.context_len, config.vocab_size, False)

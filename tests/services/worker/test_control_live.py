@@ -18,6 +18,7 @@ from services.shared import rpc
 from services.shared.control_values import as_json
 from services.worker.control.server import start_control
 from services.worker.inbox import Stop
+from services.worker.load import BEAT_S, GAP_S
 from services.worker.settings import WorkerSettings
 from tests.services.worker.conftest import Serving, serving
 from tests.services.worker.test_control_servicer import changes
@@ -52,8 +53,10 @@ class Operated:
 
 
 @asynccontextmanager
-async def operated(step_s: float = 0.002, overlap: bool = True) -> AsyncIterator[Operated]:
-    async with serving(step_s=step_s, overlap=overlap) as worker:
+async def operated(
+    step_s: float = 0.002, overlap: bool = True, gap_s: float = GAP_S, beat_s: float = BEAT_S
+) -> AsyncIterator[Operated]:
+    async with serving(step_s=step_s, overlap=overlap, gap_s=gap_s, beat_s=beat_s) as worker:
         control = await start_control(WorkerSettings(control_port=free_ports(1)[0]), worker.inbox.put, "w", "fake")
         assert control is not None
         try:
@@ -96,6 +99,19 @@ def test_the_cache_is_flushed_in_mid_traffic(overlap: bool) -> None:
             await at.front.send(submit(99, prompts[0]))
             await at.front.ended(99)
             assert at.front.finishes[99].cached_tokens == 0
+
+    run(check)
+
+
+def test_a_pause_and_its_end_are_told_at_once() -> None:
+    async def check() -> None:
+        async with operated(gap_s=3600, beat_s=3600) as at:
+            await at.front.until(lambda: len(at.front.loads) == 1)
+            await at.pause(pb.PAUSE_MODE_IN_PLACE)
+            await at.front.until(lambda: at.front.loads[-1].paused)
+            await at.carry_on()
+            await at.front.until(lambda: not at.front.loads[-1].paused)
+            assert [load.paused for load in at.front.loads] == [False, True, False]
 
     run(check)
 
