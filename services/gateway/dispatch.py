@@ -105,15 +105,16 @@ class Dispatcher:
         if choice.placed_at:  # one that no worker has had has cost nothing
             self._waiting.charge(pool, choice)
 
-    def abort(self, choice: Choice) -> None:
-        """Ends a choice with what has come so far; its last text is still to come. No effect on one that has ended."""
+    def abort(self, choice: Choice) -> bool:
+        """Ends a choice with what has come so far; its last text is still to come. False for one that has ended."""
         if choice.decoding.finished or choice.ending is not None or choice.request.error is not None:
-            return
+            return False
         self._withdraw(choice)
         prompt_tokens, completion_tokens = len(choice.prompt.ids), len(choice.output_ids)
         reason = pb.FINISH_REASON_ABORT
         choice.finish(worker_pb2.Finish(reason=reason, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
         self._detoks.touch(choice.decoding)
+        return True
 
     # Placing
 

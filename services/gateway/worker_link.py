@@ -55,6 +55,7 @@ class WorkerLink:
         self.address = address
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
+        self.last_info: worker_pb2.WorkerInfo | None = None  # as it said when it was connected last; None: never yet
         self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
         self.draining = False  # it said that it is going away; until its next hello
         self.paused = False  # no step runs there until an operator says so
@@ -118,7 +119,8 @@ class WorkerLink:
             first = await self._read(call)
             if not first.HasField("hello"):
                 raise StreamBroken("the first message is no hello")
-            self.info, self.load, self.met = first.hello, None, True
+            self.info = self.last_info = first.hello
+            self.load, self.met = None, True
             self.draining = self.paused = False
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
             writer = asyncio.create_task(self._write(call))

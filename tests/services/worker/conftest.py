@@ -48,6 +48,7 @@ CAP_S = 300.0  # the watchdog's
 class Serving:
     """A worker with the fake executor behind a real gRPC port. core is read only while idle."""
 
+    address: str
     stub: worker_pb2_grpc.WorkerStub
     core: Scheduler
     executor: FakeExecutor
@@ -118,7 +119,9 @@ async def serving(
     gap_s: float = GAP_S,
     beat_s: float = BEAT_S,
     tracing: Tracing | None = None,
+    info: worker_pb2.WorkerInfo | None = None,
 ) -> AsyncIterator[Serving]:
+    """info: what it says of itself besides what the configuration says."""
     core = Scheduler(config, LetterDecoder())
     executor = FakeExecutor(
         config.num_pages,
@@ -136,9 +139,12 @@ async def serving(
     observer = Observer(metrics, load, pulse, limit)
     loop = Loop(core, executor, inbox, Tap(metrics, outbox), observer, PlainMasks(), overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox)
-    info = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
+    hello = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
+    if info is not None:
+        hello.vocab_size = config.vocab_size
+        hello.MergeFrom(info)
     limits = ModelLimits(config.context_len, config.vocab_size, False)
-    servicer = WorkerServicer(inbox, outbox, info, limits, metrics.arrived, load, spans)
+    servicer = WorkerServicer(inbox, outbox, hello, limits, metrics.arrived, load, spans)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -148,7 +154,7 @@ async def serving(
     try:
         async with rpc.channel(f"127.0.0.1:{port}") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            yield Serving(stub, core, executor, metrics, inbox, outbox, load, scheduler)
+            yield Serving(f"127.0.0.1:{port}", stub, core, executor, metrics, inbox, outbox, load, scheduler)
     finally:
         await scheduler.stop(5)
         await server.stop(0)
