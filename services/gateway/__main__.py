@@ -24,8 +24,9 @@ async def _serve(config: GatewaySettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with admin_listener(config):
-        await Gateway(config).run(listener, stop)
+    gateway = Gateway(config)
+    async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter):
+        await gateway.run(listener, stop)
 
 
 def main() -> int:

@@ -1,22 +1,19 @@
-"""The operators' HTTP API, under SGLang's names: each route is one operation on every worker. Served on a port of its own.
+"""The operators' HTTP API, under SGLang's names, on a port of its own: who may use it, and what a request means.
 
-200 if all workers did it. Else the body says which did and which did not: 400 where they say that the request is wrong, 409
-where some are in no state for it, 502 where some cannot be reached, or failed.
+200 if everybody who was meant did it. Else the body says who did and who did not: 400 where workers say that the request is
+wrong, 409 where some are in no state for it, 502 where some cannot be reached, or failed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-import grpc
 import orjson
 from starlette.types import Receive, Scope, Send
 
 from services.gateway import admin_bodies as bodies
-from services.gateway.admin_bodies import AdminBody
-from services.gateway.admin_workers import ControlledWorkers, WorkerAnswer
+from services.gateway.admin_operations import ROUTES, Operation, Operations
 from services.gateway.body import ClientGone, read_body
 from services.gateway.errors import ApiError, internal
 from services.shared.control_token import accepts
@@ -26,44 +23,15 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """rpc: the control service's method. body: what the HTTP request may hold."""
-
-    rpc: str
-    body: type[AdminBody]
-
-
-_STATE = Operation("GetInternalState", bodies.GetInternalState)
-ROUTES: Mapping[tuple[str, str], Operation] = {
-    ("POST", "/flush_cache"): Operation("FlushCache", bodies.FlushCache),
-    ("GET", "/get_server_info"): _STATE,
-    ("GET", "/server_info"): _STATE,
-    ("GET", "/set_internal_state"): _STATE,
-    ("POST", "/set_internal_state"): Operation("SetInternalState", bodies.SetInternalState),
-    ("POST", "/slow_down"): Operation("SlowDown", bodies.SlowDown),
-    ("POST", "/pause_generation"): Operation("Pause", bodies.Pause),
-    ("POST", "/continue_generation"): Operation("Continue", bodies.Continue),
-    ("POST", "/start_profile"): Operation("StartProfile", bodies.StartProfile),
-    ("POST", "/stop_profile"): Operation("StopProfile", bodies.StopProfile),
-    ("POST", "/freeze_gc"): Operation("FreezeGc", bodies.FreezeGc),
-    ("POST", "/release_memory_occupation"): Operation("ReleaseMemory", bodies.ReleaseMemory),
-    ("POST", "/resume_memory_occupation"): Operation("ResumeMemory", bodies.ResumeMemory),
-    ("POST", "/configure_logging"): Operation("SetLogLevel", bodies.SetLogLevel),
-    ("POST", "/trace_request"): Operation("TraceRequest", bodies.TraceRequest),
-}
 _PATHS = frozenset(path for _, path in ROUTES)
 
 
 class AdminApi:
-    """An ASGI application. timeout_s: of an operation on one worker, where the request names none."""
+    """An ASGI application."""
 
-    def __init__(self, workers: ControlledWorkers, token: str, timeout_s: float) -> None:
-        self._workers = workers
+    def __init__(self, operations: Operations, token: str) -> None:
+        self._operations = operations
         self._token = token
-        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,11 +54,9 @@ class AdminApi:
         self._admit(dict(scope["headers"]))
         operation = _operation(scope["method"], scope["path"])
         content = await read_body(scope, receive, MAX_BODY_BYTES, BODY_TIMEOUT_S)
-        body = bodies.parse(operation.body, content)
-        answers = await self._workers.ask(operation.rpc, body.request(), body.timeout_s or self._timeout_s)
-        status = _status(answers)
-        logger.info("operation", extra=fields(operation=operation.rpc, status=status))
-        done = {"success": status == 200, "workers": [answer.body() for answer in answers]}
+        body = bodies.parse(operation.body, content, scope["query_string"])
+        status, done = await self._operations.run(operation, body)
+        logger.info("operation", extra=fields(path=scope["path"], worker=body.worker, status=status))
         return status, orjson.dumps(done)
 
     def _admit(self, headers: dict[bytes, bytes]) -> None:
@@ -108,16 +74,7 @@ def _operation(method: str, path: str) -> Operation:
     raise ApiError(404, "Not Found.", code="not_found")
 
 
-def _status(answers: Sequence[WorkerAnswer]) -> int:
-    """The worst of the workers' answers, as one HTTP status."""
-    codes = {answer.code for answer in answers} - {None}
-    if not codes:
-        return 200
-    if codes - {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION}:
-        return 502
-    return 409 if grpc.StatusCode.FAILED_PRECONDITION in codes else 400
-
-
 async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": headers}
+    await send(start)
     await send({"type": "http.response.body", "body": content})

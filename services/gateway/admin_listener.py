@@ -8,10 +8,13 @@ import logging
 from collections.abc import AsyncIterator
 
 from services.gateway import http_server
+from services.gateway.abort import Aborter
 from services.gateway.admin import AdminApi
+from services.gateway.admin_operations import Operations
 from services.gateway.admin_workers import ControlledWorkers
 from services.gateway.settings import GatewaySettings
-from services.shared.control_token import read_token, require_token_beyond_loopback
+from services.gateway.worker_directory import WorkerDirectory
+from services.shared.control_token import require_token_beyond_loopback
 from services.shared.log import fields
 
 logger = logging.getLogger(__name__)
@@ -20,18 +23,23 @@ CLOSE_S = 0.4
 
 
 @contextlib.asynccontextmanager
-async def admin_listener(config: GatewaySettings) -> AsyncIterator[None]:
+async def admin_listener(
+    config: GatewaySettings, token: str, directory: WorkerDirectory, aborter: Aborter
+) -> AsyncIterator[None]:
     """Serves while the block runs; does nothing where settings switch it off. Operations in flight at the end are cut off.
 
-    Raises CannotListen, also for settings that would let strangers in or leave nothing to operate.
+    Raises CannotListen, also for settings that would let strangers in.
     """
     if not config.admin_port:
         yield
         return
-    token = _token(config)
+    try:
+        require_token_beyond_loopback("admin_host", config.admin_host, token)
+    except ValueError as error:
+        raise http_server.CannotListen(str(error)) from None
     listener = http_server.bind(config.admin_host, config.admin_port)
-    workers = ControlledWorkers(config.worker_control_addresses, token)
-    server = http_server.build(AdminApi(workers, token, config.control_timeout_s))
+    operations = Operations(directory, ControlledWorkers(token), aborter, config.control_timeout_s)
+    server = http_server.build(AdminApi(operations, token))
     serving = asyncio.create_task(server.serve([listener]))
     logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
     try:
@@ -42,15 +50,3 @@ async def admin_listener(config: GatewaySettings) -> AsyncIterator[None]:
         server.force_exit = True
         serving.cancel()
         await asyncio.wait((serving,), timeout=CLOSE_S)
-        await workers.close()
-
-
-def _token(config: GatewaySettings) -> str:
-    if not config.worker_control_addresses:
-        raise http_server.CannotListen("admin_port is set, but worker_control_addresses names no worker")
-    try:
-        token = read_token(config.control_token, config.control_token_file)
-        require_token_beyond_loopback("admin_host", config.admin_host, token)
-    except ValueError as error:
-        raise http_server.CannotListen(str(error)) from None
-    return token

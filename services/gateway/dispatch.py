@@ -105,15 +105,16 @@ class Dispatcher:
         if choice.placed_at:  # one that no worker has had has cost nothing
             self._waiting.charge(pool, choice)
 
-    def abort(self, choice: Choice) -> None:
-        """Ends a choice with what has come so far; its last text is still to come. No effect on one that has ended."""
+    def abort(self, choice: Choice) -> bool:
+        """Ends a choice with what has come so far; its last text is still to come. False for one that has ended."""
         if choice.decoding.finished or choice.ending is not None or choice.request.error is not None:
-            return
+            return False
         self._withdraw(choice)
         prompt_tokens, completion_tokens = len(choice.prompt.ids), len(choice.output_ids)
         reason = pb.FINISH_REASON_ABORT
         choice.finish(worker_pb2.Finish(reason=reason, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
         self._detoks.touch(choice.decoding)
+        return True
 
     # Placing
 
@@ -123,7 +124,7 @@ class Dispatcher:
         if session is not None:
             links = list(pool.links.values())  # also those that take nothing new: it can go nowhere else
             index = sessions.place(session.session_id, [link.info.worker_id if link.info else "" for link in links])
-            if index is None:
+            if index is None or links[index].paused:
                 return False
             self._submit(pool, choice, links[index], SESSION, 0)
             return True
@@ -221,6 +222,10 @@ class Dispatcher:
         if link.load.draining != link.draining:
             link.draining = link.load.draining
             self._changed()
+        if link.load.paused != link.paused:
+            link.paused = link.load.paused
+            self._changed()
+            self._waiting.wake_parked(pool)
         link.crowded_until = 0.0
         pool.refresh(link, asyncio.get_running_loop().time())
         self._waiting.pump(pool)

@@ -10,22 +10,28 @@ import socket
 import grpc
 from prometheus_client import CollectorRegistry
 
+from rootstock.v1 import gateway_pb2_grpc
 from services.gateway import app, http_server
+from services.gateway.abort import Aborter
 from services.gateway.detok_link import DetokPool
 from services.gateway.discovery.watch import Discovery
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import unavailable
 from services.gateway.generate import Generator
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.peers import PeerGateways, PeerServicer
 from services.gateway.preparation import Preparer
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
-from services.gateway.sglang_abort import Aborter
 from services.gateway.sglang_routes import NativeApi
+from services.gateway.tenants import Tenants
 from services.gateway.token_texts import TokenTexts
 from services.gateway.tokenizer_client import TokenizerClient
+from services.gateway.worker_directory import WorkerDirectory
 from services.shared import rpc
+from services.shared.control_token import is_loopback, read_token
 from services.shared.log import fields
+from services.shared.token_check import start_guarded_server
 from services.shared.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
@@ -35,10 +41,12 @@ CLOSE_S = 0.4  # for sending the last errors, of the second after the grace peri
 
 
 class Gateway:
-    """Built inside the running loop that serves it."""
+    """Built inside the running loop that serves it. token: of operators and peers, "" for none. directory, aborter: what
+    operators work with. Raises CannotListen if the token cannot be read."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
+        self.token = _token(settings)
         metrics = GatewayMetrics(CollectorRegistry())
         metrics.grace_period.set(settings.grace_s)
         handles = itertools.count(1)
@@ -58,17 +66,21 @@ class Gateway:
         token_texts = TokenTexts(self.detoks, settings.wait_for_detokenizer_s, retry)
         self._tracing = start_tracing(settings, SERVICE)
         self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self._tracing)
-        aborter = Aborter(self.generator)
-        preparer = Preparer(self.dispatcher, self.tokenizer, self.detoks, aborter)
-        native = NativeApi(self.generator, self.tokenizer, aborter)
+        preparer = Preparer(self.dispatcher, self.tokenizer, self.detoks)
+        self._tenants = Tenants(settings.api_keys, self.token)
+        self._peers = PeerGateways(settings.peers, self._tenants, self.token, refresh_s)
+        self.aborter = Aborter(self.generator, self._peers)
+        self.directory = WorkerDirectory(self.dispatcher.fleet.links.values, settings.worker_control_addresses)
+        native = NativeApi(self.generator, self.tokenizer, self.aborter)
         self.app = app.build(self.generator, preparer, self.dispatcher, native, readiness, metrics)
         self._http = http_server.build(self.app)
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if the health port is taken."""
+        """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""
         health = rpc.Health(SERVICE)
-        health_server = await self._start_health(health)
-        runs = (self.dispatcher.run, self.detoks.run, self.tokenizer.run, *(discovery.run for discovery in self._discoveries))
+        servers = [await self._start_health(health), *await self._start_peer()]
+        runs = [self.dispatcher.run, self.detoks.run, self.tokenizer.run, self._peers.run]
+        runs += [discovery.run for discovery in self._discoveries]
         links = [asyncio.create_task(run()) for run in runs]
         serving = asyncio.create_task(self._http.serve([listener]))
         links.append(asyncio.create_task(self.readiness.publish(health)))
@@ -83,16 +95,33 @@ class Gateway:
             for task in links:
                 task.cancel()
             await asyncio.wait(links)
-            await health_server.stop(0)
+            await asyncio.gather(*(server.stop(0) for server in servers))
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
+
+    async def _start_peer(self) -> list[grpc.aio.Server]:
+        """None where settings switch it off. Operators' aborts come from loopback, or with a token."""
+        host, port = self._settings.peer_host, self._settings.peer_port
+        if not port:
+            return []
+        operators = bool(self.token) or is_loopback(host)
+        servicer = PeerServicer(self._peers.name, self.aborter.abort_here, self._tenants, operators)
+
+        def add(server: grpc.aio.Server) -> None:
+            gateway_pb2_grpc.add_GatewayPeerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+
+        try:
+            server, _ = await start_guarded_server(host, port, self.token, add)
+        except RuntimeError:
+            raise _taken(host, port) from None
+        return [server]
 
     async def _start_health(self, health: rpc.Health) -> grpc.aio.Server:
         host, port = self._settings.host, self._settings.health_port
         try:
             return await rpc.start_server(host, port, health, lambda server: None)
         except RuntimeError:
-            raise http_server.CannotListen(f"cannot listen on port {port} of {host}: Address already in use") from None
+            raise _taken(host, port) from None
 
     @staticmethod
     async def _until(stop: asyncio.Event, endless: list[asyncio.Task[None]]) -> None:
@@ -118,3 +147,14 @@ class Gateway:
             self._http.force_exit = True
             serving.cancel()
             await asyncio.wait((serving,), timeout=CLOSE_S)
+
+
+def _token(settings: GatewaySettings) -> str:
+    try:
+        return read_token(settings.control_token, settings.control_token_file)
+    except ValueError as error:
+        raise http_server.CannotListen(str(error)) from None
+
+
+def _taken(host: str, port: int) -> http_server.CannotListen:
+    return http_server.CannotListen(f"cannot listen on port {port} of {host}: Address already in use")

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway import budgets
+from services.gateway.abort import AbortScope
 from services.gateway.body import ClientGone, read_body, until_gone
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import CLIENT_CLOSED, ApiError, bad_request, internal, timed_out, unavailable
@@ -80,10 +81,9 @@ class Generator:
     def forget(self, exchange: Exchange) -> None:
         self._open.pop(exchange, None)
 
-    def abort(self, rid: str | None, error: ApiError) -> None:
-        """Ends what has this name, everything for None; see Exchange.abort."""
-        for exchange in list(self._open):
-            exchange.abort(rid, error)
+    def abort(self, scope: AbortScope, error: ApiError) -> int:
+        """Ends what is meant, see Exchange.abort; returns how many answers that were."""
+        return sum(exchange.abort(scope, error) for exchange in list(self._open))
 
     @property
     def idle(self) -> bool:
@@ -158,23 +158,24 @@ class Exchange(Response):
             if self._work is not None and self._request.phase is Phase.ACCEPTED:
                 self._work.cancel()
 
-    def abort(self, rid: str | None, error: ApiError) -> None:
-        """Ends the choices with this name, all for None: what has come so far is their answer. Where there is nothing to show,
-        because there are no choices yet or they are vectors, the request ends with `error`."""
+    def abort(self, scope: AbortScope, error: ApiError) -> int:
+        """Ends the choices that are meant: what has come so far is their answer. Where there is nothing to show, because there
+        are no choices yet or they are vectors, the request ends with `error`. Returns how many answers have been ended."""
         request = self._request
-        if request is None:
-            return
+        if request is None or request.error is not None or not scope.owns(request.key):
+            return 0
+        whole = (request.request_id, *request.origin.names)
         if request.phase is Phase.ACCEPTED:
-            if rid is None or rid == request.request_id:
-                self.interrupt(error)
-            return
-        for choice in request.choices:
-            if rid is not None and rid not in (request.request_id, choice.part.request_id, choice.request_id):
-                continue
-            if choice.generation.wants_embedding:
-                request.fail(error)
-            else:
-                self._generator.dispatcher.abort(choice)
+            if not scope.on("") or not scope.names(*whole, *request.origin.part_names):
+                return 0
+            self.interrupt(error)
+            return 1
+        named = (each for each in request.choices if scope.names(*whole, each.part.request_id, each.request_id))
+        meant = [each for each in named if scope.on(each.worker_id)]
+        if meant and request.generation.wants_embedding:
+            request.fail(error)
+            return int(request.error is not None)
+        return sum(self._generator.dispatcher.abort(choice) for choice in meant)
 
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
         request = self._request

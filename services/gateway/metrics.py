@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "rootstock_gateway_"
 OTHER = "other"
-REFUSALS = ("queue_full", "queue_timeout", "no_worker", "weights_not_served")
+REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 
 
 class UnlockedHistogram(Collector):

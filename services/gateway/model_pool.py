@@ -71,6 +71,11 @@ class ModelPool:
     def usable(self) -> list[WorkerLink]:
         return [self.links[row] for row in np.flatnonzero(self.columns.usable).tolist()]
 
+    @property
+    def paused(self) -> bool:
+        """Whether a worker would take requests if it were not paused."""
+        return any(link.paused and link.endpoint_ready and not link.draining for link in self.links.values())
+
     def join(self, link: WorkerLink, now: float) -> None:
         info = link.info
         assert info is not None
@@ -109,7 +114,7 @@ class ModelPool:
         columns, row = self.columns, link.row
         leased = not self._leases_count or self._lease_alive(link)
         trusted = not self._breakers_count or link.breaker.allows(now)
-        columns.usable[row] = link.endpoint_ready and not link.draining and leased and trusted
+        columns.usable[row] = link.endpoint_ready and not link.draining and not link.paused and leased and trusted
         load = link.load
         if load is not None:
             columns.loras[row] = frozenset(load.loras)

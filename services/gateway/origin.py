@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
+    """names: what its client calls the whole request, besides its id; part_names: what it calls parts of it. Both are filled in
+    when its body has been read."""
+
     request_id: str
     trace: RequestTrace | None = None
+    names: list[str] = field(default_factory=list)
+    part_names: list[str] = field(default_factory=list)
 
     @property
     def traceparent(self) -> str:

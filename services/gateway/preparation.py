@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from services.gateway import budgets, prompts
 from services.gateway.decoding import Decoding
@@ -33,9 +31,6 @@ from services.gateway.validation import (
 )
 from services.shared import limits
 
-if TYPE_CHECKING:
-    from services.gateway.sglang_abort import Aborter
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -56,50 +51,49 @@ class Plan:
 class Preparer:
     """Every method raises ApiError."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: TokenizerClient, detoks: DetokPool, aborter: Aborter) -> None:
+    def __init__(self, dispatcher: Dispatcher, tokenizer: TokenizerClient, detoks: DetokPool) -> None:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._detoks = detoks
-        self._aborter = aborter
 
     async def chat(self, body: bytes, origin: Origin) -> Plan:
         request = parse_chat(parse_json(body), origin)
         call = prompts.chat_call(request, origin.request_id)
-        with self._abortable(request):
-            model = await self._generating_model(request.model)
-            budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
-            generation = chat_generation(request, model.vocab_size)
-            _check_turn(generation, 1)
-            call.hash_root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
-            prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
+        _call_it(request, origin)
+        model = await self._generating_model(request.model)
+        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
+        generation = chat_generation(request, model.vocab_size)
+        _check_turn(generation, 1)
+        call.hash_root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+        prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
         fitting = for_an_answer(model, generation.session is not None).fit(prompt, "messages")
         return Plan(model, _parts([fitting], generation, request, origin))
 
     async def completion(self, body: bytes, origin: Origin) -> Plan:
         request = parse_completion(parse_json(body), origin)
-        with self._abortable(request):
-            model = await self._generating_model(request.model)
-            generation = completion_generation(request, model.vocab_size)
-            checked = await self._completion_prompts(request, generation, model, origin)
-            if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
-                raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
-            budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
-            _check_turn(generation, len(checked))
-            prefixes = [""] * len(checked)
-            if request.echo:
-                prefixes = [await self._text_of(prompt, generation, origin, model) for prompt in checked]
+        _call_it(request, origin)
+        model = await self._generating_model(request.model)
+        generation = completion_generation(request, model.vocab_size)
+        checked = await self._completion_prompts(request, generation, model, origin)
+        if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
+            raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
+        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
+        _check_turn(generation, len(checked))
+        prefixes = [""] * len(checked)
+        if request.echo:
+            prefixes = [await self._text_of(prompt, generation, origin, model) for prompt in checked]
         return Plan(model, _parts(checked, generation, request, origin, prefixes))
 
     async def embedding(self, body: bytes, origin: Origin) -> Plan:
         request = parse_embedding(parse_json(body), origin)
-        with self._abortable(request):
-            model = await self._model(request.model)
-            if not model.embedding_size:
-                raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
-            generation = embedding_generation(request, model.embedding_size)
-            root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
-            room, special = for_a_vector(model), request.add_special_tokens is not False
-            checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", room, root, special)
+        _call_it(request, origin)
+        model = await self._model(request.model)
+        if not model.embedding_size:
+            raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
+        generation = embedding_generation(request, model.embedding_size)
+        root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+        room, special = for_a_vector(model), request.add_special_tokens is not False
+        checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", room, root, special)
         return Plan(model, _parts(checked, generation, request, origin))
 
     async def _completion_prompts(
@@ -109,11 +103,6 @@ class Preparer:
         room = for_an_answer(model, generation.session is not None)
         special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
         return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", room, root, special)
-
-    def _abortable(self, request: NamedBody) -> AbstractContextManager[None]:
-        """By the name that the body gives it. Without one it goes by its HTTP request's, which is known already."""
-        name = _name_of(request)
-        return nullcontext() if name is None else self._aborter.preparing([name])
 
     async def _generating_model(self, name: str) -> ModelInfo:
         model = await self._model(name)
@@ -128,6 +117,13 @@ class Preparer:
         if prompt.text is not None:
             return prompt.text
         return await decode_once(self._detoks, origin, prompt.ids, generation.skip_special_tokens, model.source)
+
+
+def _call_it(request: NamedBody, origin: Origin) -> None:
+    """From here on it can be aborted by the name that its body gives it, too."""
+    name = _name_of(request)
+    if name is not None:
+        origin.names.append(name)
 
 
 def _name_of(request: NamedBody) -> str | None:

@@ -245,6 +245,12 @@ class Choice:
     def on_decode_failed(self, error: ApiError) -> None:
         self.request.fail(error)
 
+    @property
+    def worker_id(self) -> str:
+        """Of the worker that it is on; "" while it is on none."""
+        info = self.link.info if self.link is not None else None
+        return info.worker_id if info is not None else ""
+
     def take(self) -> Delta | None:
         """What has gathered for the client, or None if there is nothing to show yet. Never None after the ending."""
         if not self._parts and self.ending is None:

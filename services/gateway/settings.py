@@ -80,12 +80,22 @@ class GatewaySettings(ServiceSettings):
     )
     admin_port: int = Field(0, ge=0, le=65535, description="Port of the operators' HTTP API; 0: none.")
     worker_control_addresses: CommaSeparated = Field(
-        (), description="Addresses of the workers' control services: comma separated host:port."
+        (),
+        description="Addresses of the workers' control services: comma separated host:port."
+        " Empty: as each worker says, on the host that it is reached at.",
     )
     control_token: str = Field(
-        "", repr=False, description="Token of the operators' HTTP API and of the workers' control services; empty: none."
+        "",
+        repr=False,
+        description="Token of the operators' HTTP API, of the workers' control services and of gateways among each other;"
+        " empty: none.",
     )
     control_token_file: str = Field("", description="File that holds the operators' token, instead of control_token.")
+    peer_host: str = Field("127.0.0.1", description="Address that the port for other gateways listens on.")
+    peer_port: int = Field(0, ge=0, le=65535, description="gRPC port on which other gateways ask this one to abort; 0: none.")
+    peers: Targets = Field(
+        (), description=f"Where the other gateways' peer ports are; this one's own may be among them. {TARGETS}"
+    )
     control_timeout_s: float = Field(60.0, gt=0, description="Seconds that an operation may take on a worker, waiting included.")
     max_concurrent_requests: int = Field(2048, ge=1, description="Generation requests in flight; one more gets 503.")
     max_waiting_requests: int = Field(

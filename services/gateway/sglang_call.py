@@ -5,6 +5,8 @@ Made per HTTP request; what it finds out while it prepares is what its renderer 
 
 from __future__ import annotations
 
+from typing import Any
+
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.dispatch import Dispatcher
 from services.gateway.errors import bad_request
@@ -15,7 +17,6 @@ from services.gateway.prompts import of_many_ids, of_texts
 from services.gateway.request_state import ClientRequest
 from services.gateway.room import Room, for_a_vector, for_an_answer
 from services.gateway.session_fields import begins
-from services.gateway.sglang_abort import Aborter
 from services.gateway.sglang_batch import Form, Inputs, asked_of, common_of, inputs_of, rids_of
 from services.gateway.sglang_render import EncodeRenderer, GenerateRenderer
 from services.gateway.sglang_sampling import embedding_generation, parse
@@ -56,11 +57,19 @@ async def _served(dispatcher: Dispatcher, name: str | None) -> ModelInfo:
     return await dispatcher.catalog.wait_for(name)
 
 
+def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
+    """The prompts' names; from here on the request can be aborted by them, and by the one that a batch was given."""
+    rids = rids_of(given, inputs, origin.request_id)
+    origin.part_names.extend(rids)
+    if isinstance(given, str):
+        origin.names.append(given)
+    return rids
+
+
 class GenerateCall:
-    def __init__(self, dispatcher: Dispatcher, source: PromptSource, aborter: Aborter) -> None:
+    def __init__(self, dispatcher: Dispatcher, source: PromptSource) -> None:
         self._dispatcher = dispatcher
         self._source = source
-        self._aborter = aborter
         self._many = False
         self._texts = False  # tokens' texts beside their ids
         self._forms: list[Form] = []
@@ -69,15 +78,14 @@ class GenerateCall:
         """Raises ApiError."""
         request = parse(NativeGenerateRequest, parse_json(body))
         inputs = inputs_of(request)
-        rids = rids_of(request.rid, inputs, origin.request_id)
-        with self._aborter.preparing(rids):
-            model = await _served(self._dispatcher, request.model)
-            if not model.generates:
-                raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
-            asked = asked_of(request, inputs, model.vocab_size)
-            room = for_an_answer(model, in_session=asked[0].generation.session is not None)
-            root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
-            prompts = await self._source.prompts(inputs, model, origin, room, root, begins(request.session_params))
+        rids = _named(request.rid, inputs, origin)
+        model = await _served(self._dispatcher, request.model)
+        if not model.generates:
+            raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
+        asked = asked_of(request, inputs, model.vocab_size)
+        room = for_an_answer(model, in_session=asked[0].generation.session is not None)
+        root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
+        prompts = await self._source.prompts(inputs, model, origin, room, root, begins(request.session_params))
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
         self._many = inputs.many or asked[0].generation.n > 1
@@ -97,22 +105,20 @@ def _check_start(form: Form, prompt_tokens: int) -> None:
 
 
 class EncodeCall:
-    def __init__(self, dispatcher: Dispatcher, source: PromptSource, aborter: Aborter) -> None:
+    def __init__(self, dispatcher: Dispatcher, source: PromptSource) -> None:
         self._dispatcher = dispatcher
         self._source = source
-        self._aborter = aborter
         self._many = False
 
     async def prepare(self, body: bytes, origin: Origin) -> Plan:
         """Raises ApiError."""
         request = parse(NativeEncodeRequest, parse_json(body))
         inputs = inputs_of(request)
-        rids = rids_of(request.rid, inputs, origin.request_id)
-        with self._aborter.preparing(rids):
-            model = await _served(self._dispatcher, request.model)
-            _check_dimensions(request.dimensions, model)
-            root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
-            prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
+        rids = _named(request.rid, inputs, origin)
+        model = await _served(self._dispatcher, request.model)
+        _check_dimensions(request.dimensions, model)
+        root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
+        prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
         self._many = inputs.many
         generation = embedding_generation(common_of(request), request.dimensions, inputs.field)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])

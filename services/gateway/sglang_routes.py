@@ -8,11 +8,11 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
+from services.gateway.abort import Aborter, AbortScope
 from services.gateway.body import ClientGone, read_body
 from services.gateway.errors import CLIENT_CLOSED, ApiError, bad_request, unavailable
 from services.gateway.generate import Exchange, Generator
 from services.gateway.sessions import SessionCalls
-from services.gateway.sglang_abort import Aborter
 from services.gateway.sglang_call import EncodeCall, GenerateCall, PromptSource
 from services.gateway.sglang_health import GenerationProbe
 from services.gateway.sglang_render import WEIGHT_VERSION
@@ -68,7 +68,7 @@ class NativeApi:
     def _add_generation(self, app: FastAPI) -> None:
         @app.post(GENERATE, tags=_TAGS, summary="Go on from texts or ids", openapi_extra=_body_of(NativeGenerateRequest))
         async def generate() -> Response:
-            call = GenerateCall(self._dispatcher, self._source, self._aborter)
+            call = GenerateCall(self._dispatcher, self._source)
             return Exchange(self._generator, call.prepare, call.renderer)
 
         @app.put(GENERATE, include_in_schema=False)
@@ -77,16 +77,19 @@ class NativeApi:
 
         @app.post(ENCODE, tags=_TAGS, summary="Vectors of texts or ids", openapi_extra=_body_of(NativeEncodeRequest))
         async def encode() -> Response:
-            call = EncodeCall(self._dispatcher, self._source, self._aborter)
+            call = EncodeCall(self._dispatcher, self._source)
             return Exchange(self._generator, call.prepare, call.renderer)
 
         @app.post(ABORT, tags=_TAGS, summary="End requests by rid", openapi_extra=_body_of(AbortRequest))
         async def abort_request(request: Request) -> Response:
             given = await self._read(request, AbortRequest)
-            if not given.abort_all and not given.rid:
-                raise bad_request("rid", "'rid' is required, or 'abort_all'.", "missing_required_parameter")
-            self._aborter.abort(None if given.abort_all else given.rid)
-            return Response()
+            if given.abort_all:
+                message = "'abort_all' ends everybody's requests: it is for operators, on the admin port."
+                raise ApiError(403, message, param="abort_all", code="forbidden")
+            if not given.rid:
+                raise bad_request("rid", "'rid' is required.", "missing_required_parameter")
+            report = await self._aborter.abort(AbortScope(given.rid, request.scope["state"]["key"]))
+            return _json(report.body())
 
     def _add_sessions(self, app: FastAPI) -> None:
         @app.post(OPEN_SESSION, tags=_TAGS, summary="Open a session", openapi_extra=_body_of(OpenSessionRequest))

@@ -115,8 +115,8 @@ class NativeEncodeRequest(NativeInput):
 
 
 class AbortRequest(_Native):
-    rid: str | None = None
-    abort_all: bool | None = None
+    rid: str | None = Field(None, max_length=limits.MAX_REQUEST_ID_CHARS)
+    abort_all: bool | None = Field(None, description="Refused here: for operators, on the admin port.")
 
 
 class OpenSessionRequest(_Native):

@@ -55,7 +55,7 @@ class Waiting:
         self._begin(choice, moved=False)
 
     def wake_parked(self, pool: ModelPool) -> None:
-        """A worker has connected."""
+        """A worker has connected, or goes on after a pause."""
         for choice in list(pool.parked):
             if choice in pool.parked and self._place(pool, choice):
                 self._end(choice)
@@ -122,6 +122,9 @@ class Waiting:
     def _weights_gone(self) -> ApiError:
         return self._refused("The weights that the answer was begun with are not served any more.", "weights_not_served")
 
+    def paused(self) -> ApiError:
+        return self._refused("All workers are paused.", "paused")
+
     def _refused(self, message: str, reason: str) -> ApiError:
         self._metrics.refusals.labels(reason).inc()
         return unavailable(message, self._settings.retry_after_s, reason)
@@ -149,7 +152,7 @@ class Waiting:
         if choice.generation.session is not None and pool.links:
             choice.request.fail(sessions.session_worker_away(self._settings.retry_after_s))
         elif not pool.usable():
-            choice.request.fail(self.no_worker())
+            choice.request.fail(self.paused() if pool.paused else self.no_worker())
         elif choice.output_ids and not pool.can_go_on(choice):
             choice.request.fail(self._weights_gone())
         elif choice.request.begun:

@@ -57,8 +57,10 @@ class WorkerLink:
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
         self.weights: Weights | None = None  # by its last hello, also once it is lost; None: never met
+        self.last_info: worker_pb2.WorkerInfo | None = None  # as it said when it was connected last; None: never yet
         self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
         self.draining = False  # it said that it is going away; until its next hello
+        self.paused = False  # no step runs there until an operator says so
         self.endpoint_ready = True  # as discovery sees it
         self.crowded_until = 0.0  # its own queue was full: until its next load, or this time
         self.met = False  # it has been connected once
@@ -73,6 +75,11 @@ class WorkerLink:
         self._submits: dict[int, worker_pb2.Submit] = {}  # without their prompts, which their choices have
         self._aborts: list[int] = []
         self._wake = asyncio.Event()
+
+    @property
+    def hangs(self) -> bool:
+        """Its step takes longer than any may."""
+        return self.load is not None and 0 < self.load.step_limit_ms < self.load.step_age_ms
 
     def submit(self, choice: Choice, submit: worker_pb2.Submit) -> None:
         """submit: all but the prompt, which is copied once, into the message that goes out."""
@@ -114,8 +121,10 @@ class WorkerLink:
             first = await self._read(call)
             if not first.HasField("hello"):
                 raise StreamBroken("the first message is no hello")
-            self.info, self.load, self.draining, self.met = first.hello, None, False, True
+            self.info = self.last_info = first.hello
             self.weights = weights_of(self.info)
+            self.load, self.met = None, True
+            self.draining = self.paused = False
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())

@@ -41,21 +41,22 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
         _service("detokenizer", next(take), next(take), front, name) for name in names("detokenizer", settings.detokenizers)
     ]
     workers: list[Part] = []
-    controls: list[str] = []
     for index in range(settings.workers):
         port, metrics_port, control_port = next(take), next(take), next(take)
         flags = _worker_flags(settings, model_path, index, redis_port)
         if settings.admin_port:
             flags += ["--control-port", str(control_port)]
-            controls.append(f"{HOST}:{control_port}")
         workers.append(_service("worker", port, metrics_port, flags + common, f"worker-{index}"))
-    peers = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
-    peers += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
+    others = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
+    others += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
+    peers = [next(take) for _ in range(settings.gateways)] if settings.gateways > 1 else []
     gateways: list[Part] = []
     for index, name in enumerate(names("gateway", settings.gateways)):
-        flags = [*peers, *common]
-        if settings.admin_port and not index:  # one operators' API acts on all workers
-            flags += ["--admin-port", str(settings.admin_port), "--worker-control-addresses", ",".join(controls)]
+        flags = [*others, *common]
+        if peers:
+            flags += ["--peer-port", str(peers[index]), "--peers", ",".join(f"{HOST}:{port}" for port in peers)]
+        if settings.admin_port and not index:  # one operators' API acts on all of them
+            flags += ["--admin-port", str(settings.admin_port)]
         port = next(take) if index else settings.port
         gateways.append(_gateway(port, next(take), flags + shlex.split(settings.gateway_flags), name))
     redis = Part(Command("redis", redis_argv(redis_port)), "", 0, "")
@@ -74,7 +75,7 @@ def served_name(settings: LocalSettings) -> str:
 
 
 def num_ports(settings: LocalSettings) -> int:
-    return 2 * (settings.gateways + settings.tokenizers + settings.detokenizers) + 3 * settings.workers
+    return 2 * (settings.tokenizers + settings.detokenizers) + 3 * (settings.gateways + settings.workers)
 
 
 def redis_argv(port: int) -> list[str]:

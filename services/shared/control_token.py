@@ -26,11 +26,12 @@ def read_token(token: str, token_file: str) -> str:
 
 def require_token_beyond_loopback(setting: str, host: str, token: str) -> None:
     """Raises ValueError if others than this machine could operate the service without a token. setting: the host's name."""
-    if not token and not _is_loopback(host):
+    if not token and not is_loopback(host):
         raise ValueError(f"{setting} {host} is no loopback address: set control_token or control_token_file")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -26,6 +26,7 @@ from services.worker.core.plan import BatchPlan
 from services.worker.drain import drain
 from services.worker.engine import Engine, build_engine
 from services.worker.executor_metrics import ExecutorMetrics
+from services.worker.first_steps import run_first_steps
 from services.worker.inbox import Inbox
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.index.publisher import IndexPublisher
@@ -36,10 +37,13 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.outbox import StreamOutbox
 from services.worker.phase import WorkerLife
 from services.worker.pod_cost import PodCost, pod_patch
+from services.worker.pulse import Pulse
 from services.worker.request_spans import RequestSpans
 from services.worker.scheduler_thread import SchedulerThread
 from services.worker.server import WorkerServicer
 from services.worker.settings import WorkerSettings
+from services.worker.step_limit import StepLimit, attention_span
+from services.worker.text_rules import ModelText
 from services.worker.watchdog import Watchdog
 from services.worker.wire import ModelLimits
 
@@ -47,19 +51,35 @@ logger = logging.getLogger("services.worker")
 
 
 class LoopObserver:
-    """What the loop's turns mean to metrics and watchdog."""
+    """What the loop's turns mean to metrics, watchdog and front ends."""
 
     def __init__(
-        self, worker_metrics: WorkerMetrics, watchdog: Watchdog, load_report: LoadReport, publisher: IndexPublisher | None
+        self,
+        worker_metrics: WorkerMetrics,
+        pulse: Pulse,
+        limit: StepLimit,
+        load_report: LoadReport,
+        publisher: IndexPublisher | None,
     ) -> None:
-        self._metrics, self._watchdog, self._load = worker_metrics, watchdog, load_report
+        self._metrics, self._pulse, self._limit, self._load = worker_metrics, pulse, limit, load_report
         self._publisher = publisher
 
+    def rests(self) -> None:
+        self._pulse.rest()
+
+    def wakes(self) -> None:
+        self._pulse.beat()
+
     def planned(self, plan: BatchPlan) -> None:
+        self._pulse.beat()
         self._metrics.planned(plan)
 
+    def ended(self, plan: BatchPlan, seconds: float) -> None:
+        self._pulse.beat()
+        self._limit.took(plan, seconds)
+
     def turned(self, stats: StepStats, busy: bool) -> None:
-        self._watchdog.beat()
+        self._pulse.beat()
         self._metrics.turned(stats, busy)
         self._load.turned(stats)
 
@@ -93,6 +113,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         revision=engine.weights.identity.revision,
         tokenizer=engine.weights.identity.tokenizer,
         publishes_index=engine.publishes_index,
+        control_port=settings.control_port,
         auto_truncates=settings.allow_auto_truncate,
         sampling_defaults=worker_pb2.SamplingDefaults(**engine.defaults.as_dict()),
     )
@@ -121,7 +142,7 @@ def _registry(settings: WorkerSettings) -> CollectorRegistry:
     return registry
 
 
-def _watchdog(settings: WorkerSettings, health: rpc.Health, life: WorkerLife) -> Watchdog:
+def _watchdog(settings: WorkerSettings, pulse: Pulse, health: rpc.Health, life: WorkerLife) -> Watchdog:
     loop = asyncio.get_running_loop()
 
     def on_hang() -> None:
@@ -132,7 +153,7 @@ def _watchdog(settings: WorkerSettings, health: rpc.Health, life: WorkerLife) ->
         life.recovered()
         _from_thread(loop, health, live=True)
 
-    return Watchdog(settings.watchdog_timeout_s, on_hang, on_recover)
+    return Watchdog(pulse, settings.watchdog_timeout_s, on_hang, on_recover)
 
 
 def _on_lost(loop: asyncio.AbstractEventLoop, health: rpc.Health, life: WorkerLife) -> Callable[[str], None]:
@@ -161,14 +182,19 @@ async def serve(settings: WorkerSettings) -> None:
     if engine.stats is not None:
         registry.register(ExecutorMetrics(info.model, engine.stats))
     publisher = _publisher(settings, info, registry)
-    watchdog = _watchdog(settings, health, life)
-    load_report = LoadReport(outbox, info.page_size, publisher or NoIndex(info.generation))
-    measured, observer = MeasuredOutbox(worker_metrics, outbox), LoopObserver(worker_metrics, watchdog, load_report, publisher)
+    pulse = Pulse()
+    limit = StepLimit(lambda: engine.core.config, attention_span(engine.info), settings.watchdog_timeout_s)
+    watchdog = _watchdog(settings, pulse, health, life)
+    load_report = LoadReport(outbox, info.page_size, publisher or NoIndex(info.generation), pulse, limit)
+    measured, observer = (
+        MeasuredOutbox(worker_metrics, outbox),
+        LoopObserver(worker_metrics, pulse, limit, load_report, publisher),
+    )
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
     tracing = start_tracing(settings, "worker")
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
     loop = Loop(engine.core, engine.executor, inbox, measured, observer, engine.masks, *overlap, spans=spans)
-    scheduler = SchedulerThread(loop, inbox)
+    scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
     servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.arrived, load_report, spans)
     server = await rpc.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
@@ -206,6 +232,15 @@ async def serve(settings: WorkerSettings) -> None:
     engine.close()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
+
+
+def _first_steps(settings: WorkerSettings, engine: Engine, pulse: Pulse, limit: StepLimit) -> None:
+    pulse.beat()
+    if settings.executor == "fake":  # its steps take what a setting says, if ever so long
+        return
+    text = ModelText(engine.tokenizer)
+    run_first_steps(engine.executor, engine.core.config, text, engine.info.generates, limit.took)
+    logger.info("a step may take %.1f s", limit.seconds)
 
 
 def _pod_cost(settings: WorkerSettings, load_report: LoadReport) -> PodCost | None:

@@ -47,9 +47,18 @@ class MaskFiller(Protocol):
 
 
 class Observer(Protocol):
-    """Sees what the loop does, for metrics and the watchdog. Called on the loop's thread; returns at once."""
+    """Sees what the loop does, for metrics, the watchdog and front ends. Called on the loop's thread; returns at once."""
 
-    def planned(self, plan: BatchPlan) -> None: ...
+    def rests(self) -> None:
+        """Nothing is in flight; the loop waits for messages, for a bounded time."""
+
+    def wakes(self) -> None: ...
+
+    def planned(self, plan: BatchPlan) -> None:
+        """The step is about to be launched."""
+
+    def ended(self, plan: BatchPlan, seconds: float) -> None:
+        """A step has its result. seconds: since its launch, or since the end of the one before it, if that came later."""
 
     def turned(self, stats: StepStats, busy: bool) -> None: ...
 
@@ -74,6 +83,7 @@ class _Flight:
 
     plan: BatchPlan
     run: Run | None
+    launched_at: float
     error: str = ""
 
 
@@ -105,6 +115,7 @@ class Loop:
         self._pace = Pace()
         self._commands = PendingCommands(core, executor, self._pace)
         self._launched_at = 0.0
+        self._ended_at = 0.0
         self._clock = clock
         self._spans = spans
         self._num_traced = 0  # of the core's trace events
@@ -154,10 +165,16 @@ class Loop:
     def _drain(self, may_block: bool, stuck: bool) -> bool:
         """Applies messages; blocks for one while there is nothing to do. False: a Stop was among them."""
         idle = may_block and self._core.idle and not len(self._commands)
-        messages = self._inbox.drain(self._wait_s(idle, stuck) if may_block else 0.0)
+        messages = self._rest(self._wait_s(idle, stuck)) if may_block else self._inbox.drain(0.0)
         if idle and not messages:
             self._check_idle()
         return not [message for message in messages if not self._apply(message)]
+
+    def _rest(self, wait_s: float) -> list[Message]:
+        self._observer.rests()
+        messages = self._inbox.drain(wait_s)
+        self._observer.wakes()
+        return messages
 
     def _wait_s(self, idle: bool, stuck: bool) -> float:
         if idle:
@@ -211,9 +228,9 @@ class Loop:
         if self._spans is not None:
             self._spans.launched(plan.step_id, self._core.extends(), self._launched_at)
         try:
-            return _Flight(plan, self._executor.forward(plan))
+            return _Flight(plan, self._executor.forward(plan), self._launched_at)
         except ExecutorError as error:
-            return _Flight(plan, None, str(error))
+            return _Flight(plan, None, self._launched_at, str(error))
 
     def _commit(self, flight: _Flight | None) -> None:
         if flight is None:
@@ -230,7 +247,10 @@ class Loop:
             except ExecutorError as failure:
                 error = str(failure)
             else:
-                self._core.commit(result, self._clock())
+                now = self._clock()
+                began, self._ended_at = max(flight.launched_at, self._ended_at), now
+                self._observer.ended(flight.plan, now - began)
+                self._core.commit(result, now)
                 return
         logger.error("step %d failed: %s", flight.plan.step_id, error)
         self._core.fail(flight.plan.step_id, "the step that computed this request failed", self._clock())

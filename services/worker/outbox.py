@@ -22,7 +22,7 @@ class ProtocolError(Exception):
 
 class PeerStream:
     """What one front end is to be told. While it is slow its outputs merge and its loads replace one another, so that memory
-    follows requests, not steps. told: the last load, told_at: when, on the asyncio loop's clock."""
+    follows requests, not steps. told: the last load's news, told_at: when, on the asyncio loop's clock."""
 
     def __init__(self) -> None:
         self._pending: worker_pb2.StepOutput | None = None
@@ -52,9 +52,9 @@ class PeerStream:
         self._hello = info
         self._ready.set()
 
-    def put_load(self, load: worker_pb2.WorkerLoad, now: float) -> None:
-        self._load = self.told = load
-        self.told_at = now
+    def put_load(self, load: worker_pb2.WorkerLoad, news: worker_pb2.WorkerLoad, now: float) -> None:
+        """news: of the load, what is worth telling when it has changed."""
+        self._load, self.told, self.told_at = load, news, now
         self._ready.set()
 
     def end(self) -> None:

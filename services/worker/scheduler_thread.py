@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Callable
 
 from services.worker.inbox import Inbox, Stop
 from services.worker.loop import Loop
@@ -16,9 +17,12 @@ EXIT_STATUS = 70  # the loop has died or hangs; a restart is the cure
 
 
 class SchedulerThread:
-    def __init__(self, loop: Loop, inbox: Inbox) -> None:
+    """prepare: what the thread does before the loop."""
+
+    def __init__(self, loop: Loop, inbox: Inbox, prepare: Callable[[], None] = lambda: None) -> None:
         self._loop = loop
         self._inbox = inbox
+        self._prepare = prepare
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def start(self) -> None:
@@ -44,6 +48,7 @@ class SchedulerThread:
     def _run(self) -> None:
         """The loop raises nothing it knows; anything else is a bug."""
         try:
+            self._prepare()
             self._loop.run()
         except BaseException:
             logger.critical("the scheduler's loop has died", exc_info=True)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from google.protobuf.descriptor import EnumDescriptor, FileDescriptor
 
-from rootstock.v1 import common_pb2, control_pb2, detokenizer_pb2, tokenizer_pb2, worker_pb2
+from rootstock.v1 import common_pb2, control_pb2, detokenizer_pb2, gateway_pb2, tokenizer_pb2, worker_pb2
 
 GOLDEN = Path(__file__).with_name("protos.json")
-FILES: list[FileDescriptor] = [m.DESCRIPTOR for m in (common_pb2, tokenizer_pb2, detokenizer_pb2, worker_pb2, control_pb2)]
+FILES: list[FileDescriptor] = [
+    m.DESCRIPTOR for m in (common_pb2, tokenizer_pb2, detokenizer_pb2, worker_pb2, control_pb2, gateway_pb2)
+]
 
 
 def shape() -> dict[str, dict[str, list[object]]]:

@@ -14,7 +14,7 @@ from rootstock.v1 import control_pb2_grpc
 from services.shared import rpc
 from services.shared.control_token import authorization
 from services.shared.control_values import Scalar, as_json, put_values
-from services.worker.control.token_check import METADATA_KEY
+from services.shared.token_check import METADATA_KEY
 
 
 class WrongWords(ValueError):

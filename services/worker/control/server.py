@@ -10,12 +10,11 @@ from pathlib import Path
 import grpc
 
 from rootstock.v1 import control_pb2_grpc
-from services.shared import rpc
 from services.shared.control_token import read_token, require_token_beyond_loopback
+from services.shared.token_check import start_guarded_server
 from services.worker.control.barrier import Command
 from services.worker.control.profiles import Profiles
 from services.worker.control.servicer import ControlServicer
-from services.worker.control.token_check import TokenCheck
 from services.worker.model_identity import ServedWeights
 from services.worker.settings import WorkerSettings
 
@@ -48,11 +47,12 @@ async def start_control(
         return None
     token = read_token(settings.control_token, settings.control_token_file)
     require_token_beyond_loopback("control_host", settings.control_host, token)
-    server = grpc.aio.server(interceptors=(TokenCheck(token),), options=rpc.SERVER_OPTIONS)
     servicer = ControlServicer(put, worker_id, model, Profiles(Path(settings.profile_dir), worker_id), weights=weights)
-    control_pb2_grpc.add_ControlServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    host = f"[{settings.control_host}]" if ":" in settings.control_host else settings.control_host
-    port = server.add_insecure_port(f"{host}:{settings.control_port}")
-    await server.start()
+
+    def add(server: grpc.aio.Server) -> None:
+        control_pb2_grpc.add_ControlServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+
+    host = settings.control_host
+    server, port = await start_guarded_server(host, settings.control_port, token, add)
     logger.info("control service on %s:%d, %s", host, port, "with a token" if token else "without a token")
     return ControlServer(port, server)

@@ -137,6 +137,7 @@ class StepStats:
     preemptions_total: int = 0
     waiting_tokens: int = 0
     resumed_total: int = 0
+    paused: bool = False
 
 
 class PauseMode(enum.StrEnum):

@@ -280,6 +280,7 @@ class Scheduler:
             preemptions_total=table.preemptions_total,
             waiting_tokens=table.waiting_tokens,
             resumed_total=table.resumed_total,
+            paused=self.paused,
         )
 
     def _take_given(self, request: Request, now: float) -> None:

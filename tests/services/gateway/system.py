@@ -18,6 +18,7 @@ from services.gateway import http_server
 from services.gateway.gateway import Gateway
 from services.gateway.settings import GatewaySettings
 from services.gateway.worker_link import WorkerLink
+from services.local.ports import free_ports
 
 from .fakes import MODEL, FakeDetokenizer, FakeTokenizer, FakeWorker, Host
 
@@ -40,10 +41,12 @@ class System:
         tokenizers: int = 1,
         down: tuple[str, ...] = (),
         configure: Callable[[list[FakeWorker]], None] = lambda workers: None,
+        gateways: int = 1,
         **settings: Any,
     ) -> None:
         """`down` names services that are not started: "worker", "tokenizer", "detokenizer". configure: the workers, before
-        they are started."""
+        they are started. gateways: where there are several, each finds all of them, itself among them."""
+        self._num_gateways = gateways
         self._configure = configure
         self._sizes = (workers, detokenizers, tokenizers)
         self._down = down
@@ -60,7 +63,8 @@ class System:
         self._thread.start()
         self.call(self._start())
         if not self._down:
-            wait_until(lambda: self.get("/readiness").status_code == 200, "readiness")
+            for gateway in range(self._num_gateways):
+                wait_until(lambda: self.get("/readiness", gateway).status_code == 200, "readiness")  # noqa: B023
             wait_until(lambda: all(link.info is not None for link in self.links), "every worker")
         return self
 
@@ -81,19 +85,26 @@ class System:
         for service, hosts in (("worker", self.workers), ("detokenizer", self.detokenizers), ("tokenizer", self.tokenizers)):
             for host in hosts:
                 await (host.reserve() if service in self._down else host.start())
+        peers = free_ports(self._num_gateways) if self._num_gateways > 1 else []
+        known = {"peers": ",".join(f"127.0.0.1:{port}" for port in peers)}
         config = GatewaySettings(
             port=0,
             health_port=0,
             workers=",".join(host.address for host in self.workers),
             detokenizers=",".join(host.address for host in self.detokenizers),
             tokenizers=",".join(host.address for host in self.tokenizers),
-            **self._overrides,
+            **(known | self._overrides),
         )
-        listener = http_server.bind("127.0.0.1", 0)
-        self.port = listener.getsockname()[1]
+        self.ports: list[int] = []
+        self.gateways: list[Gateway] = []
         self.stop = asyncio.Event()
-        self.gateway = Gateway(config)
-        self.serving = asyncio.create_task(self.gateway.run(listener, self.stop))
+        runs = []
+        for peer_port in peers or [0]:
+            listener = http_server.bind("127.0.0.1", 0)
+            self.ports.append(listener.getsockname()[1])
+            self.gateways.append(Gateway(config.model_copy(update={"peer_port": peer_port})))
+            runs.append(self.gateways[-1].run(listener, self.stop))
+        self.serving = asyncio.gather(*runs)
 
     async def _stop(self) -> None:
         self.stop.set()
@@ -112,6 +123,14 @@ class System:
             action()
 
         self.call(run())
+
+    @property
+    def port(self) -> int:
+        return self.ports[0]
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.gateways[0]
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -145,15 +164,15 @@ class System:
     def tokenizer(self) -> FakeTokenizer:
         return self.tokenizers[0].servicer
 
-    def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+    def url(self, path: str, gateway: int = 0) -> str:
+        return f"http://127.0.0.1:{self.ports[gateway]}{path}"
 
-    def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        return self._http.get(self.url(path), **kwargs)
+    def get(self, path: str, gateway: int = 0, **kwargs: Any) -> httpx.Response:
+        return self._http.get(self.url(path, gateway), **kwargs)
 
-    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+    def post(self, path: str, body: Any, gateway: int = 0, **kwargs: Any) -> httpx.Response:
         content = body if isinstance(body, bytes) else orjson.dumps(body)
-        return self._http.post(self.url(path), content=content, **kwargs)
+        return self._http.post(self.url(path, gateway), content=content, **kwargs)
 
     def chat(self, **body: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **body})

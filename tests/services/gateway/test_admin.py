@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,15 @@ from google.protobuf.message import Message
 from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
 from services.gateway import http_server
-from services.gateway.admin import ROUTES
+from services.gateway.abort import Aborter, AbortScope, PeerAnswer
 from services.gateway.admin_listener import admin_listener
+from services.gateway.admin_operations import CONTROL, ROUTES
+from services.gateway.errors import ApiError
+from services.gateway.gateway import Gateway
 from services.gateway.settings import GatewaySettings
+from services.gateway.worker_directory import WorkerDirectory
 from services.local.ports import free_ports
+from services.shared.control_token import read_token
 from services.shared.control_values import put_values
 
 from .system import System
@@ -75,15 +80,44 @@ class FakeControl:
         return server, f"127.0.0.1:{port}"
 
 
+@dataclass
+class FakeRequests:
+    """What is open at this gateway, and at others: a number of answers that an abort ends. scopes: of the aborts."""
+
+    here: int = 2
+    others: tuple[PeerAnswer, ...] = ()
+    scopes: list[AbortScope] = field(default_factory=list)
+
+    def abort_here(self, scope: AbortScope, error: ApiError) -> int:
+        self.scopes.append(scope)
+        return self.here
+
+    async def abort_there(self, scope: AbortScope) -> tuple[PeerAnswer, ...]:
+        return self.others
+
+    def aborter(self) -> Aborter:
+        here = type("Here", (), {"abort": staticmethod(self.abort_here)})()
+        return Aborter(here, type("There", (), {"abort": staticmethod(self.abort_there)})())
+
+
+def listening(config: GatewaySettings, requests: FakeRequests | None = None) -> AbstractAsyncContextManager[None]:
+    """Over the workers that the settings name."""
+    token = read_token(config.control_token, config.control_token_file)
+    directory = WorkerDirectory(list, config.worker_control_addresses)
+    return admin_listener(config, token, directory, (requests or FakeRequests()).aborter())
+
+
 @asynccontextmanager
-async def admin(*workers: FakeControl, down: int = 0, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def admin(
+    *workers: FakeControl, down: int = 0, requests: FakeRequests | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """`down` more addresses are configured at which nothing listens."""
     started = [await worker.start() for worker in workers]
     port, *unused = free_ports(1 + down)
     addresses = [address for _, address in started] + [f"127.0.0.1:{number}" for number in unused]
     config = GatewaySettings(admin_port=port, worker_control_addresses=",".join(addresses), **settings)
     try:
-        async with admin_listener(config), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        async with listening(config, requests), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             yield client
     finally:
         for server, _ in started:
@@ -155,15 +189,15 @@ def test_a_route_is_an_operation(method: str, path: str, body: str, rpc: str, re
 
 def test_every_operation_has_a_route() -> None:
     methods = pb.DESCRIPTOR.services_by_name["Control"].methods
-    assert {operation.rpc for operation in ROUTES.values()} == {method.name for method in methods}
+    assert {operation.rpc for operation in CONTROL.values()} == {method.name for method in methods}
 
 
 def test_the_page_shows_every_route() -> None:
     page = (Path(__file__).parents[3] / "docs/control.md").read_text()
-    rows = [row for row in page.splitlines() if row.startswith("| `")]
+    rows = [row for row in page.splitlines() if row.startswith("| ")]
     for (method, path), operation in ROUTES.items():
-        (row,) = [row for row in rows if row.startswith(f"| `{operation.rpc}`")]
-        assert f"{path}`" in row and f"`{method} " in row
+        (row,) = [row for row in rows if f"{path}`" in row and f"`{method} " in row]
+        assert row.startswith(f"| `{operation.rpc}`") or not operation.rpc
 
 
 def test_what_the_worker_says_is_plain_json() -> None:
@@ -266,6 +300,47 @@ def test_the_token_goes_on_to_the_workers(tmp_path: Path) -> None:
         assert worker.calls[0][3] == f"Bearer {TOKEN}"
 
 
+@pytest.mark.parametrize("by", ["body", "url"])
+def test_one_worker_can_be_named(by: str) -> None:
+    workers = [FakeControl(), FakeControl()]
+
+    async def run() -> list[httpx.Response]:
+        async with admin(*workers) as client:
+            everybody = (await client.post("/flush_cache")).json()["workers"]
+            name = everybody[1]["worker"]
+            sent = {"json": {"worker": name}} if by == "body" else {"params": {"worker": name}}
+            stranger = await client.post("/flush_cache", json={"worker": "nobody"})
+            twice = await client.post("/flush_cache", json={"worker": name}, params={"worker": "another"})
+            other = await client.post("/flush_cache", params={"wroker": name})
+            return [await client.post("/flush_cache", **sent), stranger, twice, other]
+
+    answer, stranger, twice, other = asyncio.run(run())
+    assert [entry["ok"] for entry in answer.json()["workers"]] == [True]
+    assert [len(worker.calls) for worker in workers] == [1, 2]
+    assert (stranger.status_code, stranger.json()["error"]["code"]) == (404, "worker_not_found")
+    assert [(each.status_code, each.json()["error"]["param"]) for each in (twice, other)] == [(400, "worker"), (400, "wroker")]
+
+
+def test_aborts_are_over_all_gateways() -> None:
+    down = PeerAnswer("10.0.0.9:7005", message="UNAVAILABLE: no")
+    peers = (PeerAnswer("10.0.0.7:7005", b"x", 3), PeerAnswer("10.0.0.8:7005", b"y", 0))
+
+    async def run(requests: FakeRequests, body: Any) -> httpx.Response:
+        async with admin(FakeControl(), requests=requests) as client:
+            return await client.post("/abort_request", json=body)
+
+    requests = FakeRequests(2, peers)
+    answer = asyncio.run(run(requests, {"abort_all": True}))
+    assert answer.status_code == 200 and requests.scopes == [AbortScope(None, None)]
+    assert answer.json() == {"success": True, "aborted": 5, "gateways": 3, "unreached": []}
+    requests = FakeRequests(2, (*peers, down))
+    answer = asyncio.run(run(requests, {"rid": "r"}))
+    assert answer.status_code == 502 and requests.scopes == [AbortScope("r", None)]
+    assert answer.json()["unreached"] == [{"gateway": down.address, "message": down.message}]
+    for wrong in ({}, {"rid": ""}, {"rid": "r", "abort_all": True}, {"abort_all": False}):
+        assert asyncio.run(run(requests, wrong)).status_code == 400
+
+
 def test_a_web_page_is_refused() -> None:
     response, worker = one("POST", "/flush_cache", headers={"origin": "http://example.com"})
     assert response.status_code == 403 and not worker.calls
@@ -286,7 +361,6 @@ def test_a_body_beyond_the_limit_is_413() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"worker_control_addresses": ""}, "names no worker"),
         ({"admin_host": "0.0.0.0"}, "set control_token"),
         ({"control_token_file": "/nowhere/token"}, "/nowhere/token"),
         ({"control_token": "a", "control_token_file": "b"}, "one is enough"),
@@ -296,7 +370,8 @@ def test_settings_that_would_let_strangers_in_are_refused_at_the_start(settings:
     config = GatewaySettings(**{"admin_port": 1, "worker_control_addresses": "127.0.0.1:1", **settings})
 
     async def run() -> None:
-        async with admin_listener(config):
+        gateway = Gateway(config)
+        async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter):
             raise AssertionError("started")
 
     with pytest.raises(http_server.CannotListen, match=message):
@@ -305,7 +380,7 @@ def test_settings_that_would_let_strangers_in_are_refused_at_the_start(settings:
 
 def test_without_a_port_there_is_no_admin_api() -> None:
     async def run() -> None:
-        async with admin_listener(GatewaySettings()):
+        async with listening(GatewaySettings()):
             assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())

@@ -277,21 +277,27 @@ class TestAbort:
         assert (first["text"], first["meta_info"]["finish_reason"]["type"]) == ("He", "abort")
         assert (second["text"], second["meta_info"]["finish_reason"]["type"]) == (ANSWER, "stop")
 
-    def test_all(self, system: System) -> None:
+    def test_a_batch_goes_by_the_one_name_that_it_was_given(self, system: System) -> None:
+        waiting = self.begin(system, 2, text=["a", "b"], rid="r")
+        assert abort(system, rid="r").json() == {"aborted": 2, "gateways": 1, "unreached": 0}
+        assert [answer["meta_info"]["finish_reason"]["type"] for answer in waiting.result().json()] == ["abort"] * 2
+
+    def test_all_are_not_for_clients_to_end(self, system: System) -> None:
         waiting = self.begin(system, 1, "/v1/chat/completions", model=MODEL, **chat_body())
-        assert abort(system, abort_all=True).status_code == 200
-        choice = waiting.result().json()["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == ("H", "abort")
+        answer = abort(system, abort_all=True, rid="r")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (403, "abort_all")
+        assert abort(system, rid="r").json()["aborted"] == 0 and len(system.worker.running) == 1
+        system.allow(None)
+        assert waiting.result().json()["choices"][0]["finish_reason"] == "stop"
 
     def test_while_the_prompt_is_being_made(self, system: System) -> None:
         system.do(system.tokenizer.gate.clear)
         waiting = Waiting(system, GENERATE, {"text": "Hi", "rid": "r1"})
         wait_until(lambda: bool(system.tokenizer.calls), "the tokenizer's call")
         abort(system, rid="r1")
-        system.do(system.tokenizer.gate.set)
         answer = waiting.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "aborted")
-        assert system.worker.submits == []
+        assert system.worker.submits == [] and system.tokenizer.cancelled == 1
 
     def test_while_it_waits_for_a_worker(self, system: System) -> None:
         system.call(system.workers[0].stop())

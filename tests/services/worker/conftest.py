@@ -22,9 +22,11 @@ from services.worker.load import BEAT_S, GAP_S, LoadReport, NoIndex
 from services.worker.loop import Loop
 from services.worker.metrics import WorkerMetrics
 from services.worker.outbox import StreamOutbox
+from services.worker.pulse import Pulse
 from services.worker.request_spans import RequestSpans
 from services.worker.scheduler_thread import SchedulerThread
 from services.worker.server import WorkerServicer
+from services.worker.step_limit import StepLimit
 from services.worker.wire import ModelLimits
 from tests.core.harness import LetterDecoder
 
@@ -39,10 +41,14 @@ CONFIG = SchedulerConfig(
 )
 
 
+CAP_S = 300.0  # the watchdog's
+
+
 @dataclass
 class Serving:
     """A worker with the fake executor behind a real gRPC port. core is read only while idle."""
 
+    address: str
     stub: worker_pb2_grpc.WorkerStub
     core: Scheduler
     executor: FakeExecutor
@@ -64,13 +70,25 @@ class Serving:
 
 
 class Observer:
-    def __init__(self, metrics: WorkerMetrics, load: LoadReport) -> None:
-        self._metrics, self._load = metrics, load
+    def __init__(self, metrics: WorkerMetrics, load: LoadReport, pulse: Pulse, limit: StepLimit) -> None:
+        self._metrics, self._load, self._pulse, self._limit = metrics, load, pulse, limit
+
+    def rests(self) -> None:
+        self._pulse.rest()
+
+    def wakes(self) -> None:
+        self._pulse.beat()
 
     def planned(self, plan: BatchPlan) -> None:
+        self._pulse.beat()
         self._metrics.planned(plan)
 
+    def ended(self, plan: BatchPlan, seconds: float) -> None:
+        self._pulse.beat()
+        self._limit.took(plan, seconds)
+
     def turned(self, stats: StepStats, busy: bool) -> None:
+        self._pulse.beat()
         self._metrics.turned(stats, busy)
         self._load.turned(stats)
 
@@ -103,7 +121,9 @@ async def serving(
     beat_s: float = BEAT_S,
     tracing: Tracing | None = None,
     revision: str = "",
+    info: worker_pb2.WorkerInfo | None = None,
 ) -> AsyncIterator[Serving]:
+    """info: what it says of itself besides what the configuration says."""
     core = Scheduler(config, LetterDecoder(), revision=revision)
     executor = FakeExecutor(
         config.num_pages,
@@ -115,14 +135,18 @@ async def serving(
     )
     metrics = WorkerMetrics("fake", config.page_size, config.num_pages, config.max_running_requests)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
-    load = LoadReport(outbox, config.page_size, NoIndex(5), gap_s, beat_s)
+    pulse, limit = Pulse(), StepLimit(lambda: core.config, float("inf"), CAP_S)
+    load = LoadReport(outbox, config.page_size, NoIndex(5), pulse, limit, gap_s, beat_s)
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
-    loop = Loop(core, executor, inbox, Tap(metrics, outbox), Observer(metrics, load), PlainMasks(), overlap, spans=spans)
+    observer = Observer(metrics, load, pulse, limit)
+    loop = Loop(core, executor, inbox, Tap(metrics, outbox), observer, PlainMasks(), overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox)
-    info = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len)
-    info.revision = revision
+    hello = worker_pb2.WorkerInfo(worker_id="w", generation=5, model="fake", context_len=config.context_len, revision=revision)
+    if info is not None:
+        hello.vocab_size = config.vocab_size
+        hello.MergeFrom(info)
     limits = ModelLimits(config.context_len, config.vocab_size, False)
-    servicer = WorkerServicer(inbox, outbox, info, limits, metrics.arrived, load, spans)
+    servicer = WorkerServicer(inbox, outbox, hello, limits, metrics.arrived, load, spans)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -132,7 +156,7 @@ async def serving(
     try:
         async with rpc.channel(f"127.0.0.1:{port}") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            yield Serving(stub, core, executor, metrics, inbox, outbox, load, scheduler, servicer)
+            yield Serving(f"127.0.0.1:{port}", stub, core, executor, metrics, inbox, outbox, load, scheduler, servicer)
     finally:
         await scheduler.stop(5)
         await server.stop(0)

@@ -18,6 +18,7 @@ from services.shared import rpc
 from services.shared.control_values import as_json
 from services.worker.control.server import start_control
 from services.worker.inbox import Stop
+from services.worker.load import BEAT_S, GAP_S
 from services.worker.model_identity import ServedWeights
 from services.worker.settings import WorkerSettings
 from tests.services.worker.conftest import Serving, serving
@@ -53,8 +54,15 @@ class Operated:
 
 
 @asynccontextmanager
-async def operated(step_s: float = 0.002, overlap: bool = True, weights: ServedWeights | None = None) -> AsyncIterator[Operated]:
-    async with serving(step_s=step_s, overlap=overlap, revision=weights.identity.revision if weights else "") as worker:
+async def operated(
+    step_s: float = 0.002,
+    overlap: bool = True,
+    gap_s: float = GAP_S,
+    beat_s: float = BEAT_S,
+    weights: ServedWeights | None = None,
+) -> AsyncIterator[Operated]:
+    revision = weights.identity.revision if weights else ""
+    async with serving(step_s=step_s, overlap=overlap, gap_s=gap_s, beat_s=beat_s, revision=revision) as worker:
         settings = WorkerSettings(control_port=free_ports(1)[0])
         control = await start_control(settings, worker.inbox.put, "w", "fake", weights)
         if weights is not None:
@@ -100,6 +108,19 @@ def test_the_cache_is_flushed_in_mid_traffic(overlap: bool) -> None:
             await at.front.send(submit(99, prompts[0]))
             await at.front.ended(99)
             assert at.front.finishes[99].cached_tokens == 0
+
+    run(check)
+
+
+def test_a_pause_and_its_end_are_told_at_once() -> None:
+    async def check() -> None:
+        async with operated(gap_s=3600, beat_s=3600) as at:
+            await at.front.until(lambda: len(at.front.loads) == 1)
+            await at.pause(pb.PAUSE_MODE_IN_PLACE)
+            await at.front.until(lambda: at.front.loads[-1].paused)
+            await at.carry_on()
+            await at.front.until(lambda: not at.front.loads[-1].paused)
+            assert [load.paused for load in at.front.loads] == [False, True, False]
 
     run(check)
 

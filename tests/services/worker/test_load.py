@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rootstock.v1 import worker_pb2
+from services.worker.core.plan import StepResult
+from services.worker.exec.protocol import Run
 from services.worker.load import GAP_S, LoadReport, NoIndex
 from services.worker.outbox import StreamOutbox
-from tests.services.worker.conftest import CONFIG, run, serving
+from services.worker.pulse import Pulse
+from services.worker.step_limit import StepLimit
+from tests.services.worker.conftest import CAP_S, CONFIG, run, serving
 from tests.services.worker.test_server import FrontEnd, submit
 
 
@@ -27,7 +32,7 @@ def test_a_load_follows_the_hello_and_others_follow_while_nothing_happens() -> N
             assert await front.next() and len(front.loads) == 1, "the second message is a load"
             await front.until(lambda: len(front.loads) >= 4)
             assert front.messages == 0
-            assert front.loads[-1] == worker_pb2.WorkerLoad(index_generation=5)
+            assert front.loads[-1] == worker_pb2.WorkerLoad(index_generation=5, step_limit_ms=int(CAP_S * 1e3))
 
     run(check)
 
@@ -82,6 +87,57 @@ def test_a_busy_worker_does_not_tell_every_step() -> None:
     run(check)
 
 
+def test_a_step_that_does_not_end_is_told_with_its_age() -> None:
+    async def check() -> None:
+        async with serving(gap_s=0.02, beat_s=0.05) as worker:
+            ends, wait = threading.Event(), worker.executor.wait
+
+            def wait_for_ever(run: Run) -> StepResult:
+                ends.wait(60)
+                return wait(run)
+
+            worker.executor.wait = wait_for_ever  # type: ignore[method-assign]
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            await front.send(submit(1, max_new_tokens=3))
+            try:
+                young = await until_load(front, lambda load: load.step_age_ms > 0)
+                old = await until_load(front, lambda load: load.step_age_ms > young.step_age_ms + 200)
+                assert old.num_open == 1 and old.step_limit_ms > 0
+            finally:
+                ends.set()
+            await front.ended(1)
+            assert (await until_load(front, lambda load: load.num_open == 0 and load.step_age_ms == 0)).step_limit_ms >= 10_000
+
+    run(check)
+
+
+def test_age_alone_is_no_news() -> None:
+    async def check() -> None:
+        now = 0.0
+        outbox, pulse = StreamOutbox(asyncio.get_running_loop()), Pulse(lambda: now)
+        report = LoadReport(outbox, 4, NoIndex(1), pulse, StepLimit(lambda: CONFIG, float("inf"), CAP_S), beat_s=3600)
+        stream = outbox.open(1)
+        pulse.beat()
+        report.greet(stream)
+        message = await stream.take()
+        assert message is not None and message.load.step_age_ms == 0
+        now = 7.0
+        report.tell()
+        stream.opened(1)
+        report.tell()
+        message = await stream.take()
+        assert message is not None and (message.load.num_open, message.load.step_age_ms) == (1, 7000)
+        stream.end()
+        assert await stream.take() is None
+
+    run(check)
+
+
+def idle() -> tuple[Pulse, StepLimit]:
+    return Pulse(), StepLimit(lambda: CONFIG, float("inf"), CAP_S)
+
+
 @dataclass
 class Index:
     lease_held: bool = False
@@ -93,7 +149,7 @@ def test_it_tells_what_the_index_knows() -> None:
     async def check() -> None:
         index = Index()
         outbox = StreamOutbox(asyncio.get_running_loop())
-        report = LoadReport(outbox, 4, index)
+        report = LoadReport(outbox, 4, index, *idle())
         stream = outbox.open(1)
         report.greet(stream)
         assert stream.told is not None
@@ -108,7 +164,7 @@ def test_it_tells_what_the_index_knows() -> None:
 def test_a_slow_front_end_gets_the_latest_load_alone() -> None:
     async def check() -> None:
         outbox = StreamOutbox(asyncio.get_running_loop())
-        report = LoadReport(outbox, 4, NoIndex(1))
+        report = LoadReport(outbox, 4, NoIndex(1), *idle())
         stream = outbox.open(1)
         for handle in range(50):
             stream.opened(handle)

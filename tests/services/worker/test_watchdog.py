@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from services.worker.pulse import Pulse
 from services.worker.watchdog import Watchdog
 
 
 def test_a_hang_is_told_once_and_recovery_too() -> None:
     now = 0.0
     told: list[str] = []
-    watchdog = Watchdog(10.0, lambda: told.append("hang"), lambda: told.append("recover"), lambda: now)
+    pulse = Pulse(lambda: now)
+    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
     now = 9.0
     watchdog.look()
     assert told == []
@@ -14,6 +16,17 @@ def test_a_hang_is_told_once_and_recovery_too() -> None:
     watchdog.look()
     watchdog.look()
     assert told == ["hang"]
-    watchdog.beat()
+    pulse.beat()
     watchdog.look()
     assert told == ["hang", "recover"]
+
+
+def test_a_loop_that_waits_for_messages_does_not_hang() -> None:
+    now = 0.0
+    told: list[str] = []
+    pulse = Pulse(lambda: now)
+    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    pulse.rest()
+    now = 100.0
+    watchdog.look()
+    assert told == [] and pulse.age_s == 0

@@ -1,4 +1,4 @@
-"""Refuses calls that do not carry the operators' token, before anything of them is read."""
+"""A gRPC port that takes only calls with the operators' token: what comes without is refused before anything of it is read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from services.shared import rpc
 from services.shared.control_token import accepts
 
 METADATA_KEY = "authorization"
@@ -25,6 +26,17 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ha
         if accepts(self._token, _given(handler_call_details.invocation_metadata)):
             return await continuation(handler_call_details)
         return self._refusal
+
+
+async def start_guarded_server(
+    host: str, port: int, token: str, add: Callable[[grpc.aio.Server], None]
+) -> tuple[grpc.aio.Server, int]:
+    """A started server with what `add` registers, and its port (0 takes a free one). Raises RuntimeError if the port is taken."""
+    server = grpc.aio.server(interceptors=(TokenCheck(token),), options=rpc.SERVER_OPTIONS)
+    add(server)
+    bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    await server.start()
+    return server, bound
 
 
 def _given(metadata: Any) -> bytes:
