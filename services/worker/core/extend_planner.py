@@ -10,14 +10,20 @@ import numpy as np
 from services.worker.core.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
 from services.worker.core.plan import SlotParams
 from services.worker.core.policy import service_order
-from services.worker.core.prefill_adder import CLIP_MAX_NEW_TOKENS, AddResult, PrefillAdder, RunningRows, adapted_chunk
+from services.worker.core.prefill_adder import (
+    CLIP_MAX_NEW_TOKENS,
+    NO_ROWS,
+    AddResult,
+    PrefillAdder,
+    RunningRows,
+    adapted_chunk,
+)
 from services.worker.core.prefix_gate import PrefixGate
 from services.worker.core.radix_cache import TOKEN_BYTES, Match
 from services.worker.core.request import Phase, Request
 from services.worker.core.request_table import RequestTable
 from services.worker.core.retraction import preemptible, victim_order
 from services.worker.core.step_rows import ExtendRows, Step
-from services.worker.core.waiting_queue import Kept
 
 _NO_HISTORY = np.empty(0, dtype=np.int32)
 
@@ -74,6 +80,8 @@ class ExtendPlanner:
         )
 
     def _running_rows(self) -> RunningRows:
+        if not self._table.decoding:
+            return NO_ROWS
         columns = self._table.columns
         slots = self._table.decoding_slots()
         left = np.maximum(columns.max_new[slots] - columns.planned_out[slots], 0)
@@ -107,15 +115,15 @@ class ExtendPlanner:
         """Lets the most urgent waiting request displace less urgent running ones, if there is no room for it otherwise.
         Before any row of the step is chosen."""
         table = self._table
-        if not table.config.enable_priority_scheduling or not len(table.waiting):
+        if not table.config.enable_priority_scheduling:
             return
         self._prefixes.begin(_extending(flight))
+        first = table.waiting.first()
+        if first is None or not preemptible(table.config, first, table.extending + table.decoding):
+            return
         for request in table.waiting.in_turn():
-            victims = preemptible(table.config, request, table.extending + table.decoding)
-            if not victims:
-                return
             verdict = self._ask(request).verdict
-            if verdict is Verdict.ADMIT:
+            if verdict is Verdict.ADMIT and (victims := preemptible(table.config, request, table.extending + table.decoding)):
                 self._displace(request, victims, ratio, flight.plan.step_id if flight else -1, step_id)
             if verdict is not Verdict.WAIT:
                 return
@@ -132,11 +140,12 @@ class ExtendPlanner:
 
     def _could_be_let_in(self, request: Request, match: Match, victims: list[Request]) -> bool:
         """With all of the victims gone. What they hold is an upper bound: pages shared with others stay."""
-        memory, page_size = self._table.memory, self._table.config.page_size
+        table = self._table
+        memory, page_size = table.memory, table.config.page_size
         held = sum(int(memory.slots.num_pages[r.lease.slot]) for r in victims if r.lease)
         extend = len(request.key) // TOKEN_BYTES - len(match.pages) * page_size
         outputs = min(request.params.max_new_tokens - len(request.output_ids), CLIP_MAX_NEW_TOKENS)
-        room = (held + memory.num_available) * page_size - self._kept(request).tokens
+        room = (held + memory.num_available) * page_size - table.waiting.kept_from(request.rank).tokens
         return room >= -(-extend // page_size) * page_size + outputs
 
     def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
@@ -146,12 +155,9 @@ class ExtendPlanner:
         return self._may_add(request, match, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self, request: Request) -> int:
-        free = min(self._table.memory.slots.num_free, self.running_limit - self._table.num_running)
-        return free - self._kept(request).slots
-
-    def _kept(self, request: Request) -> Kept:
-        """What a request must leave to more urgent ones that wait at a gate: they would displace it."""
-        return self._table.waiting.kept_from(request.rank)
+        table = self._table
+        free = min(table.memory.slots.num_free, self.running_limit - table.num_running)
+        return free - table.waiting.kept_from(request.rank).slots if table.waiting.num_held else free
 
     def _admit_overtaken(
         self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, flight: Step | None, step_id: int
@@ -234,7 +240,7 @@ class ExtendPlanner:
         extend = len(request.key) // TOKEN_BYTES - start
         max_new = request.params.max_new_tokens - len(request.output_ids)
         logprobs = _computes_logprobs(request)
-        available = table.memory.num_available * page_size - self._kept(request).tokens
+        available = table.memory.num_available * page_size - table.waiting.kept_from(request.rank).tokens
         result, count = adder.admit(available, start, extend, max_new, request.params.ignore_eos, logprobs)
         if result is AddResult.NO_TOKEN and not table.num_running:
             # Alone it must get its chance: submit() saw to it that the prompt fits the whole pool.

@@ -32,6 +32,9 @@ class RunningRows:
     ignore_eos: NDArray[np.bool_]
 
 
+NO_ROWS = RunningRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_))
+
+
 def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, half_at: int) -> int:
     """The chunk size beside `num_decoding` rows that wait for their next token: half at `half_at` of them (0: never less).
     Whole pages, one at least; 0 stays 0."""

@@ -50,6 +50,7 @@ class PrefixGate:
         self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)  # bytes beyond a hit that must agree
         self._leads: dict[int, _Lead] = {}
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
+        self._computing: list[Request] = []  # yet to be listed among the extends
         self.num_passes = 0
         self.freed: list[Request] = []
 
@@ -61,8 +62,7 @@ class PrefixGate:
         """Before any request is looked at: frees those whose wait is over. computing: requests with extend rows in the
         uncommitted step and, so far, in the one being planned."""
         self._extends.clear()
-        for request in computing:
-            self.note(request)
+        self._computing = list(computing)
         for lead in list(self._leads.values()):
             self._follow(lead)
 
@@ -71,24 +71,20 @@ class PrefixGate:
         self.num_passes += 1
 
     def note(self, request: Request) -> None:
-        """The request has an extend row: it computes what lies behind the end of its shared part."""
-        if request.lease is None:
-            return
-        node = request.lease.node
-        at = node.depth * self._page_bytes
-        beyond = request.key[at : at + self._cut]
-        if len(beyond) == self._cut:
-            self._extends.setdefault(node, {}).setdefault(beyond, []).append(request)
+        """The request has got an extend row."""
+        self._computing.append(request)
 
     def look(self, request: Request) -> Answer:
         """WAIT if an extend computes enough of the request's prefix beyond its hit."""
+        if self._computing:
+            self._list_extends()
         if not self._extends:
             return ADMIT
         node, num_cached = self._table.memory.peek(request.namespace, request.key, request.prefix_limit())
         hit, limit = num_cached * TOKEN_BYTES, _limit(request)
         if hit + self._cut > limit:
             return ADMIT
-        other = self._computing(node, request.key, hit, hit + self._cut)
+        other = self._extend_of(node, request.key, hit, hit + self._cut)
         if other is None:
             return ADMIT
         if hit > request.prefix_seen:
@@ -101,7 +97,18 @@ class PrefixGate:
         lead.waits.append(wait)
         return WAIT
 
-    def _computing(self, node: TreeNode | None, key: bytes, hit: int, end: int) -> Request | None:
+    def _list_extends(self) -> None:
+        """By the node where each one's own hit ends: what lies behind it, it computes."""
+        for request in self._computing:
+            if request.lease is not None:
+                node = request.lease.node
+                at = node.depth * self._page_bytes
+                beyond = request.key[at : at + self._cut]
+                if len(beyond) == self._cut:
+                    self._extends.setdefault(node, {}).setdefault(beyond, []).append(request)
+        self._computing.clear()
+
+    def _extend_of(self, node: TreeNode | None, key: bytes, hit: int, end: int) -> Request | None:
         """An extend whose key begins with key[:end]. The hit ends after `hit` bytes, at `node` or inside it; such an extend hangs
         on its path, where its own hit ends."""
         while node is not None:

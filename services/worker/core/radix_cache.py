@@ -50,7 +50,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix hit. pages: int32[n], valid until the next call that may evict, unless `node` is locked."""
+    """A prefix hit. pages: int32[n], to be read only, valid until the next call that may evict, unless `node` is locked."""
 
     node: TreeNode
     pages: I32
@@ -91,7 +91,7 @@ class RadixCache:
     def match(self, namespace: str, key: bytes) -> Match:
         """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
         node, _, pages = self._walk(self.root(namespace), key)
-        return Match(node, np.concatenate(pages) if pages else _NO_PAGES)
+        return Match(node, _joined(pages))
 
     def count_hit(self, node: TreeNode) -> None:
         """A request is admitted on the path from the root to `node`."""
@@ -127,7 +127,7 @@ class RadixCache:
             if walk.rank > rank:
                 walk.rank = rank
             walk = walk.parent
-        return node, np.concatenate(out) if out else _NO_PAGES
+        return node, _joined(out)
 
     def lock(self, node: TreeNode) -> None:
         walk: TreeNode | None = node
@@ -283,6 +283,13 @@ class RadixCache:
             if len(self._leaves) > 2 * self.num_nodes + STALE_ENTRIES:
                 self._leaves = [entry for entry in self._leaves if entry[2].entry == entry[1]]
                 heapq.heapify(self._leaves)
+
+
+def _joined(parts: list[I32]) -> I32:
+    """May be one of the parts itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _NO_PAGES
 
 
 def _is_empty(root: TreeNode) -> bool:

@@ -120,14 +120,28 @@ class WaitingQueue:
 
     def eligible(self) -> list[Request]:
         """In order of service, without those held."""
-        return [request for request in self if not request.held]
+        return [request for request in self if not request.held] if self.num_held else list(self)
+
+    def first(self) -> Request | None:
+        """Of those that are not held."""
+        for rank in self._order:
+            mine = self._ranks[rank]
+            for request in mine.back:
+                if not request.held:
+                    return request
+            for request in mine.fresh.values():
+                if not request.held:
+                    return request
+        return None
 
     def in_turn(self) -> Iterator[Request]:
-        """The same lazily, for a caller that may hold or take out the one it has before it asks for the next."""
+        """The same as eligible(), lazily, for a caller that takes out or holds the one it has before it asks for the next."""
+        while not self.num_held and (request := self.first()) is not None:
+            yield request
         for rank in tuple(self._order):
             mine = self._ranks[rank]
             yield from [request for request in mine.back if not request.held]
-            passed, size = 0, 4
+            passed, size = 0, 8
             while some := list(islice(mine.fresh.values(), passed, passed + size)):
                 free = [request for request in some if not request.held]
                 yield from free
