@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.worker import weights_revision
+from services.worker.engine import EXECUTORS, Built, OnLost, build_engine
+from services.worker.inbox import Inbox
 from services.worker.model_identity import ModelIdentity, identify_model
+from services.worker.settings import WorkerSettings
 from services.worker.weights_revision import WeightsReading
 
 SIZE = 10_001
@@ -70,3 +73,21 @@ def test_a_copy_in_another_folder_is_the_same(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     shutil.copytree(folder, tmp_path / "elsewhere" / "release-7")
     assert revision_of(tmp_path / "elsewhere" / "release-7") == revision_of(folder)
+
+
+def test_a_worker_does_not_start_with_weights_that_changed_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "model")
+    (folder / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
+    closed: list[bool] = []
+
+    def load(settings: WorkerSettings, on_lost: OnLost) -> Built:
+        built = make_fake(settings, on_lost)
+        (folder / "model-00002-of-00002.safetensors").write_bytes(b"half a copy")
+        monkeypatch.setattr(built.executor, "close", lambda: closed.append(True))
+        return built
+
+    make_fake = EXECUTORS["fake"]
+    monkeypatch.setitem(EXECUTORS, "fake", load)
+    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors"):
+        build_engine(WorkerSettings(model=str(folder), executor="fake"), Inbox(), lambda sentence: None)
+    assert closed
