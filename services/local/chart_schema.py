@@ -15,6 +15,7 @@ _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_n
 DECIDED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
     | {"health_port", "tokenizers", "detokenizers", "workers", "redis_url", "models", "queue_timeout_s"}
+    | {"peer_host", "peer_port", "peers"}
     | {"model_name", "api_keys", "key_weights", "control_token", "control_token_file"},
     "tokenizer": _CODEC,
     "detokenizer": _CODEC,

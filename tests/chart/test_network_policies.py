@@ -26,7 +26,7 @@ INTERNET = Party("internet", ip="203.0.113.7")
 NODE_DNS = Party("dns on the node", ip="169.254.20.10")
 OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
 ANY = "*"  # everybody outside
-PORTS = (22, 53, 80, 443, 4317, 6379, 6443, 7000, 7001, 7002, 7003, 7004, 8000, 8080, 9090, 9101, 9102, 9103, 9999)
+PORTS = (22, 53, 80, 443, 4317, 6379, 6443, 7000, 7001, 7002, 7003, 7004, 7005, 8000, 8001, 8080, 9090, 9101, 9102, 9103, 9999)
 
 REQUEST = {
     (ANY, "gateway", 8000),
@@ -35,6 +35,7 @@ REQUEST = {
     ("gateway", "worker", 7003),
     ("gateway", "redis", 6379),
     ("worker", "redis", 6379),
+    ("gateway", "gateway", 7005),
 }
 METRICS = {("prometheus", "tokenizer", 9101), ("prometheus", "detokenizer", 9102), ("prometheus", "worker", 9103)}
 # Of kube-system nobody but the DNS server, whose labels differ among distributions, listens on 53.
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
     "two models": ({"models": [model("a"), model("b")]}, WHOLE),
     "without tests": ({"tests": {"enabled": False}}, WHOLE - HELM_TEST - names("test")),
     "with the control service": ({"auth": {"controlTokenSecret": "t"}}, WHOLE | {("gateway", "worker", 7004)}),
+    "operated": (VARIANTS["operated"], WHOLE | {("gateway", "worker", 7004)}),
     "gateways watch EndpointSlices": (
         {"gateway": {"discovery": "k8s"}},
         WHOLE | {("gateway", ANY, 443), ("gateway", ANY, 6443)},

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kernels.cpu.build import built_library
@@ -18,7 +19,7 @@ from tests.chart.release import Release, ci_names, render_ci
 
 COMPONENTS = ("redis", "tokenizer", "detokenizer", "worker", "gateway")
 SECRETS = {"llm-control": {"token": "secret"}, "llm-api-keys": {"api-keys": "key-of-a-test"}}
-ACCESS = {"auth": {"controlTokenSecret": "llm-control"}}
+ACCESS = {"auth": {"controlTokenSecret": "llm-control"}, "gateway": {"settings": {"admin_port": 8001}}}
 START_S = 60.0
 
 
@@ -87,6 +88,23 @@ def test_every_port_that_is_declared_listens(running: dict[str, Running], compon
 @pytest.mark.parametrize("component", COMPONENTS[1:])
 def test_metrics_are_where_a_monitor_looks(running: dict[str, Running], component: str) -> None:
     assert running[component].status("http" if component == "gateway" else "metrics", "/metrics") == 200
+
+
+def test_operators_reach_the_worker_that_discovery_has_found(machine: Machine, running: dict[str, Running]) -> None:
+    running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
+    url = f"http://{HOST}:{machine.ports['gateway', 8001]}"
+    assert httpx.post(f"{url}/flush_cache").status_code == 401
+    with httpx.Client(
+        base_url=url, headers={"authorization": f"Bearer {SECRETS['llm-control']['token']}"}, timeout=30
+    ) as operator:
+        for name in (None, "llm-rootstock-worker-demo-0"):
+            answer = operator.post("/flush_cache", json={"worker": name})
+            assert answer.status_code == 200, answer.text
+            (worker,) = answer.json()["workers"]
+            assert worker["worker"] == "llm-rootstock-worker-demo-0" and worker["ok"]
+        assert operator.get("/get_load").json()["workers"][0]["result"]["usable"]
+        ended = operator.post("/abort_request", json={"abort_all": True})
+        assert ended.json() == {"success": True, "aborted": 0, "gateways": 1, "unreached": []}
 
 
 def test_the_tests_of_the_chart_pass(machine: Machine, running: dict[str, Running]) -> None:

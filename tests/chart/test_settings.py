@@ -11,7 +11,7 @@ from services.tokenizer.settings import TokenizerSettings
 from services.worker.settings import WorkerSettings
 from tests.chart.kubelet import environment
 from tests.chart.pods import PodTemplate, pod, pods
-from tests.chart.release import Release, merged, render
+from tests.chart.release import NAMESPACE, Release, merged, render
 from tests.chart.variants import ALL, VARIANTS, model, rendered
 
 SERVICES: dict[str, type[ServiceSettings]] = {
@@ -20,8 +20,14 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "detokenizer": DetokenizerSettings,
     "worker": WorkerSettings,
 }
-PORTS = ("port", "health_port", "metrics_port", "control_port", "admin_port")
-HOSTS = {"port": "host", "health_port": "host", "metrics_port": "metrics_host", "control_port": "control_host"}
+PORTS = ("port", "health_port", "metrics_port", "control_port", "admin_port", "peer_port")
+HOSTS = {
+    "port": "host",
+    "health_port": "host",
+    "metrics_port": "metrics_host",
+    "control_port": "control_host",
+    "peer_port": "peer_host",
+}
 # Variables of other programs that a service runs, and those that the values files themselves give.
 FOREIGN = {
     "HOME",
@@ -104,6 +110,15 @@ def test_everybody_means_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None
     assert served == {(component, name) for component in SERVICES if component != "gateway" for name in names} | {("gateway", "")}
     gateway = settings_of(release, pod(release, "gateway"), monkeypatch)
     assert isinstance(gateway, GatewaySettings) and set(gateway.models) == names
+
+
+def test_gateways_operate_what_they_discover_with_the_workers_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = render(VARIANTS["operated"])
+    gateway, worker = (settings_of(release, pod(release, name), monkeypatch) for name in ("gateway", "worker"))
+    assert isinstance(gateway, GatewaySettings) and isinstance(worker, WorkerSettings)
+    assert gateway.control_token == worker.control_token == "t"
+    assert (gateway.admin_port, gateway.admin_host, gateway.worker_control_addresses) == (8001, "127.0.0.1", ())
+    assert gateway.peers == (f"dns:///llm-rootstock-gateway-peers.{NAMESPACE}.svc:{gateway.peer_port}",)
 
 
 def test_a_models_settings_override_the_workers() -> None:

@@ -253,6 +253,11 @@ def edge_rows() -> Iterable[Row]:
     yield "role of an existing account", {"serviceAccount": {"create": False, "name": "x"}}, f"RoleBinding/{FULL}-worker", (
         "subjects 0 name"
     ), "x"  # fmt: skip
+    peers = f"Service/{FULL}-gateway-peers"
+    yield "gateways among each other", {}, peers, "spec clusterIP", "None"
+    yield "gateways that drain still have requests", {}, peers, "spec publishNotReadyAddresses", True
+    yield "admin port", VARIANTS["operated"], GATEWAY, container("gateway", "ports admin= containerPort"), 8001
+    yield "no admin port", {}, GATEWAY, container("gateway", "ports admin="), ABSENT
     for component, port in (("tokenizer", 7001), ("detokenizer", 7002), ("worker", 7003)):
         yield f"{component}s by name", {}, f"Service/{FULL}-{component}", "spec clusterIP", "None"
         yield f"{component}s that are ready", {}, f"Service/{FULL}-{component}", "spec publishNotReadyAddresses", False

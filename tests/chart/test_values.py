@@ -52,6 +52,7 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
     "setting that the chart decides": (gateway(settings={"host": "127.0.0.1"}), ("/gateway/settings", "'host' not allowed")),
     "port as a setting": (worker(settings={"port": 9000}), ("/worker/settings", "'port' not allowed")),
     "secret as a setting": (gateway(settings={"api_keys": "secret"}), ("/gateway/settings", "'api_keys' not allowed")),
+    "peers as a setting": (gateway(settings={"peer_port": 9000}), ("/gateway/settings", "'peer_port' not allowed")),
     "text for a number": (gateway(replicas="two"), ("/gateway/replicas", "got string, want integer")),
     "no replica": ({"tokenizer": {"replicas": 0}}, ("/tokenizer/replicas", "minimum: got 0, want 1")),
     "negative drain": ({"drainSeconds": -1}, ("/drainSeconds", "minimum: got -1, want 1")),

@@ -35,6 +35,10 @@ ACCESS: Values = {
     },
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway", "namespace": "infra"}], "hostnames": ["llm.example.com"]},
 }
+OPERATED: Values = {
+    "auth": {"apiKeysSecret": "llm-api-keys", "controlTokenSecret": "llm-control"},
+    "gateway": {"settings": {"admin_port": 8001}},
+}
 TUNED: Values = {
     "logLevel": "debug",
     "tracing": {"otlpEndpoint": "otel.observability.svc:4317", "sampleRatio": 0.1},
@@ -94,6 +98,7 @@ VARIANTS: dict[str, Values] = {
     "keda": KEDA,
     "access": ACCESS,
     "tuned": TUNED,
+    "operated": OPERATED,
     "discovery": {"gateway": {"discovery": "k8s"}},
     "monitoring": MONITORING,
     "redis-elsewhere": {"redis": {"embedded": False, "externalUrlSecret": "llm-redis"}},

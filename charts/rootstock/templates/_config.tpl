@@ -56,6 +56,9 @@ dns:///{{ include "rootstock.host" . }}:{{ .port }}
 {{ include "rootstock.config.common" . }}
 ROOTSTOCK_PORT: "8000"
 ROOTSTOCK_HEALTH_PORT: "7000"
+ROOTSTOCK_PEER_HOST: "0.0.0.0"
+ROOTSTOCK_PEER_PORT: "7005"
+ROOTSTOCK_PEERS: {{ include "rootstock.target" (dict "root" .root "component" "gateway-peers" "port" 7005) }}
 ROOTSTOCK_TOKENIZERS: {{ include "rootstock.target" (dict "root" .root "component" "tokenizer" "port" 7001) }}
 ROOTSTOCK_DETOKENIZERS: {{ include "rootstock.target" (dict "root" .root "component" "detokenizer" "port" 7002) }}
 ROOTSTOCK_WORKERS: {{ include "rootstock.target" (dict "root" .root "component" "worker" "port" 7003) }}
