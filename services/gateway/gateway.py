@@ -7,7 +7,6 @@ import itertools
 import logging
 import socket
 
-import grpc
 from prometheus_client import CollectorRegistry
 
 from services.gateway import app, http_server
@@ -85,7 +84,7 @@ class Gateway:
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 
-    async def _start_health(self, health: rpc.Health) -> grpc.aio.Server:
+    async def _start_health(self, health: rpc.Health) -> rpc.Server:
         host, port = self._settings.host, self._settings.health_port
         try:
             return await rpc.start_server(host, port, health, lambda server: None)
