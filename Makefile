@@ -13,9 +13,6 @@ PY     := $(VENV)/bin/python
 ENV    := $(VENV)/.ready
 PROTOS := rootstock/.ready
 
-# Tests that fill the machine by themselves, or count seconds of it.
-CROWDED := tests/e2e/test_fleet_faults.py tests/e2e/test_fleet_scale.py tests/e2e/test_fleet_soak.py tests/e2e/test_random_weights.py
-
 # Two processes, a file to each at a time, in the order of tests/conftest.py.
 SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -48,13 +45,11 @@ check: env       ## lint, types, core tests, contracts: before every commit
 	$(VENV)/bin/mypy
 	$(PY) -m pytest tests/core tests/contracts $(SPREAD)
 
-test: env        ## everything that a CPU can run
-	$(PY) -m pytest tests --ignore tests/e2e $(SPREAD)
-	$(PY) -m pytest $(CROWDED)
-	$(PY) -m pytest tests/e2e $(addprefix --ignore ,$(CROWDED)) $(SPREAD)
+test: env        ## everything that a CPU can run; fails at its end if any group of it has failed
+	$(PY) -m tests.groups
 
-nightly: env     ## the long property runs too
-	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m pytest tests
+nightly: env     ## the same with the long property runs and the 30-minute soak
+	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m tests.groups --processes 1
 
 bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")
 	$(PY) -m tests.benchmarks.serve --url $(URL) $(BENCH)

@@ -1,14 +1,19 @@
 """Where there is no GPU, Triton's interpreter runs its kernels: chosen when triton is first imported, by whatever test.
 
 Files that take long come first: with several processes, one would wait at the end for whoever has such a file.
+A skip that tests/skips.py does not list is a failure; those that it does are summed up at the end.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from tests.skips import allowed, missing_program
 
 LONG_FILES = {
     "test_images_replay.py",
@@ -25,3 +30,38 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and s
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            if reason := missing_program(mark.args):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _refuse_unlisted(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_unlisted(report)
+    return report
+
+
+def _refuse_unlisted(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail") and allowed(_reason(report), report.nodeid) is None:
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: skipped for a reason that tests/skips.py does not list for it: {_reason(report)}"
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = Counter(allowed(_reason(report), report.nodeid) for report in terminalreporter.stats.get("skipped", []))
+    for skip, count in skipped.most_common():
+        if skip is not None:
+            terminalreporter.write_line(f"skipped: {count} × {skip.reason} (missing: {skip.missing})")

@@ -26,9 +26,10 @@ async def run(settings: DetokenizerSettings) -> None:
     metrics.serve(registry, settings.metrics_host, settings.metrics_port)
     health = rpc.Health(SERVICE)
     add = functools.partial(pb_grpc.add_DetokenizerServicer_to_server, servicer)
+    stop = rpc.stop_signal()
     server = await rpc.start_server(settings.host, settings.port, health, add, settings.max_connection_age_s)
     await health.set_ready(True)
-    await rpc.serve_until_stopped(server, health, settings.grace_s, servicer.drain)
+    await server.serve_until(stop, settings.grace_s, servicer.drain)
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
 

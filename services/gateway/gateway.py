@@ -116,7 +116,7 @@ class Gateway:
             raise _taken(host, port) from None
         return [server]
 
-    async def _start_health(self, health: rpc.Health) -> grpc.aio.Server:
+    async def _start_health(self, health: rpc.Health) -> rpc.Server:
         host, port = self._settings.host, self._settings.health_port
         try:
             return await rpc.start_server(host, port, health, lambda server: None)

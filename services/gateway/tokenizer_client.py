@@ -127,6 +127,7 @@ class TokenizerClient:
                     unanswered = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and limit < left
                     if unanswered:
                         silent.add(replica)
+                    if unanswered or error.code() is grpc.StatusCode.UNAVAILABLE:
                         replica.doubt()
                     elif error.code() not in _LOST:
                         raise self._translate(error, request, param) from None

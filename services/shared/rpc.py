@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable
@@ -12,8 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from services.shared.limits import MAX_MESSAGE_BYTES
+from services.shared.open_calls import OpenCalls
 
-FLUSH_S = 0.5  # from the last handler's end: a large answer is still on its way into the socket
+CLOSE_S = 1.0  # for connections to close, beside what is left of the grace period
 LIVENESS = ""  # health service name of the process itself; the service's own name means readiness
 
 logger = logging.getLogger(__name__)
@@ -68,44 +70,63 @@ class Health:
         await self.servicer.set(LIVENESS, state.SERVING if live else state.NOT_SERVING)
 
 
+class Server:
+    """A started gRPC server that can end without losing an answer."""
+
+    def __init__(self, server: grpc.aio.Server, health: Health, calls: OpenCalls) -> None:
+        self._server, self._health, self._calls = server, health, calls
+
+    async def stop(self, grace_s: float | None) -> None:
+        """At once: calls in flight get `grace_s`. Their answers may be lost with their connections; serve_until() loses none."""
+        await self._server.stop(grace_s)
+
+    async def serve_until(self, stop: asyncio.Event, grace_s: float, drain: Callable[[], Awaitable[None]]) -> None:
+        """Serves until `stop` is set; then not ready, drain, and at most grace_s seconds for calls in flight.
+
+        gRPC closes a connection that it has said goodbye on as soon as its last call is over on this side. What the client says
+        then (that it has made room, say) is answered by the kernel with a reset, which takes the rest of a large answer with it.
+        So goodbye is said when no call is left: it has a ping in it, whose reply comes after the client has read all before it.
+        """
+        await stop.wait()
+        logger.info("stopping")
+        await self._health.set_ready(False)
+        await drain()
+        self._calls.close()
+        began = asyncio.get_running_loop().time()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._calls.wait_none()
+        left = grace_s - (asyncio.get_running_loop().time() - began)
+        await self._server.stop(max(left, CLOSE_S))
+
+
 async def start_server(
     host: str,
     port: int,
     health: Health,
     add: Callable[[grpc.aio.Server], None],
     max_connection_age_s: float = 0.0,
-) -> grpc.aio.Server:
+) -> Server:
     """A started server with the health service and whatever `add` registers. Raises RuntimeError if the port is taken.
 
     max_connection_age_s: connections get no new calls after so long, calls in flight end as they are; 0: never.
     """
     ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
-    server = grpc.aio.server(options=[*SERVER_OPTIONS, *ages])
+    calls = OpenCalls()
+    server = grpc.aio.server(interceptors=(calls,), options=[*SERVER_OPTIONS, *ages])
     add(server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     server.add_insecure_port(f"{host}:{port}")
     await health.start()
     await server.start()
     logger.info("listening on %s:%d", host, port)
-    return server
+    return Server(server, health, calls)
 
 
-async def wait_for_stop() -> None:
-    """Returns when SIGTERM or SIGINT has arrived."""
+def stop_signal() -> asyncio.Event:
+    """Set when SIGTERM or SIGINT has arrived. A server is given its first call only after this: until then a signal kills."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stop.set)
-    await stop.wait()
-
-
-async def serve_until_stopped(
-    server: grpc.aio.Server, health: Health, grace_s: float, drain: Callable[[], Awaitable[None]]
-) -> None:
-    """Serves until a signal; then not ready, drain, and stop with at most grace_s seconds for calls in flight."""
-    await wait_for_stop()
-    logger.info("stopping")
-    await health.set_ready(False)
-    await drain()
-    await server.stop(grace_s)
-    await asyncio.sleep(FLUSH_S)
+    return stop

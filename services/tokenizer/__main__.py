@@ -26,11 +26,12 @@ async def run(settings: TokenizerSettings) -> None:
     metrics.serve(registry, settings.metrics_host, settings.metrics_port)
     health = rpc.Health(SERVICE)
     add = functools.partial(pb_grpc.add_TokenizerServicer_to_server, servicer)
+    stop = rpc.stop_signal()
     server = await rpc.start_server(settings.host, settings.port, health, add, settings.max_connection_age_s)
     try:
         await servicer.start()
         await health.set_ready(True)
-        await rpc.serve_until_stopped(server, health, settings.grace_s, _nothing_to_drain)
+        await server.serve_until(stop, settings.grace_s, _nothing_to_drain)
     finally:
         await servicer.stop()
         if tracing is not None:
@@ -38,7 +39,7 @@ async def run(settings: TokenizerSettings) -> None:
 
 
 async def _nothing_to_drain() -> None:
-    """Calls are short: the grace period is enough for them, and what comes meanwhile is told to go elsewhere (GOAWAY)."""
+    """Calls are short: the grace period is enough for them, and what comes meanwhile is told to go elsewhere."""
 
 
 def main() -> None:

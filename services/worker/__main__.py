@@ -196,6 +196,7 @@ async def serve(settings: WorkerSettings) -> None:
     loop = Loop(engine.core, engine.executor, inbox, measured, observer, engine.masks, *overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
     servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.arrived, load_report, spans)
+    stop = rpc.stop_signal()
     server = await rpc.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
     )
@@ -218,7 +219,7 @@ async def serve(settings: WorkerSettings) -> None:
         life.draining()
         await drain(outbox, load_report, scheduler, settings.grace_s)
 
-    await rpc.serve_until_stopped(server, health, 1.0, leave)
+    await server.serve_until(stop, rpc.CLOSE_S, leave)
     scheduler.leave_if_alive()
     telling.cancel()
     if pod_cost is not None:

@@ -105,7 +105,7 @@ async def serve(name: str, port: int, redis_url: str) -> None:
     server = await rpc.start_server(HOST, port, health, lambda server: server.add_generic_rpc_handlers((handler,)))
     await health.set_ready(True)
     lease = asyncio.create_task(_keep_lease(name, redis_url))
-    await rpc.wait_for_stop()
+    await rpc.stop_signal().wait()
     lease.cancel()
     await server.stop(0)
 

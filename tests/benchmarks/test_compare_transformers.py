@@ -65,7 +65,6 @@ def test_what_a_server_leaves_behind_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_comparison_end_to_end(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     flags = ["--shape", "tiny", "--model", str(tmp_path / "tiny"), "--concurrency", "2", "--input-len", "16", "--output-len", "4"]
     flags += ["--rounds", "1", "--cores", "1", "--server-command", FAKE, "--output-file", str(tmp_path / "out.jsonl")]
     command = [sys.executable, "-m", "tests.benchmarks.compare_transformers", *flags]

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
-
-from tests.benchmarks.make_model import SHAPES, Shape, make_tokenizer, random_model, write_model  # noqa: E402
+from tests.benchmarks.make_model import SHAPES, Shape, make_tokenizer, random_model, write_model
 
 TINY = SHAPES["tiny"]
 
@@ -35,7 +33,6 @@ def test_the_checkpoint_loads_in_bf16_and_generates(checkpoint: Path) -> None:
 
 
 def test_a_tied_head_is_stored_once(checkpoint: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
     with safetensors.safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names

@@ -12,7 +12,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """flags: --name=value by name; of RUN, COPY and the like. text: the rest, on one line. line: of the file, from 1."""
+    """flags: --name=value by name; of RUN, COPY and the like. text: the rest, on one line; of an ARG, with the value that holds.
+    line: of the file, from 1."""
 
     name: str
     flags: dict[str, str]
@@ -120,7 +121,7 @@ def read(path: Path, arguments: dict[str, str] | None = None) -> Dockerfile:
             known = values[stages[-1].name] if stages else shared
             known[key] = given.get(key, default or (shared.get(key, "") if stages else ""))
             if stages:
-                stages[-1].instructions.append(each)
+                stages[-1].instructions.append(Instruction("ARG", {}, f"{key}={known[key]}", number))
         else:
             stage = stages[-1]
             known = values[stage.name]

@@ -28,6 +28,7 @@ class Image:
     files: Path
     folder: str = "/"
     env: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
     entrypoint: list[str] = field(default_factory=list)
     healthcheck: list[str] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
@@ -82,7 +83,9 @@ class Builder:
                 self._copy(each, image)
             case "RUN":
                 self._run(each.text, image)
-            case "ARG" | "LABEL" | "USER" | "VOLUME":
+            case "ARG":
+                name, _, image.arguments[name] = each.text.partition("=")
+            case "LABEL" | "USER" | "VOLUME":
                 pass
             case _:
                 raise NotImplementedError(f"line {each.line}: {each.name}")
@@ -109,7 +112,7 @@ class Builder:
             self.skipped.append(text)
             return
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` and `pip` of the base image
-        env = {**os.environ, **image.env, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        env = {**os.environ, **image.arguments, **image.env, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         command = ["sh", "-euc", image.here(text)]
         done = subprocess.run(command, cwd=image.place("."), env=env, capture_output=True, text=True, timeout=1200, check=False)
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

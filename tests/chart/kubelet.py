@@ -22,9 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from services.local.ports import HOST, free_ports
+from services.local.redis_server import redis_program
+from services.local.settings import LocalSettings
 from tests.chart.pods import PodTemplate, pods, selects
 from tests.chart.release import NAMESPACE, REPO, Release
 
@@ -140,8 +145,7 @@ class Machine:
         writable = [path for path in mounts.values() if path.is_relative_to(self.folder)]
         for path in writable:
             path.mkdir(parents=True, exist_ok=True)
-        program = sys.executable if argv[0] in ("python", "python3") else shutil.which(argv[0])
-        assert program, f"{argv[0]} is not on this machine"
+        program = _program(argv[0])
         log = self.folder / f"{pod.component}-{container['name']}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -153,6 +157,17 @@ class Machine:
                 stderr=subprocess.STDOUT,
             )
         return Running(self, pod, container, process, log)
+
+
+def _program(name: str) -> str:
+    """What the image has under that name, or this machine's own."""
+    if name in ("python", "python3"):
+        return sys.executable
+    if name == "redis-server":
+        return redis_program(LocalSettings(_cli_parse_args=False).redis_server)  # type: ignore[call-arg]
+    program = shutil.which(name)
+    assert program, f"{name} is not on this machine"
+    return program
 
 
 def _read_only(writable: list[Path]) -> list[str]:
@@ -191,8 +206,8 @@ class Running:
         if "tcpSocket" in probe:
             return _connects(self._port(probe["tcpSocket"]["port"]), timeout)
         command = [self.machine.localized(self.pod, word) for word in probe["exec"]["command"]]
-        if command[0] == "redis-cli":  # its default port is Redis's own, which something else may have here
-            command[1:1] = ["-p", str(self._port(6379))]
+        if command[0] == "redis-cli":
+            return _redis_replies(self._port(6379), command[1:], timeout)
         env = environment(self.machine.release, self.pod, self.container, self.machine.secrets)
         return (
             subprocess.run(command, env={"PATH": os.environ["PATH"], **env}, capture_output=True, timeout=timeout).returncode == 0
@@ -248,6 +263,18 @@ def _serving(port: int, service: str, timeout: float) -> bool:
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _redis_replies(port: int, words: list[str], timeout: float) -> bool:
+    """As redis-cli ends with status 0, which no bundled server brings along: there is a reply, an error's too."""
+    with redis.Redis(HOST, port, socket_timeout=timeout, retry=Retry(NoBackoff(), 0)) as client:
+        try:
+            client.execute_command(*words)
+        except redis.ResponseError:
+            return True
+        except redis.RedisError:
+            return False
+    return True
 
 
 def _connects(port: int, timeout: float) -> bool:

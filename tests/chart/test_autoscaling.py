@@ -9,7 +9,6 @@ import pytest
 
 from tests.chart.autoscaling_day import DAY, MOST, PICTURE, hpa_spec, play, targets
 from tests.chart.hpa import Autoscaler, External, Pods, Reading, wanted
-from tests.chart.prometheus import needs_prometheus
 from tests.chart.recorded import SCRAPE_S, Recorded
 from tests.chart.test_monitoring_rules import run_tests
 from tests.chart.worker_fleet import COLD_START_S, SERVICE_S, SLOTS, WorkerFleet
@@ -86,7 +85,7 @@ def test_without_the_rules_bounds_a_jam_would_be_answered_twice() -> None:
     assert max(moment.replicas for moment in play(plain=True)) >= max(moment.need for moment in play(plain=True)) + 4
 
 
-@needs_prometheus
+@pytest.mark.needs("promtool")
 def test_the_recording_rules_say_what_the_day_is_played_with(tmp_path: Path) -> None:
     """Half an hour with a spike and a second worker in its midst."""
     fleet, recorded = WorkerFleet(1), Recorded()

@@ -1,7 +1,8 @@
 """Each image's build is replayed into a folder, and its service runs there: from the files that the image has, and no others.
 
 The install step of the worker's image is replayed where ROOTSTOCK_TEST_NIGHTLY is set, with the build argument TORCH_INDEX_URL of
-ROOTSTOCK_TEST_TORCH_INDEX_URL if that is; else the worker runs in this environment.
+ROOTSTOCK_TEST_TORCH_INDEX_URL if that is: a URL, a folder of wheels, or nothing, which asks no index but pip's own. Else
+the worker runs in this environment.
 """
 
 from __future__ import annotations
@@ -36,14 +37,25 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     """With this environment where an image would have its own, and kernels for this CPU alone, unless it is night."""
-    index = os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL")
-    dockerfile = read(ROOT / "docker/Dockerfile.worker", {"TORCH_INDEX_URL": index} if index else {})
-    work = tmp_path_factory.mktemp("worker")
-    if NIGHTLY:
-        return Builder(dockerfile, ROOT, work)
-    return Builder(dockerfile, ROOT, work, lambda text: "requirements/worker" in text or "prebuild" in text)
+    arguments, folder = torch_index(os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL"))
+    dockerfile, work = read(ROOT / "docker/Dockerfile.worker", arguments), tmp_path_factory.mktemp("worker")
+    with pytest.MonkeyPatch.context() as patch:
+        if folder:
+            patch.setenv("PIP_FIND_LINKS", folder, prepend=" ")
+        if NIGHTLY:
+            yield Builder(dockerfile, ROOT, work)
+        else:
+            yield Builder(dockerfile, ROOT, work, lambda text: "requirements/worker" in text or "prebuild" in text)
+
+
+def torch_index(asked: str | None) -> tuple[dict[str, str], str]:
+    """The build argument, none for None (which leaves the Dockerfile's default), and a folder that pip is to look in as well."""
+    if asked is None:
+        return {}, ""
+    folder = asked if os.path.isdir(asked) else ""
+    return {"TORCH_INDEX_URL": "" if folder else asked}, folder
 
 
 def environment(image: Image, python: Path, tmp: Path, ports: dict[str, int]) -> dict[str, str]:
@@ -132,6 +144,30 @@ def test_every_source_is_compiled(front: Builder) -> None:
 def test_only_steps_of_the_distribution_were_left_out(front: Builder) -> None:
     front.build("gateway")
     assert [text.split()[0] for text in front.skipped] == ["groupadd"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (None, ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]),
+        ("", []),
+        ("https://mirror.example/whl", ["--extra-index-url", "https://mirror.example/whl"]),
+        (str(ROOT), []),
+    ],
+    ids=["the default", "none", "another", "a folder"],
+)
+def test_an_index_for_torch_is_asked_only_if_there_is_one(asked: str | None, options: list[str], tmp_path: Path) -> None:
+    """What pip is given by the step as a shell runs it."""
+    arguments, folder = torch_index(asked)
+    assert folder == (asked if asked == str(ROOT) else "")
+    stage = read(ROOT / "docker/Dockerfile.worker", arguments).stage("cpu-builder")
+    (step,) = [each.text for each in stage.all("RUN") if "worker-cpu.txt" in each.text]
+    (tmp_path / "pip").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "pip").chmod(0o755)
+    env = {"PATH": str(tmp_path), **dict(each.text.split("=", 1) for each in stage.all("ARG"))}
+    said = subprocess.run(["/bin/sh", "-euc", step], env=env, capture_output=True, text=True, check=True).stdout.split()
+    expected = ["--python", "/opt/venv/bin/python", "install", "--no-deps", *options, "--requirement"]
+    assert said[: len(expected)] == expected
 
 
 def test_the_worker_runs_from_its_image(worker: Builder, tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ import yaml
 
 from services.local.ports import HOST
 from tests.chart import adapter
-from tests.chart.prometheus import PROMTOOL, Prometheus, needs_prometheus
+from tests.chart.prometheus import Prometheus
 from tests.chart.promql import selectors
 from tests.chart.release import CHART, NAMESPACE, render
 from tests.chart.test_monitoring_rules import RULES, alerts, rules
 from tests.e2e.system import System, wait_until
 
-pytestmark = needs_prometheus
+pytestmark = pytest.mark.needs("prometheus", "promtool")
 
 MODEL = "demo"
 HPA = {"worker": {"autoscaling": {"enabled": True}}, "gateway": {"autoscaling": {"enabled": True}}}
@@ -222,7 +222,7 @@ def test_promtool_finds_nothing_wrong_with_what_a_service_emits(watched: Watched
     """But for what SGLang's names must be."""
     with urllib.request.urlopen(watched.system.parts[name].metrics_url, timeout=5) as response:
         text = response.read()
-    done = subprocess.run([str(PROMTOOL), "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
     findings = [line for line in (done.stdout + done.stderr).decode().splitlines() if line.strip()]
     assert [line for line in findings if not line.startswith("sglang:")] == []
     of_sglang = {line.split(" ", 1)[1] for line in findings if line.startswith("sglang:")}

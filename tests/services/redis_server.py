@@ -1,4 +1,4 @@
-"""A real redis-server of a test's own, that can be killed, restarted empty, stopped and filled."""
+"""A real Redis of a test's own, that can be killed, restarted empty, stopped and filled."""
 
 from __future__ import annotations
 
@@ -9,28 +9,40 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import redis
 
-from services.local.plan import redis_argv
 from services.local.ports import HOST, free_ports
+from services.local.redis_server import redis_argv
+from services.local.settings import LocalSettings
+
+# By `program`: the bundled one and Debian's, which is Redis.
+EITHER_SERVER = [
+    pytest.param("", id="bundled"),
+    pytest.param("redis-server", id="debian", marks=pytest.mark.needs("redis-server")),
+]
 
 
 class RedisServer:
-    def __init__(self) -> None:
+    """program: another than the one that `make run` starts."""
+
+    def __init__(self, program: str = "") -> None:
+        self._program = program or LocalSettings(_cli_parse_args=False).redis_server  # type: ignore[call-arg]
         (self.port,) = free_ports(1)
         self.url = f"redis://{HOST}:{self.port}/0"
         self.client = redis.Redis.from_url(self.url, protocol=2)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self._process = subprocess.Popen(redis_argv(self.port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        argv = redis_argv(self.port, self._program)
+        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         while True:
             try:
                 self.client.ping()
                 return
             except redis.exceptions.RedisError:
-                assert time.monotonic() < deadline, "redis-server does not start"
+                assert time.monotonic() < deadline, "it does not start"
                 time.sleep(0.02)
 
     def kill(self) -> None:
@@ -57,8 +69,8 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server() -> Iterator[RedisServer]:
-    server = RedisServer()
+def redis_server(program: str = "") -> Iterator[RedisServer]:
+    server = RedisServer(program)
     server.start()
     try:
         yield server

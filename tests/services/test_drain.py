@@ -1,24 +1,28 @@
-"""SIGTERM of tokenizer and detokenizer processes with work in flight."""
+"""SIGTERM of tokenizer and detokenizer processes with work in flight, and how a server ends without losing an answer."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from services.local.ports import HOST, free_ports
-from services.shared.rpc import CHANNEL_OPTIONS
+from services.shared import rpc
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 WAIT_S = 30
@@ -32,7 +36,7 @@ def process_of(service: str) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Cha
     argv += ["--metrics-port", str(metrics_port), "--grace-s", str(GRACE_S)]
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
     try:
-        with grpc.insecure_channel(f"{HOST}:{port}", options=CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(f"{HOST}:{port}", options=rpc.CHANNEL_OPTIONS) as channel:
             grpc.channel_ready_future(channel).result(WAIT_S)
             yield process, channel, metrics_port
     finally:
@@ -81,3 +85,127 @@ def ended_by_the_peer(stub: detokenizer_pb2_grpc.DetokenizerStub) -> Iterator[It
         yield stub.Decode(batches(), timeout=WAIT_S)
     finally:
         over = True
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """HTTP/2's, RFC 9113 section 4.1."""
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def header(name: bytes, value: bytes) -> bytes:
+    """HPACK's literal without indexing, RFC 7541 section 6.2.2."""
+    return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+
+
+DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
+END_STREAM, ACK, END_HEADERS, INITIAL_WINDOW_SIZE = 1, 1, 4, 4
+WINDOW = 2**24
+HELLO = [
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, WINDOW)),
+    frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", WINDOW)),
+]
+CALL = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/test.Test/Get"),
+    (b":authority", b"test"),
+    (b"content-type", b"application/grpc"),
+    (b"te", b"trailers"),
+]
+
+
+def slow_client(port: int) -> int:
+    """Bytes of the answer to Get, read slowly and told of piece by piece, as clients do. OSError if it is cut."""
+    received = 0
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        connection.settimeout(WAIT_S)
+        connection.connect((HOST, port))
+        request = [frame(HEADERS, END_HEADERS, 1, b"".join(header(*each) for each in CALL)), frame(DATA, END_STREAM, 1, bytes(5))]
+        connection.sendall(b"".join([*HELLO, *request]))
+        frames = connection.makefile("rb")
+        while head := frames.read(9):
+            kind, flags = head[3], head[4]
+            payload = frames.read(int.from_bytes(head[:3], "big"))
+            if kind == DATA:
+                received += len(payload)
+                connection.sendall(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", max(1, len(payload)))))
+            elif kind in (PING, SETTINGS) and not flags & ACK:
+                connection.sendall(frame(kind, ACK, 0, payload if kind == PING else b""))
+            elif kind == HEADERS and flags & END_STREAM:
+                return received
+    raise ConnectionError("closed before the answer's end")
+
+
+async def started(get: grpc.RpcMethodHandler) -> tuple[rpc.Server, int]:
+    """A server with one method, and its port."""
+    (port,) = free_ports(1)
+    handlers = grpc.method_handlers_generic_handler("test.Test", {"Get": get})
+    return await rpc.start_server(HOST, port, rpc.Health("test"), lambda s: s.add_generic_rpc_handlers((handlers,))), port
+
+
+async def nothing() -> None:
+    """To drain."""
+
+
+def test_an_answer_on_its_way_arrives_whole() -> None:
+    """To clients that read slowly and say so: the kernel resets a connection that is closed on them too early."""
+    answer, calls = bytes(1_000_000), 4
+
+    async def run() -> list[int]:
+        inside, stop = asyncio.Semaphore(0), asyncio.Event()
+
+        async def get(_: bytes, context: object) -> bytes:
+            inside.release()
+            await stop.wait()
+            return answer
+
+        server, port = await started(grpc.unary_unary_rpc_method_handler(get))
+        serving = asyncio.create_task(server.serve_until(stop, GRACE_S, nothing))
+        clients = [asyncio.create_task(asyncio.to_thread(slow_client, port)) for _ in range(calls)]
+        for _ in clients:
+            await inside.acquire()
+        stop.set()
+        await serving
+        return await asyncio.gather(*clients)
+
+    assert asyncio.run(run()) == [5 + len(answer)] * calls
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["a call that ends", "a call that does not"])
+def test_while_calls_end_new_ones_are_sent_away(ends: bool) -> None:
+    """The health service still answers. What has not ended by the grace period's end is cut."""
+
+    async def run() -> None:
+        stop, end = asyncio.Event(), asyncio.Event()
+
+        async def get(_: bytes, context: object) -> AsyncIterator[bytes]:
+            yield b"first"
+            await end.wait()
+            yield b"last"
+
+        async def is_sent_away(call: grpc.aio.UnaryStreamCall) -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await call.read()
+                call.cancel()
+            return await call.code() is grpc.StatusCode.UNAVAILABLE
+
+        server, port = await started(grpc.unary_stream_rpc_method_handler(get))
+        serving = asyncio.create_task(server.serve_until(stop, GRACE_S if ends else 0.1, nothing))
+        async with rpc.channel(f"{HOST}:{port}") as channel:
+            health, method = health_pb2_grpc.HealthStub(channel), channel.unary_stream("/test.Test/Get")
+            call = method(b"")
+            assert await call.read() == b"first"
+            stop.set()
+            while not await is_sent_away(method(b"")):
+                assert not serving.done()
+            if ends:
+                assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+                end.set()
+                assert [await call.read(), await call.read()] == [b"last", grpc.aio.EOF]
+            else:
+                assert await call.code() is not grpc.StatusCode.OK
+            await serving
+
+    asyncio.run(run())

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-import grpc
 import pytest
 
 from services.local.ports import HOST, free_ports
@@ -28,7 +27,7 @@ def health_port() -> Iterator[int]:
         return asyncio.run_coroutine_threadsafe(awaitable, loop).result(10)  # type: ignore[arg-type]
 
     server = run(rpc.start_server(HOST, port, rpc.Health("worker"), lambda server: None))
-    assert isinstance(server, grpc.aio.Server)
+    assert isinstance(server, rpc.Server)
     yield port
     run(server.stop(0))
     loop.call_soon_threadsafe(loop.stop)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pydantic
 import pytest
+import xgrammar
 
 from rootstock.v1 import common_pb2 as pb
 
@@ -78,7 +79,6 @@ TEXTS = ['a"b', "back\\slash", "line\nbreak\ttab", "é 漢 🙂", "\x01a\x7fb\x1
 @pytest.mark.parametrize("text", TEXTS, ids=["quote", "backslash", "white space", "unicode", "control", "grammar", "pattern"])
 def test_a_choice_is_matched_letter_by_letter(shared: System, text: str) -> None:
     """The grammar that the worker is given takes the chosen text and nothing else, in the compiler that workers use."""
-    xgrammar = pytest.importorskip("xgrammar")
     assert shared.chat(guided_choice=[text, "other"]).status_code == 200
     source = shared.worker.submits[-1].sampling.grammar.ebnf
     vocabulary = [bytes([byte]) for byte in range(256)]

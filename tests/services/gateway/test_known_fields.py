@@ -266,7 +266,8 @@ def test_an_abort_finds_a_request_by_its_name(system: System) -> None:
     system.do(system.tokenizer.gate.clear)
     for path in (CHAT, EMBEDDINGS):
         waiting = Waiting(system, path, {**BODIES[path], "rid": path})
-        wait_until(lambda path=path: bool(system.tokenizer.calls) and not system.post("/abort_request", {"rid": path}).content)
+        wait_until(lambda: bool(system.tokenizer.calls), "its tokenizer")
+        assert system.post("/abort_request", {"rid": path}).json()["aborted"] == 1
         system.do(system.tokenizer.gate.set)
         assert waiting.result().json()["error"]["code"] == "aborted"
         system.do(system.tokenizer.gate.clear)

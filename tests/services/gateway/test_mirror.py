@@ -21,7 +21,7 @@ from services.worker.core.cache_events import CacheEvents
 from services.worker.index import publisher as publishing
 from services.worker.index.publisher import IndexPublisher
 from services.worker.index.records import WorkerRecords
-from tests.services.redis_server import RedisServer, redis_server, until
+from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
 
 MODEL, WORKER = "m", "worker-1"
 
@@ -50,10 +50,10 @@ def server(one_server: RedisServer) -> RedisServer:
     return one_server
 
 
-@pytest.fixture
-def own_server() -> Iterator[RedisServer]:
+@pytest.fixture(params=EITHER_SERVER)
+def own_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """One that the test may break."""
-    with redis_server() as server:
+    with redis_server(request.param) as server:
         yield server
 
 

@@ -49,6 +49,19 @@ class Tokenizer(FakeTokenizer):
         return tokenizer_pb2.TokenizerInfo(model=self.model)
 
 
+class Leaving(Tokenizer):
+    """One that stops, with a call of somebody else's still in flight: sends all others away."""
+
+    async def _begin(self, request: Any, context: Any) -> None:
+        await super()._begin(request, context)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "leaving")
+
+    async def Info(self, request: Any, context: Any) -> tokenizer_pb2.TokenizerInfo:
+        if self.calls:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "leaving")
+        return await super().Info(request, context)
+
+
 class Replicas:
     """Servers on loopback. Ends with them."""
 
@@ -389,6 +402,20 @@ class TestTokenizers:
                     assert len(silent.calls) == 2
                     silent.gate.set()
                     await eventually(lambda: client.connected() == 2)
+
+        asyncio.run(test())
+
+    def test_one_that_leaves_is_asked_once(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                leaving, other = Leaving(), Tokenizer()
+                addresses = [await servers.start(leaving), await servers.start(other)]
+                client = tokenizer_client()
+                async with running(client.run):
+                    client.set_endpoints(dict.fromkeys(addresses, True))
+                    await eventually(lambda: client.connected() == 2)
+                    assert [await encode(client) for _ in range(6)] == [ids_of("hi")] * 6
+                    assert (len(leaving.calls), len(other.calls), client.connected()) == (1, 6, 1)
 
         asyncio.run(test())
 

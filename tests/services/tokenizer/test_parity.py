@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +16,6 @@ from rootstock.v1 import tokenizer_pb2 as pb
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from tests.services.tokenizer.model_folders import KINDS, byte_level, unigram
 from tests.services.tokenizer.serving import serving
-
-transformers = pytest.importorskip("transformers")
 
 TEXTS = [
     "",

@@ -43,7 +43,7 @@ from services.worker.index.publisher import IndexPublisher
 from services.worker.index.records import WorkerRecords
 from services.worker.index.sweeper import LATE_S, Sweeper
 from services.worker.model_identity import identify_model
-from tests.services.redis_server import RedisServer, redis_server, until
+from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
 from tests.services.worker.test_model_identity import identity_of, revision_of
 
 MODEL, WORKER = "m", "worker-1"
@@ -77,10 +77,10 @@ def server(one_server: RedisServer) -> RedisServer:
     return one_server
 
 
-@pytest.fixture
-def own_server() -> Iterator[RedisServer]:
+@pytest.fixture(params=EITHER_SERVER)
+def own_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """One that the test may break."""
-    with redis_server() as server:
+    with redis_server(request.param) as server:
         yield server
 
 

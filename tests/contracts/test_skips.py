@@ -1,0 +1,62 @@
+"""No test is skipped silently: what tests/skips.py does not list, at collection or at run, is a failure; a listed one is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.skips import ALLOWED, PACKAGES, allowed, missing_program
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFTEST = "from tests.conftest import *  # noqa: F403\n"
+SKIPS = {
+    "at run": "import pytest\ndef test_a(): pytest.skip('the moon')\n",
+    "by a mark": "import pytest\n@pytest.mark.skipif(True, reason='the moon')\ndef test_a(): pass\n",
+    "by a fixture": "import pytest\n@pytest.fixture\ndef it(): pytest.skip('the moon')\ndef test_a(it): pass\n",
+    "at collection": "import pytest\npytest.importorskip('no_such_module', reason='the moon')\ndef test_a(): pass\n",
+    "for a reason of another folder": "import pytest\ndef test_a(): pytest.skip('torch sees no GPU')\n",
+}
+
+
+def pytest_of(folder: Path, source: str, path: str = "tests/test_one.py") -> subprocess.CompletedProcess[str]:
+    """A run of this one file under this repository's conftest, on a PATH without any program."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = needs(program, ...): x\n")
+    (folder / path).parent.mkdir(parents=True)
+    (folder / path).write_text(source)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(folder / path)]
+    env = {"PYTHONPATH": str(ROOT), "PATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("how", SKIPS)
+def test_a_skip_that_is_not_listed_fails(how: str, tmp_path: Path) -> None:
+    done = pytest_of(tmp_path, SKIPS[how])
+    assert done.returncode != 0, done.stdout
+    assert "skipped for a reason that tests/skips.py does not list" in done.stdout and "1 skipped" not in done.stdout
+
+
+def test_a_program_that_is_missing_is_told_with_its_package(tmp_path: Path) -> None:
+    done = pytest_of(tmp_path, "import pytest\n@pytest.mark.needs('promtool')\ndef test_a(): pass\n")
+    assert done.returncode == 0, done.stdout
+    assert "skipped: 1 × promtool is not on PATH (missing: Debian's package prometheus)" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("1 skipped in ")
+
+
+def test_a_program_without_a_package_is_refused() -> None:
+    with pytest.raises(ValueError, match="one or more of"):
+        missing_program(("no-such-program",))
+
+
+def test_a_reason_holds_in_its_folders_alone() -> None:
+    assert allowed("torch sees no GPU", "tests/gpu/test_sync.py")
+    assert allowed("torch sees no GPU", "tests/exec/test_sync.py") is None
+
+
+def test_the_readme_names_every_package() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert all(f"`{package}`" in text for package in PACKAGES.values())
+    assert all((ROOT / folder).is_dir() for skip in ALLOWED for folder in skip.folders)

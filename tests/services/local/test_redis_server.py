@@ -1,0 +1,45 @@
+"""The bundled server runs unless a setting names another, whatever is on PATH."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from services.local.plan import num_ports, parts
+from services.local.settings import LocalSettings
+
+
+def started(**settings: str) -> str:
+    """The program of the Redis that would be started."""
+    local = LocalSettings(_cli_parse_args=False, **settings)  # type: ignore[call-arg]
+    (part,) = [each for each in parts(local, "models/demo", list(range(num_ports(local)))) if each.command.name == "redis"]
+    return part.command.argv[0]
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A redis-server that is first on PATH."""
+    program = tmp_path / "redis-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("ROOTSTOCK_LOCAL_REDIS_SERVER", raising=False)
+    return str(program)
+
+
+def test_the_bundled_one_runs_by_itself(other: str) -> None:
+    said = subprocess.run([started(), "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    assert said.startswith("Valkey server v=9.")
+
+
+def test_a_setting_names_another(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(redis_server="redis-server") == started(redis_server=other) == other
+    monkeypatch.setenv("ROOTSTOCK_LOCAL_REDIS_SERVER", other)
+    assert started() == other
+
+
+def test_one_that_is_not_there_is_said(other: str) -> None:
+    with pytest.raises(ValueError, match="redis_server: no-such-server is not a program here"):
+        started(redis_server="no-such-server")

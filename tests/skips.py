@@ -1,0 +1,46 @@
+"""Every reason for which a test may be skipped, where, and what is missing then. A skip for any other reason is a failure.
+
+`needs("promtool")` marks a test that takes a program which README does not ask for: skipped where it is not on PATH.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+PACKAGES = {"prometheus": "prometheus", "promtool": "prometheus", "redis-server": "redis-server"}  # Debian's, by program
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """folders: below which the reason holds, from the repository's root. missing: what would have the test run."""
+
+    reason: str
+    folders: tuple[str, ...]
+    missing: str
+
+
+GPU, FLASHINFER = "a GPU that torch sees", "PyPI's flashinfer-python, which `make env` leaves out"
+ALLOWED = (
+    *(Skip(f"{program} is not on PATH", ("tests/",), f"Debian's package {package}") for program, package in PACKAGES.items()),
+    Skip("torch sees no GPU", ("tests/gpu/",), GPU),
+    Skip("counts a GPU's memory", ("tests/exec/",), GPU),
+    Skip("no GPU with flashinfer", ("tests/exec/",), f"{GPU}, and {FLASHINFER}"),
+    Skip("flashinfer is not installed", ("tests/gpu/", "tests/exec/"), FLASHINFER),
+    Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
+    Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU: tests what is said there"),
+    Skip("sentence-transformers is not installed", ("tests/exec/",), "PyPI's sentence-transformers, which `make env` leaves out"),
+    Skip("takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/kernels/",), "`make nightly`"),
+)
+
+
+def missing_program(programs: tuple[str, ...]) -> str:
+    """Why to skip a test that needs them; empty if all are there. Raises ValueError for one that is not in PACKAGES."""
+    if not programs or not PACKAGES.keys() >= set(programs):
+        raise ValueError(f"needs{programs}: one or more of {', '.join(PACKAGES)}")
+    return next((f"{program} is not on PATH" for program in programs if shutil.which(program) is None), "")
+
+
+def allowed(reason: str, path: str) -> Skip | None:
+    """path: of the test's file, from the repository's root."""
+    return next((each for each in ALLOWED if each.reason == reason and path.startswith(each.folders)), None)
