@@ -9,6 +9,7 @@ import numpy as np
 
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.finish import Ending
+from services.worker.core.graph_limits import strides
 from services.worker.core.messages import ErrorCode, FinishReason
 from services.worker.core.plan import SlotParams
 from services.worker.core.policy import IN_BATCH_DEPRIORITIZE_THRESHOLD, service_order
@@ -44,8 +45,10 @@ class ExtendPlanner:
         if not table.extending and (table.batch_is_full or not len(table.waiting)):
             return rows
         adder = self._adder(ratio, num_decode_rows)
+        held = self._strides(num_decode_rows, may_admit)
         for request in list(table.extending):
-            if request.lease is not None and not self._continue(request, adder, rows) and not rows.requests and flight is None:
+            going = request.lease is None or self._continue(request, adder, rows, held.get(request.seq))
+            if not going and not rows.requests and flight is None:
                 self._relieve(request, now, step_id)
         if may_admit and not table.batch_is_full and not table.extending:
             computing = flight.requests[: flight.plan.num_extend] if flight else []
@@ -75,13 +78,28 @@ class ExtendPlanner:
 
     # Started extends
 
-    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows) -> bool:
-        """False: there is no page for it."""
+    def _strides(self, num_decode_rows: int, may_admit: bool) -> dict[int, int]:
+        """By seq: tokens that an extend takes at most, so that the step can be a graph's. Empty where no prompt is to be held up
+        for that, or where it does not pay."""
+        table, limits = self._table, self._table.config.graphs
+        begins = may_admit and not table.batch_is_full and len(table.waiting) > 0
+        if not limits.rows or begins or not table.extending:
+            return {}
+        slots = [r.lease.slot for r in table.extending if r.lease]
+        starts = table.columns.computed[slots]
+        if any(start < r.num_prompt_tokens for r, start in zip(table.extending, starts.tolist(), strict=True)):
+            return {}
+        left = table.columns.target[slots] - starts
+        found = strides(limits, starts.tolist(), left.tolist(), num_decode_rows + len(slots))
+        return {} if found is None else {r.seq: count for r, count in zip(table.extending, found, strict=True)}
+
+    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, at_most: int | None) -> bool:
+        """False: there is no page for it. at_most: tokens, None for what the adder says."""
         lease = request.lease
         assert lease is not None
         start = int(self._table.columns.computed[lease.slot])
         remaining = int(self._table.columns.target[lease.slot]) - start
-        count = adder.chunk(start, remaining, _computes_logprobs(request))
+        count = adder.chunk(start, min(remaining, at_most or remaining), _computes_logprobs(request))
         return count <= 0 or self._add(request, start, count, adder, rows)
 
     def _relieve(self, request: Request, now: float, step_id: int) -> None:
