@@ -203,6 +203,7 @@ def resolve_tokens(
     page_size: int,
     vocab_size: int,
     max_tokens: int,
+    known: Tensor | None = None,
 ) -> None:
     """Reads no value on the host. Makes tables of [R, max_tokens]."""
     if not len(rows.slots) * max_tokens:
@@ -217,6 +218,9 @@ def resolve_tokens(
     relays = torch.arange(len(rows.slots), device=input_ids.device)[:, None] >= num_extend
     held = torch.where(slots >= 0, relay[slots.clamp(min=0)], 0)
     own = given[tokens.clamp(0, len(given) - 1)].long() if len(given) else torch.zeros_like(tokens)
+    if known is not None:
+        told = known[tokens.clamp(0, len(known) - 1)].long()
+        relays, own = relays & (told < 0), torch.where(relays, told, own)
     ids = torch.where(relays, held, own)
     if unwritten is not None:
         unwritten += (exists & relays & (ids < 0)).sum()

@@ -45,14 +45,16 @@ class StepKernels(Protocol):
         page_size: int,
         vocab_size: int,
         max_tokens: int,
+        known: Tensor | None = None,
     ) -> None:
         """Fills input_ids int64[T], rows.positions int32[T] and rows.locations int64[T] of the step.
 
         Token i of row r: position starts[r] + i; location through the page table of slots[r], below 0 where the slot is
         below 0, the position is outside the table or its page is. Its id: of the first num_extend rows, given[offsets[r] +
-        i] (given: int32[T], read there alone); of the others, relay[slots[r]] (int64[slots]). Ids are cut to 0 ..
-        vocab_size - 1. unwritten: int32[1], counts the relayed ids that were below 0 in slots at or above 0; None: not
-        counted. max_tokens: no row has more. Tokens of rows with num_tokens 0 do not exist.
+        i] (given: int32[T], read there alone); of the others, relay[slots[r]] (int64[slots]), unless known has an id at or
+        above 0 for that token (known: int32[T]; None: for none). Ids are cut to 0 .. vocab_size - 1. unwritten: int32[1],
+        counts the relayed ids that were below 0 in slots at or above 0; None: not counted. max_tokens: no row has more.
+        Tokens of rows with num_tokens 0 do not exist.
         """
 
     def page_indices(self, out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:

@@ -55,7 +55,8 @@ def _resolve(rows: RaggedRows, kernels: TritonLayers | None, extends: int, longe
     which = reference if kernels is None else kernels
     ids, given = torch.zeros(tokens, dtype=torch.int64, device=device), torch.zeros(tokens, dtype=torch.int32, device=device)
     relay = torch.zeros(len(rows.page_table), dtype=torch.int64, device=device)
-    return lambda: which.resolve_tokens(ids, rows, given, relay, None, extends, PAGE_SIZE, VOCAB, longest)
+    known = None if extends else torch.full((tokens,), -1, dtype=torch.int32, device=device)  # as decode graphs have it
+    return lambda: which.resolve_tokens(ids, rows, given, relay, None, extends, PAGE_SIZE, VOCAB, longest, known)
 
 
 def _resolve_case(tokens: int, context: int, long: bool) -> GpuCase:
@@ -64,7 +65,7 @@ def _resolve_case(tokens: int, context: int, long: bool) -> GpuCase:
         return _resolve(rows, kernels, int(long), tokens if long else 1)
 
     name = f"resolve_tokens {f'1x{tokens}' if long else f'{tokens}x1'}"
-    moved = tokens * (8 + 4 + 8) + (tokens * 4 + tokens // PAGE_SIZE * 4 if long else tokens * (16 + 4 + 8))
+    moved = tokens * (8 + 4 + 8) + (tokens * 4 + tokens // PAGE_SIZE * 4 if long else tokens * (16 + 4 + 4 + 8))
     return _both(lambda device: work(device, TritonLayers(device)), lambda device: work(device, None), name, moved)
 
 

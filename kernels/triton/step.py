@@ -36,7 +36,7 @@ def _update_table_kernel(table, slots, firsts, counts, offsets, pages, width, BL
 
 @triton.jit(
     do_not_specialize=["num_extend"],
-    do_not_specialize_on_alignment=[*ROW_COLUMNS, "input_ids", "positions", "locations", "given", "unwritten"],
+    do_not_specialize_on_alignment=[*ROW_COLUMNS, "input_ids", "positions", "locations", "given", "known", "unwritten"],
 )
 def _resolve_tokens_kernel(
     input_ids,
@@ -48,6 +48,7 @@ def _resolve_tokens_kernel(
     num_tokens,
     offsets,
     given,
+    known,
     relay,
     unwritten,
     num_extend,
@@ -56,6 +57,7 @@ def _resolve_tokens_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNTS: tl.constexpr,
+    KNOWS: tl.constexpr,
 ):
     row = tl.program_id(0)
     steps = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -76,6 +78,10 @@ def _resolve_tokens_kernel(
         tl.store(locations + tokens, location, mask=exists)
         held = tl.load(relay + slot, mask=relays & (slot >= 0), other=0)
         own = tl.load(given + tokens, mask=given_here, other=0).to(tl.int64)
+        if KNOWS:
+            told = tl.load(known + tokens, mask=relayed, other=-1).to(tl.int64)
+            own = tl.where(relayed, told, own)
+            relayed = relayed & (told < 0)
         ids = tl.where(relayed, held, own)
         if COUNTS:
             missing = tl.sum((relayed & (ids < 0)).to(tl.int32), axis=0)
@@ -118,11 +124,14 @@ def resolve_tokens(
     page_size: int,
     vocab_size: int,
     max_tokens: int,
+    known: Tensor | None = None,
 ) -> None:
     """See StepKernels; one launch. Raises ValueError for shapes that do not fit."""
     require_contiguous(input_ids, rows.positions, rows.locations, rows.page_table, relay)
     if len(rows.positions) != len(input_ids) or len(rows.locations) != len(input_ids):
         raise misfit(input_ids, rows.positions, rows.locations)
+    if known is not None and len(known) != len(input_ids):
+        raise misfit(input_ids, known)
     if len(rows.slots) == 0 or max_tokens < 1:
         return
     block = FEW_TOKENS if max_tokens <= FEW_TOKENS else MANY_TOKENS
@@ -136,6 +145,7 @@ def resolve_tokens(
         rows.num_tokens,
         rows.offsets,
         given,
+        given if known is None else known,
         relay,
         rows.slots if unwritten is None else unwritten,
         num_extend,
@@ -144,6 +154,7 @@ def resolve_tokens(
         PAGE_SIZE=page_size,
         BLOCK=block,
         COUNTS=unwritten is not None,
+        KNOWS=known is not None,
         num_warps=1 if block == FEW_TOKENS else 4,
     )
 

@@ -107,7 +107,8 @@ def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerCon
     shared = {f.name for f in fields(SchedulerConfig)} & set(type(settings).model_fields)
     values: dict[str, Any] = {name: getattr(settings, name) for name in shared}
     values |= {name: getattr(info, name) for name in ("num_pages", "page_size", "context_len", "vocab_size", "eos_token_ids")}
-    values["pooling_reuses_prefix"] = info.pooling_reuses_prefix
+    values |= {name: getattr(info, name) for name in ("pooling_reuses_prefix", "graph_rereads", "eager_step_cost")}
+    values["graph_rows"] = max(info.graph_rows, default=0)
     if info.needs_whole_prompt:
         largest = max(settings.max_prefill_tokens, info.context_len)
         values |= {"chunked_prefill_size": 0, "enable_mixed_chunk": False, "enable_radix_cache": False}

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from kernels import reference
+from services.worker.core.graph_limits import GraphLimits
 from services.worker.core.plan import BatchPlan, ForwardMode, SlotParams
 from services.worker.core.sampling import SamplingParams
 from services.worker.exec.decoder import Decoder
-from services.worker.exec.device.build import DeviceOptions, DeviceParts, assemble_executor
+from services.worker.exec.device.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
 from services.worker.exec.device.executor import DeviceExecutor
 from services.worker.exec.device.kernel_set import KernelSet
 from services.worker.exec.device.random_weights import random_decoder_weights
@@ -102,30 +103,34 @@ def executor_of(rows: int, graphs: bool) -> DeviceExecutor:
         generates=True,
     )
     parts = DeviceParts(KernelSet(kernels, kernels), lambda _: NoAttention(), NoGraphMemory())  # type: ignore
-    options = DeviceOptions(device="cpu", max_graph_rows=rows, max_tokens=max(rows, 32), cuda_graphs=graphs)
+    options = DeviceOptions(device="cpu", max_graph_rows=rows + KNOWN_TOKENS, max_tokens=rows + KNOWN_TOKENS, cuda_graphs=graphs)
     made, _ = assemble_executor(loaded, rows, PAGE_SIZE, rows * CONTEXT // PAGE_SIZE, 0.5, options, lambda _: None, False, parts)
     return made
 
 
-def plan_of(step: int, rows: int, admitted: tuple[SlotParams, ...] = ()) -> BatchPlan:
-    slots, ones = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
+def plan_of(step: int, rows: int, known: int, admitted: tuple[SlotParams, ...] = ()) -> BatchPlan:
+    """known: tokens of the first row that the plan gives, 0 where it decodes like the others."""
+    slots, counts = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
+    counts[0] = max(known, 1)
     starts = (100 + step + np.arange(rows)).astype(np.int32)
     new = np.flatnonzero(starts % PAGE_SIZE == 0).astype(np.int32)
     return BatchPlan(
-        step_id=step, mode=ForwardMode.DECODE, num_extend=0, slots=slots, starts=starts, num_tokens=ones, input_ids=NOTHING,
+        step_id=step, mode=ForwardMode.MIXED if known else ForwardMode.DECODE, num_extend=int(known > 0), slots=slots,
+        starts=starts, num_tokens=counts, input_ids=np.ones(known, dtype=np.int32),
         sample=np.ones(rows, dtype=np.bool_), mask_rows=NOTHING, prompt_logprob_rows=NOTHING, prompt_logprob_offsets=NOTHING,
         prompt_logprob_nexts=NOTHING, admitted=admitted, table_slots=slots[new], table_firsts=starts[new] // PAGE_SIZE,
         table_counts=np.ones(len(new), dtype=np.int32), table_pages=new,
     )  # fmt: skip
 
 
-def measured(rows: int, steps: int, graphs: bool) -> dict[str, float]:
+def measured(rows: int, steps: int, graphs: bool, known: int) -> dict[str, float]:
     executor = executor_of(rows, graphs)
+    executor.runner.graph_limits = GraphLimits(rows + KNOWN_TOKENS, 1 << 30)
     params = SamplingParams(1 << 20, temperature=0.7, seed=1)
     admitted = tuple(SlotParams(slot, 10, params, (), NOTHING) for slot in range(rows))
     times: dict[str, list[float]] = {"forward": [], "sample": [], "wait": []}
     for step in range(steps):
-        plan = plan_of(step, rows, admitted if step == 0 else ())
+        plan = plan_of(step, rows, known if step else 0, admitted if step == 0 else ())
         begun = time.perf_counter()
         run = executor.forward(plan)
         launched = time.perf_counter()
@@ -135,6 +140,7 @@ def measured(rows: int, steps: int, graphs: bool) -> dict[str, float]:
         ended = time.perf_counter()
         for name, seconds in zip(times, (launched - begun, sampled - launched, ended - sampled), strict=True):
             times[name].append(seconds)
+    assert not graphs or not executor.runner.stats.eager_steps, "every step is a graph's"
     return {name: statistics.median(values[10:]) * 1e6 for name, values in times.items()}
 
 
@@ -143,11 +149,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--eager", action="store_true", help="no graphs")
+    parser.add_argument("--known", type=int, default=0, help="tokens that a grammar has put one row ahead (default 0)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'rows':>5} {'graphs':>6}", *(f"{name:>10}" for name in ("forward us", "sample us", "wait us", "together")))
     for rows in options.rows:
-        found = measured(rows, options.steps, not options.eager)
+        found = measured(rows, options.steps, not options.eager, options.known)
         calls = (*found.values(), sum(found.values()))
         print(f"{rows:5} {'no' if options.eager else 'yes':>6}", *(f"{call:10.0f}" for call in calls), flush=True)
 

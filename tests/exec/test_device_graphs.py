@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kernels import reference, sampling_twin
+from services.worker.core.graph_limits import GraphLimits
 from services.worker.core.plan import RowFault
 from services.worker.core.sampling import DryParams, EmbeddingParams, SamplingParams
 from services.worker.exec.attention.backend import AttentionBatch
@@ -22,6 +23,7 @@ from services.worker.exec.attention.torch_backend import TorchAttention
 from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.device import sampler as device_sampler
 from services.worker.exec.device.build import DeviceOptions, DeviceParts, assemble_executor
+from services.worker.exec.device.eager_cost import graph_limits
 from services.worker.exec.device.kernel_set import KernelSet
 from services.worker.exec.device.readback import Readback
 from services.worker.exec.loading import LoadRequest, load_model
@@ -57,7 +59,14 @@ class CapturableTorch(TorchAttention):
 class Device:
     """A device executor whose kernels and graphs are watched."""
 
-    def __init__(self, folder: Path, graphs: type[Any] = GraphMemoryDouble, **options: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        graphs: type[Any] = GraphMemoryDouble,
+        slots: int = SLOTS,
+        eager_cost: float | None = 0.0,
+        **options: object,
+    ) -> None:
         self.watch = Watch()
         self.graphs = graphs(self.watch)
         layers, sampling = WatchedKernels(reference, self.watch), WatchedKernels(sampling_twin, self.watch)
@@ -66,10 +75,11 @@ class Device:
             kernels=KernelSet(layers, sampling),  # type: ignore[arg-type]
             attention=lambda shape: WatchedAttention(CapturableTorch(shape, torch.device("cpu")), self.watch),  # type: ignore
             graph_memory=self.graphs,  # type: ignore[arg-type]
+            eager_cost=eager_cost,
         )
         given = DeviceOptions(**{"device": "cpu", "max_graph_rows": 8, "max_tokens": 64, **options})  # type: ignore[arg-type]
         model = replace(loaded, kernels=layers, model=loaded.model)  # type: ignore[arg-type]
-        self.executor, _ = assemble_executor(model, SLOTS, PAGE_SIZE, PAGES, 0.5, given, lambda _: None, True, parts)
+        self.executor, _ = assemble_executor(model, slots, PAGE_SIZE, PAGES, 0.5, given, lambda _: None, True, parts)
 
 
 class WatchedAttention(WatchedKernels):
@@ -259,6 +269,68 @@ def test_forced_tokens_take_sampled_ones_back(device: Device, cpu: Executor) -> 
         driver.decode([sequence], 8)
         outputs.append(sequence.output)
     assert outputs[0] == outputs[1]
+
+
+def jumped(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]:
+    """Rows that decode, and one of all kinds of sampling that goes on with six tokens that nobody sampled, `chunks` at a time."""
+    rows = sequences()[: beside + 1]
+    driver.prefill(rows)
+    driver.decode(rows, 3)
+    first, *others = rows
+    first.num_prompt_tokens, told = len(first.prompt), list(first.output)
+    first.prompt, first.output = [*first.prompt, *first.output, 9, 200, 31, 8, 77, 120][: first.computed + sum(chunks)], []
+    for count in chunks:
+        driver.step([(first, count), *((other, 1) for other in others)])
+    driver.decode(rows, 6)
+    first.output = [*told, *first.output]
+    return rows
+
+
+@pytest.mark.parametrize("chunks", [[7], [1, 3, 2, 1], [4, 3]])
+def test_known_tokens_join_the_graph(device: Device, cpu: Executor, chunks: list[int]) -> None:
+    runner = device.executor.runner
+    runner.graph_limits = GraphLimits(8, 1000)
+    steps = runner.stats.eager_steps
+    ours = jumped(Guarded(device), chunks, beside=1)
+    assert same(ours, jumped(Driver(cpu, PAGE_SIZE), chunks, beside=1))
+    assert runner.stats.eager_steps == steps + 1, "the prompts' step alone"
+    assert same(jumped(Guarded(device), [7], beside=4), jumped(Driver(cpu, PAGE_SIZE), [7], beside=4))
+    assert runner.stats.eager_steps == steps + 3, "of 11 tokens no graph is"
+
+
+def test_what_a_step_costs_without_its_graph_is_measured_at_the_start(folder: Path) -> None:
+    """As a share of a step: so many tokens of KV may be read again as take as long, by the bytes of KV and weights."""
+    runner = Device(folder, eager_cost=None, max_graph_rows=3).executor.runner
+    found = runner.graph_limits
+    assert found.rows == 3 and 0 <= found.eager_cost < 1000 and (found.rereads > 0) == (found.eager_cost > 0)
+    assert graph_limits(256, 0.05, weight_bytes=16_000_000, kv_bytes_per_token=128) == GraphLimits(256, 6250, 0.05)
+    assert graph_limits(8, 0.05, weight_bytes=16_000_000, kv_bytes_per_token=0).rereads == 0
+
+
+def test_known_tokens_stay_out_of_a_graph_that_would_read_too_much(device: Device) -> None:
+    runner = device.executor.runner
+    runner.graph_limits = GraphLimits(8, 20)
+    steps = runner.stats.eager_steps
+    jumped(Guarded(device), [7], beside=1)
+    assert runner.stats.eager_steps == steps + 2
+
+
+def test_a_graph_of_more_tokens_than_slots_samples_slots_alone(folder: Path, cpu: Executor) -> None:
+    """Masks of one such graph are none of another's."""
+    device = Device(folder, slots=2, max_graph_rows=16)
+    driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
+    words[250 // 32] = 1 << 250 % 32
+    device.executor.runner.graph_limits = GraphLimits(16, 1000)
+    outputs = []
+    for each in (driver, Driver(cpu, PAGE_SIZE)):
+        one, other = Sequence([1, 2, 3], 0, greedy()), Sequence([4, 5], 1, greedy())
+        each.prefill([one, other])
+        for count, masks in ((6, {0: words}), (10, {1: words}), (6, {}), (10, {})):
+            one.prompt, one.output = [*one.tokens, *range(20, 20 + count)], []
+            each.step([(one, len(one.prompt) - one.computed), (other, 1)], masks)
+        outputs.append((one.tokens, other.tokens))
+    assert outputs[0] == outputs[1] and device.executor.runner.stats.eager_steps == 1
+    assert outputs[0][1][-3:].count(250) == 1
 
 
 def test_vectors_come_beside_tokens(device: Device, cpu: Executor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.worker.core.graph_limits import GraphLimits
 from services.worker.core.plan import BatchPlan
 from services.worker.core.sampling import SamplingParams
 from services.worker.exec.device.build import DeviceExecutor
@@ -102,3 +103,22 @@ def test_grammar_masks_are_in_the_graph_and_leave_nothing_behind(executors: tupl
         outputs.append([row.output for row in rows])
     assert outputs[0] == outputs[1]
     assert [output.count(250) >= 1 for output in outputs[0]] == [True] * 3 and outputs[0][1][1] == outputs[0][0][3] == 250
+
+
+def test_known_tokens_join_the_graph(executors: tuple[Any, Any]) -> None:
+    """Each token of one row is a row of the graph, which the others leave as it is."""
+    runner, outputs = executors[0].runner, []
+    runner.graph_limits = GraphLimits(GRAPH_ROWS, 10_000)
+    before = runner.stats.eager_steps
+    for executor in executors:
+        driver = Driver(executor, 4)
+        rows = [Sequence(prompt, slot, greedy(32)) for slot, prompt in enumerate(prompts_of(VOCAB, [40, 6, 7], seed=6))]
+        driver.prefill(rows)
+        for count in (1, 9, 3, 15, 1):
+            first = rows[0]
+            first.prompt, first.output = [*first.tokens, *range(20, 19 + count)], []
+            driver.step([(first, count), (rows[1], 1), (rows[2], 1)])
+        driver.decode(rows[1:], 8)
+        outputs.append([row.tokens for row in rows])
+    assert outputs[0] == outputs[1]
+    assert runner.stats.eager_steps == before + 2, "the prompts, and 15 tokens beside 2 rows"

@@ -156,6 +156,19 @@ def test_given_ids_may_be_none_where_all_rows_decode(kernels: StepKernels, devic
     assert (input_ids.tolist(), held.positions.tolist(), held.locations.tolist()) == ([4], [2], [14])
 
 
+def test_known_ids_stand_in_for_relayed_ones(kernels: StepKernels, device: torch.device) -> None:
+    """Four tokens of one sequence as rows of their own, the last of them out of order, beside one that is relayed, one that
+    nothing was relayed for, and padding."""
+    table = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32, device=device)
+    held = ragged([(0, 6, 1), (0, 3, 1), (1, 2, 1), (0, 4, 1), (0, 5, 1), (-1, 0, 1)], table, 6, device)
+    input_ids, relay = torch.full((6,), POISON, device=device), torch.tensor([4, -1], device=device)
+    nothing, unwritten = torch.empty(0, dtype=torch.int32, device=device), column([0], device)
+    known = column([13, 70, -1, 0, -1, -1], device)
+    kernels.resolve_tokens(input_ids, held, nothing, relay, unwritten, 0, 4, 50, max_tokens=1, known=known)
+    assert input_ids.tolist() == [13, 49, 0, 0, 4, 0] and unwritten.tolist() == [1]
+    assert held.positions.tolist() == [6, 3, 2, 4, 5, 0] and held.locations.tolist() == [10, 23, 30, 8, 9, -1]
+
+
 def test_many_tokens_of_one_row(kernels: StepKernels, device: torch.device) -> None:
     """More than one program's worth of the larger block."""
     table = torch.randperm(100, generator=torch.Generator().manual_seed(1)).int().view(1, 100).to(device)
@@ -196,6 +209,9 @@ def test_columns_that_do_not_fit_are_refused(device: torch.device) -> None:
         kernels.update_page_table(table, short)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.resolve_tokens(ids, held, column([1, 2], device), relay, None, 1, 4, 50, 1)
+    known, one = column([1, 2], device), torch.zeros(1, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.resolve_tokens(one, held, column([1], device), relay, None, 0, 4, 50, 1, known)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.page_indices(ids.int(), column([0, 1, 2], device), held)
 
@@ -210,6 +226,7 @@ def test_the_twins_read_no_value_on_the_host() -> None:
     reference.update_page_table(rows.page_table, TableUpdates(blank(3), blank(3), blank(3), blank(3), blank(5)))
     ids, relay = blank(7, dtype=torch.int64), blank(4, dtype=torch.int64)
     reference.resolve_tokens(ids, rows, blank(5), relay, blank(1), num_extend=1, page_size=4, vocab_size=50, max_tokens=5)
+    reference.resolve_tokens(ids, rows, blank(5), relay, blank(1), 0, 4, 50, max_tokens=1, known=blank(7))
     reference.page_indices(blank(11), blank(4), rows)
     with pytest.raises((RuntimeError, NotImplementedError)):
         int(relay[0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from services.worker.core.graph_limits import GraphLimits
+
 
 class SchedulePolicy(enum.StrEnum):
     """The order of the waiting queue (reference 2 §6; named as SGLang's --schedule-policy)."""
@@ -38,6 +40,7 @@ class SchedulerConfig:
     whole_prompts: the model computes each prompt in one row of one step; nothing that cuts one may be switched on.
     priority_preemption_threshold: a waiting request displaces running ones whose priority is worse by more than this.
     pooling_reuses_prefix: a vector may be computed from the tokens after a cached prefix alone (last-token pooling).
+    graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits.
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
     running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
     sessions that name none. random_seed: of the random policy.
@@ -73,6 +76,9 @@ class SchedulerConfig:
     session_ttl_s: float = 600.0
     waiting_timeout_s: float = 0.0
     running_timeout_s: float = 0.0
+    graph_rows: int = 0
+    graph_rereads: int = 0
+    eager_step_cost: float = 0.0
     retract_interval: int = 0
     random_seed: int = 0
 
@@ -87,10 +93,16 @@ class SchedulerConfig:
             raise ValueError(f"max_prompt_logprob_tokens {self.max_prompt_logprob_tokens} is below page_size {self.page_size}")
         if self.context_len < 2:
             raise ValueError("context_len is at least 2: one token in, one out")
+        if min(self.graph_rows, self.graph_rereads, self.eager_step_cost) < 0:
+            raise ValueError("graph_rows, graph_rereads and eager_step_cost are not negative")
 
     @property
     def max_pages_per_request(self) -> int:
         return -(-self.context_len // self.page_size)
+
+    @property
+    def graphs(self) -> GraphLimits:
+        return GraphLimits(self.graph_rows, self.graph_rereads, self.eager_step_cost)
 
     def rank(self, priority: int) -> int:
         """Lower is served first. All are equal without priority scheduling."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from services.worker.core.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
+from services.worker.core.graph_limits import strides
 from services.worker.core.plan import SlotParams
 from services.worker.core.policy import service_order
 from services.worker.core.prefill_adder import (
@@ -53,8 +54,10 @@ class ExtendPlanner:
         started = sorted(table.extending, key=_turn)
         if may_admit and started and self._prefixes.concerns_anybody:
             self._admit_overtaken(started, adder, rows, now, flight, step_id)
+        held = {} if rows.requests else self._strides(num_decode_rows, may_admit)
         for request in started:
-            if request.lease is not None and not self._continue(request, adder, rows) and not rows.requests and flight is None:
+            going = request.lease is None or self._continue(request, adder, rows, held.get(request.seq))
+            if not going and not rows.requests and flight is None:
                 self._relieve(request, now, step_id)
         if may_admit and not table.extending:
             self._prefixes.begin(_extending(flight) + rows.requests)
@@ -89,13 +92,28 @@ class ExtendPlanner:
 
     # Started extends
 
-    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows) -> bool:
-        """False: there is no page for it."""
+    def _strides(self, num_decode_rows: int, may_admit: bool) -> dict[int, int]:
+        """By seq: tokens that an extend takes at most, so that the step can be a graph's. Empty where no prompt is to be held up
+        for that, or where it does not pay."""
+        table, limits = self._table, self._table.config.graphs
+        begins = may_admit and not table.batch_is_full and len(table.waiting) > 0
+        if not limits.rows or begins or not table.extending:
+            return {}
+        slots = [r.lease.slot for r in table.extending if r.lease]
+        starts = table.columns.computed[slots]
+        if any(start < r.num_prompt_tokens for r, start in zip(table.extending, starts.tolist(), strict=True)):
+            return {}
+        left = table.columns.target[slots] - starts
+        found = strides(limits, starts.tolist(), left.tolist(), num_decode_rows + len(slots))
+        return {} if found is None else {r.seq: count for r, count in zip(table.extending, found, strict=True)}
+
+    def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, at_most: int | None) -> bool:
+        """False: there is no page for it. at_most: tokens, None for what the adder says."""
         lease = request.lease
         assert lease is not None
         start = int(self._table.columns.computed[lease.slot])
         remaining = int(self._table.columns.target[lease.slot]) - start
-        count = adder.chunk(start, remaining, _computes_logprobs(request))
+        count = adder.chunk(start, min(remaining, at_most or remaining), _computes_logprobs(request))
         return count <= 0 or self._add(request, start, count, adder, rows)
 
     def _relieve(self, request: Request, now: float, step_id: int) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.graph_limits import GraphLimits, step_rereads
 from services.worker.core.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
 from services.worker.core.sampling import SamplingParams
 from services.worker.exec.operations import Operation, OperationRefused, ReleaseMemory, StartProfile, StopProfile
@@ -25,17 +26,35 @@ FAKE_EMBEDDING_SIZE = 4
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """Seconds of a step: base + per_prefill_token * extend tokens + per_row * rows + per_context_token * sum of lengths."""
+    """Seconds of a step: base + per_prefill_token * extend tokens + per_row * rows + per_context_token * sum of lengths.
+
+    Where graph_rows is not 0, base is that of a step which is replayed as a graph, and eager_step comes on top where none holds
+    it: with a request's first tokens, or beyond graph_rows and graph_rereads (GraphLimits). What a graph reads anew is context.
+    """
 
     base: float = 0.0
     per_prefill_token: float = 0.0
     per_row: float = 0.0
     per_context_token: float = 0.0
+    eager_step: float = 0.0
+    graph_rows: int = 0
+    graph_rereads: int = 0
+
+    @property
+    def graphs(self) -> GraphLimits:
+        return GraphLimits(self.graph_rows, self.graph_rereads, self.eager_step / self.base if self.base else 0.0)
 
     def seconds(self, plan: BatchPlan) -> float:
         context = float((plan.starts + plan.num_tokens).sum())
+        launched = 0.0
+        if self.graph_rows:
+            if not plan.admitted and self.graphs.hold(plan.starts, plan.num_tokens):
+                context += step_rereads(plan.starts, plan.num_tokens)
+            else:
+                launched = self.eager_step
         return (
             self.base
+            + launched
             + self.per_prefill_token * len(plan.input_ids)
             + self.per_row * plan.num_rows
             + self.per_context_token * context

@@ -11,6 +11,7 @@ import torch
 
 from kernels.cpu import load_kernels
 from kernels.ops import Kernels
+from services.worker.core.graph_limits import GraphLimits
 from services.worker.exec.causal_model import CausalModel
 from services.worker.exec.checkpoint import Checkpoint, CheckpointError, eos_token_ids, read_config
 from services.worker.exec.decoder import Decoder
@@ -25,6 +26,7 @@ from services.worker.exec.weights import DecoderWeights, load_weights, resolve_d
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
+NO_GRAPHS = GraphLimits()
 
 
 WeightLoader = Callable[[Checkpoint, DecoderConfig, torch.dtype, Kernels, Callable[[str], None], LoadPhases], DecoderWeights]
@@ -84,7 +86,12 @@ class LoadedModel:
         return bytes_per_token(self.layers, self.dtype)
 
     def info(
-        self, request: LoadRequest, num_pages: int, graph_rows: tuple[int, ...] = (), context_len: int | None = None
+        self,
+        request: LoadRequest,
+        num_pages: int,
+        graph_rows: tuple[int, ...] = (),
+        graphs: GraphLimits = NO_GRAPHS,
+        context_len: int | None = None,
     ) -> ModelInfo:
         """context_len: None for the model's. Raises CheckpointError if the folder does not say where its texts end."""
         return ModelInfo(
@@ -103,6 +110,8 @@ class LoadedModel:
             pooling_reuses_prefix=self.pooling.kind == PoolingKind.LAST and not self.is_encoder,
             load_seconds=request.phases.seconds(),
             graph_rows=graph_rows,
+            graph_rereads=graphs.rereads,
+            eager_step_cost=graphs.eager_cost,
         )
 
 

@@ -7,10 +7,11 @@ import enum
 import types
 import typing
 from collections.abc import Callable, Collection
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, Literal
 
 from services.worker.core.config import SchedulerConfig
+from services.worker.core.graph_limits import GraphLimits
 from services.worker.sim.script import EOS_ID, VOCAB_SIZE
 
 # What has no default in the configuration: the KV of an 8B model on one large accelerator, about 800,000 tokens.
@@ -37,6 +38,11 @@ def config_of(args: argparse.Namespace, **given: Any) -> SchedulerConfig:
     given |= SET_BY_SIM
     flags = {field.name: getattr(args, field.name) for field in fields(SchedulerConfig) if field.name not in given}
     return SchedulerConfig(**flags, **given)
+
+
+def with_graphs(config: SchedulerConfig, graphs: GraphLimits) -> SchedulerConfig:
+    """As an executor with such graphs has it."""
+    return replace(config, graph_rows=graphs.rows, graph_rereads=graphs.rereads, eager_step_cost=graphs.eager_cost)
 
 
 def _shown(default: object) -> str:

@@ -33,6 +33,8 @@ def _make(args: argparse.Namespace) -> Trace:
             return workloads.random_lengths(**given)
         case "multi-turn":
             return workloads.multi_turn(**given)
+        case "grammars":
+            return workloads.grammars(**given)
         case _:
             return workloads.storm(**given)
 
@@ -61,7 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     _ints(storm, requests=4000, input_len=512, output=64, factor=10)
     storm.add_argument("--begin", type=float, default=0.4, help="share of the requests before the storm (default 0.4)")
     storm.add_argument("--end", type=float, default=0.5, help="share of the requests up to its end (default 0.5)")
+
+    held = _kind(kinds, "grammars", "requests with a grammar, which forces runs of their output, beside others without one")
+    _ints(held, requests=1000, input_len=512, output=256, between=8)
+    held.add_argument("--share", type=float, default=0.5, help="share of the requests that have one (default 0.5)")
+    lengths = "lengths of the runs, drawn at random (default 2,4,8,16)"
+    held.add_argument("--runs", type=_lengths, default=(2, 4, 8, 16), metavar="A,B,…", help=lengths)
     return parser
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def _kind(kinds: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str) -> argparse.ArgumentParser:

@@ -71,9 +71,13 @@ class StepLog:
 
 class RequestLog:
     """Columns by place in the trace; times are NaN until they have come. error: an ErrorCode; reason: a FinishReason, 0 before
-    the end. output_tokens: as the terminal output counts them; told_tokens: as they were given out step by step."""
+    the end. output_tokens: as the terminal output counts them; told_tokens: as they were given out step by step. constrained:
+    with a grammar."""
 
     def __init__(self, count: int) -> None:
+        self.constrained = np.zeros(count, dtype=np.bool_)
+        self._told_at = np.full(count, np.nan)
+        self._gaps: list[F64] = []
         self.sent = np.full(count, np.nan)
         self.first_token = np.full(count, np.nan)
         self.ended = np.full(count, np.nan)
@@ -91,6 +95,14 @@ class RequestLog:
         np.add.at(self.told_tokens, indexes, counts)
         fresh = indexes[np.isnan(self.first_token[indexes])]
         self.first_token[fresh] = now
+        plain = indexes[~self.constrained[indexes]]
+        self._gaps.append(now - self._told_at[plain])
+        self._told_at[plain] = now
+
+    def gaps(self) -> F64:
+        """float64[n]: seconds from one message of a request without a grammar to its next."""
+        gaps = np.concatenate([np.empty(0), *self._gaps])
+        return gaps[~np.isnan(gaps)]
 
     def end(self, finish: Finish, now: float) -> None:
         index = finish.handle

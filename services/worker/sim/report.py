@@ -32,7 +32,8 @@ class Quantiles:
 @dataclass(frozen=True, slots=True)
 class Report:
     """Times in seconds of virtual time, except wall_s. ttft, e2e: from sending to the first and the last token; tpot: from the
-    first to the last, per token after the first, of requests with two tokens or more; queue: from arrival to the first step.
+    first to the last, per token after the first, of requests with two tokens or more; itl: between two messages of a
+    request without a grammar; queue: from arrival to the first step. grammar_tokens_per_s, grammar_tpot: with a grammar.
     hit_rate: cached prompt tokens over prompt tokens, of requests that ran to their end. mean_running, mean_queue, mean_kv,
     max_kv: over time; kv in shares of the pool that could not have been freed. batch: rows per step.
     counters: every total that the scheduler keeps.
@@ -48,9 +49,12 @@ class Report:
     hit_rate: float
     output_tokens_per_s: float
     total_tokens_per_s: float
+    grammar_tokens_per_s: float
+    grammar_tpot: Quantiles
     requests_per_s: float
     ttft: Quantiles
     tpot: Quantiles
+    itl: Quantiles
     e2e: Quantiles
     queue: Quantiles
     steps: dict[str, int]
@@ -86,9 +90,12 @@ def make_report(outcome: Outcome, wall_s: float) -> Report:
         hit_rate=cached / max(prompt, 1),
         output_tokens_per_s=output / seconds,
         total_tokens_per_s=(prompt + output) / seconds,
+        grammar_tokens_per_s=int(log.output_tokens[done & log.constrained].sum()) / seconds,
+        grammar_tpot=_tpot(log, log.constrained),
         requests_per_s=float(done.sum()) / seconds,
         ttft=Quantiles.of((log.first_token - log.sent)[done]),
-        tpot=_tpot(log),
+        tpot=_tpot(log, log.finished),
+        itl=Quantiles.of(log.gaps()),
         e2e=Quantiles.of((log.ended - log.sent)[done]),
         queue=Quantiles.of(log.queue[done]),
         steps=_steps_by_mode(steps),
@@ -123,8 +130,10 @@ def as_table(report: Report) -> str:
         ("", "p50 / p90 / p99"),
         ("TTFT", _milliseconds(report.ttft)),
         ("TPOT", _milliseconds(report.tpot)),
+        ("ITL", _milliseconds(report.itl)),
         ("E2E", _milliseconds(report.e2e)),
         ("queue", _milliseconds(report.queue)),
+        *(_grammar_rows(report) if report.grammar_tokens_per_s else ()),
         ("", "mean / max"),
         ("batch", f"{report.mean_batch:.1f} / {report.max_batch} rows"),
         ("waiting", f"{report.mean_queue:.1f} / {report.max_queue}"),
@@ -148,13 +157,18 @@ def _requests(report: Report) -> str:
     return f"{report.requests:,}: {', '.join(ends)}"
 
 
+def _grammar_rows(report: Report) -> list[tuple[str, str]]:
+    throughput = ("with a grammar, output", f"{report.grammar_tokens_per_s:,.0f} tok/s")
+    return [throughput, ("with a grammar, TPOT", _milliseconds(report.grammar_tpot))]
+
+
 def _milliseconds(quantiles: Quantiles) -> str:
     values = " / ".join(f"{value * 1e3:,.1f}" for value in (quantiles.p50, quantiles.p90, quantiles.p99))
     return f"{values} ms"
 
 
-def _tpot(log: RequestLog) -> Quantiles:
-    some = log.finished & (log.output_tokens > 1)
+def _tpot(log: RequestLog, wanted: NDArray[np.bool_]) -> Quantiles:
+    some = log.finished & wanted & (log.output_tokens > 1)
     return Quantiles.of((log.ended - log.first_token)[some] / (log.output_tokens[some] - 1))
 
 

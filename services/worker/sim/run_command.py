@@ -7,10 +7,11 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from services.worker.sim.arrivals import Arrivals, ClosedLoop, OpenLoop
-from services.worker.sim.config_flags import add_config_flags, config_of
+from services.worker.sim.config_flags import add_config_flags, config_of, with_graphs
 from services.worker.sim.report import as_dict, as_table, make_report
 from services.worker.sim.simulation import Simulation
 from services.worker.sim.time_models import PRESETS, load_time_model
@@ -25,13 +26,17 @@ def main(argv: Sequence[str]) -> None:
     if args.timeline:
         check_drawable(args.timeline)
     trace = read_trace(args.trace, args.block_size)
+    time_model, config = load_time_model(args.time_model), config_of(args)
+    if args.jumps == "graph" and not config.graph_rows:
+        config = with_graphs(config, time_model.graphs)
     simulation = Simulation(
-        config_of(args),
+        config,
         trace,
         _arrivals(trace, args),
-        load_time_model(args.time_model),
+        time_model if args.jumps == "graph" else replace(time_model, graph_rereads=0),
         HostTimes(args.plan_us * 1e-6, args.commit_us * 1e-6),
         args.overlap,
+        args.jumps != "none",
     )
     gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
     begun = time.perf_counter()
@@ -64,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="host time of a plan, microseconds")
     parser.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="host time of a commit, microseconds")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True, help="plan a step while another runs")
+    parser.add_argument(
+        "--jumps",
+        choices=("graph", "eager", "none"),
+        default="graph",
+        help="text that a grammar forces: within graphs, if the time model has any (default), without, or sampled like the rest",
+    )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the run into a .png or .svg file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_config_flags(parser)

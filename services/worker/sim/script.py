@@ -36,6 +36,10 @@ class Script:
         tokens[-1] = EOS_ID
         return tokens
 
+    def forced(self, index: int) -> tuple[tuple[int, int], ...]:
+        """(first, count) of runs of output tokens."""
+        return self._trace.requests[index].forced
+
     def _context(self, index: int, start: int, end: int) -> I32:
         """Tokens start .. end - 1 of the request's prompt and output."""
         size = self._block_size

@@ -37,7 +37,7 @@ class Outcome:
 
 
 class Simulation:
-    """One run; the same arguments give the same outcome."""
+    """One run; the same arguments give the same outcome. jumps: see SimWorker."""
 
     def __init__(
         self,
@@ -47,12 +47,14 @@ class Simulation:
         time_model: TimeModel,
         host: HostTimes | None = None,
         overlap: bool = True,
+        jumps: bool = True,
     ) -> None:
         self._config, self._trace, self._arrivals, self._overlap = config, trace, arrivals, overlap
         self._script = Script(trace)
-        self._worker = SimWorker(config, self._script, time_model, host)
+        self._worker = SimWorker(config, self._script, time_model, host, jumps=jumps)
         self._clock, self._core = self._worker.clock, self._worker.core
         self._requests = RequestLog(len(trace.requests))
+        self._requests.constrained[:] = [bool(request.forced) for request in trace.requests]
         self._steps = StepLog()
         self._stuck_turns = 0
 

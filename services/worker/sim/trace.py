@@ -1,8 +1,8 @@
 """Traces: what clients ask for, and when. Plain data, read from and written to JSON lines.
 
 A line: {"arrival": s, "blocks": [ids], "output_len": n} and, where they differ from the default, "input_len", "max_new_tokens",
-"priority", "salt", "routing_key", "lora", "session", "think_s". Lines of Mooncake's published traces ({"timestamp": ms,
-"input_length", "output_length", "hash_ids"}, blocks of 512 tokens) are read as well.
+"priority", "salt", "routing_key", "lora", "session", "think_s", "forced". Lines of Mooncake's published traces ({"timestamp":
+ms, "input_length", "output_length", "hash_ids"}, blocks of 512 tokens) are read as well.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class TraceRequest:
     scheduler knows beforehand.
     session: requests of one session are sent one after another, think_s after the end of the turn before, and not before
     their arrival; "" for none.
+    forced: (first, count) of the runs of output tokens that the request's grammar leaves no choice about, rising and apart;
+    empty where it has no grammar.
     """
 
     arrival: float
@@ -46,6 +48,7 @@ class TraceRequest:
     lora: str = ""
     session: str = ""
     think_s: float = 0.0
+    forced: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.input_len < 1 or self.output_len < 1 or self.max_new_tokens < 1:
@@ -54,6 +57,9 @@ class TraceRequest:
             raise ValueError("arrival and think_s are not negative")
         if self.blocks and not 0 <= min(self.blocks) <= max(self.blocks) <= MAX_BLOCK_ID:
             raise ValueError("block ids are unsigned 64-bit numbers")
+        ends = (0, *(first + count for first, count in self.forced))
+        if any(first < end or count < 1 for (first, count), end in zip(self.forced, ends, strict=False)):
+            raise ValueError("forced runs are of 1 token at least, rising and apart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,7 @@ def _from_record(record: dict[str, Any], block_size: int) -> TraceRequest:
         lora=str(record.get("lora", "")),
         session=str(record.get("session", "")),
         think_s=float(record.get("think_s", 0.0)),
+        forced=tuple([_run(run) for run in record.get("forced", ())]),
     )
 
 
@@ -159,6 +166,12 @@ def _int(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{value!r} is not a whole number")
     return value
+
+
+def _run(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"a forced run is its first token and their number, not {value!r}")
+    return _int(value[0]), _int(value[1])
 
 
 def _ints(values: Iterable[object]) -> tuple[int, ...]:

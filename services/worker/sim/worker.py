@@ -13,6 +13,7 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import TimeModel
 from services.worker.sim.clock import VirtualClock
 from services.worker.sim.executor import SimExecutor, SimRun
+from services.worker.sim.grammar import ScriptBook, grammar_of
 from services.worker.sim.script import Script
 from services.worker.sim.trace import Trace
 
@@ -38,7 +39,8 @@ class HostTimes:
 
 
 class SimWorker:
-    """events: told of cached blocks, None if nobody asks. Times are read from `clock`, which launch and commit move."""
+    """events: told of cached blocks, None if nobody asks. jumps: grammars add the tokens that they leave no choice about. Times
+    are read from `clock`, which launch and commit move."""
 
     def __init__(
         self,
@@ -47,9 +49,10 @@ class SimWorker:
         time_model: TimeModel,
         host: HostTimes | None = None,
         events: CacheEventLog | None = None,
+        jumps: bool = True,
     ) -> None:
         self.clock = VirtualClock()
-        self.core = Scheduler(config, NoText(), events=events)
+        self.core = Scheduler(config, NoText(), ScriptBook(script, jumps), events)
         self._executor = SimExecutor(script, config.max_running_requests, time_model, self.clock)
         self._host = host or HostTimes()
 
@@ -80,12 +83,13 @@ class SimWorker:
 def submit_message(trace: Trace, script: Script, index: int, peer: int = 0) -> Submit:
     """The request at a place of the trace, which is its handle and what the executor finds its output by."""
     request = trace.requests[index]
+    grammar = grammar_of(trace, index)
     return Submit(
         peer,
         index,
         f"request {index}",
         script.prompt(index),
-        SamplingParams(max_new_tokens=request.max_new_tokens, temperature=0.0, seed=index),
+        SamplingParams(max_new_tokens=request.max_new_tokens, temperature=0.0, seed=index, grammar=grammar),
         salt=request.salt,
         priority=request.priority,
         lora=request.lora,

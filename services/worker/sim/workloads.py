@@ -85,6 +85,34 @@ def storm(requests: int, input_len: int, output: int, factor: int, begin: float,
     )
 
 
+def grammars(
+    requests: int, share: float, input_len: int, output: int, between: int, runs: tuple[int, ...], rate: float, seed: int
+) -> Trace:
+    """Nothing shared. `share` of the requests, at random places, have a grammar: after 1 to 2 * between - 1 tokens, uniform,
+    that it leaves open comes a run that it forces, of a length drawn from `runs`, and so on."""
+    if not 0 <= share <= 1:
+        raise ValueError("share is within 0 and 1")
+    if between < 1 or not runs or min(runs) < 1:
+        raise ValueError("between and runs are 1 at least")
+    rng = np.random.default_rng(seed)
+    held = rng.permutation(requests) < round(share * requests)
+    times = _arrivals(requests, rate, rng).tolist()
+    return _trace(
+        TraceRequest(at, (), input_len, output, output, forced=_forced(output, between, runs, rng) if is_held else ())
+        for at, is_held in zip(times, held.tolist(), strict=True)
+    )
+
+
+def _forced(output: int, between: int, runs: tuple[int, ...], rng: np.random.Generator) -> tuple[tuple[int, int], ...]:
+    """Up to the last token, which is EOS."""
+    found, place = [], int(rng.integers(1, 2 * between))
+    while place < output - 1:
+        count = min(int(rng.choice(runs)), output - 1 - place)
+        found.append((place, count))
+        place += count + int(rng.integers(1, 2 * between))
+    return tuple(found)
+
+
 def _trace(requests: Iterable[TraceRequest]) -> Trace:
     return Trace(BLOCK_SIZE, tuple(requests))
 

@@ -19,6 +19,7 @@ from services.worker.exec.checkpoint import Checkpoint
 from services.worker.exec.decoder import Decoder
 from services.worker.exec.device.capture import CudaGraphMemory, GraphMemory
 from services.worker.exec.device.decode_graphs import DecodeGraphs
+from services.worker.exec.device.eager_cost import graph_limits, measured_eager_cost
 from services.worker.exec.device.executor import DeviceExecutor
 from services.worker.exec.device.graph_sizes import graph_sizes
 from services.worker.exec.device.kernel_attention import KernelAttention
@@ -46,16 +47,19 @@ from services.worker.exec.weights import DecoderWeights
 
 logger = logging.getLogger(__name__)
 
+KNOWN_TOKENS = 64  # that the largest graph has room for beside a token of each slot
+
 __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """What an executor is made of, in place of what its options would choose."""
+    """What an executor is made of, in place of what its options would choose. eager_cost: see GraphLimits; None: measured."""
 
     kernels: KernelSet | None = None
     attention: Callable[[AttentionShape], AttentionBackend] | None = None
     graph_memory: GraphMemory | None = None
+    eager_cost: float | None = None
 
 
 class NoDevice(ValueError):
@@ -91,7 +95,7 @@ def build_device_executor(
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
         progress(f"context_len is {fitting}, what the KV pool holds, and not the model's {loaded.context_len}")
-    return executor, loaded.info(request, pages, made.graph_rows, fitting)
+    return executor, loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
 
 
 def assemble_executor(
@@ -175,6 +179,8 @@ class _Assembly:
         self._largest = min(tokens, max_slots * loaded.context_len)
         self._wanted = max(max_slots, PIECE_BYTES // (4 * vocab_size))  # of sampled rows, and of a piece of a prompt's logits
         self._bounds = StepBounds(self._largest, max_slots, loaded.context_len, loaded.generates)
+        widest = min(max_slots + KNOWN_TOKENS, options.max_graph_rows, self._largest)
+        self._widest = widest if options.cuda_graphs else 0  # rows of the largest graph
         with torch.inference_mode(), self._streams.on_forward():
             self.runner = self._make_runner(vocab_size, pages_per_slot, check_relay)
         self.graph_rows = self._graph_rows()
@@ -214,10 +220,10 @@ class _Assembly:
             head_dim=config.head_dim,
             page_size=self._page_size,
             windows=tuple(dict.fromkeys(config.windows)),
-            max_rows=self._max_slots,
+            max_rows=max(self._max_slots, self._widest),
             max_tokens=self._largest,
             max_context=pages_per_slot * self._page_size,
-            max_pages=self._max_slots * pages_per_slot,
+            max_pages=max(self._max_slots, self._widest) * pages_per_slot,
         )
         backend = self._attention(shape)
         attending = model.attending(backend.attend)
@@ -240,10 +246,13 @@ class _Assembly:
         return pool
 
     def _graph_rows(self) -> tuple[int, ...]:
-        wanted = self._options.cuda_graphs and self.runner.attention.captures
-        if not wanted or (self._device.type != "cuda" and self._parts.graph_memory is None):
+        if (
+            not self._widest
+            or not self.runner.attention.captures
+            or (self._device.type != "cuda" and self._parts.graph_memory is None)
+        ):
             return ()
-        return graph_sizes(min(self._max_slots, self._options.max_graph_rows))
+        return graph_sizes(self._widest)
 
     def finish(self, num_pages: int | None, mem_fraction_static: float, context_len: int | None = None) -> int:
         """Sizes the pool, warms up and captures. context_len: that the pool must hold. Returns the pages of the pool."""
@@ -259,6 +268,7 @@ class _Assembly:
                 self.runner.stats = ExecutorStats()
             with self._phases.timed("graphs"):
                 self.capture()
+                self._limit_graphs()
             self._streams.synchronize()
         return pages
 
@@ -276,6 +286,19 @@ class _Assembly:
 
         with torch.inference_mode(), self._streams.on_forward():
             self._contained(partial(graphs.capture, told))
+
+    def _limit_graphs(self) -> None:
+        """What is known of a sequence joins a graph as far as that is cheaper than a step without one."""
+        if not self.graph_rows:
+            return
+        rows, given = self.graph_rows[-1], self._parts.eager_cost
+        cost = measured_eager_cost(self.runner, rows) if given is None else given
+        limits = graph_limits(rows, cost, self._loaded.weight_bytes, self._loaded.kv_bytes_per_token)
+        self.runner.graph_limits = limits
+        self._progress(
+            f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph: known tokens join one that"
+            f" has room, as far as {limits.rereads} tokens of KV are read again"
+        )
 
     def _contained(self, capture: Callable[[], None]) -> None:
         """What cannot be captured is launched step by step: slower, and right. Raises what the device itself has failed with."""

@@ -53,12 +53,13 @@ class ForwardPass:
         )
         return ids, rows
 
-    def run(self, ids: Tensor, rows: RaggedRows, columns: StepColumns, given: Tensor | None) -> None:
-        """given: int32 tokens of the extend rows. Attention has been planned."""
+    def run(self, ids: Tensor, rows: RaggedRows, columns: StepColumns, given: Tensor | None, known: Tensor | None = None) -> None:
+        """given: int32 tokens of the extend rows. known: int32[T], of the others: -1 where the relay has the token. Attention has
+        been planned."""
         tokens = self._nothing if given is None else given
         extends, longest = columns.num_extend, columns.max_tokens
         self._kernels.resolve_tokens(
-            ids, rows, tokens, self._relay, self._unwritten, extends, self._page_size, self._vocab_size, longest
+            ids, rows, tokens, self._relay, self._unwritten, extends, self._page_size, self._vocab_size, longest, known
         )
         self.model.forward(ids, rows, self.pool)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.step_ops import StepKernels, TableUpdates
+from services.worker.core.graph_limits import GraphLimits
 from services.worker.core.plan import BatchPlan, RowFault, RowLogprobs, StepResult
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
 from services.worker.exec.device.decode_graphs import DecodeGraph, DecodeGraphs
@@ -83,21 +84,22 @@ class DeviceRunner:
         self._cut_rows = cut_rows
         self._ring = UploadRing(streams, 2 * max_tokens + UPLOAD_WORDS)
         self.graphs: DecodeGraphs | None = None
+        self.graph_limits = GraphLimits()
         self.stats = ExecutorStats()
 
     def forward(self, plan: BatchPlan) -> DeviceRun:
         run = DeviceRun(plan, Readback(self.streams))
         graph = self._graph_for(plan)
         samples = plan.sample & ~self._embeddings_after(plan)
-        columns = self._columns(plan, graph, samples)
-        views = self._ring.send(self._sections(plan, columns))
+        columns, given = self._columns(plan, graph, samples)
+        views = self._ring.send(self._sections(plan, columns, given))
         self.streams.forward_after_schedule()
         with self.streams.on_forward():
             self._begin(plan, views)
             if columns is None:
                 return run
             if graph is not None:
-                self._replay(run, graph, columns, views["columns"])
+                self._replay(run, graph, columns, views)
             else:
                 self._eager(run, plan, columns, views)
         return run
@@ -158,22 +160,38 @@ class DeviceRunner:
         return self._embeddings.wanted(plan.slots)
 
     def _graph_for(self, plan: BatchPlan) -> DecodeGraph | None:
-        """For decode rows alone, which all sample."""
-        if self.graphs is None or plan.num_extend or not plan.sample.all():
+        """For decode rows, which all sample, and beside them what is known of begun requests, if it is little."""
+        if self.graphs is None or not plan.sample[plan.num_extend :].all():
             return None
-        return self.graphs.for_rows(plan.num_rows)
+        if plan.num_extend and not self._extends_in_graph(plan):
+            return None
+        return self.graphs.for_rows(int(plan.num_tokens.sum()))
 
-    def _columns(self, plan: BatchPlan, graph: DecodeGraph | None, samples: NDArray[np.bool_]) -> StepColumns | None:
+    def _extends_in_graph(self, plan: BatchPlan) -> bool:
+        """A graph gives nothing but the logits of sampled rows."""
+        if plan.admitted or len(plan.prompt_logprob_rows) or self._embeddings.wanted(plan.slots[: plan.num_extend]).any():
+            return False
+        return self.graph_limits.hold(plan.starts, plan.num_tokens)
+
+    def _columns(
+        self, plan: BatchPlan, graph: DecodeGraph | None, samples: NDArray[np.bool_]
+    ) -> tuple[StepColumns | None, NDArray[np.int32]]:
+        """With the ids that the plan gives, as the pass reads them: of the extend rows, or of all tokens where a graph needs
+        them."""
         if not plan.num_rows:
-            return None
-        if graph is not None:
-            return StepColumns.of_decode(plan, self.passes.capacity, graph.size)
-        return StepColumns.of(plan, samples, self.passes.capacity)
+            return None, plan.input_ids
+        if graph is None:
+            return StepColumns.of(plan, samples, self.passes.capacity), plan.input_ids
+        if plan.num_extend:
+            return StepColumns.of_known(plan, self.passes.capacity, graph.size)
+        return StepColumns.of_decode(plan, self.passes.capacity, graph.size), plan.input_ids
 
-    def _sections(self, plan: BatchPlan, columns: StepColumns | None) -> list[tuple[str, NDArray[np.generic]]]:
+    def _sections(
+        self, plan: BatchPlan, columns: StepColumns | None, given: NDArray[np.int32]
+    ) -> list[tuple[str, NDArray[np.generic]]]:
         sections: list[tuple[str, NDArray[np.generic]]] = []
         if columns is not None:
-            sections += [("columns", columns.words()), ("given", plan.input_ids)]
+            sections += [("columns", columns.words()), ("given", given)]
         if len(plan.table_slots):
             offsets = np.cumsum(plan.table_counts) - plan.table_counts
             sections += [("table_slots", plan.table_slots), ("table_firsts", plan.table_firsts)]
@@ -195,13 +213,16 @@ class DeviceRunner:
 
     # The forward pass
 
-    def _replay(self, run: DeviceRun, graph: DecodeGraph, columns: StepColumns, words: Tensor) -> None:
+    def _replay(self, run: DeviceRun, graph: DecodeGraph, columns: StepColumns, views: Mapping[str, Tensor]) -> None:
+        assert self.graphs is not None, "a graph is one of these"
         self.stats.graph_steps += 1
-        graph.words.copy_(words)
+        graph.words.copy_(views["columns"])
+        self.graphs.tell(graph, views["given"] if run.plan.num_extend else None)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, graph.rows, graph=graph.size))
         graph.forward.replay()
         run.graph = graph
-        run.batches = [Batch(run.plan.slots, columns.rows, graph.logits, graph.space, fixed=True)]
+        slots = run.plan.slots if len(columns.rows) == run.plan.num_rows else run.plan.slots[columns.rows]
+        run.batches = [Batch(slots, columns.rows, graph.logits, graph.space, fixed=True)] if len(slots) else []
 
     def _eager(self, run: DeviceRun, plan: BatchPlan, columns: StepColumns, views: Mapping[str, Tensor]) -> None:
         self.stats.eager_steps += 1
@@ -271,9 +292,9 @@ class DeviceRunner:
         done = (len(run.prompts), len(run.embeddings), len(run.batches))
         self._make_room()
         try:
-            columns = self._columns(piece.plan, None, piece.plan.sample & ~self._embeddings.wanted(piece.plan.slots))
+            columns, given = self._columns(piece.plan, None, piece.plan.sample & ~self._embeddings.wanted(piece.plan.slots))
             assert columns is not None
-            views = self._ring.send(self._sections(piece.plan, columns))
+            views = self._ring.send(self._sections(piece.plan, columns, given))
             self.streams.forward_after_schedule()
             self._compute(run, piece, columns, views, kept=True)
         except torch.OutOfMemoryError:

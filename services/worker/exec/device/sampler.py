@@ -83,6 +83,7 @@ class DeviceSampler:
     """relay: int64[slots], see FutureMap. Host state belongs to the thread that launches steps."""
 
     def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels, streams: Streams, relay: Tensor) -> None:
+        self.max_slots = max_slots
         self._vocab_size, self._kernels, self._streams, self._relay = vocab_size, kernels, streams, relay
         device = streams.device
         self._slots = DeviceSlots(max_slots, vocab_size, device)
@@ -93,7 +94,7 @@ class DeviceSampler:
         self._ring = UploadRing(streams, 4 * max_slots + self._num_words)
         self._broken: set[int] = set()  # slots whose parameters could not be applied, until their next admission
         self._unsettled: list[Launched] = []
-        self._dirty: set[int] = set()  # sizes of spaces whose masks or losses are not empty
+        self._dirty: set[int] = set()  # ids of spaces whose masks or losses are not empty
 
     @property
     def wishes(self) -> LogprobWishes:
@@ -271,25 +272,25 @@ class DeviceSampler:
 
     def _filled(self, batch: Batch, views: Mapping[str, Tensor]) -> SampleSpace:
         """The batch's space with its masks and losses: itself, where they fit in; another one, if not."""
-        space, size = batch.space, len(batch.space.rows.slots)
+        space, space_id = batch.space, id(batch.space)
         masks = views["masks"].view(-1, self._num_words) if "masks" in views else None
         rows = space.rows
-        if batch.fixed and size in self._dirty:
+        if batch.fixed and space_id in self._dirty:
             rows.mask_rows.fill_(-1)
             rows.loss_offsets.zero_()
-            self._dirty.discard(size)
+            self._dirty.discard(space_id)
         if not batch.fixed or ("loss_ids" in views and len(views["loss_ids"]) > MAX_LOSSES):
             return self._with(space, views, masks)
         if masks is not None:
             rows.mask_rows.copy_(views["mask_rows"])
             rows.masks[: len(masks)].copy_(masks)
-            self._dirty.add(size)
+            self._dirty.add(space_id)
         if "loss_ids" in views:
             count = len(views["loss_ids"])
             rows.loss_offsets.copy_(views["loss_offsets"])
             rows.loss_ids[:count].copy_(views["loss_ids"])
             rows.losses[:count].copy_(views["losses"].view(torch.float32))
-            self._dirty.add(size)
+            self._dirty.add(space_id)
         return space
 
     def _with(self, space: SampleSpace, views: Mapping[str, Tensor], masks: Tensor | None) -> SampleSpace:

@@ -78,6 +78,43 @@ class StepColumns:
         )
 
     @classmethod
+    def of_known(cls, plan: BatchPlan, capacity: int, size: int) -> tuple[StepColumns, I32]:
+        """A plan whose extend rows are few tokens each, as if every token were a row that decodes: those that are sampled after
+        first, in the order of their rows, then padding up to size. With int32[size]: the ids that the plan gives, -1 where the
+        relay has them."""
+        counts, order = plan.num_tokens, np.arange(size, dtype=np.int32)
+        rows = np.repeat(np.arange(plan.num_rows), counts)
+        count = len(rows)
+        ahead = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
+        sampled = (ahead == counts[rows] - 1) & plan.sample[rows]
+        placed = np.argsort(~sampled, kind="stable")
+        num_sampled = int(sampled.sum())
+        slots, sample_slots = np.full((2, size), NOBODY, dtype=np.int32)
+        starts, positions = np.zeros((2, size), dtype=np.int32)
+        known = np.full(size, -1, dtype=np.int32)
+        slots[:count] = plan.slots[rows][placed]
+        sample_slots[:num_sampled] = slots[:num_sampled]
+        starts[:count] = np.minimum((plan.starts[rows] + ahead)[placed], capacity - 1)
+        positions[:num_sampled] = (plan.starts + counts)[plan.sample]
+        given = np.full(count, -1, dtype=np.int32)
+        given[: len(plan.input_ids)] = plan.input_ids
+        known[:count] = given[placed]
+        columns = cls(
+            num_extend=0,
+            slots=slots,
+            starts=starts,
+            num_tokens=np.ones(size, dtype=np.int32),
+            offsets=order,
+            rows=np.flatnonzero(plan.sample),
+            sample_slots=sample_slots,
+            sample_positions=positions,
+            sample_indices=order,
+            max_context=capacity,
+            max_tokens=1,
+        )
+        return columns, known
+
+    @classmethod
     def idle(cls, capacity: int, size: int) -> StepColumns:
         """Padding alone, for captures."""
         nobody, zeros, ones = (np.full(size, value, dtype=np.int32) for value in (NOBODY, 0, 1))

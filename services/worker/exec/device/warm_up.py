@@ -40,18 +40,20 @@ def warm_up(runner: DeviceRunner, bounds: StepBounds) -> None:
         some = replace(bounds, max_tokens=min(tokens, bounds.max_tokens), max_slots=min(tokens, bounds.max_slots))
         largest_step(runner, some)
     for rows in DECODES:
-        _decode(runner, min(rows, bounds.max_slots))
+        idle_decode(runner, min(rows, bounds.max_slots))
     if bounds.generates:
         _logprobs(runner)
     _request(runner, bounds.generates)
 
 
-def _decode(runner: DeviceRunner, rows: int) -> None:
+def idle_decode(runner: DeviceRunner, rows: int) -> DeviceColumns:
+    """The forward pass of a decode step of padding alone, launched kernel by kernel."""
     passes, columns = runner.passes, StepColumns.idle(runner.passes.capacity, rows)
     device = DeviceColumns.of(torch.from_numpy(columns.words()).to(passes.device), rows)
     ids, ragged = passes.fresh_rows(columns, device)
     runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, ragged))
     passes.run(ids, ragged, columns, given=None)
+    return device
 
 
 def _logprobs(runner: DeviceRunner) -> None:
