@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from kernels.triton.attention_block import fold_tile, load_rows
-from kernels.triton.attention_merge import merge_splits, split_number, store_means, store_split
-from kernels.triton.attention_tiles import deal_splits, find_lanes, find_span, find_split, find_tile, share_out
+from kernels.triton.attention_merge import merge_splits, split_number, split_places, store_means, store_split
+from kernels.triton.attention_tiles import find_lanes, find_span, find_split, find_work, share_out
 
 
 # No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
@@ -69,22 +69,14 @@ def attention_kernel(
     across = NUM_KV_HEADS * CHUNKS
     tiles = tl.num_programs(0) // across
     part = tl.program_id(0) % across
-    if DEAL:
-        # fmt: off
-        row, dealt, split, share = deal_splits(
-            tl.program_id(0) // across, tiles - num_rows, first_row, num_rows, slots, starts, window,
-            BLOCK_N, MIN_BLOCKS, MAX_SPLITS, HAS_WINDOW,
-        )
-        # fmt: on
-        if row == num_rows:
-            return
-        row += first_row
-        first = 0
-    else:
-        # The last tiles of a row see the most: they begin first.
-        tile = tl.program_id(0) // across if ONE_TOKEN else tiles - 1 - tl.program_id(0) // across
-        split = tl.program_id(1)
-        row, first = find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
+    # fmt: off
+    row, first, split, dealt, share = find_work(
+        tl.program_id(0) // across, tiles, first_row, num_rows, slots, starts, offsets, window,
+        BLOCK_N, MIN_BLOCKS, MAX_SPLITS, TILE_TOKENS, ONE_TOKEN, DEAL, HAS_WINDOW,
+    )
+    # fmt: on
+    if row == first_row + num_rows:  # a dealt split that no row needs
+        return
     slot = tl.load(slots + row)
     start = tl.load(starts + row)
     count = 1 if ONE_TOKEN else tl.load(num_tokens + row)
@@ -123,14 +115,7 @@ def attention_kernel(
         if used == 1:
             store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
         else:
-            if DEAL:
-                # Of a row that is split the first split is kept behind the `extra`, the others in their own places there.
-                counter, step = dealt * across + part, across
-                kept_first, kept_rest = counter + (tiles - num_rows) * across, counter - across
-            else:
-                counter, step = tl.program_id(0), 1
-                kept_first = counter * tl.num_programs(1)
-                kept_rest = kept_first
+            counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, DEAL)
             number = split_number(split, kept_first, kept_rest, step)
             store_split(partials, levels, number, acc, total, peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
             if MERGE:

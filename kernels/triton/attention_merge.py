@@ -44,6 +44,26 @@ def split_number(split, first, rest, step):
 
 
 @triton.jit
+def split_places(dealt, part, across, extra, DEAL: tl.constexpr):
+    """(counter of a tile's splits that have ended, and of split_number: step, first, rest).
+
+    Dealt splits lie by their number among all dealt ones, `dealt` of which are of rows before; the first split of a row that is
+    split lies as far behind all of them. Without DEAL a program's splits lie side by side.
+    """
+    if DEAL:
+        counter = dealt * across + part
+        step = across
+        first = counter + extra * across
+        rest = counter - across
+    else:
+        counter = tl.program_id(0)
+        step = 1
+        first = counter * tl.num_programs(1)
+        rest = first
+    return counter, step, first, rest
+
+
+@triton.jit
 def store_split(
     partials, levels, number, acc, total, peak, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
 ):

@@ -97,7 +97,7 @@ def deal_splits(
     dealt = 0
     for begin in range(0, num_rows, 256):
         blocks, inside = row_blocks(begin, first_row, num_rows, slots, starts, window, BLOCK_N, HAS_WINDOW)
-        each, used = share_out(blocks, share, MAX_SPLITS)
+        _, used = share_out(blocks, share, MAX_SPLITS)
         used = tl.where(inside, used, 0)
         ends = dealt + tl.cumsum(used, 0)
         passed = inside & (ends <= item)
@@ -105,6 +105,41 @@ def deal_splits(
         first = tl.maximum(first, tl.max(tl.where(passed, ends, 0), 0))
         dealt += tl.sum(used, 0)
     return row, first - row, item - first, share
+
+
+@triton.jit
+def find_work(
+    tile,
+    tiles,
+    first_row,
+    num_rows,
+    slots,
+    starts,
+    offsets,
+    window,
+    BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    DEAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """(row, first token in it, split, and, of DEAL, `dealt` and `share` of deal_splits) of number `tile` of the grid's tiles."""
+    dealt = 0
+    share = 0
+    if DEAL:
+        row, dealt, split, share = deal_splits(
+            tile, tiles - num_rows, first_row, num_rows, slots, starts, window, BLOCK_N, MIN_BLOCKS, MAX_SPLITS, HAS_WINDOW
+        )
+        row += first_row
+        first = 0
+    else:
+        # The last tiles of a row see the most: they begin first.
+        turn = tile if ONE_TOKEN else tiles - 1 - tile
+        row, first = find_tile(turn, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
+        split = tl.program_id(1)
+    return row, first, split, dealt, share
 
 
 @triton.jit
