@@ -18,22 +18,21 @@ from kernels.triton.attention_plan import Blocks, HeadShape, Launch, retiled
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
-    """(blocks, splits) around those of a plan, the plan's own first."""
-    yield launch.blocks, launch.splits
+    """(blocks, splits) around those of a plan, its own left out where every tile has as many."""
     lanes = [launch.blocks.m] if launch.one_token else [64, 128]
     splits = sorted({launch.splits} | ({1, 2, 4, 8, 16, 32} if launch.splits else set()))
     for m, n, warps, stages, split in product(lanes, [32, 64, 128], [4, 8], [2, 3, 4], splits):
-        if (Blocks(m, n, warps, stages), split) != (launch.blocks, launch.splits):
+        if launch.extra or (Blocks(m, n, warps, stages), split) != (launch.blocks, launch.splits):
             yield Blocks(m, n, warps, stages), split
 
 
 def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Iterator[tuple[float, Launch]]:
-    """(microseconds, launch) of each that the device can hold."""
+    """(microseconds, launch) of each that the device can hold, the plan's own first."""
     call = call_of(sizes, device)
     shape: HeadShape = head_shape(call.q, call.k_pool, call.v_pool)
     plan = plan_call(shape, call.rows, len(call.q), call.window, device)
-    for blocks, splits in candidates(plan):
-        launch = retiled(shape, plan, blocks, splits, len(call.q))
+    others = [retiled(shape, plan, blocks, splits, len(call.q)) for blocks, splits in candidates(plan)]
+    for launch in [plan, *others]:
         try:
             timing = timer.time(lambda device, launch=launch: work_of(call_of(sizes, device), launch), sizes.bytes_moved, True)
         except OutOfResources:
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             *(("", one) for one in sorted(found, key=lambda one: one[0])[:5]),
         ]:
             print(
-                f"  {label:4} {microseconds:9.1f} us  {launch.blocks} splits {launch.splits} min_blocks {launch.min_blocks}",
+                f"  {label:4} {microseconds:9.1f} us  {launch.blocks} splits {launch.splits} extra {launch.extra}",
                 flush=True,
             )
         torch.cuda.empty_cache()

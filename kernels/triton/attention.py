@@ -12,7 +12,16 @@ from torch import Tensor
 from kernels.ops import RaggedRows
 from kernels.triton.attention_kernel import attention_kernel
 from kernels.triton.attention_merge import merge_kernel
-from kernels.triton.attention_plan import MIN_DOT, HeadShape, Launch, num_multiprocessors, plan_decode, plan_extend, reach
+from kernels.triton.attention_plan import (
+    MAX_SPLITS,
+    MIN_DOT,
+    HeadShape,
+    Launch,
+    num_multiprocessors,
+    plan_decode,
+    plan_extend,
+    reach,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +118,9 @@ def run_attention(
     call: AttentionCall, shape: HeadShape, launch: Launch, scratch: AttentionScratch | None, merge_apart: bool = False
 ) -> None:
     """Launches; allocates nothing and looks at no value. merge_apart: splits are merged by a launch of their own, not by the
-    last of them to end. Raises ValueError for tensors that do not fit, or scratch that is too small."""
-    _check(call, shape, launch, scratch)
+    last of them to end; not of a launch with `extra`. Raises ValueError for tensors that do not fit, or scratch that is too
+    small."""
+    _check(call, shape, launch, scratch, merge_apart)
     out, rows, blocks, splits = call.out, call.rows, launch.blocks, launch.splits
     unused = call.out
     partials, levels, arrivals = (scratch.partials, scratch.levels, scratch.arrivals) if scratch else (unused, unused, unused)
@@ -153,7 +163,9 @@ def run_attention(
         HEAD_DIM=shape.head_dim,
         PAGE_SIZE=call.k_pool.shape[2],
         BLOCK_D=max(triton.next_power_of_2(shape.head_dim), MIN_DOT),
+        MAX_SPLITS=MAX_SPLITS,
         SPLIT=splits > 0,
+        DEAL=launch.extra > 0,
         MERGE=not merge_apart,
         HAS_SOFTCAP=call.softcap != 0,
         UPCAST=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter multiplies no bfloat16
@@ -166,7 +178,7 @@ def run_attention(
         )
 
 
-def _check(call: AttentionCall, shape: HeadShape, launch: Launch, scratch: AttentionScratch | None) -> None:
+def _check(call: AttentionCall, shape: HeadShape, launch: Launch, scratch: AttentionScratch | None, merge_apart: bool) -> None:
     out, q = call.out, call.q
     if out.shape != (q.shape[0], q.shape[1], shape.value_dim) or q.stride(2) != 1:
         raise ValueError(f"out {tuple(out.shape)} does not fit q {tuple(q.shape)} and values of {shape.value_dim}")
@@ -176,5 +188,7 @@ def _check(call: AttentionCall, shape: HeadShape, launch: Launch, scratch: Atten
         raise ValueError(f"one dtype for all, not {out.dtype}, {q.dtype}, {call.k_pool.dtype} and {call.v_pool.dtype}")
     if call.sinks is not None and call.sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks {tuple(call.sinks.shape)} for {q.shape[1]} heads")
+    if merge_apart and launch.extra:
+        raise ValueError("splits that are dealt out by length are merged by the last of them to end")
     if launch.splits and (scratch is None or not scratch.holds(launch, shape.value_dim)):
         raise ValueError("no scratch that holds the launch's splits")

@@ -38,6 +38,32 @@ def store_means(
 
 
 @triton.jit
+def split_number(split, first, rest, step):
+    """Where a tile's split is kept: the first one at `first`, the others at rest + step, rest + 2 step, ..."""
+    return tl.where(split == 0, first, rest + split * step)
+
+
+@triton.jit
+def split_places(dealt, part, across, extra, DEAL: tl.constexpr):
+    """(counter of a tile's splits that have ended, and of split_number: step, first, rest).
+
+    Dealt splits lie by their number among all dealt ones, `dealt` of which are of rows before; the first split of a row that is
+    split lies as far behind all of them. Without DEAL a program's splits lie side by side.
+    """
+    if DEAL:
+        counter = dealt * across + part
+        step = across
+        first = counter + extra * across
+        rest = counter - across
+    else:
+        counter = tl.program_id(0)
+        step = 1
+        first = counter * tl.num_programs(1)
+        rest = first
+    return counter, step, first, rest
+
+
+@triton.jit
 def store_split(
     partials, levels, number, acc, total, peak, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
@@ -52,15 +78,17 @@ def store_split(
 
 
 @triton.jit
-def merge_splits(partials, levels, first, used, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """(acc [M, E], total [M], peak [M]) of `used` splits of a tile, kept by store_split from number `first` on."""
+def merge_splits(
+    partials, levels, first, rest, step, used, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """(acc [M, E], total [M], peak [M]) of `used` splits of a tile, kept by store_split at split_number(...)."""
     lanes = tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     # Loads of several splits are under way at a time, as far as registers allow.
     for split in tl.range(0, used, loop_unroll_factor=4 if BLOCK_M * BLOCK_E <= 4096 else 1):
-        at = (first + split).to(tl.int64) * BLOCK_M + lanes
+        at = split_number(split, first, rest, step).to(tl.int64) * BLOCK_M + lanes
         level = tl.load(levels + at, mask=valid, other=float("-inf"))
         part = load_rows(partials, at * VALUE_DIM, valid, VALUE_DIM, BLOCK_E, True)
         raised = tl.maximum(peak, level)
@@ -103,7 +131,8 @@ def merge_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """What attention_kernel with SPLIT leaves without MERGE, as a launch after it: the same programs, less the splits."""
+    """What attention_kernel with SPLIT and without DEAL leaves without MERGE, as a launch after it: the same programs, less the
+    splits."""
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     across = NUM_KV_HEADS * CHUNKS
@@ -119,5 +148,6 @@ def merge_kernel(
         return
     own, heads, valid = find_lanes(tl.program_id(0) % across, first, count, GROUP, HEADS, BLOCK_M, TILE_TOKENS)
     tokens = tl.load(offsets + row) + own
-    acc, total, peak = merge_splits(partials, levels, tl.program_id(0) * splits, used, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+    base = tl.program_id(0) * splits
+    acc, total, peak = merge_splits(partials, levels, base, base, 1, used, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
     store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)

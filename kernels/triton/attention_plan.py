@@ -86,7 +86,8 @@ class Launch:
 
     one_token: every one of them has one. heads: query heads of a tile. tiles: of tokens, an upper bound. programs: first axis of
     the grid. splits: of the keys of a tile at most; 0 for a launch that cannot split. min_blocks: of keys that a split has at
-    least.
+    least. extra: splits beyond one a row, of all rows together, that the device deals out by the rows' lengths; then `splits` is
+    1, the grid's second axis. 0: each tile has `splits`.
     """
 
     first_row: int
@@ -98,14 +99,24 @@ class Launch:
     programs: int
     splits: int
     min_blocks: int
+    extra: int = 0
+
+    @property
+    def dealt_programs(self) -> int:
+        """Of the splits that are dealt out."""
+        return self.programs // (self.tiles + self.extra) * self.extra
 
     @property
     def scratch_lanes(self) -> int:
-        """Query lanes of partial results."""
+        """Query lanes of partial results. Of dealt splits: each, and the first ones of at most as many rows."""
+        if self.extra:
+            return 2 * self.dealt_programs * self.blocks.m
         return self.programs * self.splits * self.blocks.m if self.splits > 1 else 0
 
     @property
     def counters(self) -> int:
+        if self.extra:
+            return self.dealt_programs
         return self.programs if self.splits > 1 else 0
 
 
@@ -127,18 +138,27 @@ def reach(max_context: int, window: int) -> int:
 
 def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
     """(scratch_lanes, counters) that no plan below exceeds: `wanted` programs are overshot by a third at most, by 1.5 tiles'
-    worth that round to 2 splits."""
-    decode = plan_decode(shape, 0, 1, 1, multiprocessors).blocks.m * DECODE_PROGRAMS
-    extend = shape.blocks(NARROW_BLOCKS).m * EXTEND_PROGRAMS
-    return max(decode, extend) * multiprocessors * 4 // 3 + 1, DECODE_PROGRAMS * multiprocessors
+    worth that round to 2 splits; a row whose heads alone are more has one split to spare."""
+    row = plan_decode(shape, 0, 1, 1, multiprocessors)
+    dealt = max(DECODE_PROGRAMS * multiprocessors, row.programs)
+    narrow = shape.blocks(NARROW_BLOCKS).m * (EXTEND_PROGRAMS * multiprocessors * 4 // 3 + 1)
+    return max(2 * dealt * row.blocks.m, narrow), dealt
 
 
 def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: int, multiprocessors: int) -> Launch:
-    """Rows of one token. The number of rows and max_context fix the launch: a graph takes the largest there may be."""
+    """Rows of one token. The number of rows and max_context fix the launch: a graph takes the largest there may be.
+
+    Several rows are split by their lengths, which are known on the device alone: one long row among many short ones must not be
+    streamed by one program. A row by itself needs no dealing.
+    """
     blocks = shape.blocks(DECODE_BLOCKS)
     heads = min(shape.group, MAX_DECODE_LANES if shape.size <= WIDEST else MIN_DOT)
     lanes = max(triton.next_power_of_2(heads), MIN_DOT)
-    programs = num_rows * shape.num_kv_heads * -(-shape.group // heads)
+    across = shape.num_kv_heads * -(-shape.group // heads)
+    wanted = DECODE_PROGRAMS * multiprocessors
+    of_row = choose_splits(across, wanted, max_context) if num_rows == 1 else 1
+    longest = min(-(-max_context // SPLIT_PLACES), MAX_SPLITS)
+    extra = max(min(wanted // across, num_rows * (longest - 1)), 1) if num_rows > 1 else 0
     return Launch(
         first_row=first_row,
         num_rows=num_rows,
@@ -146,9 +166,10 @@ def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: in
         blocks=Blocks(lanes, blocks.n, blocks.num_warps, blocks.num_stages),
         heads=heads,
         tiles=num_rows,
-        programs=programs,
-        splits=choose_splits(programs, DECODE_PROGRAMS * multiprocessors, max_context),
+        programs=(num_rows + extra) * across,
+        splits=of_row,
         min_blocks=max(SPLIT_PLACES // blocks.n, 1),
+        extra=extra,
     )
 
 
@@ -171,7 +192,9 @@ def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, spl
 
 
 def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_tokens: int) -> Launch:
-    """The same work with other block sizes and splits. Only a launch with splits may be given some."""
+    """The same work with other block sizes, and as many splits for each tile. Only a launch with splits may be given some."""
     if launch.one_token:
-        return replace(launch, blocks=blocks, splits=splits, min_blocks=max(SPLIT_PLACES // blocks.n, 1))
+        programs = launch.programs // (launch.tiles + launch.extra) * launch.tiles
+        sizes = {"blocks": blocks, "splits": splits, "min_blocks": max(SPLIT_PLACES // blocks.n, 1)}
+        return replace(launch, programs=programs, extra=0, **sizes)
     return _tiled(shape, blocks, launch.num_rows, num_tokens, splits)

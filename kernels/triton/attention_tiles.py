@@ -47,6 +47,102 @@ def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constex
 
 
 @triton.jit
+def share_out(blocks, share, MAX_SPLITS: tl.constexpr):
+    """(blocks of each split but the last, splits that have any, 1 at least) of rows of so many blocks, `share` of them or fewer
+    to a split: even splits, of which a row has MAX_SPLITS at most."""
+    wanted = tl.minimum(tl.maximum(tl.cdiv(blocks, share), 1), MAX_SPLITS)
+    each = tl.maximum(tl.cdiv(blocks, wanted), 1)
+    return each, tl.maximum(tl.cdiv(blocks, each), 1)
+
+
+@triton.jit
+def row_blocks(begin, first_row, num_rows, slots, starts, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """(blocks of keys, whether there is such a row) of rows begin .. begin + 255 of those from first_row on, one token each."""
+    rows = begin + tl.arange(0, 256)
+    inside = rows < num_rows
+    slot = tl.load(slots + first_row + rows, mask=inside, other=-1)
+    start = tl.load(starts + first_row + rows, mask=inside, other=0)
+    first, end = find_span(slot, start, 0, 1, window, 1, HAS_WINDOW)
+    return tl.cdiv(end - first, BLOCK_N), inside
+
+
+@triton.jit
+def deal_splits(
+    item,
+    extra,
+    first_row,
+    num_rows,
+    slots,
+    starts,
+    window,
+    BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """(row counted from first_row, splits of the rows before it beyond one each, the item's split of its row, share): who works
+    on item number `item` of num_rows + extra. row is num_rows where the item is nobody's.
+
+    share: blocks of a split at most, of all rows' blocks one part in `extra`, so that all splits beyond one a row are `extra` at
+    most: of b blocks they are (b - 1) // share. A row much longer than the others is split finely, equal ones only if they are
+    few.
+    """
+    total = 0
+    for begin in range(0, num_rows, 256):
+        blocks, inside = row_blocks(begin, first_row, num_rows, slots, starts, window, BLOCK_N, HAS_WINDOW)
+        total += tl.sum(blocks, 0)
+    share = tl.maximum(tl.cdiv(total, extra), MIN_BLOCKS)
+    row = 0
+    first = 0
+    dealt = 0
+    for begin in range(0, num_rows, 256):
+        blocks, inside = row_blocks(begin, first_row, num_rows, slots, starts, window, BLOCK_N, HAS_WINDOW)
+        _, used = share_out(blocks, share, MAX_SPLITS)
+        used = tl.where(inside, used, 0)
+        ends = dealt + tl.cumsum(used, 0)
+        passed = inside & (ends <= item)
+        row += tl.sum(passed.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(passed, ends, 0), 0))
+        dealt += tl.sum(used, 0)
+    return row, first - row, item - first, share
+
+
+@triton.jit
+def find_work(
+    tile,
+    tiles,
+    first_row,
+    num_rows,
+    slots,
+    starts,
+    offsets,
+    window,
+    BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    DEAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """(row, first token in it, split, and, of DEAL, `dealt` and `share` of deal_splits) of number `tile` of the grid's tiles."""
+    dealt = 0
+    share = 0
+    if DEAL:
+        row, dealt, split, share = deal_splits(
+            tile, tiles - num_rows, first_row, num_rows, slots, starts, window, BLOCK_N, MIN_BLOCKS, MAX_SPLITS, HAS_WINDOW
+        )
+        row += first_row
+        first = 0
+    else:
+        # The last tiles of a row see the most: they begin first.
+        turn = tile if ONE_TOKEN else tiles - 1 - tile
+        row, first = find_tile(turn, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
+        split = tl.program_id(1)
+    return row, first, split, dealt, share
+
+
+@triton.jit
 def find_lanes(
     across,
     first,

@@ -107,7 +107,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         vocab_size=engine.info.vocab_size,
         page_size=engine.info.page_size,
         num_pages=engine.info.num_pages,
-        max_running_requests=settings.max_running_requests,
+        max_running_requests=engine.core.config.max_running_requests,
         generates=engine.info.generates,
         embedding_size=engine.info.embedding_size,
         revision=engine.weights.identity.revision,

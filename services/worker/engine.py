@@ -16,6 +16,7 @@ from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.core.cache_events import CacheEventLog
 from services.worker.core.config import SchedulerConfig
 from services.worker.core.scheduler import Scheduler
+from services.worker.device_limits import most_step_tokens, resolved
 from services.worker.exec.executor_stats import ExecutorStats
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from services.worker.exec.model_info import ModelInfo
@@ -74,7 +75,11 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     """Loads the model. on_lost: told, once, when the device of the steps does not answer any more. Raises ValueError with a
     sentence that says what is wrong with folder, settings or device."""
     defaults = sampling_defaults(settings.model, settings.sampling_defaults == "model", settings.preferred_sampling_params)
-    built, weights = _load(settings, on_lost)
+    name = _executor_name(settings)
+    settings = resolved(settings, _gpu_bytes(settings) if name == "cuda" else None)
+    running, chunk = settings.max_running_requests, settings.chunked_prefill_size
+    logger.info("at most %d requests run at once; prompts are cut after %s tokens (0: never)", running, chunk)
+    built, weights = _load(name, settings, on_lost)
     info = built.info
     tokenizer = load_tokenizer(settings.model)
     before_text = tokenizer.encode_batch([""], True)[0]
@@ -90,10 +95,10 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     return Engine(core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks)
 
 
-def _load(settings: WorkerSettings, on_lost: OnLost) -> tuple[Built, ServedWeights]:
-    """The weights are named while they are loaded."""
+def _load(executor: str, settings: WorkerSettings, on_lost: OnLost) -> tuple[Built, ServedWeights]:
+    """executor: of EXECUTORS. The weights are named while they are loaded."""
     with WeightsReading(Path(settings.model)) as reading:
-        built = EXECUTORS[settings.executor](settings, on_lost)
+        built = EXECUTORS[executor](settings, on_lost)
         try:
             identity = identify_model(settings.model, settings.served_model_name, reading.revision())
         except BaseException:
@@ -140,12 +145,25 @@ def _num_pages(settings: WorkerSettings) -> int | None:
     return -(-settings.max_total_tokens // settings.page_size) or None
 
 
-def _auto(settings: WorkerSettings, on_lost: OnLost) -> Built:
+def _executor_name(settings: WorkerSettings) -> str:
+    """Of EXECUTORS."""
+    if settings.executor != "auto":
+        return settings.executor
     import torch  # imported only where it is wanted
 
-    chosen = _cuda if torch.cuda.is_available() else _cpu
-    logger.info("executor: %s, for torch %s sees %d GPUs", chosen.__name__[1:], torch.__version__, torch.cuda.device_count())
-    return chosen(settings, on_lost)
+    name = "cuda" if torch.cuda.is_available() else "cpu"
+    logger.info("executor: %s, for torch %s sees %d GPUs", name, torch.__version__, torch.cuda.device_count())
+    return name
+
+
+def _gpu_bytes(settings: WorkerSettings) -> int | None:
+    """Memory of the device of executor cuda; None where that device is a CPU. Raises NoDevice."""
+    import torch  # as above
+
+    from services.worker.exec.device.build import device_of
+
+    device = device_of(settings.device)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _cpu(settings: WorkerSettings, _: OnLost) -> Built:
@@ -174,7 +192,8 @@ def _cuda(settings: WorkerSettings, on_lost: OnLost) -> Built:
         attention_backend=settings.attention_backend,
         cuda_graphs=settings.cuda_graphs,
         max_graph_rows=settings.cuda_graph_max_rows,
-        max_tokens=max(settings.max_prefill_tokens, settings.max_running_requests),
+        max_tokens=most_step_tokens(settings),
+        max_whole_tokens=max(settings.max_prefill_tokens, settings.max_running_requests),
         load_threads=settings.load_threads,
     )
     executor, info = build_device_executor(
@@ -218,7 +237,6 @@ def _fake(settings: WorkerSettings, _: OnLost) -> Built:
 
 
 EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost], Built]] = {
-    "auto": _auto,
     "cpu": _cpu,
     "cuda": _cuda,
     "fake": _fake,

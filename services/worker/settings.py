@@ -10,6 +10,9 @@ from services.shared.settings import ServiceSettings
 from services.worker.core.config import EvictionPolicy, SchedulePolicy
 from services.worker.sampling_defaults import parse_preferences
 
+BY_DEVICE = 0  # of max_running_requests: see services/worker/device_limits.py
+BY_DEVICE_CHUNK = -1  # of chunked_prefill_size, whose 0 says something else
+
 
 class WorkerSettings(ServiceSettings):
     port: int = Field(7003, ge=0, le=65535, description="gRPC port: generation and health.")
@@ -54,10 +57,17 @@ class WorkerSettings(ServiceSettings):
         " the pool what the rest leaves. 0: 0.5 and 0.9.",
     )
     max_total_tokens: int = Field(0, ge=0, description="KV pool in tokens; 0: from mem_fraction_static.")
-    max_running_requests: int = Field(64, ge=1, le=4096, description="Requests that run at once.")
+    max_running_requests: int = Field(
+        BY_DEVICE, ge=0, le=4096, description="Requests that run at once; 0: 64 on a CPU, 64 to 256 by the memory of a GPU."
+    )
     max_queued_requests: int = Field(2048, ge=1, description="Requests that wait at once; one more is refused.")
     max_prefill_tokens: int = Field(16384, ge=1, description="Prompt tokens of one step.")
-    chunked_prefill_size: int = Field(2048, ge=0, description="Tokens after which a prompt is cut into chunks; 0: never.")
+    chunked_prefill_size: int = Field(
+        BY_DEVICE_CHUNK,
+        ge=-1,
+        description="Tokens after which a prompt is cut into chunks; 0: never; -1: 2048 on a CPU, 2048 to 16384 by the memory"
+        " of a GPU.",
+    )
     adaptive_chunk_rows: int = Field(256, ge=0, description="Decode rows at which chunks are half as long; 0: never shorter.")
     max_extend_steps: int = Field(2, ge=0, description="Prefill steps in a row while decode rows wait; 0: any number.")
     prefill_max_requests: int = Field(0, ge=0, description="Prompts of one prefill step; 0: any number.")

@@ -16,12 +16,13 @@ import pytest
 
 from tests.benchmarks.gpu.journal import Journal
 from tests.contracts.test_imports import BLOCK
-from tests.gpu.check import Check, main
-from tests.gpu.parts import BENCHMARK, TESTS, Part, all_parts, chosen
+from tests.gpu.check import COMPILERS, Check, compilers, main
+from tests.gpu.image import differing, pins_of
+from tests.gpu.parts import BENCHMARK, COMPILING, TESTS, Part, all_parts, chosen
 from tests.gpu.report import write_report
 from tests.gpu.results import Result, Source, State, Status, load_state
 from tests.gpu.source import digest_of, source_of
-from tests.gpu.targets import TARGETS, judge
+from tests.gpu.targets import TARGETS, is_for, judge
 from tests.gpu.wheels import install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,13 +97,20 @@ def test_parts_fit_short_leases_and_run_what_is_there() -> None:
     assert {target.part for target in TARGETS} <= measured
 
 
+def test_the_figure_of_most_weight_comes_first_and_compilers_last() -> None:
+    names = [part.name for part in all_parts(ROOT)]
+    assert names[:3] == ["parity", "waits", "bench-throughput"]
+    assert names[-4:] == ["kernels-layers", "kernels-attention", "kernels-sampling", "backends"]
+    assert COMPILING * int(compilers()) <= COMPILERS and int(compilers()) <= COMPILERS // COMPILING
+
+
 def test_parts_are_chosen_by_name_or_kind() -> None:
     parts = all_parts(ROOT)
     assert [part.name for part in chosen(parts, ["bench-nano", "parity", "bench-nano"])] == ["bench-nano", "parity"]
     assert len(chosen(parts, ["waits", "tests"])) == len(chosen(parts, ["tests"]))
     assert {part.kind for part in chosen(parts, ["tests"])} == {TESTS}
     assert chosen(parts, []) == parts
-    with pytest.raises(ValueError, match="no part is called nonsense; there are kernels-layers, "):
+    with pytest.raises(ValueError, match="no part is called nonsense; there are parity, waits, "):
         chosen(parts, ["nonsense"])
 
 
@@ -118,7 +126,7 @@ def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--parts", "benchmark"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sum(part.kind == BENCHMARK for part in all_parts(ROOT))
-    assert " 300 s  " in lines[1]
+    assert " 300 s  " in lines[0]
 
 
 def test_it_needs_nothing_but_torch_transformers_and_pytest(tmp_path: Path) -> None:
@@ -167,10 +175,78 @@ def test_other_versions_and_other_flags_make_results_old_too(tmp_path: Path) -> 
     newer = {**FACTS, "versions": {"torch": "2.12"}}
     assert state.is_done(part, SOURCE, FACTS, keep=False) and state.is_done(part, SOURCE, newer, keep=True)
     assert not state.is_done(part, SOURCE, newer, keep=False)
-    path = write_report(tmp_path / "out", newer, SOURCE, state, [part])
+    path = write_report(tmp_path / "out", newer, SOURCE, state, [part], {})
     assert "passed (torch 2.11)" in path.read_text()
     otherwise = replace(part, command=(*part.command, "--no-graphs"))
     assert not state.is_done(otherwise, SOURCE, FACTS, keep=True)
+
+
+def test_a_variant_stands_beside_what_was_measured_before(tmp_path: Path) -> None:
+    """Other flags, or another card: figures, logs and judgement of both are there."""
+    part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 26.0}}))
+    text = (tmp_path / "bench-throughput.py").read_text().replace("26.0", "31.0")
+    (tmp_path / "other.py").write_text(text)
+    variant = replace(part, command=(str(tmp_path / "other.py"), "{out}", "--attention", "triton"), flags="--attention triton")
+    assert check(tmp_path, [part])[0].run([part], None, keep=False) == 0
+    runner, state = check(tmp_path, [part])
+    assert runner.run([variant], None, keep=False) == 0
+    assert runner.run([part], None, keep=False) == 0
+    assert len(state.results) == 2 and len(list((tmp_path / "work").glob("bench-throughput*.json"))) == 2
+    report = report_of(tmp_path)
+    assert "| 8B shape, 256 × 1024/1024 | ≤ 28 s | 26 s | NVIDIA H200 | yes |" in report
+    assert "| 8B shape, 256 × 1024/1024 --attention triton | ≤ 28 s | 31 s | NVIDIA H200 | no |" in report
+    assert "## bench-throughput --attention triton\n" in report
+    elsewhere = {**FACTS, "device": "NVIDIA H100 80GB HBM3"}
+    other = Check(tmp_path / "work", tmp_path / "out", elsewhere, SOURCE, state, [part], dict(os.environ), tmp_path)
+    assert other.run([part], None, keep=False) == 0
+    assert len(state.results) == 3 and check(tmp_path, [part])[1].is_done(part, SOURCE, FACTS, keep=False)
+
+
+def test_targets_judge_no_other_card(tmp_path: Path) -> None:
+    elsewhere = {**FACTS, "device": "NVIDIA H100 80GB HBM3"}
+    part = script(tmp_path, "bench-throughput", outcome_script({"qwen3-8b.seconds": {"value": 60.0}}))
+    state = load_state(tmp_path / "work/state.json", "2030-01-02", fresh=False)
+    runner = Check(tmp_path / "work", tmp_path / "out", elsewhere, SOURCE, state, [part], dict(os.environ), tmp_path)
+    assert runner.run([part], None, keep=False) == 0
+    report = (tmp_path / "out/report-nvidia-h100-80gb-hbm3-2030-01-02.md").read_text()
+    assert "| ≤ 28 s | 60 s | NVIDIA H100 80GB HBM3 | not judged |" in report and "Missed" not in report
+    assert "On NVIDIA H100 80GB HBM3." in report, "each part's figures say which card they are from"
+    assert [is_for(name) for name in ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H100")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_the_report_says_where_versions_are_not_the_images(tmp_path: Path) -> None:
+    (tmp_path / "docker/requirements").mkdir(parents=True)
+    (tmp_path / "docker/requirements/worker-cuda.txt").write_text("# written\ntorch==2.13.0\ntriton==3.7.1 ; x\nnumpy==2.5\n")
+    part = script(tmp_path, "part", outcome_script({}))
+    assert check(tmp_path, [part])[0].run([part], None, keep=False) == 0
+    assert "| torch | 2.11 | 2.13.0 |" in report_of(tmp_path)
+    assert "**Not what ships.** Measured with torch 2.11, not 2.13.0 as in the worker's image." in report_of(tmp_path)
+    pins = pins_of(ROOT)
+    assert {"torch", "triton", "flashinfer-python", "transformers", "numpy"} <= set(pins)
+    measured = {"torch": f"{pins['torch']}+cu130", "triton": "1.0", "flashinfer-python": "not installed"}
+    assert [phrase.split()[0] for phrase in differing(measured, pins)] == ["triton", "flashinfer-python"]
+
+
+def test_a_benchmark_that_kept_its_figures_comes_last_when_run_again(tmp_path: Path) -> None:
+    """What has no figures goes before it; if it fails again with fewer, the earlier ones stay."""
+    figures = {"a": {"value": 1.0}, "b": {"value": 2.0}}
+    half = script(tmp_path, "half", outcome_script(figures, "open('ran', 'a').write('h')\nraise SystemExit(1)"))
+    runner, state = check(tmp_path, [half])
+    assert runner.run([half], None, keep=False) == 1
+    result = state.of(half, FACTS)
+    assert result is not None and result.status is Status.PARTLY and "| half | does half | partly |" in report_of(tmp_path)
+    (tmp_path / "half.py").write_text(outcome_script({"a": {"value": 3.0}}, "open('ran', 'a').write('h')\nraise SystemExit(1)"))
+    new = script(tmp_path, "new", outcome_script({}, "open('ran', 'a').write('n')"))
+    runner, state = check(tmp_path, [half, new])
+    assert runner.run([half, new], None, keep=False) == 1
+    assert (tmp_path / "ran").read_text() == "hnh"
+    result = state.of(half, FACTS)
+    assert result is not None and result.outcome["figures"] == figures
 
 
 def test_a_check_goes_on_from_its_report(tmp_path: Path) -> None:
@@ -194,7 +270,7 @@ def test_a_part_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path
     runner, state = check(tmp_path, [slow])
     assert runner.run([slow], None, keep=False) == 1
     assert time.monotonic() - begun < 20
-    result = state.results["slow"]
+    result = state.results["slow", "", "NVIDIA H200"]
     assert result.status is Status.TIMED_OUT and "so far" in result.tail
     assert result.outcome["figures"] == {"a": {"value": 1.0}}, "what it had measured by then is kept"
 
@@ -205,8 +281,11 @@ def test_the_whole_checks_limit(tmp_path: Path) -> None:
     later = script(tmp_path, "later", outcome_script({}), limit_s=300)
     runner, state = check(tmp_path, [slow, later], least_s=1.5)
     assert runner.run([slow, later], time.monotonic() + 2.5, keep=False) == 1
-    assert state.results["slow"].status is Status.CUT_OFF and state.results["slow"].outcome["figures"]
-    assert "later" not in state.results and "| later | does later | not run yet |" in report_of(tmp_path)
+    assert (
+        state.results["slow", "", "NVIDIA H200"].status is Status.CUT_OFF
+        and state.results["slow", "", "NVIDIA H200"].outcome["figures"]
+    )
+    assert len(state.results) == 1 and "| later | does later | not run yet |" in report_of(tmp_path)
 
 
 def test_pytest_outcomes_are_counted(tmp_path: Path) -> None:
@@ -216,11 +295,13 @@ def test_pytest_outcomes_are_counted(tmp_path: Path) -> None:
     some = Part("some", TESTS, "tests", 60, command)
     runner, state = check(tmp_path, [some])
     assert runner.run([some], None, keep=False) == 0
-    assert state.results["some"].counts == {"passed": 1, "skipped": 1}
+    assert state.results["some", "", "NVIDIA H200"].counts == {"passed": 1, "skipped": 1}
     test_file.write_text("def test_a(): assert False\n")
     runner, state = check(tmp_path, [some], Source("x", "y"))
     assert runner.run([some], None, keep=False) == 1
-    assert state.results["some"].status is Status.FAILED and state.results["some"].counts == {"failure": 1}
+    assert state.results["some", "", "NVIDIA H200"].status is Status.FAILED and state.results[
+        "some", "", "NVIDIA H200"
+    ].counts == {"failure": 1}
 
 
 def test_a_cut_off_test_part_says_what_had_failed_by_then(tmp_path: Path) -> None:
@@ -231,7 +312,7 @@ def test_a_cut_off_test_part_says_what_had_failed_by_then(tmp_path: Path) -> Non
     some = Part("some", TESTS, "tests", 8, command)
     runner, state = check(tmp_path, [some])
     assert runner.run([some], None, keep=False) == 1
-    result = state.results["some"]
+    result = state.results["some", "", "NVIDIA H200"]
     assert result.status is Status.TIMED_OUT
     assert result.counts["failure"] == 1 and result.counts["passed"] >= 1
     assert result.tail.startswith("First of what failed: test_some.test_a") and "'this' == 'that'" in result.tail
@@ -273,26 +354,27 @@ def test_targets_are_judged_with_the_profile_of_what_missed() -> None:
         "figures": {"qwen3-8b.seconds": {"value": 29.5, "unit": "s"}},
         "profiles": {"qwen3-8b": {"idle_share": 0.01, "kernels": kernels}},
     }
-    result = Result("bench-throughput", Status.PASSED, 1.0, SOURCE, "d", "t", outcome=outcome)
-    judged = {entry.target.figure: entry for entry in judge({"bench-throughput": result})}
+    card = "NVIDIA H200"
+    result = Result("bench-throughput", Status.PASSED, 1.0, SOURCE, card, "t", outcome=outcome)
+    judged = {entry.target.figure: entry for entry in judge([result], card)}
     assert judged["qwen3-8b.seconds"].is_met is False
     assert judged["qwen3-8b.seconds"].next_step.startswith("gemm takes 70%")
     assert judged["nano.speedup"].is_met is None
     outcome["profiles"] = {"qwen3-8b": {"idle_share": 0.2, "kernels": kernels}}
-    assert "waits for launches 20%" in judge({"bench-throughput": result})[0].next_step
+    assert "waits for launches 20%" in judge([result], card)[0].next_step
     outcome["figures"] = {"qwen3-8b.seconds": {"value": 27.9, "unit": "s"}}
-    assert judge({"bench-throughput": result})[0].is_met is True
+    assert judge([result], card)[0].is_met is True
 
 
 def test_a_missed_target_is_shown_in_the_report(tmp_path: Path) -> None:
-    profile = {"qwen3-0.6b": {"idle_share": 0.0, "kernels": [["attention | kernel", 0.6]]}}
+    profile = {"qwen3-0.6b": {"idle_share": 0.0, "kernels": [["attention | kernel", 0.6, 28, 4.25]]}}
     text = outcome_script({"qwen3-0.6b.speedup": {"value": 1.01, "unit": "×"}})
     text = text.replace("'how'", f"'profiles': {profile!r}, 'how'")
     part = script(tmp_path, "bench-overlap", text)
     assert check(tmp_path, [part])[0].run([part], None, keep=False) == 0
     report = report_of(tmp_path)
-    assert "| overlap on against off, 0.6B shape | ≥ 1.1 × | 1.01 × | no |" in report
-    assert "### Missed: overlap on against off" in report and "| attention \\| kernel | 60.0% |" in report
+    assert "| overlap on against off, 0.6B shape | ≥ 1.1 × | 1.01 × | NVIDIA H200 | no |" in report
+    assert "### Missed: overlap on against off" in report and "| attention \\| kernel | 60.0% | 28 | 4.25 |" in report
     found = json.loads((tmp_path / "out/report-nvidia-h200-2030-01-02.json").read_text())
     assert [entry["met"] for entry in found["targets"] if entry["target"]["part"] == "bench-overlap"] == [False]
 

@@ -166,7 +166,7 @@ def test_scratch_holds_every_plan(kv_heads: int, group: int, head_dim: int, item
     lanes, counters = scratch_bounds(heads, multiprocessors)
     plans = [plan_decode(heads, 0, rows, 1 << 17, multiprocessors) for rows in range(1, 400)]
     plans += [plan_extend(heads, 1 + tokens // 50, tokens, 1 << 17, multiprocessors) for tokens in range(1, 4000, 7)]
-    assert max(plan.splits for plan in plans) > 1
+    assert max(plan.splits for plan in plans) > 1 and max(plan.extra for plan in plans) > 1
     for plan in plans:
         assert plan.scratch_lanes <= lanes and plan.counters <= counters
 

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+from tests.benchmarks.gpu.attention_batches import (
+    EAGER_KINDS,
+    StepBatch,
+    distance,
+    flashinfer_work,
+    tensors_of,
+    torch_work,
+    triton_work,
+)
+from tests.benchmarks.gpu.attention_kernels import measure_batch
+from tests.benchmarks.gpu.command import Setting
+from tests.benchmarks.gpu.gemms import reduced_precision
+from tests.benchmarks.gpu.journal import Journal
+from tests.benchmarks.gpu.models import Wanted, serving_of
 from tests.benchmarks.gpu.profile import Event, profile_of, short_name
-from tests.benchmarks.gpu.workloads import nano, shared_prefix
+from tests.benchmarks.gpu.serving import Timing
+from tests.benchmarks.gpu.versus_transformers import workloads
+from tests.benchmarks.gpu.workloads import fixed, nano, shared_prefix
+from tests.exec.flashinfer_double import Library
 from tests.gpu.parts import BENCHMARK, all_parts
 from tests.gpu.report import _tables
 from tests.gpu.targets import TARGETS
@@ -32,7 +56,7 @@ def toy(name: str, out: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MODULES)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     outcome = toy(name, tmp_path / "out.json")
-    assert outcome["how"] and outcome["figures"]
+    assert outcome["how"] and outcome["figures"] and not outcome["failed"]
     for table in _tables(outcome):
         assert table["rows"] and all(len(row) == len(table["columns"]) for row in table["rows"]), table["title"]
     assert all(figure["value"] >= 0 for figure in outcome["figures"].values())
@@ -42,7 +66,64 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
         assert not known or target.figure in outcome["figures"], target.figure
     for profile in outcome["profiles"].values():
         assert 0 <= profile["idle_share"] < 1 and profile["kernels"] and profile["events"] > 0
+    traces = sorted(tmp_path.glob("out.*.trace.json.gz"))
+    assert len(traces) == len(outcome["profiles"])
+    for trace in traces:
+        assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert not targets or outcome["profiles"], "a target that is missed needs a profile"
+
+
+def test_prefill_and_decode_are_told_apart() -> None:
+    """Three requests; the last one's first token comes with the third step."""
+    timing = Timing(
+        seconds=10.0, last_first_s=4.0, marks=[(1.0, 1), (2.0, 2), (4.0, 3), (4.5, 6), (5.0, 9), (7.0, 12), (10.0, 15)]
+    )
+    assert timing.decode_step_s(2) == (0.5, 2.5)
+    setting = Setting("cpu", toy=True)
+    with serving_of(Wanted("qwen3-8b", 2, 40), setting) as model:
+        assert model.serving.core.config.adaptive_chunk_rows == 0, "chunks are as long as the benchmark says"
+        taken = model.serving.run(fixed(2, 10, 4, model.vocab, seed=0))
+    tokens_then = next(count for at, count in taken.marks if at == taken.last_first_s)
+    assert 0 < taken.last_first_s < taken.seconds and 2 <= tokens_then < 8
+
+
+def test_what_weighs_most_is_measured_against_transformers_first() -> None:
+    for toy in (True, False):
+        assert next(iter(workloads(Setting("cpu", toy), 100, seed=0))) == "nano"
+
+
+def test_attention_kernels_compute_the_same_step(tmp_path: Path) -> None:
+    """FlashInfer's by the double, which computes from what a kernel would read; Triton's under the interpreter."""
+    library, setting = Library(torch.device("cpu")), Setting("cpu", toy=True)
+    ours = (triton_work, partial(triton_work, splits=2))
+    for heads, starts, count, kinds in (
+        (4, (8, 30, 2), 1, [*EAGER_KINDS, "flashinfer fa2, graph"]),
+        (2, (8, 30, 2), 1, ["flashinfer decode, graph"]),
+        (4, (0, 9), 5, list(EAGER_KINDS)),
+    ):
+        batch = StepBatch("toy", heads, 1, 64, 4, starts, count)
+        made = dict(zip(("triton", "triton, 2 splits"), ours[: 3 - min(count, 2)], strict=False))
+        made |= {kind: partial(flashinfer_work, kind=kind, module=library) for kind in kinds}
+        expected = tensors_of(batch, torch.device("cpu"), torch.float16)
+        torch_work(expected)()
+        for name, make in made.items():
+            with library.ledger:
+                step = tensors_of(batch, torch.device("cpu"), torch.float16)
+                make(step)()
+            assert distance(step.out, expected.out) < 0.01, name
+    journal = Journal("as it is", tmp_path / "out.json")
+    wrong = {"right": torch_work, "wrong": lambda step: lambda: step.out.fill_(9.0)}
+    measure_batch(StepBatch("toy", 2, 1, 64, 4, (3,)), wrong, setting, journal)
+    assert list(journal.figures) == ["toy, page 4, right"] and "outputs differ" in journal.notes[0]
+
+
+def test_reduced_precision_is_as_it_was_afterwards() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    for allowed in (True, False):
+        with reduced_precision(allowed):
+            assert matmul.allow_bf16_reduced_precision_reduction is allowed
+        assert matmul.allow_bf16_reduced_precision_reduction == before
 
 
 def test_idle_time_is_told_apart() -> None:
@@ -54,14 +135,14 @@ def test_idle_time_is_told_apart() -> None:
         Event("b", 21.0, 30.0, 3),
         Event("a", 30.0, 40.0, 4),
     ]
-    profile = profile_of(events)
+    profile = profile_of(events, steps=2)
     assert (profile.span_us, profile.busy_us) == (40.0, 36.0)
     assert profile.idle_share == pytest.approx(3 / 40)
     assert profile.idle_in_graphs_share == pytest.approx(1 / 40)
     assert (profile.launches, profile.events, profile.gaps_us) == (4, 5, [3.0])
-    assert profile.kernels[0] == ("a", pytest.approx(20 / 42))
+    assert profile.kernels[0] == ("a", pytest.approx(20 / 42), 1.0, 10.0)
     with pytest.raises(RuntimeError, match="no event"):
-        profile_of([])
+        profile_of([], steps=1)
 
 
 def test_kernel_names_are_cut() -> None:

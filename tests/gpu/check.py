@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.parts import Part, all_parts, chosen
+from tests.gpu.image import pins_of
+from tests.gpu.parts import COMPILING, Part, all_parts, chosen
 from tests.gpu.report import write_report
 from tests.gpu.results import DONE, Result, Source, State, Status, command_of, load_state
 from tests.gpu.run_part import Ran, run_part
@@ -27,7 +28,7 @@ from tests.gpu.wheels import install
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "build/gpu-cache"  # compiled ones
-COMPILERS = "8"  # at once, for each process that compiles FlashInfer's: they take gigabytes each
+COMPILERS = 16  # of FlashInfer's kernels at once, in all processes together: each takes a core and gigabytes
 NO_GPU = 2  # exit status
 MACHINE_S = 240.0  # to say what machine this is: torch is imported from a cold disk
 LEAST_S = 20.0  # a part is not begun with less than this left of --limit-s
@@ -100,23 +101,32 @@ class Check:
     def run(self, wanted: Sequence[Part], deadline: float | None, keep: bool) -> int:
         """deadline: of time.monotonic, None for none. Returns the exit status."""
         report = self._report()
-        for part in wanted:
+        for part in self._in_turn(wanted, keep):
             if self._state.is_done(part, self._source, self._facts, keep):
-                print(f"{part.name}: done before", flush=True)
+                print(f"{part.label}: done before", flush=True)
                 continue
             left = part.limit_s if deadline is None else min(part.limit_s, deadline - time.monotonic())
             if left < min(self._least_s, part.limit_s):
-                print(f"{part.name}: no time is left; start the check again to go on", flush=True)
+                print(f"{part.label}: no time is left; start the check again to go on", flush=True)
                 continue
-            print(f"{part.name}: {part.about} (up to {left:.0f} s)", flush=True)
-            result = self._result(part, run_part(part, self._work, self._root, left, self._environment), left)
-            self._state.put(result)
+            self._run_one(part, left)
             report = self._report()
-            print(f"{part.name}: {result.status} in {result.seconds:.0f} s", flush=True)
-            if result.status not in DONE:
-                print(result.tail, flush=True)
         print(f"report: {report}")
         return int(not all(self._state.is_done(p, self._source, self._facts, keep) for p in wanted))
+
+    def _in_turn(self, wanted: Sequence[Part], keep: bool) -> list[Part]:
+        """Those that have kept their figures and lack a piece come last: what has none goes before."""
+        return sorted(wanted, key=lambda part: self._state.is_kept(part, self._source, self._facts, keep))
+
+    def _run_one(self, part: Part, left: float) -> None:
+        print(f"{part.label}: {part.about} (up to {left:.0f} s)", flush=True)
+        result = self._result(part, run_part(part, self._work, self._root, left, self._environment), left)
+        kept = self._state.put(result)
+        print(f"{part.label}: {result.status} in {result.seconds:.0f} s", flush=True)
+        if kept is not result:
+            print(f"{part.label}: an earlier run has more figures; they are kept", flush=True)
+        if result.status not in DONE:
+            print(result.tail, flush=True)
 
     def _result(self, part: Part, ran: Ran, left: float) -> Result:
         status = ran.status or (Status.TIMED_OUT if left >= part.limit_s else Status.CUT_OFF)
@@ -132,10 +142,11 @@ class Check:
             outcome=ran.outcome,
             command=command_of(part),
             versions=self._facts["versions"],
+            flags=part.flags,
         )
 
     def _report(self) -> Path:
-        return write_report(self._out, self._facts, self._source, self._state, self._parts)
+        return write_report(self._out, self._facts, self._source, self._state, self._parts, pins_of(self._root))
 
 
 def _leave(number: int, _: object) -> None:
@@ -157,10 +168,15 @@ def environment(site: Path) -> dict[str, str]:
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(ROOT), *([str(site)] if site.is_dir() else []), *([before] if before else [])]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    kept = {"TRITON_CACHE_DIR": str(KERNELS / "triton"), "FLASHINFER_WORKSPACE_BASE": str(KERNELS), "MAX_JOBS": COMPILERS}
+    kept = {"TRITON_CACHE_DIR": str(KERNELS / "triton"), "FLASHINFER_WORKSPACE_BASE": str(KERNELS), "MAX_JOBS": compilers()}
     programs = os.pathsep.join([*([str(site / "bin")] if site.is_dir() else []), os.environ.get("PATH", os.defpath)])
     found = {**kept, **os.environ, **offline}
     return {**found, "TRITON_INTERPRET": "0", "PATH": programs, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def compilers() -> str:
+    """For each of the processes that compile at once."""
+    return str(max(min(COMPILERS, os.cpu_count() or 1) // COMPILING, 1))
 
 
 def today() -> str:

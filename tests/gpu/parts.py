@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS, BENCHMARK = "tests", "benchmark"
 BACKEND_TESTS = ("gpu/test_backends", "exec/test_flashinfer_signatures", "exec/test_flashinfer_backend")
-COMPILERS = 8  # processes of a part whose time goes into compiling kernels
+COMPILERS = 8  # processes of a part whose time goes into Triton, which takes one core for each
+COMPILING = 4  # processes of a part whose time goes into nvcc, each of which runs several: see check.compilers()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """command: what follows the interpreter; "{out}" in it is the file for its results: JUnit XML of tests, JSON of a benchmark.
-    limit_s: below 480, so that any one part fits a short lease of a machine."""
+    limit_s: below 480, so that any one part fits a short lease of a machine. flags: those of the benchmarks that run models, as
+    in the command; what is measured with others is another result."""
 
     name: str
     kind: str
     about: str
     limit_s: int
     command: tuple[str, ...]
+    flags: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.flags}".rstrip()
+
+    @property
+    def stem(self) -> str:
+        """Of the names of its files."""
+        return re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
 
 
 def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1) -> Part:
@@ -34,9 +47,9 @@ def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1)
     return Part(name, TESTS, about, limit_s, (*flags, *plugins, *(f"-o{one}" for one in settings), *at_once, *paths))
 
 
-def _compilers() -> int:
+def _at_once(processes: int) -> int:
     """One where pytest cannot run several."""
-    return min(COMPILERS, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
+    return min(processes, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
 
 
 def _kernel_tests(root: Path) -> tuple[Part, ...]:
@@ -47,41 +60,46 @@ def _kernel_tests(root: Path) -> tuple[Part, ...]:
         group = name if name in groups else "layers" if name in ("step", "executor") else "sampling"
         groups[group].append(str(path.relative_to(root)))
     about = "Triton kernels against their torch twins: "
-    return tuple(_tests(f"kernels-{name}", about + name, 300, *paths, processes=_compilers()) for name, paths in groups.items())
+    return tuple(
+        _tests(f"kernels-{name}", about + name, 300, *paths, processes=_at_once(COMPILERS)) for name, paths in groups.items()
+    )
 
 
 def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
-    """In the order in which they run: what is compiled, then a first look, then what else is right, then how fast it is, by
-    weight of the figure. FlashInfer's kernels are compiled by `backends`, several at once, and found by what comes after it.
-    bench_flags: for the benchmarks that run models, see tests.benchmarks.gpu.command."""
+    """In the order in which they run: whether it is right at all, then how fast it is, by weight of the figure, then what else is
+    right, and last what spends its time in compilers. bench_flags: for the benchmarks that run models, see
+    tests.benchmarks.gpu.command."""
 
-    def bench(name: str, about: str, limit_s: int) -> Part:
+    def bench(name: str, about: str, limit_s: int, flags: Sequence[str] = bench_flags) -> Part:
         module = f"tests.benchmarks.gpu.{name.replace('-', '_')}"
-        return Part(f"bench-{name}", BENCHMARK, about, limit_s, ("-m", module, *bench_flags, "--out={out}"))
+        command = ("-m", module, *flags, "--out={out}")
+        return Part(f"bench-{name}", BENCHMARK, about, limit_s, command, " ".join(flags))
 
     backends = (f"tests/{name}.py" for name in BACKEND_TESTS)
     memory = ("tests/gpu/test_memory.py", "tests/exec/test_memory_budget.py")
     return (
-        *_kernel_tests(root),
-        _tests("backends", "each attention back end", 400, *backends, processes=min(4, _compilers())),
         _tests("parity", "tokens and logits against transformers on the device", 180, "tests/gpu/test_parity.py"),
-        _tests("graphs", "decode graphs on and off", 120, "tests/gpu/test_graphs.py"),
         _tests("waits", "no call that waits for the device", 180, "tests/gpu/test_sync.py"),
-        bench("ceilings", "copy and read bandwidth, matrix products", 60),
-        bench("single-stream", "one request, 0.6B, 8B and 14B shapes", 300),
-        _tests("sampling", "logprobs and seeded draws", 120, "tests/gpu/test_logprobs.py", "tests/gpu/test_draws.py"),
-        _tests("memory", "memory running out, and its height", 120, *memory),
-        _tests("loading", "weights streamed to the device", 120, "tests/exec/test_weight_stream.py"),
-        _tests("random-steps", "2,000 random steps beside the fake executor", 300, "tests/exec/test_device_random_steps.py"),
         bench("throughput", "8B shape, 256 requests of 1024 in and 1024 out", 300),
+        bench("ceilings", "copy and read bandwidth, matrix products", 60, ()),
+        bench("single-stream", "one request, 0.6B, 8B and 14B shapes", 300),
         bench("timeline", "what the device does over 50 decode steps of 64 rows", 240),
         bench("overlap", "overlap on and off, 0.6B shape", 180),
+        _tests("graphs", "decode graphs on and off", 120, "tests/gpu/test_graphs.py"),
+        bench("gemms", "matrix products of both models, reduced precision on and off", 120, ()),
+        bench("attention-kernels", "decode and prompt attention alone, FlashInfer's kernels and Triton's", 240, ()),
         bench("versus-transformers", "transformers' continuous batching, 0.6B shape", 420),
         bench("nano", "256 requests, in and out 100 to 1,024, 0.6B shape", 180),
         bench("attention", "decode steps and prompts by each attention back end, 8B shape", 300),
         bench("graphs", "CUDA graphs on and off, 0.6B shape", 180),
         bench("shared-prefix", "requests with one long beginning, 8B shape", 180),
         Part("bench-kernels", BENCHMARK, "each kernel by itself", 300, ("-m", "kernels.bench.gpu", "--json", "{out}")),
+        _tests("memory", "memory running out, and its height", 120, *memory),
+        _tests("sampling", "logprobs and seeded draws", 120, "tests/gpu/test_logprobs.py", "tests/gpu/test_draws.py"),
+        _tests("random-steps", "2,000 random steps beside the fake executor", 300, "tests/exec/test_device_random_steps.py"),
+        _tests("loading", "weights streamed to the device", 120, "tests/exec/test_weight_stream.py"),
+        *_kernel_tests(root),
+        _tests("backends", "each attention back end", 400, *backends, processes=_at_once(COMPILING)),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.image import differing
 from tests.gpu.parts import Part
 from tests.gpu.results import Result, Source, State, Status
 from tests.gpu.targets import Judged, judge
@@ -17,17 +18,22 @@ from tests.gpu.targets import Judged, judge
 Facts = Mapping[str, Any]
 SHOWN_KERNELS = 8
 NOT_RUN = "not run yet"
+KERNEL_COLUMNS = ("kernel", "share of device time", "calls per step", "mean µs")
 
 
-def write_report(folder: Path, facts: Facts, source: Source, state: State, parts: Sequence[Part]) -> Path:
-    """Two files named by device and date; returns the Markdown one. Each is replaced whole."""
+def write_report(
+    folder: Path, facts: Facts, source: Source, state: State, parts: Sequence[Part], pins: Mapping[str, str]
+) -> Path:
+    """Two files named by device and date; returns the Markdown one, which is of that device alone. pins: versions that the image
+    has. Each is replaced whole."""
     slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
     stem = folder / f"report-{slug}-{state.begun}"
     folder.mkdir(parents=True, exist_ok=True)
-    judged = judge(state.results)
-    _replace(stem.with_name(stem.name + ".json"), json.dumps(_as_json(facts, source, state, judged), indent=1))
+    results = state.on(facts["device"])
+    judged = judge(results, facts["device"])
+    _replace(stem.with_name(stem.name + ".json"), json.dumps(_as_json(facts, source, state, judged, pins), indent=1))
     path = stem.with_name(stem.name + ".md")
-    _replace(path, "\n".join(_lines(facts, source, state, parts, judged)) + "\n")
+    _replace(path, "\n".join(_lines(facts, source, state, parts, judged, pins)) + "\n")
     return path
 
 
@@ -37,9 +43,10 @@ def _replace(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def _as_json(facts: Facts, source: Source, state: State, judged: Sequence[Judged]) -> dict[str, Any]:
+def _as_json(facts: Facts, source: Source, state: State, judged: Sequence[Judged], pins: Mapping[str, str]) -> dict[str, Any]:
     return {
         "machine": dict(facts),
+        "image": dict(pins),
         "source": asdict(source),
         "date": state.begun,
         "parts": [asdict(result) for result in state.results.values()],
@@ -47,66 +54,83 @@ def _as_json(facts: Facts, source: Source, state: State, judged: Sequence[Judged
     }
 
 
-def _lines(facts: Facts, source: Source, state: State, parts: Sequence[Part], judged: Sequence[Judged]) -> list[str]:
+def _lines(
+    facts: Facts, source: Source, state: State, parts: Sequence[Part], judged: Sequence[Judged], pins: Mapping[str, str]
+) -> list[str]:
+    runs = [(part, result) for part in parts for result in _variants(part, state, facts["device"])]
     lines = [f"# GPU check: {facts['device']}, {state.begun}", ""]
-    lines += _table(("what", "value"), _facts(facts, source, state.begun))
+    lines += _table(("what", "value", "the image has"), _facts(facts, source, state.begun, pins))
+    lines += _other_than_shipped(facts, pins)
     lines += ["", "## Parts", ""]
-    lines += _table(("part", "what it does", "result", "seconds", "tests"), [_part(p, state, source, facts) for p in parts])
+    lines += _table(("part", "what it does", "result", "seconds", "tests"), [_part(*run, source, facts) for run in runs])
     lines += ["", "## Targets", ""]
-    lines += _table(("figure", "target", "measured", "met"), [_target(entry) for entry in judged])
+    lines += _table(("figure", "target on an H200", "measured", "on", "met"), [_target(entry) for entry in judged])
     lines += _missed(judged)
-    for part in parts:
-        result = state.results.get(part.name)
+    for part, result in runs:
         if result is not None and result.outcome:
             lines += _figures(part, result)
-    for part in parts:
-        result = state.results.get(part.name)
-        if result is not None and result.status in (Status.FAILED, Status.TIMED_OUT):
-            lines += ["", f"## {part.name}: {result.status}", "", "```", result.tail.replace("```", "'''"), "```"]
+    for _, result in runs:
+        if result is not None and result.status in (Status.FAILED, Status.TIMED_OUT, Status.PARTLY):
+            lines += ["", f"## {result.label}: {result.status}", "", "```", result.tail.replace("```", "'''"), "```"]
     return lines
 
 
-def _facts(facts: Facts, source: Source, date: str) -> list[tuple[str, str]]:
-    rows = [
-        ("device", f"{facts['device']}, {facts.get('memory_gib', '?')} GiB, {facts.get('multiprocessors', '?')} multiprocessors")
-    ]
-    rows += [("driver", str(facts.get("driver", "unknown"))), ("python", facts["python"]), ("system", facts["system"])]
-    rows += sorted(facts["versions"].items())
-    return [*rows, ("commit", source.commit), ("files", source.digest), ("date", date)]
+def _variants(part: Part, state: State, device: str) -> list[Result | None]:
+    """With these flags first; None where it has not run with any."""
+    found = [result for result in state.on(device) if result.part == part.name]
+    return [*sorted(found, key=lambda result: (result.flags != part.flags, result.flags))] or [None]
 
 
-def _part(part: Part, state: State, source: Source, facts: Facts) -> tuple[str, ...]:
-    result = state.results.get(part.name)
+def _facts(facts: Facts, source: Source, date: str, pins: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    device = f"{facts['device']}, {facts.get('memory_gib', '?')} GiB, {facts.get('multiprocessors', '?')} multiprocessors"
+    rows = [("device", device), ("driver", str(facts.get("driver", "unknown"))), ("python", facts["python"])]
+    rows += [("system", facts["system"]), *sorted(facts["versions"].items())]
+    rows += [("commit", source.commit), ("files", source.digest), ("date", date)]
+    return [(what, value, pins.get(what, "")) for what, value in rows]
+
+
+def _other_than_shipped(facts: Facts, pins: Mapping[str, str]) -> list[str]:
+    others = differing(facts["versions"], pins)
+    return ["", f"**Not what ships.** Measured with {'; '.join(others)} as in the worker's image."] if others else []
+
+
+def _part(part: Part, result: Result | None, source: Source, facts: Facts) -> tuple[str, ...]:
     if result is None:
-        return part.name, part.about, NOT_RUN, "", ""
+        return part.label, part.about, NOT_RUN, "", ""
     others = [] if result.source == source else [f"files {result.source.digest}"]
     others += [f"{name} {version}" for name, version in result.versions.items() if facts["versions"].get(name) != version]
     other = f" ({', '.join(others)})" if others else ""
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.counts.items()))
-    return part.name, part.about, f"{result.status}{other}", f"{result.seconds:.0f}", counts
+    return result.label, part.about, f"{result.status}{other}", f"{result.seconds:.0f}", counts
 
 
 def _target(entry: Judged) -> tuple[str, ...]:
     unit = f" {entry.target.unit}" if entry.target.unit else ""
     measured = "not measured" if entry.value is None else f"{entry.value:.4g}{unit}"
     met = {None: "", True: "yes", False: "no"}[entry.is_met]
-    return entry.target.words, f"{entry.target.bound}{unit}", measured, met
+    if entry.value is None:
+        return entry.words, f"{entry.target.bound}{unit}", measured, "", ""
+    return entry.words, f"{entry.target.bound}{unit}", measured, entry.device, met or "not judged"
 
 
 def _missed(judged: Sequence[Judged]) -> list[str]:
     lines: list[str] = []
     for entry in judged:
         if entry.is_met is False:
-            lines += ["", f"### Missed: {entry.target.words}", "", f"Next step: {entry.next_step}.", ""]
-            rows = [(name, f"{share:.1%}") for name, share in entry.profile[:SHOWN_KERNELS]]
-            lines += _table(("kernel", "share of device time"), rows) if rows else []
+            lines += ["", f"### Missed: {entry.words}", "", f"Next step: {entry.next_step}.", ""]
+            rows = [_kernel(*kernel) for kernel in entry.profile[:SHOWN_KERNELS]]
+            lines += _table(KERNEL_COLUMNS, rows) if rows else []
     return lines
+
+
+def _kernel(name: str, share: float, calls: float = 0.0, mean_us: float = 0.0) -> tuple[str, ...]:
+    return name, f"{share:.1%}", f"{calls:.4g}", f"{mean_us:.4g}"
 
 
 def _figures(part: Part, result: Result) -> list[str]:
     outcome = result.outcome
     alone = [f"{name.replace('_', ' ')} {_cell(value)}" for name, value in outcome.items() if isinstance(value, int | float)]
-    lines = ["", f"## {part.name}", "", "; ".join([str(outcome.get("how", part.about)), *alone])]
+    lines = ["", f"## {result.label}", "", "; ".join([str(outcome.get("how", part.about)), *alone]), "", f"On {result.device}."]
     for table in _tables(outcome):
         lines += ["", f"**{table['title']}**", ""] if table["title"] else [""]
         lines += _table(table["columns"], table["rows"])

@@ -1,11 +1,14 @@
-"""What the figures are held against. A benchmark names a figure; a target says what it should be on an H200."""
+"""What the figures are held against. A benchmark names a figure; a target says what it should be on an H200, and judges no other
+device's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from tests.gpu.results import Result
+from tests.gpu.results import Result, label_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +32,29 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """value: None where it was not measured. profile: (kernel, share of device time) of the same run. next_step: a sentence."""
+    """value: None where it was not measured. device: the card that it is from. flags: what the benchmark was given. profile: see
+    Profile.kernels, of the same run. next_step: a sentence."""
 
     target: Target
     value: float | None
-    profile: tuple[tuple[str, float], ...]
+    device: str
+    flags: str
+    profile: tuple[tuple[Any, ...], ...]
     next_step: str
 
     @property
+    def words(self) -> str:
+        return label_of(self.target.words, self.flags)
+
+    @property
     def is_met(self) -> bool | None:
-        return None if self.value is None else self.target.is_met(self.value)
+        """None where nothing was measured, or on another device than the target is for."""
+        return None if self.value is None or not is_for(self.device) else self.target.is_met(self.value)
+
+
+def is_for(device: str) -> bool:
+    """Whether the targets are for a device of that name. A GH200 is none: its memory is smaller or slower."""
+    return re.search(r"\bH200\b", device) is not None
 
 
 _SINGLE, _VERSUS, _LINE = "bench-single-stream", "bench-versus-transformers", "bench-timeline"
@@ -56,15 +72,20 @@ TARGETS = (
 GAPS_WORTH_MENTION = 0.05  # share of the time between launches
 
 
-def judge(results: Mapping[str, Result]) -> tuple[Judged, ...]:
-    return tuple(_judged(target, results.get(target.part)) for target in TARGETS)
+def judge(results: Iterable[Result], device: str) -> tuple[Judged, ...]:
+    """results: of that device; each figure once for all flags that it was measured with."""
+    found = tuple(results)
+    return tuple(judged for target in TARGETS for judged in _judged(target, found, device))
 
 
-def _judged(target: Target, result: Result | None) -> Judged:
-    outcome = result.outcome if result is not None else {}
-    value = outcome.get("figures", {}).get(target.figure, {}).get("value")
-    profile = _profile(outcome, target.figure.partition(".")[0])
-    return Judged(target, value, tuple(map(tuple, profile.get("kernels", []))), _next_step(profile))
+def _judged(target: Target, results: tuple[Result, ...], device: str) -> Iterable[Judged]:
+    own = sorted((result for result in results if result.part == target.part), key=lambda result: result.flags)
+    if not own:
+        yield Judged(target, None, device, "", (), "")
+    for result in own:
+        value = result.outcome.get("figures", {}).get(target.figure, {}).get("value")
+        profile = _profile(result.outcome, target.figure.partition(".")[0])
+        yield Judged(target, value, device, result.flags, tuple(map(tuple, profile.get("kernels", []))), _next_step(profile))
 
 
 def _profile(outcome: dict, name: str) -> dict:  # type: ignore[type-arg]
@@ -82,5 +103,5 @@ def _next_step(profile: dict) -> str:  # type: ignore[type-arg]
         return f"the device waits for launches {gaps:.0%} of the time: shorten the host's path between two steps"
     if not kernels:
         return "the profile has no kernels: run the part again"
-    name, share = kernels[0]
+    name, share = kernels[0][:2]
     return f"{name} takes {share:.0%} of the device's time: tune it, or do without it, first"

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels import reference
@@ -21,6 +23,7 @@ from kernels.triton.attention import (
     run_attention,
 )
 from kernels.triton.attention_plan import Blocks, HeadShape, Launch, choose_splits, plan_decode, plan_extend, retiled
+from kernels.triton.attention_tiles import deal_splits
 
 Shapes = list[tuple[int, int]]  # (start, tokens) of each row
 
@@ -203,6 +206,65 @@ def test_short_contexts_leave_splits_alone(device: torch.device) -> None:
     assert_right(call)
 
 
+LONG, SHORT = 5000, 40
+UNEVEN: Shapes = [(SHORT + row % 7, 1) for row in range(20)] + [(LONG - 1, 1)] + [(row % 3, 1) for row in range(20)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "window-6", "all"])
+def test_a_long_row_among_short_ones_is_split_by_its_length(kind: str, device: torch.device) -> None:
+    """As in a captured step, where the number of rows alone is known beforehand. No other row is split, and none waits for one
+    program to stream the long one."""
+    call = case(UNEVEN, (4, 1), (16, 16), 4, device, **KINDS.get(kind, {}))  # type: ignore[arg-type]
+    call.rows.slots[3], call.rows.slots[30] = -1, -1  # padding
+    shape = head_shape(call.q, call.k_pool, call.v_pool)
+    launch = plan_decode(shape, 0, len(UNEVEN), 1 << 15, 4)
+    scratch = allocate_scratch(launch.scratch_lanes, launch.counters, 16, device)
+    scratch.levels.fill_(torch.nan)
+    for _ in range(1 + (kind == "plain")):  # counters serve again
+        run_attention(call, shape, launch, scratch)
+        assert int(scratch.arrivals.abs().sum()) == 0
+    live = [row for row in range(len(UNEVEN)) if row not in (3, 30)]
+    torch.testing.assert_close(call.out[live].float().cpu(), expected(call)[live], atol=2e-5, rtol=2e-5)
+    assert not call.out.isnan().any()
+    splits = int((~scratch.levels.view(-1, launch.blocks.m)[:, 0].isnan()).sum())
+    assert splits == (0 if call.window else -(-LONG // 256)), "256 places a split: the device has room for so many"
+
+
+@triton.jit
+def _dealt_kernel(found, extra, num_rows, slots, starts, window, HAS_WINDOW: tl.constexpr):
+    item = tl.program_id(0)
+    row, dealt, split, share = deal_splits(item, extra, 1, num_rows, slots, starts, window, 16, 2, 8, HAS_WINDOW)
+    place = found + item * 4
+    tl.store(place, row)
+    tl.store(place + 1, dealt)
+    tl.store(place + 2, split)
+    tl.store(place + 3, share)
+
+
+@pytest.mark.parametrize(("rows", "extra", "window"), [(1, 1, 0), (5, 3, 0), (5, 40, 0), (270, 33, 0), (9, 30, 100)])
+def test_splits_are_dealt_out_once_each(rows: int, extra: int, window: int, device: torch.device) -> None:
+    """Over row 1 and on, of blocks of 16 places: two a split at least, eight splits a row at most."""
+    rng = torch.Generator().manual_seed(rows + extra)
+    starts = (torch.rand(rows + 1, generator=rng) ** 6 * 3000).int()
+    slots = torch.where(torch.rand(rows + 1, generator=rng) < 0.2, -1, 0).int()
+    found = torch.empty(rows + extra, 4, dtype=torch.int32, device=device)
+    _dealt_kernel[rows + extra,](found, extra, rows, slots.to(device), starts.to(device), window, window > 0)
+    spans = [
+        min(int(start) + 1, window or 1 << 30) if slot >= 0 else 0 for slot, start in zip(slots[1:], starts[1:], strict=True)
+    ]
+    blocks = [-(-span // 16) for span in spans]
+    share = max(-(-sum(blocks) // extra), 2)
+    expected, dealt = [], 0
+    for row, count in enumerate(blocks):
+        each = max(-(-count // min(max(-(-count // share), 1), 8)), 1)
+        used = max(-(-count // each), 1)
+        expected += [[row, dealt, split, share] for split in range(used)]
+        dealt += used - 1
+    assert dealt <= extra
+    assert found[: len(expected)].tolist() == expected
+    assert set(found[len(expected) :, 0].tolist()) <= {rows}, "nobody's"
+
+
 @pytest.mark.parametrize("splits", [0, 3])
 @pytest.mark.parametrize("lanes", [16, 32, 128])
 def test_tiles_of_prompts(lanes: int, splits: int, device: torch.device) -> None:
@@ -320,12 +382,17 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     shape, launch = launch_of(call, True, Blocks(16, 16, 4, 1), 4)
     with pytest.raises(ValueError, match="scratch"):
         run_attention(call, shape, launch, allocate_scratch(0, 0, shape.value_dim, device))
+    with pytest.raises(ValueError, match="dealt out"):
+        run_attention(call, shape, replace(launch, extra=1), None, merge_apart=True)
 
 
 def test_plans_fill_the_device() -> None:
     shape = HeadShape(num_kv_heads=8, group=4, head_dim=128, value_dim=128, itemsize=2)
-    assert plan_decode(shape, 0, 256, 1024, 132).splits == 1
-    assert plan_decode(shape, 0, 64, 8192, 132).splits > 1
+    many = plan_decode(shape, 0, 256, 40960, 132)
+    assert (many.splits, many.extra, many.programs) == (1, 132, 388 * 8)  # to be dealt out by the rows' lengths
+    assert plan_decode(shape, 0, 2, 40960, 132).extra == 126, "64 splits of a row at most"
+    assert plan_decode(shape, 0, 64, 200, 132).extra == 1, "one kernel serves all lengths"
+    assert retiled(shape, many, many.blocks, 2, 256).programs == 256 * 8
     assert plan_decode(shape, 0, 1, 300, 132).splits == 2  # a split has 256 places at least
     assert plan_decode(shape, 0, 1, 1 << 20, 132).splits == 64
     assert plan_extend(shape, 4, 4 * 2048, 2048, 132).splits == 0

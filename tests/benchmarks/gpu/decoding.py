@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from itertools import pairwise
+from pathlib import Path
 
 from services.worker.core.plan import ForwardMode
 from tests.benchmarks.gpu.journal import Journal
@@ -46,18 +47,20 @@ class Decoding:
         taken = [after - before for before, after in pairwise(times)]
         return statistics.median(taken), (times[-1] - times[0]) / len(taken)
 
-    def profile(self, steps: int, on_gpu: bool) -> Profile:
+    def profile(self, steps: int, on_gpu: bool, keep: Path | None = None) -> Profile:
+        """keep: see profiled()."""
+
         def turns() -> None:
             for _ in range(steps):
                 self._serving.turn()
             self._serving.end()
 
-        return profiled(turns, on_gpu)
+        return profiled(turns, on_gpu, steps, keep)
 
     def journal_profile(self, journal: Journal, name: str, steps: int, on_gpu: bool) -> None:
         """Beside a figure, which stands without it."""
         try:
-            profile = self.profile(steps, on_gpu)
+            profile = self.profile(steps, on_gpu, journal.beside(f"{name}.trace.json.gz"))
         except NoEvents as error:
             journal.note(f"No profile of {name}: {error}.")
         else:
@@ -70,5 +73,6 @@ class Decoding:
 def journal_profile(journal: Journal, name: str, profile: Profile) -> None:
     """Keeps the profile, and shows where the time goes."""
     journal.profile(name, profile.as_dict())
-    for kernel, share in profile.kernels:
-        journal.row(f"{name}: device time by kernel", ("kernel", "share"), (kernel, f"{share:.1%}"))
+    columns = ("kernel", "share", "calls per step", "mean µs")
+    for kernel, share, calls, mean_us in profile.kernels:
+        journal.row(f"{name}: device time by kernel", columns, (kernel, f"{share:.1%}", calls, mean_us))

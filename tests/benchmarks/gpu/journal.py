@@ -45,6 +45,10 @@ class Journal:
         self.profiles[name] = profile
         self._save()
 
+    def beside(self, name: str) -> Path | None:
+        """A file of that name next to the journal's own; None where it is kept nowhere."""
+        return None if self.path is None else self.path.with_name(f"{self.path.stem}.{name}")
+
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
         print(sentence, flush=True)

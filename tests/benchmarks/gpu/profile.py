@@ -7,8 +7,10 @@ or inside a graph (what one kernel after another costs).
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -41,8 +43,8 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class Profile:
     """Of the time from the first event's begin to the last one's end, span_us. busy_us: in which any event ran. idle_share: of
-    the span, between launches; idle_in_graphs_share: within them. kernels: (name, share of the events' summed time), largest
-    first. gaps_us: (between two launches, in order of length), the longest ten."""
+    the span, between launches; idle_in_graphs_share: within them. kernels: (name, share of the events' summed time, calls per
+    step, mean microseconds of a call), largest first. gaps_us: (between two launches, in order of length), the longest ten."""
 
     span_us: float
     busy_us: float
@@ -50,23 +52,29 @@ class Profile:
     idle_in_graphs_share: float
     launches: int
     events: int
-    kernels: list[tuple[str, float]]
+    kernels: list[tuple[str, float, float, float]]
     gaps_us: list[float]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def profiled(work: Callable[[], object], on_gpu: bool) -> Profile:
-    """Runs work once under the profiler. What it launches must be over when it returns. Raises NoEvents."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as trace:
+def profiled(work: Callable[[], object], on_gpu: bool, steps: int, keep: Path | None = None) -> Profile:
+    """Runs work, which is so many steps, once under the profiler. What it launches must be over when it returns. keep: a file for
+    the trace, gzipped. Raises NoEvents.
+
+    On a GPU its activity alone is recorded: to record each operation of the host slows the host, which is judged here too.
+    """
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
         work()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
         entries = json.loads(path.read_text())["traceEvents"]
-    return profile_of(events_of(entries, ON_DEVICE if on_gpu else ON_HOST))
+        if keep is not None:
+            with path.open("rb") as whole, gzip.open(keep, "wb", compresslevel=6) as packed:
+                shutil.copyfileobj(whole, packed)
+    return profile_of(events_of(entries, ON_DEVICE if on_gpu else ON_HOST), steps)
 
 
 def events_of(entries: Iterable[dict[str, Any]], categories: frozenset[str]) -> list[Event]:
@@ -84,7 +92,7 @@ def _launch_of(entry: dict[str, Any], index: int) -> int:
     return int(entry.get("args", {}).get("correlation", -1 - index))
 
 
-def profile_of(events: list[Event]) -> Profile:
+def profile_of(events: list[Event], steps: int) -> Profile:
     """events: in order of their begin, of all streams together."""
     if not events:
         raise NoEvents("the trace has no event of the device")
@@ -98,11 +106,6 @@ def profile_of(events: list[Event]) -> Profile:
         if event.end > until:
             until, launch = event.end, event.launch
     span = until - events[0].begin
-    times: dict[str, float] = defaultdict(float)
-    for event in events:
-        times[short_name(event.name)] += event.end - event.begin
-    total = sum(times.values()) or 1.0
-    ranked = sorted(times.items(), key=lambda item: -item[1])[:SHOWN_KERNELS]
     return Profile(
         span_us=span,
         busy_us=span - inside - sum(gaps),
@@ -110,9 +113,20 @@ def profile_of(events: list[Event]) -> Profile:
         idle_in_graphs_share=inside / span if span else 0.0,
         launches=len({event.launch for event in events}),
         events=len(events),
-        kernels=[(name, time / total) for name, time in ranked],
+        kernels=_ranked(events, steps),
         gaps_us=sorted(gaps, reverse=True)[:10],
     )
+
+
+def _ranked(events: list[Event], steps: int) -> list[tuple[str, float, float, float]]:
+    """See Profile.kernels."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        times[short_name(event.name)].append(event.end - event.begin)
+    sums = {name: sum(taken) for name, taken in times.items()}
+    total = sum(sums.values()) or 1.0
+    ranked = sorted(sums, key=lambda name: -sums[name])[:SHOWN_KERNELS]
+    return [(name, sums[name] / total, len(times[name]) / steps, sums[name] / len(times[name])) for name in ranked]
 
 
 def short_name(name: str) -> str:

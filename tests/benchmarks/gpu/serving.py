@@ -33,10 +33,11 @@ class NoText:
 
 @dataclass(slots=True)
 class Timing:
-    """Of one run. seconds: from the first submit to the last token, the device's work done. marks: when each step's tokens
-    came out, seconds from the start, and how many; steps: launched."""
+    """Of one run. seconds: from the first submit to the last token, the device's work done. last_first_s: until each request had
+    its first token. marks: when each step's tokens came out, seconds from the start, and how many; steps: launched."""
 
     seconds: float = 0.0
+    last_first_s: float = 0.0
     output_tokens: int = 0
     steps: int = 0
     marks: list[tuple[float, int]] = field(default_factory=list)
@@ -47,8 +48,16 @@ class Timing:
 
     def step_s(self) -> float:
         """Median seconds between two steps' tokens, the first few left out."""
-        times = np.array([at for at, _ in self.marks[4:]])
-        return float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+        return _median_gap([at for at, _ in self.marks[4:]])
+
+    def decode_step_s(self, steps: int) -> tuple[float, float]:
+        """As step_s(), of the first and of the last so many steps after the last first token: contexts are short, then long."""
+        times = [at for at, _ in self.marks if at >= self.last_first_s]
+        return _median_gap(times[: steps + 1]), _median_gap(times[-steps - 1 :])
+
+
+def _median_gap(times: Sequence[float]) -> float:
+    return float(np.median(np.diff(times))) if len(times) > 1 else 0.0
 
 
 class Serving:
@@ -60,6 +69,7 @@ class Serving:
         self._next = 0
         self._timing = Timing()
         self._begun = 0.0
+        self._begun_answers: set[int] = set()  # handles of requests that have had a token
         self._empty_turns = 0
 
     def submit(self, prompt: NDArray[np.int32], new_tokens: int, temperature: float = 0.0) -> None:
@@ -80,6 +90,7 @@ class Serving:
 
     def begin(self) -> None:
         self._timing, self._begun = Timing(), time.perf_counter()
+        self._begun_answers.clear()
 
     def end(self) -> Timing:
         """Steps in flight are taken in first."""
@@ -126,9 +137,13 @@ class Serving:
             return
         self.core.commit(self.executor.wait(run), time.monotonic())
         output = self.core.take_output()
+        before = len(self._begun_answers)
         for peer in output.peers if output else ():
             self._timing.output_tokens += len(peer.tokens)
+            self._begun_answers.update(peer.handles)
             for finish in peer.finishes:
                 if finish.reason is not FinishReason.LENGTH:
                     raise RuntimeError(f"request {finish.request_id} ended: {finish.message or finish.reason.name}")
         self._timing.marks.append((time.perf_counter() - self._begun, self._timing.output_tokens))
+        if len(self._begun_answers) > before:
+            self._timing.last_first_s = self._timing.marks[-1][0]

@@ -42,7 +42,7 @@ def _measure_one(name: str, setting: Setting, journal: Journal) -> None:
     with serving_of(Wanted(name, rows, prompt_len + output_of(rows, turns)), setting) as model:
         decoding = Decoding(model.serving, rows, prompt_len, turns, model.vocab)
         _, mean = decoding.step_s(steps)
-        profile = decoding.profile(profiled, setting.on_gpu)
+        profile = decoding.profile(profiled, setting.on_gpu, journal.beside(f"{name}.trace.json.gz"))
         decoding.close()
     journal.row("time line of decode steps", COLUMNS, _row(name, rows, mean, profiled, profile))
     journal.figure(f"{name}.idle_share", profile.idle_share)

@@ -145,6 +145,13 @@ def _target(device: torch.device, options: DeviceOptions) -> LoadTarget:
     return LoadTarget(device, lambda _: layer_kernels(options.kernels, device), weights)
 
 
+def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
+    """Of the largest step that is computed in one piece. An encoder's step holds a whole prompt at least."""
+    if not loaded.is_encoder:
+        return options.max_tokens
+    return max(options.max_whole_tokens or options.max_tokens, loaded.context_len)
+
+
 def _sum_in_float32() -> None:
     """Kernels.linear accumulates in float32; cuBLAS would add parts of long sums in half precision. Holds for the process."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -175,8 +182,7 @@ class _Assembly:
         rows = min(max_slots, EDITED_ROWS)
         self._kernels = self._parts.kernels or kernel_set(options.kernels, self._device, rows, vocab_size)
         pages_per_slot = -(-loaded.context_len // page_size) + 1
-        tokens = max(options.max_tokens, loaded.context_len) if loaded.is_encoder else options.max_tokens  # whole prompts
-        self._largest = min(tokens, max_slots * loaded.context_len)
+        self._largest = min(_step_tokens(options, loaded), max_slots * loaded.context_len)
         self._wanted = max(max_slots, PIECE_BYTES // (4 * vocab_size))  # of sampled rows, and of a piece of a prompt's logits
         self._bounds = StepBounds(self._largest, max_slots, loaded.context_len, loaded.generates)
         widest = min(max_slots + KNOWN_TOKENS, options.max_graph_rows, self._largest)

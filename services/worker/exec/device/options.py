@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class DeviceOptions:
     """device: as torch names it; "cpu" runs the same code on a CPU, slowly. kernels: auto (triton on a GPU, else torch), triton
     or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is computed
-    in pieces. load_threads: that read weights."""
+    in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read weights."""
 
     device: str = "cuda:0"
     attention_backend: str = "auto"
@@ -17,4 +17,5 @@ class DeviceOptions:
     cuda_graphs: bool = True
     max_graph_rows: int = 256
     max_tokens: int = 8192
+    max_whole_tokens: int = 0
     load_threads: int = 8

@@ -1,0 +1,165 @@
+"""One attention step by one kind of kernel: FlashInfer's FA2, FA3 or decode, or Triton's with so many splits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.bench.gpu_case import Work
+from kernels.ops import RaggedRows
+from services.worker.exec.attention import flashinfer_limits as limits
+from services.worker.exec.attention import flashinfer_wrappers as wrappers
+from services.worker.exec.attention.backend import AttentionShape
+from services.worker.exec.attention.flashinfer_staging import columns_size, fill, host_memory
+
+MULTIPROCESSORS = 132  # where there is no device to ask
+TRITON, FLASHINFER = "triton", "flashinfer"
+GRAPH_KINDS = {f"{FLASHINFER} fa2, graph": True, f"{FLASHINFER} decode, graph": False}  # by whether tensor cores compute
+EAGER_KINDS = {f"{FLASHINFER} fa2": "fa2", f"{FLASHINFER} fa3": "fa3"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Rows of `count` tokens each, behind starts[row] others."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    starts: tuple[int, ...]
+    count: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return len(self.starts) * self.count
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return np.array(self.starts, dtype=np.int32) + np.int32(self.count)
+
+    def bytes_moved(self, itemsize: int) -> int:
+        """Keys and values once, queries in, outputs out."""
+        return 2 * itemsize * self.head_dim * (int(self.lengths.sum()) * self.kv_heads + self.tokens * self.heads)
+
+    def shape(self) -> AttentionShape:
+        pages = -(-self.lengths // self.page_size)
+        sizes = (self.heads, self.kv_heads, self.head_dim, self.page_size, (0,))
+        return AttentionShape(*sizes, len(self.starts), self.tokens, int(self.lengths.max()), int(pages.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """out: [T, H D]. indices: int32[N], the pages of all rows, row by row."""
+
+    batch: StepBatch
+    out: Tensor
+    qkv: Tensor
+    k_pool: Tensor
+    v_pool: Tensor
+    rows: RaggedRows
+    indices: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.batch.head_dim**-0.5
+
+    def as_heads(self) -> tuple[Tensor, Tensor]:
+        """(out, queries): [T, H, D]."""
+        batch = self.batch
+        out = self.out.view(-1, batch.heads, batch.head_dim)
+        return out, self.qkv[:, : self.out.shape[1]].view(out.shape)
+
+
+def tensors_of(batch: StepBatch, device: torch.device, dtype: torch.dtype) -> StepTensors:
+    """The same for the same batch; on shuffled pages, as after a while of serving."""
+    made = torch.Generator(device).manual_seed(0)
+    random = {"device": device, "dtype": dtype, "generator": made}
+    pages = -(-batch.lengths // batch.page_size)
+    indices = torch.empty(int(pages.sum()), dtype=torch.int32, device=device)
+    indices.copy_(torch.randperm(len(indices), generator=made, device=device))
+    table = torch.zeros(len(pages), int(pages.max()), dtype=torch.int32, device=device)
+    for row, (first, count) in enumerate(zip(np.cumsum(pages) - pages, pages, strict=True)):
+        table[row, : int(count)] = indices[int(first) : int(first + count)]
+    pool = (len(indices), batch.kv_heads, batch.page_size, batch.head_dim)
+    numbers = torch.arange(len(pages), dtype=torch.int32, device=device)
+    starts = torch.tensor(batch.starts, dtype=torch.int32, device=device)
+    positions = (starts[:, None] + torch.arange(batch.count, device=device)).flatten()
+    return StepTensors(
+        batch=batch,
+        out=torch.zeros(batch.tokens, batch.heads * batch.head_dim, device=device, dtype=dtype),
+        qkv=torch.randn(batch.tokens, (batch.heads + 2 * batch.kv_heads) * batch.head_dim, **random),  # type: ignore[arg-type]
+        k_pool=torch.randn(pool, **random),  # type: ignore[arg-type]
+        v_pool=torch.randn(pool, **random),  # type: ignore[arg-type]
+        rows=RaggedRows(
+            page_table=table,
+            slots=numbers,
+            starts=starts,
+            num_tokens=torch.full_like(numbers, batch.count),
+            offsets=numbers * batch.count,
+            positions=positions.int(),
+            locations=torch.zeros_like(positions, dtype=torch.int64),
+            max_context=int(batch.lengths.max()),
+        ),
+        indices=indices,
+    )
+
+
+def torch_work(step: StepTensors) -> Work:
+    return lambda: reference.paged_attention(step.out, step.qkv, step.k_pool, step.v_pool, step.rows, step.scale, 0)
+
+
+def triton_work(step: StepTensors, splits: int = 0) -> Work:
+    """splits: for each row; 0 for those of the plan."""
+    from kernels.triton import attention, attention_plan  # where there is no GPU, neither Triton's interpreter may be there
+
+    out, queries = step.as_heads()
+    call = attention.AttentionCall(out, queries, step.k_pool, step.v_pool, step.rows, step.scale, 0)
+    shape = attention.head_shape(queries, step.k_pool, step.v_pool)
+    launch = attention.plan_call(shape, step.rows, len(queries), 0, queries.device)
+    if splits:
+        launch = attention_plan.retiled(shape, launch, launch.blocks, splits, len(queries))
+    scratch = attention.allocate_scratch(launch.scratch_lanes, launch.counters, shape.value_dim, queries.device)
+    return lambda: attention.run_attention(call, shape, launch, scratch)
+
+
+def flashinfer_work(step: StepTensors, kind: str, module: Any) -> Work:
+    """kind: of GRAPH_KINDS, planned as a captured step is, from the number of rows, or of EAGER_KINDS, from the lengths too.
+    Raises what the library does where it cannot."""
+    batch, device = step.batch, step.out.device
+    shape, rows = batch.shape(), len(batch.starts)
+    limits.check(shape, step.qkv.dtype)
+    planner = wrappers.Planner(module, shape, step.qkv.dtype)
+    counts = np.full(rows, batch.count, dtype=np.int32)
+    host = host_memory(columns_size(rows), torch.int32, device)
+    columns = fill(host, np.array(batch.starts, dtype=np.int32), counts, batch.page_size)
+    pages = wrappers.PageMemory(torch.zeros(2 * rows + 1, dtype=torch.int32, device=device), step.indices)
+    pages.columns.copy_(host[: 2 * rows + 1])
+    places = pages.step(rows, columns.num_pages)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+    workspace = torch.zeros(limits.float_bytes(shape, processors, rows), dtype=torch.uint8, device=device)
+    schedule = limits.int_bytes(shape, processors)
+    if kind in GRAPH_KINDS:
+        wrapper = wrappers.graph_wrapper(module, workspace, pages, rows, GRAPH_KINDS[kind])
+    else:
+        wrapper = wrappers.prefill_wrapper(module, workspace, EAGER_KINDS[kind])
+    host_schedule = host_memory(schedule, torch.uint8, device)
+    wrappers.lend_schedule(wrapper, host_schedule, torch.zeros(schedule, dtype=torch.uint8, device=device))
+    if kind in GRAPH_KINDS:
+        planner.first_decode(wrapper, columns, places, 0)
+    else:
+        planner.prefill(wrapper, columns, places, 0, causal=batch.count > 1)
+    out, queries = step.as_heads()
+    return lambda: wrapper.run(queries, (step.k_pool, step.v_pool), q_scale=step.scale, out=out)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Largest difference; NaN where there is one."""
+    worst = float((found.float() - expected.float()).abs().max())
+    return worst if math.isfinite(worst) else math.nan

@@ -1,0 +1,111 @@
+"""The matrix products of a step, with sums of reduced precision allowed and not: python -m tests.benchmarks.gpu.gemms."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from kernels import reference
+from kernels.bench.gpu_case import Work
+from tests.benchmarks.gpu.command import Setting, run_command
+from tests.benchmarks.gpu.journal import Journal
+from tests.benchmarks.gpu.models import shape_of
+from tests.benchmarks.gpu.replay import microseconds
+from tests.benchmarks.make_model import Shape
+
+HOW = (
+    "Each weight matrix of the 8B and the 0.6B shape times so many rows in bf16, through the product that the worker uses; median"
+    " over replays of a CUDA graph. Reduced: split sums may be added in bf16 (allow_bf16_reduced_precision_reduction), which the"
+    " worker does not allow. Layers: the four of a layer times the number of layers."
+)
+MODELS = ("qwen3-8b", "qwen3-0.6b")
+ROWS = (1, 8, 64, 128, 256)
+COLUMNS = ("model", "matrix", "rows", "µs", "reduced µs", "GB/s", "TFLOP/s", "exact / reduced")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """[rows, inner] times the transpose of [outer, inner]."""
+
+    rows: int
+    inner: int
+    outer: int
+
+    def bytes_moved(self, itemsize: int) -> int:
+        return itemsize * (self.rows * self.inner + self.outer * self.inner + self.rows * self.outer)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.inner * self.outer
+
+    def make(self, device: torch.device) -> Work:
+        dtype = dtype_of(device)
+        given = torch.randn(self.rows, self.inner, device=device, dtype=dtype)
+        packed = reference.pack_linear(torch.randn(self.outer, self.inner, device=device, dtype=dtype), None)
+        out = torch.empty(self.rows, self.outer, device=device, dtype=dtype)
+        return lambda: reference.linear(out, given, packed)
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    """(outer, inner) of each fused matrix of a layer, and of the head."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "qkv": (queries + 2 * keys, shape.hidden),
+        "o": (shape.hidden, queries),
+        "gate_up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+        "head": (shape.vocab, shape.hidden),
+    }
+
+
+@contextmanager
+def reduced_precision(allowed: bool) -> Iterator[None]:
+    """While it lasts; what was allowed before is so again."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = allowed
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def measure(setting: Setting, journal: Journal) -> None:
+    rows = (1, 3) if setting.toy else ROWS
+    for name in MODELS[:1] if setting.toy else MODELS:
+        shape = shape_of(name, setting)
+        for count in rows:
+            with journal.apart(f"{name}, {count} rows"):
+                _measure_rows(name, shape, count, setting, journal)
+
+
+def _measure_rows(name: str, shape: Shape, rows: int, setting: Setting, journal: Journal) -> None:
+    layer = dict.fromkeys((False, True), 0.0)
+    itemsize = dtype_of(torch.device(setting.device)).itemsize
+    for matrix, (outer, inner) in matrices(shape).items():
+        product, found = Product(rows, inner, outer), {}
+        for allowed in layer:
+            with reduced_precision(allowed):
+                found[allowed] = microseconds(product.make, product.bytes_moved(itemsize), setting)
+            layer[allowed] += found[allowed] if matrix != "head" else 0.0
+        exact, reduced = found[False], found[True]
+        rates = product.bytes_moved(itemsize) / exact / 1e3, product.flops / exact / 1e6
+        journal.row("matrix products", COLUMNS, (name, matrix, rows, exact, reduced, *rates, exact / reduced))
+    for allowed, taken in layer.items():
+        journal.figure(f"{name}.layers_{rows}_rows{'_reduced' if allowed else ''}_ms", taken * shape.layers / 1e3, "ms")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(HOW, measure, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What the engine asks of a GPU's executor where settings leave rows and chunks to the device's memory."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker import engine
+from services.worker.exec.device import build
+from services.worker.inbox import Inbox
+from services.worker.settings import WorkerSettings
+
+H200_BYTES = 143_771 << 20
+
+
+class Asked(Exception):
+    """The executor would be built now."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Of build_device_executor, on a machine that seems to have an H200."""
+    found: dict[str, Any] = {}
+
+    def note(**arguments: Any) -> None:
+        found.update(arguments)
+        raise Asked
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=H200_BYTES))
+    monkeypatch.setattr(build, "build_device_executor", note)
+    return found
+
+
+def build_engine(**given: Any) -> None:
+    with pytest.raises(Asked):
+        engine.build_engine(WorkerSettings(**given), Inbox(), lambda sentence: None)
+
+
+def test_activations_of_one_chunk_are_reserved(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        build_engine()
+    assert (asked["max_slots"], asked["options"].max_tokens) == (256, 8192)
+    assert "at most 256 requests run at once; prompts are cut after 8192 tokens" in caplog.text
+    build_engine(chunked_prefill_size=0)
+    assert asked["options"].max_tokens == 16384, "a step may have as many tokens of prompts"
+    build_engine(executor="cuda", chunked_prefill_size=2048, max_running_requests=5000 - 1000)
+    assert (asked["max_slots"], asked["options"].max_tokens) == (4000, 4016)
+
+
+def test_an_encoders_step_is_not_cut_where_a_chunk_ends(asked: dict[str, Any]) -> None:
+    build_engine()
+    loaded = SimpleNamespace(is_encoder=True, context_len=512)
+    assert build._step_tokens(asked["options"], loaded) == 16384  # type: ignore[arg-type]
+    assert build._step_tokens(asked["options"], SimpleNamespace(is_encoder=False)) == 8192  # type: ignore[arg-type]

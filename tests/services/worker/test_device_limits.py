@@ -1,0 +1,88 @@
+"""Rows and chunks by the device's memory, and the largest step that follows from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.worker.core.config import SchedulerConfig
+from services.worker.core.messages import Submit
+from services.worker.core.plan import BatchPlan, StepResult
+from services.worker.core.sampling import SamplingParams
+from services.worker.core.scheduler import Scheduler
+from services.worker.device_limits import limits_of, most_step_tokens, resolved
+from services.worker.settings import WorkerSettings
+from tests.core.harness import LetterDecoder
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("gib", "rows", "chunk"),
+    [
+        (None, 64, 2048),
+        (15, 64, 2048),
+        (23.5, 64, 2048),
+        (39.5, 128, 4096),
+        (79.6, 256, 8192),
+        (139.8, 256, 8192),
+        (178, 256, 16384),
+    ],
+    ids=["CPU", "T4", "RTX 4090", "A100 40 GB", "H100", "H200", "B200"],
+)
+def test_limits_follow_from_the_devices_memory(gib: float | None, rows: int, chunk: int) -> None:
+    device_bytes = None if gib is None else int(gib * GIB)
+    limits = limits_of(device_bytes)
+    assert (limits.max_running_requests, limits.chunked_prefill_size) == (rows, chunk)
+    found = resolved(WorkerSettings(), device_bytes)
+    assert (found.max_running_requests, found.chunked_prefill_size) == (rows, chunk)
+
+
+def test_what_is_given_is_kept() -> None:
+    """A chunk of 0 is one: prompts are never cut."""
+    found = resolved(WorkerSettings(max_running_requests=7, chunked_prefill_size=0), 140 * GIB)
+    assert (found.max_running_requests, found.chunked_prefill_size) == (7, 0)
+    found = resolved(WorkerSettings(max_running_requests=7), 140 * GIB)
+    assert (found.max_running_requests, found.chunked_prefill_size) == (7, 8192)
+
+
+def test_memory_is_kept_for_one_chunk() -> None:
+    h200 = resolved(WorkerSettings(), 140 * GIB)
+    assert (h200.max_prefill_tokens, most_step_tokens(h200)) == (16384, 8192)
+    assert most_step_tokens(resolved(WorkerSettings(chunked_prefill_size=0), 140 * GIB)) == 16384
+    assert most_step_tokens(resolved(WorkerSettings(max_prefill_tokens=1000), 140 * GIB)) == 1000
+    assert most_step_tokens(resolved(WorkerSettings(max_prefill_tokens=16, max_running_requests=100), None)) == 116
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
+@pytest.mark.parametrize(("chunk", "prefill", "rows"), [(32, 64, 6), (8, 64, 40), (0, 48, 12), (64, 24, 12)])
+def test_no_step_is_larger(chunk: int, prefill: int, rows: int, mixed: bool) -> None:
+    """Prompts of which none exceeds max_prefill_tokens by itself, in crowds, beside decode rows."""
+    settings = WorkerSettings(
+        max_running_requests=rows, chunked_prefill_size=chunk, max_prefill_tokens=prefill, page_size=4, enable_mixed_chunk=mixed
+    )
+    config = SchedulerConfig(
+        num_pages=2000,
+        page_size=4,
+        context_len=256,
+        vocab_size=100,
+        max_running_requests=rows,
+        max_prefill_tokens=prefill,
+        chunked_prefill_size=chunk,
+        enable_mixed_chunk=mixed,
+    )
+    core, rng, largest = Scheduler(config, LetterDecoder()), np.random.default_rng(0), 0
+    for number in range(3 * rows):
+        prompt = rng.integers(0, 100, rng.integers(1, prefill), dtype=np.int32)
+        params = SamplingParams(max_new_tokens=int(rng.integers(1, 30)), ignore_eos=True)
+        core.submit(Submit(0, number, f"r{number}", prompt, params), 0.0)
+    while (plan := core.plan(0.0)) is not None:
+        largest = max(largest, int(plan.num_tokens.sum()))
+        core.commit(_result(plan), 0.0)
+        core.take_output()
+    assert core.idle and largest <= most_step_tokens(settings)
+    assert largest >= min(chunk or prefill, prefill) // 2, "steps are as large as they may be"
+
+
+def _result(plan: BatchPlan) -> StepResult:
+    return StepResult(plan.step_id, np.zeros(plan.num_rows, dtype=np.int32))
