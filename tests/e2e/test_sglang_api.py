@@ -19,7 +19,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with System(tmp_path_factory.mktemp("native"), dtype="float32") as running:
+    with System(tmp_path_factory.mktemp("native"), dtype="float32", gateways=2) as running:
         yield running
 
 
@@ -90,20 +90,21 @@ class TestGenerate:
         assert second["text"].isdigit() and len(second["text"]) == 4
         assert set(third["output_ids"]) == {80}
 
-    def test_abort_by_rid_gives_what_has_come(self, http: httpx.Client, system: System) -> None:
+    def test_abort_by_rid_at_another_gateway_gives_what_has_come(self, http: httpx.Client, system: System) -> None:
         answers: list[httpx.Response] = []
 
         def ask() -> None:
             body = {"text": "Count", "rid": "endless", "sampling_params": {**GREEDY, "max_new_tokens": 3500}}
-            answers.append(httpx.post(f"{system.url}/generate", json=body, timeout=60))
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:  # it may not listen yet
+                answers.append(client.post(f"{system.parts['gateway-1'].url}/generate", json=body))
 
         thread = threading.Thread(target=ask)
         thread.start()
         wait_until(lambda: system.metric("worker-0", "sglang:num_running_reqs") == 1, 10, "the request to run")
         before = system.metric("worker-0", "sglang:generation_tokens_total")
         wait_until(lambda: system.metric("worker-0", "sglang:generation_tokens_total") > before, 10, "tokens")
-        assert http.post("/abort_request", json={"rid": "other"}).status_code == 200
-        assert http.post("/abort_request", json={"rid": "endless"}).status_code == 200
+        assert http.post("/abort_request", json={"rid": "other"}).json() == {"aborted": 0, "gateways": 2, "unreached": 0}
+        assert http.post("/abort_request", json={"rid": "endless"}).json() == {"aborted": 1, "gateways": 2, "unreached": 0}
         thread.join(20)
         (answer,) = answers
         assert answer.status_code == 200
