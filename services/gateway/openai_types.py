@@ -97,7 +97,7 @@ class DryBody(_Body):
 class NamedBody(_Body):
     """Under which names a request runs, and with whom it shares what is cached."""
 
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: Any = Field(None, description="Accepted and not used.")
     rid: str | None = Field(
         None,
         min_length=1,

@@ -6,7 +6,6 @@ that a model or an operator may choose; all others have the API's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -48,8 +47,6 @@ NAMES = tuple(field.name for field in fields(SamplingDefaults))
 def fault(name: str, value: Any) -> str:
     """What is wrong with a value of one of NAMES; "" if nothing is."""
     low, high = RANGES[name]
-    if name == "top_k":
-        fits = type(value) is int and low <= value <= high
-        return "" if fits else f"must be a whole number from {low} to {high}"
-    fits = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
-    return "" if fits else f"must be a number from {low:g} to {high:g}"
+    kinds, what = ((int,), "whole number") if name == "top_k" else ((int, float), "number")
+    fits = type(value) in kinds and low <= value <= high
+    return "" if fits else f"must be a {what} from {low:.10g} to {high:.10g}"

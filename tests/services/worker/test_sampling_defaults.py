@@ -35,11 +35,11 @@ def test_who_goes_before_whom(tmp_path: Path) -> None:
 
 
 def test_values_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    content = {"temperature": None, "top_p": 0.0, "top_k": True, "min_p": "0.1", "repetition_penalty": 1.25}
+    content = {"top_p": 0.0, "top_k": True, "min_p": "0.1", "repetition_penalty": 1.25, "temperature": 10**400}
     with caplog.at_level(logging.WARNING):
         assert sampling_defaults(folder(tmp_path, content), True, "") == SamplingDefaults(repetition_penalty=1.25)
-    assert {record.fields["name"] for record in caplog.records} == {"top_p", "top_k", "min_p"}  # type: ignore[attr-defined]
-    assert sampling_defaults(folder(tmp_path, {"top_k": 0}), True, "") == API_DEFAULTS
+    assert {record.fields["name"] for record in caplog.records} == {"top_p", "top_k", "min_p", "temperature"}  # type: ignore[attr-defined]
+    assert sampling_defaults(folder(tmp_path, {"top_k": 0, "min_p": None}), True, "") == API_DEFAULTS
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000], ids=["cut off", "a list", "nested"])
