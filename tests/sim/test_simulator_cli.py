@@ -85,7 +85,7 @@ def test_every_field_of_the_configuration_has_a_flag() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["shared-prefix", "random", "multi-turn", "storm"])
+@pytest.mark.parametrize("kind", ["shared-prefix", "random", "multi-turn", "storm", "grammars"])
 def test_every_kind_of_trace_is_made_and_runs(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     few = {"shared-prefix": ["--groups", "3", "--per-group", "2"], "multi-turn": ["--sessions", "3"]}
