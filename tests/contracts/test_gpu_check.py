@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import pytest
 
 from tests.benchmarks.gpu.journal import Journal
 from tests.contracts.test_imports import BLOCK
-from tests.gpu.check import COMPILERS, Check, compilers, main
+from tests.gpu.check import COMPILERS, Check, arguments, compilers, main
+from tests.gpu.flashinfer_folder import main as carry_flashinfer
 from tests.gpu.image import differing, pins_of
 from tests.gpu.parts import BENCHMARK, COMPILING, TESTS, Part, all_parts, chosen
 from tests.gpu.report import write_report
@@ -102,6 +104,20 @@ def test_the_figure_of_most_weight_comes_first_and_compilers_last() -> None:
     assert names[:3] == ["parity", "waits", "bench-throughput"]
     assert names[-4:] == ["kernels-layers", "kernels-attention", "kernels-sampling", "backends"]
     assert COMPILING * int(compilers()) <= COMPILERS and int(compilers()) <= COMPILERS // COMPILING
+
+
+def test_the_commands_of_a_first_session_name_what_there_is() -> None:
+    """They are written down beforehand and run when nobody can mend them."""
+    page = (ROOT / "docs/gpu/README.md").read_text()
+    section = page.partition("## A first session of three commands")[2].partition("\n## ")[0].replace("\\\n", " ")
+    each = (command.strip() for line in section.splitlines() for command in line.split(";"))
+    commands = [shlex.split(command) for command in each if command.startswith("python3 -m tests.gpu.check")]
+    named: list[str] = []
+    for words in commands:
+        options = arguments().parse_args(words[3:])
+        named += [part.name for part in chosen(all_parts(ROOT, options.bench.split()), options.parts.split())]
+        assert 0 < options.limit_s <= 560
+    assert len(commands) == 5 and named[0] == "parity" and {target.part for target in TARGETS} <= set(named)
 
 
 def test_parts_are_chosen_by_name_or_kind() -> None:
@@ -405,3 +421,33 @@ def test_wheels_are_installed_without_a_network(tmp_path: Path) -> None:
     assert install(wheels, site).startswith("installed gpu_check_probe-1.0")
     assert (site / "gpu_check_probe.py").is_file()
     assert "already" in install(wheels, site)
+
+
+def test_flashinfer_is_carried_without_what_compiles_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, kept = "flashinfer/data", "flashinfer/data/csrc"
+    names = {
+        "flashinfer/__init__.py": True,
+        f"{kept}/batch_prefill.cu": True,
+        f"{kept}/batch_decode_config.inc": True,
+        f"{kept}/nv_internal/common.h": True,
+        f"{kept}/tvm_ffi_utils.h": True,
+        f"{data}/include/flashinfer/page.cuh": True,
+        f"{kept}/gemm.cu": False,
+        f"{data}/cutlass/include/cute/tensor.hpp": False,
+        f"{data}/cccl/a/b.h": False,
+    }
+    wheels = tmp_path / "flashinfer_python-0.7-py3-none-any.whl", tmp_path / "apache_tvm_ffi-0.1-py3-none-any.whl"
+    for wheel, members in zip(wheels, (names, {"tvm_ffi/csrc/whole.cu": True}), strict=True):
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name in members:
+                archive.writestr(name, name)
+    modules, out = tmp_path / "aot", tmp_path / "fi"
+    (modules / "decode").mkdir(parents=True)
+    (modules / "decode/decode.so").write_bytes(b"compiled")
+    out.mkdir()
+    (out / "stale").touch()
+    assert carry_flashinfer([*map(str, wheels), "--out", str(out), "--modules", str(modules)]) == 0
+    there = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert there == {name for name, left in names.items() if left} | {"tvm_ffi/csrc/whole.cu", f"{data}/aot/decode/decode.so"}
+    assert carry_flashinfer([str(wheels[0]), "--out", str(out), "--modules", str(tmp_path / "none")]) == 1
+    assert "holds no NAME/NAME.so" in capsys.readouterr().err

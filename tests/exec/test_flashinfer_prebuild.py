@@ -96,6 +96,20 @@ def test_the_command_names_what_is_missing(
     assert len(list(library.env.FLASHINFER_AOT_DIR.glob("*/*.so"))) == 6
 
 
+def test_what_is_not_compiled_is_only_missed_where_it_must_not_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the back end's tests run with the modules that were carried to a machine, and say what they leave out."""
+    library = Compiler(
+        tmp_path, {f"{kernels}_128_{windowed}" for kernels in (DECODE, "fa2", "fa3") for windowed in (False, True)}
+    )
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert steps.uncompiled(library, 128, torch.bfloat16, "9.0") == 0
+    assert steps.uncompiled(library, 64, torch.bfloat16, "9.0") == 6
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT")
+    assert steps.uncompiled(library, 64, torch.bfloat16, "9.0") == 0
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Module]]:
     """What the library's own Python asks of its compiled modules while a test runs."""

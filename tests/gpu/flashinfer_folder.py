@@ -1,0 +1,72 @@
+"""Puts FlashInfer into a folder that can be carried to a machine without a network or a compiler, and nothing it does not need:
+python -m tests.gpu.flashinfer_folder --out .fi --modules build/aot WHEEL...
+
+Of the library the sources of the kernels that are compiled already are left out; what its Python reads when it is imported,
+and when it looks for a compiled module, stays. Other wheels are unpacked whole. The folder goes on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import zipfile
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+LIBRARY = "flashinfer_python-"
+COMPILED = "flashinfer/data/aot"  # where the library looks for modules: NAME/NAME.so
+LEFT_OUT = ("flashinfer/data/cutlass/*", "flashinfer/data/cccl/*", "flashinfer/data/spdlog/*")
+SOURCES = "flashinfer/data/csrc/*"
+KEPT_SOURCES = ("batch_prefill*", "batch_decode*", "*.jinja", "*.h", "*.inc", "*tvm_ffi*")
+
+
+def is_kept(name: str) -> bool:
+    """name: of a file in FlashInfer's wheel."""
+    if any(fnmatch(name, pattern) for pattern in LEFT_OUT):
+        return False
+    last = name.rpartition("/")[2]
+    return not fnmatch(name, SOURCES) or any(fnmatch(last, pattern) for pattern in KEPT_SOURCES)
+
+
+def unpack(wheel: Path, out: Path) -> int:
+    """Bytes, compressed as they are in the wheel. Raises BadZipFile, OSError."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = [info for info in archive.infolist() if not wheel.name.startswith(LIBRARY) or is_kept(info.filename)]
+        archive.extractall(out, members)
+    return sum(info.compress_size for info in members)
+
+
+def add_modules(modules: Path, out: Path) -> list[str]:
+    """Names of the compiled modules that were put where the library finds them. Raises ValueError where there are none."""
+    found = sorted(modules.glob("*/*.so"))
+    if not found:
+        raise ValueError(f"{modules} holds no NAME/NAME.so: see services.worker.exec.attention.flashinfer_prebuild --out")
+    for module in found:
+        place = out / COMPILED / module.parent.name / module.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(module, place)
+    return [module.stem for module in found]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="flashinfer_folder", description="FlashInfer without what compiles it, in a folder.")
+    parser.add_argument("wheels", nargs="+", type=Path, help="FlashInfer's, and those of what it imports that is missing there")
+    parser.add_argument("--out", type=Path, required=True, help="folder; what is in it already goes")
+    parser.add_argument("--modules", type=Path, help="folder of compiled modules, as flashinfer_prebuild --out leaves it")
+    options = parser.parse_args(argv)
+    try:
+        shutil.rmtree(options.out, ignore_errors=True)
+        for wheel in options.wheels:
+            print(f"{unpack(wheel, options.out):>12,} bytes  {wheel.name}")
+        for name in add_modules(options.modules, options.out) if options.modules is not None else ():
+            print(f"{(options.out / COMPILED / name / f'{name}.so').stat().st_size:>12,} bytes  {name}")
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        print(f"flashinfer_folder: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
