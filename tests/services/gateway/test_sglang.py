@@ -297,7 +297,8 @@ class TestAbort:
         abort(system, rid="r1")
         answer = waiting.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "aborted")
-        assert system.worker.submits == [] and system.tokenizer.cancelled == 1
+        assert system.worker.submits == []
+        wait_until(lambda: system.tokenizer.cancelled == 1, "the end of the tokenizer's call")
 
     def test_while_it_waits_for_a_worker(self, system: System) -> None:
         system.call(system.workers[0].stop())
