@@ -9,7 +9,6 @@ import numpy as np
 
 from services.worker.core.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
 from services.worker.core.graph_limits import strides
-from services.worker.core.plan import SlotParams
 from services.worker.core.policy import service_order
 from services.worker.core.prefill_adder import (
     CLIP_MAX_NEW_TOKENS,
@@ -25,8 +24,6 @@ from services.worker.core.request import Phase, Request
 from services.worker.core.request_table import RequestTable
 from services.worker.core.retraction import preemptible, victim_order
 from services.worker.core.step_rows import ExtendRows, Step
-
-_NO_HISTORY = np.empty(0, dtype=np.int32)
 
 
 class ExtendPlanner:
@@ -246,7 +243,7 @@ class ExtendPlanner:
         lease = table.begin(request, match, now)
         added = self._add(request, len(match.pages) * table.config.page_size, count, adder, rows)
         assert added, "admission without a page to begin with"
-        rows.admitted.append(_slot_params(lease.slot, request))
+        rows.admit(request, lease.slot)
         self._prefixes.note(request)
         return result
 
@@ -297,10 +294,3 @@ def _turn(request: Request) -> tuple[int, int]:
 def _computes_logprobs(request: Request) -> bool:
     """Prompt tokens to come have their logprobs computed."""
     return request.params.prompt_logprobs_from >= 0 and request.logprob_planned < request.num_prompt_tokens
-
-
-def _slot_params(slot: int, request: Request) -> SlotParams:
-    params = request.params
-    penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-    history = np.frombuffer(request.key, dtype=np.int32) if penalised else _NO_HISTORY
-    return SlotParams(slot, request.num_prompt_tokens, params, request.stop_token_ids, history)

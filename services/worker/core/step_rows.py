@@ -51,6 +51,13 @@ class ExtendRows:
     admitted: list[SlotParams] = field(default_factory=list)
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
 
+    def admit(self, request: Request, slot: int) -> None:
+        """The request begins in this step: its parameters go with it."""
+        params = request.params
+        penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
+        history = np.frombuffer(request.key, dtype=np.int32) if penalised else _NONE
+        self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, request.stop_token_ids, history))
+
     def add(self, request: Request, start: int, count: int, last: bool) -> None:
         if request.params.prompt_logprobs_from >= 0:
             self._add_logprobs(request, start, count)
