@@ -166,6 +166,28 @@ class TestOvertaken:
         assert engine.core.stats().retractions_total == 0
         check_run(engine)
 
+    @pytest.mark.parametrize("tail", [4, 40])
+    def test_it_may_wait_again_for_another_one(self, tail: int) -> None:
+        """It shares a prompt's beginning with the first and more with the second, and is freed twice while the fourth extends."""
+        engine = wide(chunked_prefill_size=128, adaptive_chunk_rows=0)
+        first, second = [1] * 64, [1] * 64 + [3] * 64
+        for handle, ids in enumerate([first + [5] * 40, second + [6] * 2, second + [7] * tail, [2] * 700]):
+            engine.submit(handle, ids, max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        assert engine.finishes[2].cached_tokens == 128
+        check_run(engine)
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_it_waits_for_one_that_began_before_it_in_the_same_pass(self, overlap: bool) -> None:
+        """Whether its row is in flight or not."""
+        engine = wide(overlap, chunked_prefill_size=128, adaptive_chunk_rows=0, max_extend_steps=1)
+        shared = [1] * 64 + [3] * 400
+        for handle, ids in enumerate([[1] * 64 + [5] * 40, shared + [6] * 2, shared + [7] * 2, [2] * 700]):
+            engine.submit(handle, ids, max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        assert 464 - engine.finishes[2].cached_tokens < 32, "what is left when it looks again is not worth a wait"
+        check_run(engine)
+
 
 class TestWhatIsKeptForOneThatWaits:
     """The second of two urgent requests waits for the first one's prefix. What it needs is left to it by less urgent ones."""

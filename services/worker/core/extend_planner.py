@@ -50,7 +50,8 @@ class ExtendPlanner:
         may_admit &= not table.batch_is_full
         started = sorted(table.extending, key=_turn)
         if may_admit and started and self._prefixes.concerns_anybody:
-            self._admit_overtaken(started, adder, rows, now, flight, step_id)
+            self._prefixes.begin(_extending(flight) + started)
+            self._admit_overtaken(started, adder, rows, now, step_id)
         held = {} if rows.requests else self._strides(num_decode_rows, may_admit)
         for request in started:
             going = request.lease is None or self._continue(request, adder, rows, held.get(request.seq))
@@ -59,7 +60,8 @@ class ExtendPlanner:
         if may_admit and not table.extending:
             self._prefixes.begin(_extending(flight) + rows.requests)
             order = service_order(table.config, table.waiting, table.decoding, table.memory, self._random)
-            self._admit_waiting(order, adder, rows, now, step_id)
+            full = self._admit_waiting(order, adder, rows, now, step_id)
+            table.batch_is_full = full and table.num_running > 0 and not table.waiting.num_held
             self._prefixes.end_pass()
             self._prefixes.freed.clear()
         return rows
@@ -93,7 +95,7 @@ class ExtendPlanner:
         """By seq: tokens that an extend takes at most, so that the step can be a graph's. Empty where no prompt is to be held up
         for that, or where it does not pay."""
         table, limits = self._table, self._table.config.graphs
-        begins = may_admit and not table.batch_is_full and len(table.waiting) > 0
+        begins = may_admit and len(table.waiting) > table.waiting.num_held
         if not limits.rows or begins or not table.extending:
             return {}
         slots = [r.lease.slot for r in table.extending if r.lease]
@@ -132,7 +134,7 @@ class ExtendPlanner:
         table = self._table
         if not table.config.enable_priority_scheduling:
             return
-        self._prefixes.begin(_extending(flight))
+        self._prefixes.begin(_extending(flight) + table.extending)
         first = table.waiting.first()
         if first is None or not preemptible(table.config, first, table.extending + table.decoding):
             return
@@ -174,38 +176,34 @@ class ExtendPlanner:
         free = min(table.memory.slots.num_free, self.running_limit - table.num_running)
         return free - table.waiting.kept_from(request.rank).slots if table.waiting.num_held else free
 
-    def _admit_overtaken(
-        self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, flight: Step | None, step_id: int
-    ) -> None:
+    def _admit_overtaken(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
         """Started extends were let in past requests that had to wait. Those whose wait is over begin before the next chunk: what
-        is left of such an extend may be long."""
-        self._prefixes.begin(_extending(flight))
+        is left of such an extend may be long. Where all of it is kept for it there may be no room; the batch is not full then."""
         turn = _turn(started[-1])
-        overtaken = [r for r in self._prefixes.freed if r.phase is Phase.WAITING and not r.held and _turn(r) < turn]
+        overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
         adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
         self._admit_waiting(sorted(overtaken, key=_turn), adder, rows, now, step_id)
         adder.set_aside = 0
         self._prefixes.end_pass()
 
-    def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
-        """One pass. batch_is_full is not for those behind a held request: it comes back before anybody leaves."""
-        table = self._table
+    def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> bool:
+        """One pass. True where somebody found no room: a full batch, but not for those behind a held request, which comes back
+        before anybody leaves."""
         for request in order:
+            assert request.phase is Phase.WAITING and not request.held, "who is looked at waits in the queue, at no gate"
             if adder.exhausted or request.parked_step == step_id:
-                return
+                return False
             if self._free_slots(request) <= 0:
-                table.batch_is_full = not table.waiting.num_held
-                return
+                return True
             answer = self._ask(request)
             if answer.ending is not None:
-                table.end(request, answer.ending, now)
+                self._table.end(request, answer.ending, now)
             if answer is not ADMIT:
                 continue
             result = self._admit(request, adder, rows, now)
-            if result is AddResult.NO_TOKEN:
-                table.batch_is_full = table.num_running > 0 and not table.waiting.num_held
             if result is not AddResult.CONTINUE:
-                return
+                return result is AddResult.NO_TOKEN
+        return False
 
     def _ask(self, request: Request) -> Answer:
         """The first gate's answer that is not ADMIT. One that waits is held from then on."""

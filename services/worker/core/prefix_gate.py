@@ -42,7 +42,8 @@ class _Lead:
 
 
 class PrefixGate:
-    """num_passes: admission passes that have ended. freed: whose wait is over, until the next pass over the whole queue."""
+    """num_passes: admission passes that have ended. freed: by seq, those whose wait is over and who
+    have not been looked at in a pass over the whole queue since; some may have ended."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
@@ -52,7 +53,7 @@ class PrefixGate:
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
         self._computing: list[Request] = []  # yet to be listed among the extends
         self.num_passes = 0
-        self.freed: list[Request] = []
+        self.freed: dict[int, Request] = {}
 
     @property
     def concerns_anybody(self) -> bool:
@@ -60,7 +61,7 @@ class PrefixGate:
 
     def begin(self, computing: Iterable[Request]) -> None:
         """Before any request is looked at: frees those whose wait is over. computing: requests with extend rows in the
-        uncommitted step and, so far, in the one being planned."""
+        uncommitted step, those that have begun and go on, and those with rows in the step being planned; twice does no harm."""
         self._extends.clear()
         self._computing = list(computing)
         for lead in list(self._leads.values()):
@@ -72,6 +73,7 @@ class PrefixGate:
 
     def note(self, request: Request) -> None:
         """The request has got an extend row."""
+        self.freed.pop(request.seq, None)
         self._computing.append(request)
 
     def look(self, request: Request) -> Answer:
@@ -95,6 +97,7 @@ class PrefixGate:
         lead = self._leads.get(other.seq) or self._lead(other)
         lead.due = min(lead.due, wait.since + MAX_PASSES)
         lead.waits.append(wait)
+        self.freed.pop(request.seq, None)
         return WAIT
 
     def _list_extends(self) -> None:
@@ -166,7 +169,7 @@ class PrefixGate:
         wait.request.prefix_passes = self.num_passes - wait.since
         if wait.request.held:
             self._table.waiting.free(wait.request)
-            self.freed.append(wait.request)
+            self.freed[wait.request.seq] = wait.request
 
 
 def _limit(request: Request) -> int:
