@@ -15,6 +15,7 @@ from services.gateway import admin_bodies as bodies
 from services.gateway.abort import Aborter, AbortScope
 from services.gateway.admin_bodies import Abort, AdminBody, ControlBody, Load
 from services.gateway.admin_workers import ControlledWorkers, WorkerAnswer
+from services.gateway.errors import ApiError
 from services.gateway.worker_directory import WorkerDirectory
 
 Answer = tuple[int, dict[str, Any]]  # HTTP status, body
@@ -80,7 +81,10 @@ class Operations:
         return _answer([WorkerAnswer(worker, load) if load else WorkerAnswer(worker, {}, *away) for worker, load in found])
 
     async def _abort(self, body: Abort) -> Answer:
-        worker_id = self._directory.find(body.worker)[0].names["worker"] if body.worker is not None else ""
+        worker_id = self._directory.find(body.worker)[0].worker_id if body.worker is not None else ""
+        if body.worker is not None and not worker_id:
+            message = "This gateway has not met that worker, so that it does not know its id: name it by that."
+            raise ApiError(409, message, param="worker", code="worker_unknown")
         report = await self._aborter.abort(AbortScope(None if body.abort_all else body.rid, None, worker_id))
         unreached = [{"gateway": peer.address, "message": peer.message} for peer in report.unreached]
         done = {"success": not unreached, **report.body(), "unreached": unreached}

@@ -224,6 +224,7 @@ class Dispatcher:
             self._changed()
         if link.load.paused != link.paused:
             link.paused = link.load.paused
+            pool.refresh_all(asyncio.get_running_loop().time())
             self._changed()
             self._waiting.wake_parked(pool)
         link.crowded_until = 0.0

@@ -108,7 +108,6 @@ class Fleet:
             info.revision,
             info.tokenizer,
             auto_truncates=info.auto_truncates,
-            defaults=_defaults_of(info),
         )
         if pool is None:
             pool = self.pools[name] = self._new_pool(model)
@@ -126,8 +125,11 @@ class Fleet:
         return pool
 
     def may_serve(self, weights: Weights) -> bool:
-        """Whether a worker has them, or may have when it is back: one that is lost had them, or was never met."""
-        return any(link.weights in (None, weights) for link in self.links.values() if not link.retired)
+        """Whether a worker has them, or may have when it is back: one that is lost had them, or was never met. While discovery
+        names none that serves the model, whoever comes may have them."""
+        known = [link.weights for link in self.links.values() if not link.retired]
+        mine = [each for each in known if each is None or each.model == weights.model]
+        return not mine or any(each in (None, weights) for each in mine)
 
     def _new_pool(self, model: ModelInfo) -> ModelPool:
         settings = self._settings
@@ -233,8 +235,8 @@ class Fleet:
 
 def _agree(pool: ModelPool) -> None:
     """Any of its workers may get any of its requests: the shortest context counts, and prompts are cut where all of them say so.
-    Of sampling defaults those of the worker that connected last count for all. Blocks are named by the weights that most of them
-    have, of two equal halves by those that they were named by."""
+    Blocks are named by the weights that most of them have, of two equal halves by those that they were named by. Sampling
+    defaults are those of the worker among these whose id comes first, so that all gateways take the same."""
     links = [link for link in pool.links.values() if link.info is not None]
     infos = [link.info for link in links if link.info is not None]
     model = pool.model
@@ -244,7 +246,9 @@ def _agree(pool: ModelPool) -> None:
     model = replace(model, revision=most.revision, tokenizer=most.tokenizer)
     if infos:
         context_len, cuts = min(info.context_len for info in infos), all(info.auto_truncates for info in infos)
-        model = replace(model, context_len=context_len, auto_truncates=cuts)
+        infos = [link.info for link in links if link.info is not None and link.weights == most] or infos
+        defaults = _defaults_of(min(infos, key=lambda info: info.worker_id))
+        model = replace(model, context_len=context_len, auto_truncates=cuts, defaults=defaults)
     pool.model = model
 
 

@@ -102,7 +102,7 @@ class ModelPool:
         link.row, link.pool = -1, None
 
     def refresh_all(self, now: float) -> None:
-        links = [link for link in self.links.values() if link.endpoint_ready and not link.draining]
+        links = [link for link in self.links.values() if link.endpoint_ready and not link.draining and not link.paused]
         leased = [link for link in links if self._lease_alive(link)]
         self._leases_count = bool(leased)
         self._breakers_count = any(link.breaker.allows(now) for link in leased or links)
@@ -178,11 +178,18 @@ class ModelPool:
         return allowed
 
     def _same_weights(self, choice: Choice) -> NDArray[np.bool_]:
-        """What has begun goes on with the weights that it began with: in a rollout there may be two sorts."""
+        """What has begun goes on with the weights that it began with: in a rollout there may be two sorts. And where there is
+        room for it: contexts may differ too."""
         allowed = np.zeros(self.columns.capacity, np.bool_)
+        length = len(choice.prompt.ids) + len(choice.output_ids)
         for row, link in self.links.items():
-            allowed[row] = link.weights == choice.weights
+            fits = link.info is not None and length < link.info.context_len
+            allowed[row] = fits and link.weights == choice.weights
         return allowed
+
+    def is_held_up(self, choice: Choice) -> bool:
+        """Whether what it began with is on a worker that is paused."""
+        return any(link.paused and link.weights == choice.weights for link in self.links.values())
 
     def can_go_on(self, choice: Choice) -> bool:
         """Whether a worker takes requests that could go on with what has begun."""

@@ -115,4 +115,6 @@ class PeerGateways:
         except grpc.aio.AioRpcError as error:
             logger.warning("a gateway is not reached", extra=fields(address=address, code=error.code().name))
             return PeerAnswer(address, message=f"{error.code().name}: {error.details()}")
+        except grpc.aio.UsageError as error:  # discovery has let it go meanwhile, and its channel is closed
+            return PeerAnswer(address, message=str(error))
         return PeerAnswer(address, answer.gateway, answer.aborted)

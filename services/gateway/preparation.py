@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from services.gateway import budgets, prompts
 from services.gateway.decoding import Decoding
@@ -59,7 +60,7 @@ class Preparer:
     async def chat(self, body: bytes, origin: Origin) -> Plan:
         request = parse_chat(parse_json(body), origin)
         call = prompts.chat_call(request, origin.request_id)
-        _call_it(request, origin)
+        _call_it(request, origin, None)
         model = await self._generating_model(request.model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
@@ -71,7 +72,7 @@ class Preparer:
 
     async def completion(self, body: bytes, origin: Origin) -> Plan:
         request = parse_completion(parse_json(body), origin)
-        _call_it(request, origin)
+        _call_it(request, origin, request.prompt)
         model = await self._generating_model(request.model)
         generation = completion_generation(request, model.vocab_size)
         checked = await self._completion_prompts(request, generation, model, origin)
@@ -86,7 +87,7 @@ class Preparer:
 
     async def embedding(self, body: bytes, origin: Origin) -> Plan:
         request = parse_embedding(parse_json(body), origin)
-        _call_it(request, origin)
+        _call_it(request, origin, request.input)
         model = await self._model(request.model)
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
@@ -119,11 +120,15 @@ class Preparer:
         return await decode_once(self._detoks, origin, prompt.ids, generation.skip_special_tokens, model.source)
 
 
-def _call_it(request: NamedBody, origin: Origin) -> None:
-    """From here on it can be aborted by the name that its body gives it, too."""
+def _call_it(request: NamedBody, origin: Origin, given: Any) -> None:
+    """From here on it can be aborted by the name that its body gives it, too, and by those of its prompts. given: the prompts, in
+    any of OpenAI's forms."""
     name = _name_of(request)
-    if name is not None:
-        origin.names.append(name)
+    if name is None:
+        return
+    origin.names.append(name)
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        origin.part_names.extend(f"{name}_{index}" for index in range(min(len(given), limits.MAX_BATCH_PROMPTS)))
 
 
 def _name_of(request: NamedBody) -> str | None:

@@ -123,7 +123,7 @@ class Waiting:
         return self._refused("The weights that the answer was begun with are not served any more.", "weights_not_served")
 
     def paused(self) -> ApiError:
-        return self._refused("All workers are paused.", "paused")
+        return self._refused("All workers that could serve this are paused.", "paused")
 
     def _refused(self, message: str, reason: str) -> ApiError:
         self._metrics.refusals.labels(reason).inc()
@@ -154,7 +154,7 @@ class Waiting:
         elif not pool.usable():
             choice.request.fail(self.paused() if pool.paused else self.no_worker())
         elif choice.output_ids and not pool.can_go_on(choice):
-            choice.request.fail(self._weights_gone())
+            choice.request.fail(self.paused() if pool.is_held_up(choice) else self._weights_gone())
         elif choice.request.begun:
             loop = asyncio.get_running_loop()  # somebody reads what there is of it: its patience ends with the request's time
             choice.patience_until = loop.time() + self._settings.queue_timeout_s

@@ -60,7 +60,7 @@ class WorkerLink:
         self.last_info: worker_pb2.WorkerInfo | None = None  # as it said when it was connected last; None: never yet
         self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
         self.draining = False  # it said that it is going away; until its next hello
-        self.paused = False  # no step runs there until an operator says so
+        self.paused = False  # no step runs there until an operator says so; as its last load says, also of an earlier stream
         self.endpoint_ready = True  # as discovery sees it
         self.crowded_until = 0.0  # its own queue was full: until its next load, or this time
         self.met = False  # it has been connected once
@@ -124,7 +124,7 @@ class WorkerLink:
             self.info = self.last_info = first.hello
             self.weights = weights_of(self.info)
             self.load, self.met = None, True
-            self.draining = self.paused = False
+            self.draining = False
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())

@@ -24,7 +24,7 @@ from services.worker.core.cache_events import CacheEvents
 from services.worker.core.messages import StepOutput, StepStats
 from services.worker.core.plan import BatchPlan
 from services.worker.drain import drain
-from services.worker.engine import Engine, build_engine
+from services.worker.engine import Engine, build_engine, defaults_of
 from services.worker.executor_metrics import ExecutorMetrics
 from services.worker.first_steps import run_first_steps
 from services.worker.inbox import Inbox
@@ -200,7 +200,7 @@ async def serve(settings: WorkerSettings) -> None:
     server = await rpc.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
     )
-    engine.weights.on_replaced = servicer.weights_replaced
+    engine.weights.on_replaced = lambda identity: servicer.weights_replaced(identity, defaults_of(settings))
     control = await start_control(settings, inbox.put, info.worker_id, info.model, engine.weights)
     scheduler.start()
     watchdog.start()

@@ -74,7 +74,7 @@ class Engine:
 def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Engine:
     """Loads the model. on_lost: told, once, when the device of the steps does not answer any more. Raises ValueError with a
     sentence that says what is wrong with folder, settings or device."""
-    defaults = sampling_defaults(settings.model, settings.sampling_defaults == "model", settings.preferred_sampling_params)
+    defaults = defaults_of(settings)
     name = _executor_name(settings)
     settings = resolved(settings, _gpu_bytes(settings) if name == "cuda" else None)
     running, chunk = settings.max_running_requests, settings.chunked_prefill_size
@@ -93,6 +93,11 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms)
     return Engine(core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks)
+
+
+def defaults_of(settings: WorkerSettings) -> SamplingDefaults:
+    """Of requests that leave sampling parameters out, as the model's folder and the operator have them."""
+    return sampling_defaults(settings.model, settings.sampling_defaults == "model", settings.preferred_sampling_params)
 
 
 def _load(executor: str, settings: WorkerSettings, on_lost: OnLost) -> tuple[Built, ServedWeights]:

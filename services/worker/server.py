@@ -12,12 +12,14 @@ import itertools
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_SESSION_ID_CHARS
 from services.shared.log import fields
+from services.shared.sampling_defaults import SamplingDefaults
 from services.shared.tracing import trace_fields
 from services.worker.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone
 from services.worker.load import LoadReport
@@ -52,15 +54,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._peers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
 
-    def weights_replaced(self, identity: ModelIdentity) -> None:
+    def weights_replaced(self, identity: ModelIdentity, defaults: SamplingDefaults) -> None:
         """On the scheduler's thread: its outputs come after this."""
-        self._loop.call_soon_threadsafe(self._announce, identity.revision)
+        self._loop.call_soon_threadsafe(self._announce, identity.revision, defaults)
 
-    def _announce(self, revision: str) -> None:
+    def _announce(self, revision: str, defaults: SamplingDefaults) -> None:
         """To all streams, those that are open too."""
         info = worker_pb2.WorkerInfo()
         info.CopyFrom(self._info)
         info.revision = revision
+        info.sampling_defaults.CopyFrom(worker_pb2.SamplingDefaults(**defaults.as_dict()))
+        self._model = replace(self._model, defaults=defaults)
         self._info = info
         for stream in self._outbox.streams:
             stream.put_hello(info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,6 +39,18 @@ def test_while_all_are_paused_requests_wait_here_and_go_when_one_goes_on() -> No
         tell(system, paused=False)
         assert {answer.result(15).status_code for answer in answers} == {200}
         assert system.get("/readiness").status_code == 200
+
+
+def test_one_whose_breaker_is_open_serves_while_the_other_is_paused() -> None:
+    """Breakers do not count where they would leave nobody."""
+    with System(workers=2) as system:
+        link = system.links[1]
+        system.do(lambda: [link.breaker.failed(asyncio.get_running_loop().time()) for _ in range(100)])
+        tell(system, 0, paused=True)
+        assert [one.address for one in system.gateway.dispatcher.fleet.usable()] == [link.address]
+        tell(system, 0, paused=False)
+        system.do(system.gateway.dispatcher._ticked)
+        assert link not in system.gateway.dispatcher.fleet.usable()
 
 
 def test_their_patience_ends_with_a_word_about_the_pause() -> None:

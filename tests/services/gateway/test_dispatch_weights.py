@@ -13,6 +13,7 @@ from .system import RawClient, System, wait_until
 from .test_dispatch_endpoints import discover
 from .test_dispatch_hedging import AFTER_S, allow, hedged
 from .test_dispatch_lost import begun, stopped
+from .test_dispatch_paused import tell
 from .test_faults import ANSWER, Pending, content_of
 
 GONE = '"code":"weights_not_served"'
@@ -92,6 +93,40 @@ def test_the_address_of_their_worker_goes() -> None:
         leave_only(system, system.workers[1 - system.workers.index(first)])
         assert GONE in pending.result().text
         assert sum(system.submits()) == 1
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["nobody is left", "another model's is left"])
+def test_while_nobody_of_the_model_is_named_it_waits(others: int) -> None:
+    """As in a restart of the only worker: its name stands for nobody until it is back, with the same weights."""
+
+    def another_model(workers: list[FakeWorker]) -> None:
+        of(*["old"] * len(workers))(workers)
+        for worker in workers[1:]:
+            worker.info.model = "another"
+
+    with System(workers=1 + others, configure=another_model, queue_timeout_s=FOR_EVER_S) as system:
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        system.call(first.stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        discover(system, **{f"w{1 + index}": True for index in range(others)})
+        system.do(system.gateway.dispatcher._ticked)
+        assert system.num_waiting == 1 and refusals(system) == 0
+        system.call(first.start())
+        system.allow(None)
+        discover(system, **{f"w{index}": True for index in range(1 + others)})
+        assert content_of(pending.result().text) == ANSWER
+
+
+def test_what_is_on_a_paused_worker_is_still_served() -> None:
+    with System(workers=3, configure=of("old", "old", "new"), queue_timeout_s=0.3) as system:
+        tell(system, 2, paused=True)
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        tell(system, 1 - system.workers.index(first), paused=True)
+        tell(system, 2, paused=False)
+        system.call(first.stop())
+        assert '"code":"paused"' in pending.result().text and refusals(system) == 0
 
 
 def test_other_weights_are_heard_of_on_the_open_stream() -> None:

@@ -272,6 +272,10 @@ def test_an_abort_finds_a_request_by_its_name(system: System) -> None:
         assert waiting.result().json()["error"]["code"] == "aborted"
         system.do(system.tokenizer.gate.clear)
         system.do(system.tokenizer.calls.clear)
+    batch = Waiting(system, COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": ["a", "b"], "rid": "batch"})
+    wait_until(lambda: bool(system.tokenizer.calls), "its tokenizer")
+    assert system.post("/abort_request", {"rid": "batch_1"}).json()["aborted"] == 1
+    assert batch.result().json()["error"]["code"] == "aborted"
     assert not system.worker.submits
     system.do(system.tokenizer.gate.set)
     system.do(lambda: system.worker.allow(0))

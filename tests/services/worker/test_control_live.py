@@ -16,6 +16,7 @@ from rootstock.v1 import control_pb2 as pb
 from services.local.ports import free_ports
 from services.shared import rpc
 from services.shared.control_values import as_json
+from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.control.server import start_control
 from services.worker.inbox import Stop
 from services.worker.load import BEAT_S, GAP_S
@@ -66,7 +67,7 @@ async def operated(
         settings = WorkerSettings(control_port=free_ports(1)[0])
         control = await start_control(settings, worker.inbox.put, "w", "fake", weights)
         if weights is not None:
-            weights.on_replaced = worker.servicer.weights_replaced
+            weights.on_replaced = lambda identity: worker.servicer.weights_replaced(identity, SamplingDefaults())
         assert control is not None
         try:
             async with rpc.channel(f"127.0.0.1:{control.port}") as channel:
