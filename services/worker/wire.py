@@ -61,13 +61,13 @@ def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLim
 
 def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
     """int32[n], n >= 1. Cut to leave room for what is to be made where the model's limits say so; never in a session, whose
-    context only the core knows, nor under output that has been made from all of it."""
+    context only the core knows."""
     prompt = np.array(message.prompt_ids, dtype=np.uint32)
     if not len(prompt):
         raise InvalidRequest("prompt_ids: the prompt is empty")
     if int(prompt.max()) >= model.vocab_size:
         raise InvalidRequest(f"prompt_ids: a token id is not below the vocabulary's size, {model.vocab_size}")
-    if model.allow_auto_truncate and not message.HasField("session") and not message.output_ids:
+    if model.allow_auto_truncate and not message.HasField("session"):
         prompt = prompt[: model.context_len - (0 if message.sampling.HasField("embedding") else 1)]
     return prompt.astype(np.int32)
 

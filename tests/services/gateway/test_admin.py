@@ -341,6 +341,19 @@ def test_aborts_are_over_all_gateways() -> None:
         assert asyncio.run(run(requests, wrong)).status_code == 400
 
 
+def test_an_abort_on_a_worker_that_nobody_has_met_is_refused() -> None:
+    """Requests are known by their worker's id, of which nothing is known here: none would be found."""
+
+    async def run() -> httpx.Response:
+        async with admin(FakeControl(), requests=requests) as client:
+            (known,) = (await client.post("/flush_cache", json={})).json()["workers"]
+            return await client.post("/abort_request", json={"rid": "r", "worker": known["address"]})
+
+    requests = FakeRequests()
+    answer = asyncio.run(run())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_unknown") and not requests.scopes
+
+
 def test_a_web_page_is_refused() -> None:
     response, worker = one("POST", "/flush_cache", headers={"origin": "http://example.com"})
     assert response.status_code == 403 and not worker.calls

@@ -118,6 +118,24 @@ def test_while_nobody_of_the_model_is_named_it_waits(others: int) -> None:
         assert content_of(pending.result().text) == ANSWER
 
 
+def test_a_shorter_context_that_cannot_hold_it_does_not_get_it() -> None:
+    """Its worker was away when the answer began: nobody knew of the shorter context."""
+
+    def shorter(workers: list[FakeWorker]) -> None:
+        of("old", "old")(workers)
+        workers[1].info.context_len = 4
+
+    with System(workers=2, configure=shorter, queue_timeout_s=0.3) as system:
+        system.call(system.workers[1].stop())
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        system.call(system.workers[1].start())
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "its return")
+        system.call(first.stop())
+        assert GONE in pending.result().text and system.submits() == [1, 0]
+
+
 def test_what_is_on_a_paused_worker_is_still_served() -> None:
     with System(workers=3, configure=of("old", "old", "new"), queue_timeout_s=0.3) as system:
         tell(system, 2, paused=True)
