@@ -62,11 +62,11 @@ gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=di
 	@$(PYTHON_GPU) -m tests.gpu.check --out '$(OUT)' --parts '$(PARTS)' $(if $(WHEELS),--wheels '$(WHEELS)') $(GPU_FLAGS)
 
 sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
-	$(PY) -m services.worker.sim $(TRACE) $(SIM)
+	$(PY) -m services.sim.core $(TRACE) $(SIM)
 
 docs: env        ## what is written from the settings classes: docs/configuration.md, the chart's schema
 	$(PY) -m services.local.reference > docs/configuration.md
-	$(PY) -m services.local.chart_schema > charts/rootstock/values.schema.json
+	$(PY) -m charts.rootstock.values_schema > charts/rootstock/values.schema.json
 
 clean:           ## what was built, not the environment
 	rm -rf build rootstock

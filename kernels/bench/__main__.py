@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels.contracts.ops import Kernels, RaggedRows
 from kernels.cpu import load_kernels
-from kernels.ops import Kernels, RaggedRows
+from kernels.reference import layers as reference
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 1024, 3072, 16, 8, 128, 16, 151936
 Case = Callable[[Kernels], Callable[[], object]]

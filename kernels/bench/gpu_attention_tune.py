@@ -13,8 +13,8 @@ from triton.runtime.errors import OutOfResources
 from kernels.bench.gpu import NO_GPU
 from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, work_of
 from kernels.bench.gpu_timing import GpuTimer
-from kernels.triton.attention import head_shape, plan_call
-from kernels.triton.attention_plan import Blocks, HeadShape, Launch, retiled
+from kernels.triton.attention.attention import head_shape, plan_call
+from kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, retiled
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:

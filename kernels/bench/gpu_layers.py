@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import reference
 from kernels.bench.gpu_case import GpuCase, Make, Work
 from kernels.bench.gpu_steps import decode_rows, step_cases
-from kernels.triton.layers import TritonLayers
+from kernels.reference import layers as reference
+from kernels.triton.layers.layers import TritonLayers
 
 DTYPE, SIZE = torch.bfloat16, 2
 EPS = 1e-6

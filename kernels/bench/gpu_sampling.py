@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.bench.gpu_case import GpuCase, Work
-from kernels.sample_ops import SEEN, Measured, SampleRows, SlotColumn, SlotTable
-from kernels.triton.sampling import TritonSampling
+from kernels.contracts.sample_ops import SEEN, Measured, SampleRows, SlotColumn, SlotTable
+from kernels.triton.sampling.sampling import TritonSampling
 
 VOCAB, SPREAD, FLOAT = 151936, 4.0, 4
 WORDS, LISTED = -(-VOCAB // 32), 8

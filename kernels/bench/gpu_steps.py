@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import reference
 from kernels.bench.gpu_case import GpuCase, Make, Work
-from kernels.ops import RaggedRows
-from kernels.step_ops import TableUpdates
-from kernels.triton.layers import TritonLayers
+from kernels.contracts.ops import RaggedRows
+from kernels.contracts.step_ops import TableUpdates
+from kernels.reference import layers as reference
+from kernels.triton.layers.layers import TritonLayers
 
 PAGE_SIZE, VOCAB = 16, 151936
 

@@ -6,10 +6,10 @@ import logging
 
 import torch
 
-from kernels import reference
+from kernels.contracts.ops import Kernels
 from kernels.cpu.build import BuildFailed, built_library
 from kernels.cpu.library import CpuKernels
-from kernels.ops import Kernels
+from kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The C++ kernels as a kernels.ops.Kernels: checks shapes, then passes addresses. For float32 and bfloat16 tensors.
+"""The C++ kernels as a kernels.contracts.ops.Kernels: checks shapes, then passes addresses. For float32 and bfloat16 tensors.
 
 Linear layers take the packed path only for bfloat16 where the CPU has dot products for it; torch does the others.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.ops import Draws, PackedLinear, RaggedRows
+from kernels.contracts.ops import Draws, PackedLinear, RaggedRows
+from kernels.reference import layers as reference
 
 POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {

@@ -11,10 +11,12 @@ from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.server import DetokenizerServicer
 from services.detokenizer.settings import DetokenizerSettings
-from services.shared import log, metrics, rpc
 from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from services.shared.observe import log
+from services.shared.observe import metrics_server as metrics
+from services.shared.observe.tracing import start_tracing
+from services.shared.rpc import grpc_server as rpc
 from services.shared.settings import load
-from services.shared.tracing import start_tracing
 
 SERVICE = "detokenizer"
 

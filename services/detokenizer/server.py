@@ -21,10 +21,10 @@ from services.detokenizer.settings import DetokenizerSettings
 from services.detokenizer.token_texts import TokenTexts
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.log import fields
+from services.shared.observe.log import fields
 
 if TYPE_CHECKING:
-    from services.shared.spans import Tracing
+    from services.shared.observe.spans import Tracing
 
 GOING_AWAY = "the detokenizer is going away"
 DRAIN_QUIET_S = 0.02  # without a batch, while stopping: nothing more was on its way

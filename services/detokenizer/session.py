@@ -15,11 +15,11 @@ from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.stop_hold import StopHold
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.log import fields
-from services.shared.tracing import trace_fields
+from services.shared.observe.log import fields
+from services.shared.observe.tracing import trace_fields
 
 if TYPE_CHECKING:
-    from services.shared.spans import Span, Tracing
+    from services.shared.observe.spans import Span, Tracing
 
 FINISHED, FAILED, CLOSED = "finish", "failure", "close"  # how a request's span ends
 

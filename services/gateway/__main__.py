@@ -9,11 +9,12 @@ import sys
 
 import uvloop
 
-from services.gateway import http_server
-from services.gateway.admin_listener import admin_listener
+from services.gateway.admin.listener import admin_listener
+from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import SERVICE, Gateway
-from services.gateway.settings import GatewaySettings
-from services.shared import log, settings
+from services.gateway.http import http_server
+from services.shared import settings
+from services.shared.observe import log
 
 logger = logging.getLogger("services.gateway")
 

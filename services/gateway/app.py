@@ -14,18 +14,18 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from services.gateway import sglang_routes
-from services.gateway.dispatch import Dispatcher
-from services.gateway.embeddings import EmbeddingRenderer
-from services.gateway.errors import ApiError, unknown_model
-from services.gateway.front_door import FrontDoor
-from services.gateway.generate import Exchange, Generator
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
-from services.gateway.preparation import Preparer
-from services.gateway.readiness import Readiness
-from services.gateway.render import ChatRenderer, CompletionRenderer
-from services.gateway.sglang_routes import NativeApi
+from services.gateway.api.openai.embeddings import EmbeddingRenderer
+from services.gateway.api.openai.preparation import Preparer
+from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer
+from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from services.gateway.api.sglang import routes as sglang_routes
+from services.gateway.api.sglang.routes import NativeApi
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.http.exchange import Exchange, Generator
+from services.gateway.http.front_door import FrontDoor
+from services.gateway.http.readiness import Readiness
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.errors import ApiError, unknown_model
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -11,28 +11,29 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import gateway_pb2_grpc
-from services.gateway import app, http_server
-from services.gateway.abort import Aborter
-from services.gateway.detok_link import DetokPool
+from services.gateway import app
+from services.gateway.admin.gateway_peers import PeerGateways, PeerServicer
+from services.gateway.admin.tenants import Tenants
+from services.gateway.admin.worker_directory import WorkerDirectory
+from services.gateway.api.openai.preparation import Preparer
+from services.gateway.api.sglang.routes import NativeApi
+from services.gateway.config.settings import GatewaySettings
 from services.gateway.discovery.watch import Discovery
-from services.gateway.dispatch import Dispatcher
-from services.gateway.errors import unavailable
-from services.gateway.generate import Generator
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.peers import PeerGateways, PeerServicer
-from services.gateway.preparation import Preparer
-from services.gateway.readiness import Readiness
-from services.gateway.settings import GatewaySettings
-from services.gateway.sglang_routes import NativeApi
-from services.gateway.tenants import Tenants
-from services.gateway.token_texts import TokenTexts
-from services.gateway.tokenizer_client import TokenizerClient
-from services.gateway.worker_directory import WorkerDirectory
-from services.shared import rpc
-from services.shared.control_token import is_loopback, read_token
-from services.shared.log import fields
-from services.shared.token_check import start_guarded_server
-from services.shared.tracing import start_tracing
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.http import http_server
+from services.gateway.http.exchange import Generator
+from services.gateway.http.readiness import Readiness
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.detokenizer_link import DetokPool
+from services.gateway.peers.token_texts import TokenTexts
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.abort import Aborter
+from services.gateway.request.errors import unavailable
+from services.shared.observe.log import fields
+from services.shared.observe.tracing import start_tracing
+from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc.control_token import is_loopback, read_token
+from services.shared.rpc.token_check import start_guarded_server
 
 logger = logging.getLogger(__name__)
 

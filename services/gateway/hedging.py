@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.gateway.request_state import Choice
-    from services.gateway.weights import Weights
-    from services.gateway.worker_link import WorkerLink
+    from services.gateway.peers.weights import Weights
+    from services.gateway.peers.worker_link import WorkerLink
+    from services.gateway.request.request import Choice
 
 
 @dataclass(frozen=True, slots=True)

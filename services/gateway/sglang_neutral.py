@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from services.gateway.known_fields import NATIVE, is_one_of
+from services.gateway.api.known_fields import NATIVE, is_one_of
 from services.shared import limits
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.gateway import sessions
-from services.gateway.errors import ApiError, unavailable
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.model_pool import ModelPool
-from services.gateway.request_state import Choice
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.dispatch import sessions
+from services.gateway.dispatch.model_pool import ModelPool
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.weights import Weights
+from services.gateway.request.errors import ApiError, unavailable
+from services.gateway.request.request import Choice
 from services.gateway.routing.fair_queue import Placed, QueueFull
-from services.gateway.settings import GatewaySettings
-from services.gateway.weights import Weights
 
 OUTPUT_WEIGHT = 2  # what an output token costs its key, in prompt tokens
 

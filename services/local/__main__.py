@@ -18,7 +18,7 @@ from services.local.plan import Part, num_ports, parts, served_name
 from services.local.ports import HOST, free_ports, is_taken
 from services.local.settings import LocalSettings
 from services.local.supervisor import Child, Supervisor
-from services.shared import rpc
+from services.shared.rpc import grpc_server as rpc
 from services.shared.settings import load
 
 

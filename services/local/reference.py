@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic_settings import BaseSettings
 
 from services.detokenizer.settings import DetokenizerSettings
-from services.gateway.settings import GatewaySettings
+from services.gateway.config.settings import GatewaySettings
 from services.local.settings import LocalSettings
 from services.tokenizer.settings import TokenizerSettings
 from services.worker.settings import WorkerSettings

@@ -8,10 +8,12 @@ import functools
 from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
-from services.shared import log, metrics, rpc
 from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from services.shared.observe import log
+from services.shared.observe import metrics_server as metrics
+from services.shared.observe.tracing import start_tracing
+from services.shared.rpc import grpc_server as rpc
 from services.shared.settings import load
-from services.shared.tracing import start_tracing
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.server import TokenizerServicer
 from services.tokenizer.settings import TokenizerSettings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 if TYPE_CHECKING:
-    from services.shared.spans import Span, Tracing
+    from services.shared.observe.spans import Span, Tracing
 
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 

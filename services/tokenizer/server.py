@@ -17,10 +17,10 @@ import grpc
 from rootstock.v1 import tokenizer_pb2 as pb
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.shared import limits
-from services.shared.block_hash import HASH_BYTES, block_hashes
 from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.log import fields
-from services.shared.tracing import trace_fields
+from services.shared.index.block_hash import HASH_BYTES, block_hashes
+from services.shared.observe.log import fields
+from services.shared.observe.tracing import trace_fields
 from services.tokenizer.call_spans import begin_call, end_call, part
 from services.tokenizer.encode_queue import EncodeQueue
 from services.tokenizer.metrics import TokenizerMetrics
@@ -29,7 +29,7 @@ from services.tokenizer.render_pool import RenderJob, RenderPool, RenderSetup
 from services.tokenizer.settings import TokenizerSettings
 
 if TYPE_CHECKING:
-    from services.shared.spans import Span, Tracing
+    from services.shared.observe.spans import Span, Tracing
 
 R = TypeVar("R", pb.EncodeRequest, pb.EncodeChatRequest)
 

@@ -15,37 +15,39 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.shared import log, metrics, rpc
+from services.shared.observe import log
+from services.shared.observe import metrics_server as metrics
+from services.shared.observe.tracing import start_tracing
+from services.shared.rpc import grpc_server as rpc
 from services.shared.served_name import served_name
 from services.shared.settings import load
-from services.shared.tracing import start_tracing
 from services.worker.control.server import start_control
-from services.worker.core.cache_events import CacheEvents
-from services.worker.core.messages import StepOutput, StepStats
-from services.worker.core.plan import BatchPlan
-from services.worker.drain import drain
+from services.worker.core.contracts.messages import StepOutput, StepStats
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.engine import Engine, build_engine, defaults_of
-from services.worker.executor_metrics import ExecutorMetrics
-from services.worker.first_steps import run_first_steps
-from services.worker.inbox import Inbox
+from services.worker.front.busyness import LoadReport, NoIndex
+from services.worker.front.drain import drain
+from services.worker.front.outbox import StreamOutbox
+from services.worker.front.server import WorkerServicer
+from services.worker.front.spans import RequestSpans
+from services.worker.front.wire import ModelLimits
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.index.publisher import IndexPublisher
-from services.worker.load import LoadReport, NoIndex
-from services.worker.load_metrics import LoadMetrics
-from services.worker.loop import Loop
-from services.worker.metrics import WorkerMetrics
-from services.worker.outbox import StreamOutbox
-from services.worker.phase import WorkerLife
+from services.worker.loop.first_steps import run_first_steps
+from services.worker.loop.inbox import Inbox
+from services.worker.loop.loop import Loop
+from services.worker.loop.pulse import Pulse
+from services.worker.loop.step_limit import StepLimit, attention_span
+from services.worker.loop.text_rules import ModelText
+from services.worker.loop.thread import SchedulerThread
+from services.worker.loop.watchdog import Watchdog
+from services.worker.metrics.executor_metrics import ExecutorMetrics
+from services.worker.metrics.loading_metrics import LoadMetrics
+from services.worker.metrics.phase import WorkerLife
+from services.worker.metrics.scheduler_metrics import WorkerMetrics
 from services.worker.pod_cost import PodCost, pod_patch
-from services.worker.pulse import Pulse
-from services.worker.request_spans import RequestSpans
-from services.worker.scheduler_thread import SchedulerThread
-from services.worker.server import WorkerServicer
 from services.worker.settings import WorkerSettings
-from services.worker.step_limit import StepLimit, attention_span
-from services.worker.text_rules import ModelText
-from services.worker.watchdog import Watchdog
-from services.worker.wire import ModelLimits
 
 logger = logging.getLogger("services.worker")
 

@@ -10,27 +10,27 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from services.shared.block_hash import block_hash
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.shared.index.block_hash import block_hash
 from services.shared.sampling_defaults import SamplingDefaults
-from services.worker.core.cache_events import CacheEventLog
-from services.worker.core.config import SchedulerConfig
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
 from services.worker.device_limits import most_step_tokens, resolved
-from services.worker.exec.executor_stats import ExecutorStats
+from services.worker.exec.contracts.executor_stats import ExecutorStats
+from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
-from services.worker.exec.model_info import ModelInfo
-from services.worker.exec.protocol import Executor
 from services.worker.grammar.book import CompiledBook
-from services.worker.grammar.grammar_limits import GrammarLimits
-from services.worker.grammar.mask_filler import MaskFiller
-from services.worker.grammar.vocabulary import vocabulary_of
-from services.worker.inbox import GrammarFailed, GrammarReady, Inbox
-from services.worker.model_identity import ServedWeights, identify_model
-from services.worker.sampling_defaults import sampling_defaults
+from services.worker.grammar.compile.grammar_limits import GrammarLimits
+from services.worker.grammar.compile.vocabulary import vocabulary_of
+from services.worker.grammar.match.mask_filler import MaskFiller
+from services.worker.identity.model_identity import ServedWeights, identify_model
+from services.worker.identity.sampling_defaults import sampling_defaults
+from services.worker.identity.weights_revision import WeightsReading
+from services.worker.loop.inbox import GrammarFailed, GrammarReady, Inbox
+from services.worker.loop.text_rules import ModelText
 from services.worker.settings import WorkerSettings
-from services.worker.text_rules import ModelText
-from services.worker.weights_revision import WeightsReading
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +189,8 @@ def _cpu(settings: WorkerSettings, _: OnLost) -> Built:
 
 
 def _cuda(settings: WorkerSettings, on_lost: OnLost) -> Built:
+    from services.worker.exec.contracts.options import DeviceOptions
     from services.worker.exec.device.build import build_device_executor  # as above
-    from services.worker.exec.device.options import DeviceOptions
 
     options = DeviceOptions(
         device=settings.device,

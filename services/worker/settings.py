@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from services.shared.settings import ServiceSettings
-from services.worker.core.config import EvictionPolicy, SchedulePolicy
-from services.worker.sampling_defaults import parse_preferences
+from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
+from services.worker.identity.sampling_defaults import parse_preferences
 
 BY_DEVICE = 0  # of max_running_requests: see services/worker/device_limits.py
 BY_DEVICE_CHUNK = -1  # of chunked_prefill_size, whose 0 says something else

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.messages import SessionTurn, Submit
-from services.worker.core.plan import BatchPlan, StepResult
-from services.worker.core.radix_cache import RadixCache
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.messages import SessionTurn, Submit
+from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.scheduler import Scheduler
 
 

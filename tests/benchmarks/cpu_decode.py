@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import services.worker.exec.build as build
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.contracts.sampling import SamplingParams
 from tests.exec.driver import Driver, Sequence
 
 PAGE_SIZE = 16

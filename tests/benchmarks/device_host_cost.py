@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import reference
-from services.worker.core.graph_limits import GraphLimits
-from services.worker.core.plan import BatchPlan, ForwardMode, SlotParams
-from services.worker.core.sampling import SamplingParams
-from services.worker.exec.decoder import Decoder
+from kernels.reference import layers as reference
+from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.device.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
-from services.worker.exec.device.executor import DeviceExecutor
 from services.worker.exec.device.kernel_set import KernelSet
-from services.worker.exec.device.random_weights import random_decoder_weights
-from services.worker.exec.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.families import DecoderConfig
-from services.worker.exec.layer_kv import LayerKV
+from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.loading import LoadedModel
-from services.worker.exec.rope import rope_table
+from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.rope import rope_table
+from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
+from services.worker.exec.pools.layer_kv import LayerKV
+from services.worker.exec.weights.families import DecoderConfig
+from services.worker.exec.weights.random_weights import random_decoder_weights
 
 PAGE_SIZE, CONTEXT = 16, 4096
 NOTHING = np.empty(0, dtype=np.int32)

@@ -18,7 +18,8 @@ import uvloop
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.local.ports import HOST
-from services.shared import prefix_index, rpc
+from services.shared.index import prefix_index
+from services.shared.rpc import grpc_server as rpc
 
 MODEL = "instant"
 VOCAB_SIZE = 152_064

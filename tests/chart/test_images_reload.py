@@ -70,7 +70,7 @@ def test_a_service_that_fails_before_any_change_ends_the_container(app: Path) ->
     ("arguments", "reloads"),
     [
         (["-m", "services.gateway"], True),
-        (["-m", "services.shared.probe", "x"], False),
+        (["-m", "services.shared.rpc.probe", "x"], False),
         (["-c", "pass"], False),
         (["-m", "compileall"], False),
     ],

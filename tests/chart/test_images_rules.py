@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from services.gateway.settings import GatewaySettings
+from services.gateway.config.settings import GatewaySettings
 from services.local.reference import SERVICES
 from services.worker.exec.attention.flashinfer_limits import HEAD_DIMS
 from services.worker.exec.attention.flashinfer_prebuild import DTYPES_BY_NAME, parse
@@ -200,7 +200,7 @@ def test_the_cuda_worker_finds_flashinfers_kernels_where_it_looks() -> None:
 
 def test_the_cpu_worker_imports_without_what_is_left_out() -> None:
     """xgrammar asks for triton and needs it on GPUs alone."""
-    modules = "services.worker.__main__, services.worker.grammar.compiler_child, xgrammar"
+    modules = "services.worker.__main__, services.worker.grammar.compile.compiler_child, xgrammar"
     code = f"import sys; sys.modules['triton'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 
@@ -213,9 +213,7 @@ def test_generated_code_and_its_runtime_are_of_one_version() -> None:
     assert pins("build.txt")["protobuf"] == pins("service.txt")["protobuf"] == pins("worker-cpu.txt")["protobuf"]
 
 
-@pytest.mark.parametrize(
-    "path", ["tests/__init__.py", "docs/api.md", "build/kernels", ".venv/bin/python", "models/demo/train.py"]
-)
+@pytest.mark.parametrize("path", ["tests/__init__.py", "docs/api.md", "build/kernels", ".venv/bin/python", "demo/train.py"])
 def test_the_context_leaves_out_what_images_do_not_need(path: str) -> None:
     assert not context_files(ROOT, [path])
 

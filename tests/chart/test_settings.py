@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.detokenizer.settings import DetokenizerSettings
-from services.gateway.settings import GatewaySettings
+from services.gateway.config.settings import GatewaySettings
 from services.shared.settings import ENV_PREFIX, ServiceSettings, load
 from services.tokenizer.settings import TokenizerSettings
 from services.worker.settings import WorkerSettings

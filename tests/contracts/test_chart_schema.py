@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.local import chart_schema
+from charts.rootstock import values_schema as chart_schema
 from services.local.reference import SERVICES
 
 CHART = Path(__file__).parents[2] / "charts" / "rootstock"
@@ -23,7 +23,7 @@ OPEN = {"global", "settings"}
 def test_the_file_is_up_to_date() -> None:
     wanted = chart_schema.render()
     assert (CHART / "values.schema.json").read_text() == wanted, (
-        "python -m services.local.chart_schema > charts/rootstock/values.schema.json"
+        "python -m charts.rootstock.values_schema > charts/rootstock/values.schema.json"
     )
 
 

@@ -53,7 +53,7 @@ def test_every_sampling_field_knows_whether_it_was_set() -> None:
 
 
 def test_the_cores_enums_are_the_wires() -> None:
-    from services.worker.core.messages import ErrorCode, FinishReason
+    from services.worker.core.contracts.messages import ErrorCode, FinishReason
 
     assert {f"FINISH_REASON_{r.name}": r.value for r in FinishReason} == dict(common_pb2.FinishReason.items()[1:])
     codes = {f"ERROR_CODE_{c.name}": c.value for c in ErrorCode if c}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.grammar import Matcher
-from services.worker.core.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.grammar import Matcher
+from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
 
 
 def spec(seed: int, length: int) -> GrammarSpec:

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.core.cache_events import CacheEventLog
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.finish import first_stop
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.invariants import violations
-from services.worker.core.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
-from services.worker.core.plan import BatchPlan
-from services.worker.core.radix_cache import TreeNode
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.kv.cache_events import CacheEventLog
+from services.worker.core.kv.radix_cache import TreeNode
+from services.worker.core.queue.finish import first_stop
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FakeExecutor, FakeRun, fake_embedding, first_allowed, hashed_token
 from tests.core.fake_grammar import SlowBook

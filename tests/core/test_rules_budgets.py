@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.worker.core.contracts.plan import ForwardMode
 from services.worker.core.new_token_ratio import NewTokenRatio
-from services.worker.core.plan import ForwardMode
 from services.worker.core.prefill_adder import AddResult, PrefillAdder, RunningRows, adapted_chunk
 from tests.core.test_scheduler_basic import make
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.shared.cache_namespace import cache_namespace
-from services.worker.core.cache_events import BLOCK_TOKENS
-from services.worker.core.config import EvictionPolicy
-from services.worker.core.messages import Submit
-from services.worker.core.radix_cache import RadixCache, TreeNode
-from services.worker.core.sampling import SamplingParams
+from services.shared.index.cache_namespace import cache_namespace
+from services.worker.core.contracts.config import EvictionPolicy
+from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.kv.cache_events import BLOCK_TOKENS
+from services.worker.core.kv.radix_cache import RadixCache, TreeNode
 from tests.core.harness import Engine, chained
 from tests.core.test_scheduler_basic import make
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.config import SchedulePolicy
-from services.worker.core.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
+from services.worker.core.contracts.config import SchedulePolicy
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
 from services.worker.core.tunables import NAMES
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine

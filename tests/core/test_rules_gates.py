@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
-from services.worker.core.messages import ErrorCode, FinishReason
-from services.worker.core.request import Phase
+from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.messages import ErrorCode, FinishReason
+from services.worker.core.queue.request import Phase
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.messages import ErrorCode, FinishReason, Submit
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
 from tests.core.fake_grammar import PositionMatcher, spec
 from tests.core.harness import Engine, LetterDecoder

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.graph_limits import GraphLimits, rereads, strides
-from services.worker.core.plan import BatchPlan
+from services.worker.core.contracts.graph_limits import GraphLimits, rereads, strides
+from services.worker.core.contracts.plan import BatchPlan
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make

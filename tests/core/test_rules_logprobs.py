@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.messages import ErrorCode, FinishReason
-from services.worker.core.plan import RowFault
-from services.worker.core.sampling import EmbeddingParams
+from services.worker.core.contracts.messages import ErrorCode, FinishReason
+from services.worker.core.contracts.plan import RowFault
+from services.worker.core.contracts.sampling import EmbeddingParams
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 

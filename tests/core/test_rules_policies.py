@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.worker.core.admission import make_request
-from services.worker.core.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.memory import KVMemory
-from services.worker.core.messages import Submit
-from services.worker.core.policy import effective_policy, service_order
-from services.worker.core.request import Request
-from services.worker.core.sampling import SamplingParams
-from services.worker.core.waiting_queue import WaitingQueue
+from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.kv.memory import KVMemory
+from services.worker.core.queue.admission import make_request
+from services.worker.core.queue.policy import effective_policy, service_order
+from services.worker.core.queue.request import Request
+from services.worker.core.queue.waiting_queue import WaitingQueue
 from tests.core.test_scheduler_basic import make
 
 

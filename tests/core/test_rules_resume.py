@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
-from services.worker.core.sampling import EmbeddingParams, SamplingParams
-from services.worker.core.trace import TraceKind
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
+from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.trace import TraceKind
 from tests.core.fake_grammar import PositionMatcher, spec
 from tests.core.harness import Engine, LetterDecoder
 from tests.core.test_scheduler_basic import finish_of, make

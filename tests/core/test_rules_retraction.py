@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.admission import make_request
-from services.worker.core.messages import ErrorCode, FinishReason, Submit
-from services.worker.core.plan import ForwardMode
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
+from services.worker.core.contracts.plan import ForwardMode
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.queue.admission import make_request
 from services.worker.core.retraction import victim_order
-from services.worker.core.sampling import SamplingParams
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.config import EvictionPolicy
-from services.worker.core.messages import ErrorCode, FinishReason, SessionTurn
+from services.worker.core.contracts.config import EvictionPolicy
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 

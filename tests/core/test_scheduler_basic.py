@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.finish import check_finished
-from services.worker.core.messages import ErrorCode, FinishReason
-from services.worker.core.plan import RowFault
-from services.worker.core.request import Request
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import ErrorCode, FinishReason
+from services.worker.core.contracts.plan import RowFault
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.queue.finish import check_finished
+from services.worker.core.queue.request import Request
 from tests.core.harness import Engine, LetterDecoder
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
-from services.worker.core.messages import ErrorCode, FinishReason, SessionTurn
-from services.worker.core.sampling import EmbeddingParams
+from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
+from services.worker.core.contracts.sampling import EmbeddingParams
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 

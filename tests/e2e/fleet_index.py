@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.shared import prefix_index
+from services.shared.index import prefix_index
 from tests.e2e.fleet import MODEL, Fleet
 
 

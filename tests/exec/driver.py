@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.core.plan import BatchPlan, ForwardMode, PromptLogprobs, RowLogprobs, SlotParams
-from services.worker.core.sampling import SamplingParams
-from services.worker.exec.protocol import Executor, Masks
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowLogprobs, SlotParams
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.exec.contracts.protocol import Executor, Masks
 
 
 @dataclass

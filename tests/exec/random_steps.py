@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.core.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.messages import StepStats
-from services.worker.core.plan import BatchPlan, StepResult
-from services.worker.core.radix_cache import TreeNode
-from services.worker.core.sampling import DryParams, EmbeddingParams
+from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.messages import StepStats
+from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.core.contracts.sampling import DryParams, EmbeddingParams
+from services.worker.core.kv.radix_cache import TreeNode
+from services.worker.exec.contracts.protocol import Executor, Masks, Run
 from services.worker.exec.fake import FakeExecutor, FakeRun
-from services.worker.exec.protocol import Executor, Masks, Run
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 

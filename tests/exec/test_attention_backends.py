@@ -12,11 +12,11 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
-from kernels import reference
-from kernels.ops import RaggedRows
-from kernels.triton.attention_plan import DECODE_BLOCKS, HeadShape, plan_decode, plan_extend, scratch_bounds
+from kernels.contracts.ops import RaggedRows
+from kernels.reference import layers as reference
+from kernels.triton.attention.attention_plan import DECODE_BLOCKS, HeadShape, plan_decode, plan_extend, scratch_bounds
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
-from services.worker.exec.attention.torch_backend import TorchAttention
+from services.worker.exec.attention.kernel_attention import TorchAttention
 from services.worker.exec.attention.triton_backend import TritonAttention
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SLOTS, WIDTH = 4, 2, 16, 4, 8, 160

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import reference
+from kernels.reference import layers as reference
 from services.worker.exec.attention import choose
 from services.worker.exec.attention.backend import AttentionShape
 from services.worker.exec.attention.choose import choose_attention

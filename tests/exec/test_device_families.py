@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.core.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
 from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.device.build import DeviceOptions, build_device_executor
-from services.worker.exec.protocol import Executor
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS
 from tests.exec.transformers_families import SERVED

@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference, sampling_twin
-from services.worker.core.graph_limits import GraphLimits
-from services.worker.core.plan import RowFault
-from services.worker.core.sampling import DryParams, EmbeddingParams, SamplingParams
+from kernels.reference import layers as reference
+from kernels.reference import sampling as sampling_twin
+from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.core.contracts.plan import RowFault
+from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
 from services.worker.exec.attention.backend import AttentionBatch
-from services.worker.exec.attention.torch_backend import TorchAttention
+from services.worker.exec.attention.kernel_attention import TorchAttention
 from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.device import sampler as device_sampler
+from services.worker.exec.contracts.protocol import Executor, ExecutorError
 from services.worker.exec.device.build import DeviceOptions, DeviceParts, assemble_executor
-from services.worker.exec.device.eager_cost import graph_limits
 from services.worker.exec.device.kernel_set import KernelSet
-from services.worker.exec.device.readback import Readback
+from services.worker.exec.eager_cost import graph_limits
 from services.worker.exec.loading import LoadRequest, load_model
-from services.worker.exec.protocol import Executor, ExecutorError
+from services.worker.exec.sampling import sampler as device_sampler
+from services.worker.exec.streams.readback import Readback
 from tests.exec.device_doubles import (
     ForgetfulMemory,
     GraphDouble,

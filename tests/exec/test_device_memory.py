@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.core.plan import RowFault
-from services.worker.core.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import RowFault
+from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
 from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.checkpoint import CheckpointError
+from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
+from services.worker.exec.contracts.protocol import Executor, ExecutorError
 from services.worker.exec.device import build
 from services.worker.exec.device.build import DeviceOptions, NoDevice, build_device_executor
-from services.worker.exec.device.executor import DeviceExecutor
-from services.worker.exec.device.memory_parts import MemoryParts
-from services.worker.exec.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
-from services.worker.exec.pools import KVPool
-from services.worker.exec.protocol import Executor, ExecutorError
+from services.worker.exec.executor import DeviceExecutor
+from services.worker.exec.memory_parts import MemoryParts
+from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS
 from tests.exec.test_device_graphs import ALL_KINDS, run_all, same, sequences

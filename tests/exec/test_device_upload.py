@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.exec.device.streams import InlineStreams
-from services.worker.exec.device.upload import ALIGNED, DEPTH, UploadRing
+from services.worker.exec.streams.cuda_streams import InlineStreams
+from services.worker.exec.streams.upload import ALIGNED, DEPTH, UploadRing
 
 
 class Reached:

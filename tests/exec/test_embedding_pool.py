@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.plan import RowFault, SlotParams
-from services.worker.core.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.plan import RowFault, SlotParams
+from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
 from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.cpu import CpuExecutor
-from services.worker.exec.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, embedded
+from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, embedded
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.tiny_models import MODELS
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
 from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.checkpoint import CheckpointError
-from services.worker.exec.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.families import UnsupportedModel
-from services.worker.exec.model_info import ModelInfo
-from services.worker.exec.pooling_files import read_pooling
-from services.worker.exec.protocol import ExecutorError
+from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.protocol import ExecutorError
+from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
+from services.worker.exec.weights.checkpoint import CheckpointError
+from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.pooling_files import read_pooling
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS, MODULE
 

@@ -11,7 +11,7 @@ import torch
 
 from services.worker import engine
 from services.worker.exec.device import build
-from services.worker.inbox import Inbox
+from services.worker.loop.inbox import Inbox
 from services.worker.settings import WorkerSettings
 
 H200_BYTES = 143_771 << 20

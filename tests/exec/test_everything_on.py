@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.messages import Finish, FinishReason, SessionTurn, Submit
+from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.contracts.trace import TraceKind
 from services.worker.core.invariants import violations
-from services.worker.core.messages import Finish, FinishReason, SessionTurn, Submit
-from services.worker.core.sampling import EmbeddingParams, SamplingParams
 from services.worker.core.scheduler import Scheduler
-from services.worker.core.trace import TraceKind
 from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.protocol import Executor, Run
+from services.worker.exec.contracts.protocol import Executor, Run
 from tests.core.fake_grammar import PositionMatcher, SlowBook, spec
 from tests.core.harness import LetterDecoder
 from tests.exec.tiny_models import MODELS

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.core.plan import RowFault
+from services.worker.core.contracts.plan import RowFault
 from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.checkpoint import CheckpointError
+from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.cpu import CpuExecutor
-from services.worker.exec.families import UnsupportedModel
-from services.worker.exec.model_info import ModelInfo
-from services.worker.exec.pools import PoolTooSmall
-from services.worker.exec.protocol import ExecutorError
+from services.worker.exec.pools.pools import PoolTooSmall
+from services.worker.exec.weights.checkpoint import CheckpointError
+from services.worker.exec.weights.families import UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.tiny_models import MODELS
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference
-from kernels.ops import RaggedRows
+from kernels.contracts.ops import RaggedRows
+from kernels.reference import layers as reference
 from services.worker.exec.attention import flashinfer_limits as limits
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
 from services.worker.exec.attention.flashinfer_prebuild import asked_for, missing
 from services.worker.exec.attention.flashinfer_staging import SLOTS, Slot, StagingRing, fill, make_slot
-from services.worker.exec.decoder import Decoder
 from services.worker.exec.loading import LoadRequest, load_model
-from services.worker.exec.pools import KVPool
+from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.pools.pools import KVPool
 from tests.exec.flashinfer_double import HostWaits, Library
 from tests.exec.flashinfer_schedules import decode_bytes, fa2_bytes, fa3_bytes
 from tests.exec.tiny_models import MODELS

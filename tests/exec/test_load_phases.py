@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.load_phases import LoadPhases
+from services.worker.exec.weights.load_phases import LoadPhases
 from tests.exec.tiny_models import MODELS
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference
-from services.worker.core.plan import BatchPlan, ForwardMode, PromptLogprobs, RowFault, SlotParams
-from services.worker.core.sampling import SamplingParams
+from kernels.reference import layers as reference
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowFault, SlotParams
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec import logprobs as logprobs_module
 from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.logprobs import Logprobs

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.core.plan import SlotParams
-from services.worker.core.sampling import DryParams, SamplingParams
-from services.worker.exec.dry import MAX_PENALTY, Repeats
+from services.worker.core.contracts.plan import SlotParams
+from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.penalties import Penalties
+from services.worker.exec.sampling.dry import MAX_PENALTY, Repeats
 from services.worker.exec.token_counts import TokenCounts
 
 VOCAB = 40

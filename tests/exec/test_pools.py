@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.plan import BatchPlan, ForwardMode
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.exec.future_map import FutureMap, UnwrittenToken
-from services.worker.exec.pools import PageTable, free_memory, kv_pool_tokens
+from services.worker.exec.pools.pools import PageTable, free_memory, kv_pool_tokens
 
 GIB = 1 << 30
 

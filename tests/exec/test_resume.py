@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.grammar import Matcher
-from services.worker.core.messages import Finish, FinishReason, Submit
-from services.worker.core.sampling import DryParams, GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.grammar import Matcher
+from services.worker.core.contracts.messages import Finish, FinishReason, Submit
+from services.worker.core.contracts.sampling import DryParams, GrammarKind, GrammarSpec, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.contracts.protocol import Run
 from services.worker.exec.cpu import CpuExecutor
-from services.worker.exec.protocol import Run
-from services.worker.text_rules import ModelText
+from services.worker.loop.text_rules import ModelText
 from tests.grammar import model
 
 VOCAB, CONTEXT, PAGE, OUTPUTS = 1280, 512, 4, 40

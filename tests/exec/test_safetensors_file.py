@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.worker.exec.checkpoint import CheckpointError
-from services.worker.exec.device.safetensors_file import TensorFiles, TensorPlace, read_header
+from services.worker.exec.weights.checkpoint import CheckpointError
+from services.worker.exec.weights.safetensors_file import TensorFiles, TensorPlace, read_header
 
 NAME = "x.weight"
 

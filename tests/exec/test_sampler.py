@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference
-from kernels.sampling import largest, support
-from services.worker.core.plan import RowFault, SlotParams
-from services.worker.core.sampling import DryParams, SamplingParams
+from kernels.reference import layers as reference
+from kernels.reference.draws import largest, support
+from services.worker.core.contracts.plan import RowFault, SlotParams
+from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.sampler import Sampler
 from services.worker.exec.uniform import uniforms
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.config import SchedulerConfig
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import FinishReason, Submit
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.invariants import violations
-from services.worker.core.messages import FinishReason, Submit
-from services.worker.core.plan import BatchPlan
-from services.worker.core.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.contracts.protocol import Executor, Run
 from services.worker.exec.fake import FakeExecutor
-from services.worker.exec.protocol import Executor, Run
 from tests.exec.tiny_models import MODELS
 
 NEW_TOKENS = 64

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.build import build_cpu_executor
 from tests.exec.driver import Driver, Sequence
 from tests.exec.tiny_models import MODELS

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference
+from kernels.contracts.ops import Kernels
 from kernels.cpu import load_kernels
-from kernels.ops import Kernels
-from services.worker.core.plan import RowFault, SlotParams
-from services.worker.core.sampling import SamplingParams
+from kernels.reference import layers as reference
+from services.worker.core.contracts.plan import RowFault, SlotParams
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.sampler import Sampled, Sampler
 
 VOCAB = 100  # three words and a bit

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.exec import causal_transformers
-from services.worker.exec.attention_layers import MaskFunction, MaskWanted
 from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.checkpoint import CheckpointError
-from services.worker.exec.families import UnsupportedModel
-from services.worker.exec.model_info import ModelInfo
+from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.models import causal_transformers
+from services.worker.exec.models.attention_layers import MaskFunction, MaskWanted
+from services.worker.exec.weights.checkpoint import CheckpointError
+from services.worker.exec.weights.families import UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.transformers_families import REFUSED, SERVED
 

@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels import reference
-from kernels.ops import PackedLinear
-from services.worker.exec.checkpoint import Checkpoint, CheckpointError, read_config
-from services.worker.exec.device.decoder_destination import Allocated, Filled
-from services.worker.exec.device.load_meter import LoadMeter
-from services.worker.exec.device.random_weights import random_decoder_weights
-from services.worker.exec.device.staging import Lane, PinnedSlab, buffers_of
-from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
-from services.worker.exec.families import DecoderConfig, decoder_config
-from services.worker.exec.load_phases import LoadPhases
-from services.worker.exec.weights import DecoderWeights, load_weights
+from kernels.contracts.ops import PackedLinear
+from kernels.reference import layers as reference
+from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
+from services.worker.exec.weights.decoder_destination import Allocated, Filled
+from services.worker.exec.weights.families import DecoderConfig, decoder_config
+from services.worker.exec.weights.load_meter import LoadMeter
+from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.random_weights import random_decoder_weights
+from services.worker.exec.weights.staging import Lane, PinnedSlab, buffers_of
+from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
+from services.worker.exec.weights.weights import DecoderWeights, load_weights
 from tests.exec.tiny_models import MODELS
 
 SMALL = StreamOptions(threads=3, staging_bytes=3 * 2 * 1000)  # pieces of 1,000 bytes, so that tensors are cut

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.messages import Finish, Submit
-from services.worker.core.plan import BatchPlan, PromptLogprobs, RowLogprobs
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import Finish, Submit
+from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.protocol import Executor, Run
+from services.worker.exec.contracts.protocol import Executor, Run
 from tests.benchmarks.gpu.serving import NoText
 
 

@@ -7,14 +7,14 @@ from functools import cache
 from pathlib import Path
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.worker.core.sampling import GrammarSpec
-from services.worker.grammar.compiled import Compiled, GrammarCompiler
-from services.worker.grammar.forced_text import ForcedText
-from services.worker.grammar.grammar_source import prepare
-from services.worker.grammar.matcher import MatcherSetup, XgrammarMatcher
-from services.worker.grammar.trial import allowed_ids
-from services.worker.grammar.vocabulary import Vocabulary, vocabulary_of
-from services.worker.step_meter import StepMeter
+from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.grammar.compile.compiled import Compiled, GrammarCompiler
+from services.worker.grammar.compile.grammar_source import prepare
+from services.worker.grammar.compile.trial import allowed_ids
+from services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
+from services.worker.grammar.match.forced_text import ForcedText
+from services.worker.grammar.match.matcher import MatcherSetup, XgrammarMatcher
+from services.worker.text.step_meter import StepMeter
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 EOS = (0, 2)

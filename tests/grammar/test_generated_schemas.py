@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.worker.core.sampling import GrammarKind, GrammarSpec
-from services.worker.grammar.formats import PATTERNS
+from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.grammar.schema.formats import PATTERNS
 from tests.grammar import model
 
 NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))

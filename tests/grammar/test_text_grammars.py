@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.sampling import GrammarKind, GrammarSpec
-from services.worker.grammar.refusal import GrammarRefused
+from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.grammar.schema.refusal import GrammarRefused
 from tests.grammar import model
 
 # (pattern, texts that pass, texts that do not)

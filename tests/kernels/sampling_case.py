@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
+from kernels.contracts.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
 
 ALWAYS = (1 << 31) - 1
 POISON = 777.0

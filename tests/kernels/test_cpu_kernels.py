@@ -1,4 +1,4 @@
-"""Each C++ kernel does what its twin in kernels.reference does, over odd shapes, in float32 and bfloat16."""
+"""Each C++ kernel does what its twin in kernels.reference.layers does, over odd shapes, in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels.contracts.ops import Draws, RaggedRows
 from kernels.cpu import load_kernels
 from kernels.cpu.build import BuildFailed, built_library
 from kernels.cpu.library import CpuKernels
-from kernels.ops import Draws, RaggedRows
+from kernels.reference import layers as reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])

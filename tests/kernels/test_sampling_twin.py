@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference, sampling_twin
-from kernels.sample_ops import MAX_COUNT, SEEN, Fault, Measured
-from services.worker.core.plan import RowFault, SlotParams
-from services.worker.core.sampling import DryParams, SamplingParams
-from services.worker.exec.dry import Repeats
+from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Fault, Measured
+from kernels.reference import layers as reference
+from kernels.reference import sampling as sampling_twin
+from services.worker.core.contracts.plan import RowFault, SlotParams
+from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.sampler import Sampler
-from services.worker.exec.token_sets import token_words
+from services.worker.exec.sampling.dry import Repeats
+from services.worker.exec.sampling.token_sets import token_words
 from services.worker.exec.uniform import uniforms
 from tests.kernels.sampling_case import ALWAYS, Asked, Row, rows_of, sampled, table_of
 

@@ -1,4 +1,4 @@
-"""Attention in Triton does what its twin in kernels.reference does; memory that no token sees may hold anything."""
+"""Attention in Triton does what its twin in kernels.reference.layers does; memory that no token sees may hold anything."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import reference
-from kernels.ops import RaggedRows
-from kernels.triton.attention import (
+from kernels.contracts.ops import RaggedRows
+from kernels.reference import layers as reference
+from kernels.triton.attention.attention import (
     AttentionCall,
     AttentionScratch,
     allocate_scratch,
@@ -22,8 +22,8 @@ from kernels.triton.attention import (
     plan_call,
     run_attention,
 )
-from kernels.triton.attention_plan import Blocks, HeadShape, Launch, choose_splits, plan_decode, plan_extend, retiled
-from kernels.triton.attention_tiles import deal_splits
+from kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, choose_splits, plan_decode, plan_extend, retiled
+from kernels.triton.attention.attention_tiles import deal_splits
 
 Shapes = list[tuple[int, int]]  # (start, tokens) of each row
 

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from kernels import sampling_twin
-from kernels.sample_ops import MAX_COUNT
-from kernels.triton import edit_logits
+from kernels.contracts.sample_ops import MAX_COUNT
+from kernels.reference import sampling as sampling_twin
+from kernels.triton.sampling import edit_logits
 from tests.kernels.sampling_case import POISON, Asked, Row, on_device, rows_of, table_of
 
 LARGEST = torch.finfo(torch.float32).max

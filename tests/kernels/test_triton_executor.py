@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from kernels.triton.layers import TritonLayers
-from services.worker.core.messages import FinishReason
-from services.worker.core.sampling import SamplingParams
+from kernels.triton.layers.layers import TritonLayers
+from services.worker.core.contracts.messages import FinishReason
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.attention.triton_backend import TritonAttention
 from services.worker.exec.device.build import DeviceParts, assemble_executor
-from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
 from services.worker.exec.loading import LoadRequest, LoadTarget, load_model
-from services.worker.exec.weights import DecoderWeights
+from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
+from services.worker.exec.weights.weights import DecoderWeights
 from tests.exec.device_executors import options_for
 from tests.exec.tiny_models import TinyModel
 from tests.gpu.served import Served, config_for, greedy

@@ -1,4 +1,4 @@
-"""The Triton kernels of a layer do what their twins in kernels.reference do, over odd shapes."""
+"""The Triton kernels of a layer do what their twins in kernels.reference.layers do, over odd shapes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.ops import RaggedRows
+from kernels.contracts.ops import RaggedRows
+from kernels.reference import layers as reference
 from kernels.triton.launch import MAX_BLOCK
-from kernels.triton.layers import TritonLayers
-from kernels.triton.rope_kv import FEW_TOKENS
+from kernels.triton.layers.layers import TritonLayers
+from kernels.triton.layers.rope_kv import FEW_TOKENS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

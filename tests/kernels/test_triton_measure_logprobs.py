@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import sampling_twin
-from kernels.sample_ops import Measured
-from kernels.triton.sampling import TritonSampling
+from kernels.contracts.sample_ops import Measured
+from kernels.reference import sampling as sampling_twin
+from kernels.triton.sampling.sampling import TritonSampling
 
 POISON = 55
 

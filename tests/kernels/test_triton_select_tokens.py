@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import sampling_twin
-from kernels.sample_ops import MAX_COUNT, SEEN, Fault
-from kernels.sampling import draw_token, support
-from kernels.triton.sampling import TritonSampling
-from kernels.triton.select_keys import MAX_VOCAB, uniform_of
+from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Fault
+from kernels.reference import sampling as sampling_twin
+from kernels.reference.draws import draw_token, support
+from kernels.triton.sampling.sampling import TritonSampling
+from kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
 from services.worker.exec.uniform import uniforms
 from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of
 
@@ -177,7 +177,7 @@ def test_few_programs_do_what_many_do(asked: Asked, device: torch.device, monkey
     rows, slots = same_slots(asked, 2)
     logits = noise(2, WIDE, 13).sign()
     many = assert_as_twin(logits, rows, slots, device)
-    monkeypatch.setattr("kernels.triton.select_tokens.PROGRAMS", 1)
+    monkeypatch.setattr("kernels.triton.sampling.select_tokens.PROGRAMS", 1)
     assert assert_as_twin(logits, rows, slots, device).tokens.equal(many.tokens)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.ops import RaggedRows
-from kernels.step_ops import StepKernels, TableUpdates
-from kernels.triton.layers import TritonLayers
+from kernels.contracts.ops import RaggedRows
+from kernels.contracts.step_ops import StepKernels, TableUpdates
+from kernels.reference import layers as reference
+from kernels.triton.layers.layers import TritonLayers
 
 POISON = -7777
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from services.local.ports import HOST, free_ports
-from services.shared import rpc
+from services.shared.rpc import grpc_server as rpc
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 WAIT_S = 30

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.exec.executor_stats import ExecutorStats
-from services.worker.exec.model_info import ModelInfo
-from services.worker.executor_metrics import ExecutorMetrics
-from services.worker.load_metrics import LoadMetrics
+from services.worker.exec.contracts.executor_stats import ExecutorStats
+from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.metrics.executor_metrics import ExecutorMetrics
+from services.worker.metrics.loading_metrics import LoadMetrics
 
 
 def info(**values: object) -> ModelInfo:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from services.shared.log import FIELDS
+from services.shared.observe.log import FIELDS
+from services.shared.observe.tracing import start_tracing, trace_fields
 from services.shared.settings import ServiceSettings, load
-from services.shared.tracing import start_tracing, trace_fields
 from tests.services.collector import CALLER, SAMPLED, TRACE, UNSAMPLED, Collector
 
 MODULES = (
@@ -31,11 +31,12 @@ def test_off_loads_no_tracer_and_no_exporter() -> None:
     """Libraries that services use load OpenTelemetry's API, and parts of its metrics, by themselves."""
     code = f"""
 import importlib, sys
-OURS = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "services.shared.spans", "services.shared.span_export")
+OURS = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "services.shared.observe.spans",
+    "services.shared.observe.span_export")
 for name in {MODULES}:
     importlib.import_module(name)
 from services.shared.settings import ServiceSettings, load
-from services.shared.tracing import start_tracing
+from services.shared.observe.tracing import start_tracing
 assert start_tracing(load(ServiceSettings, "test", []), "test") is None
 print([name for name in sys.modules if name.startswith(OURS)])
 assert start_tracing(load(ServiceSettings, "test", ["--otlp-endpoint", "127.0.0.1:1"]), "test") is not None
@@ -133,7 +134,7 @@ def test_a_collector_that_is_down_costs_one_line_and_no_time(caplog: pytest.LogC
 def test_losing_spans_and_sending_again_are_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    from services.shared.span_export import CollectorExporter
+    from services.shared.observe.span_export import CollectorExporter
 
     sent, failed = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
     results = [sent, *[failed] * 5, sent, sent]

@@ -13,9 +13,9 @@ import pytest
 
 from rootstock.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2, worker_pb2
 from services.shared.hf_tokenizer import load_tokenizer
+from services.shared.observe.spans import Tracing
+from services.shared.observe.tracing import start_tracing
 from services.shared.settings import ServiceSettings, load
-from services.shared.spans import Tracing
-from services.shared.tracing import start_tracing
 from tests.services.collector import CALLER, SAMPLED, TRACE, UNSAMPLED, Collector, Received
 from tests.services.detokenizer.test_server import row
 from tests.services.detokenizer.test_server import serving as detokenizer
@@ -23,7 +23,7 @@ from tests.services.tokenizer.model_folders import KINDS
 from tests.services.tokenizer.serving import serving as tokenizer
 from tests.services.worker.conftest import CONFIG
 from tests.services.worker.conftest import serving as worker
-from tests.services.worker.test_server import FrontEnd, submit
+from tests.services.worker.front.test_server import FrontEnd, submit
 
 WORKER_SPANS = ["decode", "generate", "prefill", "queue"]
 

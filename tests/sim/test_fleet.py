@@ -12,22 +12,22 @@ import pytest
 
 from services.gateway.routing.columns import WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.local.fleet.config import FleetConfig, Kill
-from services.local.fleet.event_queue import EventQueue
-from services.local.fleet.load_view import LoadView
-from services.local.fleet.report import FleetReport, make_report, worst_window
-from services.local.fleet.simulation import FleetOutcome, FleetSimulation
-from services.local.fleet.worker import WorkerLoad
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.messages import FinishReason
+from services.sim.core.run.simulation import Simulation, SimulationError
+from services.sim.core.run.time_models import PRESETS
+from services.sim.core.run.worker import HostTimes
+from services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
+from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
+from services.sim.core.trace.trace import Trace, TraceRequest
+from services.sim.core.trace.workloads import hot_prefix, multi_turn, random_lengths, shared_prefix
+from services.sim.fleet.config import FleetConfig, Kill
+from services.sim.fleet.event_queue import EventQueue
+from services.sim.fleet.load_view import LoadView
+from services.sim.fleet.report import FleetReport, make_report, worst_window
+from services.sim.fleet.simulation import FleetOutcome, FleetSimulation
+from services.sim.fleet.worker import WorkerLoad
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import FinishReason
 from services.worker.exec.fake import TimeModel
-from services.worker.sim.arrivals import ClosedLoop, OpenLoop
-from services.worker.sim.script import EOS_ID, VOCAB_SIZE
-from services.worker.sim.simulation import Simulation, SimulationError
-from services.worker.sim.time_models import PRESETS
-from services.worker.sim.trace import Trace, TraceRequest
-from services.worker.sim.worker import HostTimes
-from services.worker.sim.workloads import hot_prefix, multi_turn, random_lengths, shared_prefix
 
 PREFIX_AWARE = str(RoutingPolicy.PREFIX_AWARE)
 SCHEDULER = SchedulerConfig(1024, 16, 4096, VOCAB_SIZE, (EOS_ID,), max_running_requests=16)

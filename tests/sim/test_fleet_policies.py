@@ -6,15 +6,15 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.local.fleet.config import FleetConfig
-from services.local.fleet.report import FleetReport, make_report
-from services.local.fleet.simulation import FleetSimulation
-from services.worker.core.config import SchedulerConfig
-from services.worker.sim.arrivals import OpenLoop
-from services.worker.sim.script import EOS_ID, VOCAB_SIZE
-from services.worker.sim.time_models import PRESETS
-from services.worker.sim.trace import Trace
-from services.worker.sim.workloads import hot_prefix, random_lengths, shared_prefix
+from services.sim.core.run.time_models import PRESETS
+from services.sim.core.trace.arrivals import OpenLoop
+from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
+from services.sim.core.trace.trace import Trace
+from services.sim.core.trace.workloads import hot_prefix, random_lengths, shared_prefix
+from services.sim.fleet.config import FleetConfig
+from services.sim.fleet.report import FleetReport, make_report
+from services.sim.fleet.simulation import FleetSimulation
+from services.worker.core.contracts.config import SchedulerConfig
 
 WORKERS, PAGE_SIZE = 8, 16
 SAMPLES_PER_WINDOW = 20  # 2 s

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.core.config import EvictionPolicy, SchedulePolicy
-from services.worker.core.messages import FinishReason
-from services.worker.core.plan import BatchPlan, ForwardMode
+from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
+from services.worker.core.contracts.messages import FinishReason
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from tests.core.harness import Engine
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, drive, random_prompt
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.messages import ErrorCode, FinishReason
+from services.sim.core.report.report import Report, make_report
+from services.sim.core.run.simulation import HostTimes, Outcome, Simulation
+from services.sim.core.run.time_models import PRESETS
+from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
+from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE, Script
+from services.sim.core.trace.trace import Trace, TraceRequest
+from services.sim.core.trace.workloads import multi_turn, random_lengths, shared_prefix, storm
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.exec.fake import TimeModel
-from services.worker.sim.arrivals import Arrivals, ClosedLoop, OpenLoop
-from services.worker.sim.report import Report, make_report
-from services.worker.sim.script import EOS_ID, VOCAB_SIZE, Script
-from services.worker.sim.simulation import HostTimes, Outcome, Simulation
-from services.worker.sim.time_models import PRESETS
-from services.worker.sim.trace import Trace, TraceRequest
-from services.worker.sim.workloads import multi_turn, random_lengths, shared_prefix, storm
 
 TIMES = PRESETS["h200-like"]
 

@@ -1,4 +1,4 @@
-"""python -m services.worker.sim from end to end: traces are made, run, printed and drawn."""
+"""python -m services.sim.core from end to end: traces are made, run, printed and drawn."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.sim import __main__ as cli
-from services.worker.sim.config_flags import SET_BY_SIM, add_config_flags, config_of
-from services.worker.sim.timeline import BINS, mean_of_gauge, mean_of_intervals
+from services.sim.core import __main__ as cli
+from services.sim.core.report.timeline import BINS, mean_of_gauge, mean_of_intervals
+from services.sim.core.run.config_flags import SET_BY_SIM, add_config_flags, config_of
+from services.worker.core.contracts.config import SchedulerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--num-pages", "512", "--context-len", "4096", "--max-running-requests", "16"]
@@ -39,7 +39,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 def test_a_tiny_trace_as_a_process_of_its_own_with_a_picture(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
-    command = [sys.executable, "-m", "services.worker.sim", str(trace), *SMALL, "--timeline", str(picture)]
+    command = [sys.executable, "-m", "services.sim.core", str(trace), *SMALL, "--timeline", str(picture)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for word in ("16: 16 finished", "hit rate", "TTFT", "TPOT", "E2E", "retractions", "KV in use", "wall time"):
@@ -134,7 +134,7 @@ def test_neither_torch_nor_matplotlib_is_needed_for_a_run(trace: Path) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = sys.modules["matplotlib"] = None
-from services.worker.sim.__main__ import main
+from services.sim.core.__main__ import main
 assert main([{str(trace)!r}, "--num-pages", "512"]) == 0
 sys.exit(main([{str(trace)!r}, "--timeline", "run.png"]))
 """

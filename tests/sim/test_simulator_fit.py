@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.core.config import SchedulerConfig
+from services.sim.core import __main__ as cli
+from services.sim.core.run.fit import StepTiming, fit_time_model, nonnegative_least_squares, read_timings, write_timings
+from services.sim.core.run.measure import MeasureShape, measure
+from services.sim.core.run.time_models import PRESETS, load_time_model, time_model_json
+from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.exec.fake import FakeExecutor, TimeModel
-from services.worker.sim import __main__ as cli
-from services.worker.sim.fit import StepTiming, fit_time_model, nonnegative_least_squares, read_timings, write_timings
-from services.worker.sim.measure import MeasureShape, measure
-from services.worker.sim.time_models import PRESETS, load_time_model, time_model_json
 
 TRUE = TimeModel(base=3e-3, per_prefill_token=4e-5, per_row=2e-5, per_context_token=5e-8)
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.plan import ForwardMode
+from services.sim.core.report.report import Report, make_report
+from services.sim.core.run.config_flags import with_graphs
+from services.sim.core.run.simulation import Outcome, Simulation
+from services.sim.core.run.time_models import PRESETS, load_time_model
+from services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
+from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
+from services.sim.core.trace.trace import Trace, TraceRequest, read_trace, write_trace
+from services.sim.core.trace.workloads import grammars
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.plan import ForwardMode
 from services.worker.exec.fake import TimeModel
-from services.worker.sim.arrivals import ClosedLoop, OpenLoop
-from services.worker.sim.config_flags import with_graphs
-from services.worker.sim.report import Report, make_report
-from services.worker.sim.script import EOS_ID, VOCAB_SIZE
-from services.worker.sim.simulation import Outcome, Simulation
-from services.worker.sim.time_models import PRESETS, load_time_model
-from services.worker.sim.trace import Trace, TraceRequest, read_trace, write_trace
-from services.worker.sim.workloads import grammars
 
 H200 = PRESETS["h200-8b"]
 RUNS = (2, 4, 8, 16)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.core.config import SchedulePolicy, SchedulerConfig
+from services.sim.core.report.report import Report, make_report
+from services.sim.core.run.simulation import Outcome, Simulation
+from services.sim.core.run.time_models import PRESETS
+from services.sim.core.trace.arrivals import ClosedLoop
+from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
+from services.sim.core.trace.trace import Trace
+from services.sim.core.trace.workloads import shared_prefix, storm
+from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.exec.fake import TimeModel
-from services.worker.sim.arrivals import ClosedLoop
-from services.worker.sim.report import Report, make_report
-from services.worker.sim.script import EOS_ID, VOCAB_SIZE
-from services.worker.sim.simulation import Outcome, Simulation
-from services.worker.sim.time_models import PRESETS
-from services.worker.sim.trace import Trace
-from services.worker.sim.workloads import shared_prefix, storm
 
 PAGE_SIZE = 16
 LPM_FALLBACK = 128  # waiting requests above which lpm is fcfs

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.sim.trace import Trace, TraceError, TraceRequest, read_trace, write_trace
-from services.worker.sim.workloads import multi_turn, random_lengths, shared_prefix, storm
+from services.sim.core.trace.trace import Trace, TraceError, TraceRequest, read_trace, write_trace
+from services.sim.core.trace.workloads import multi_turn, random_lengths, shared_prefix, storm
 
 FULL = TraceRequest(
     1.5, (3, (1 << 64) - 1), 100, 20, 200, priority=-2, salt="a", routing_key="k", lora="l", session="s", think_s=0.25

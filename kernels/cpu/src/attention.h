@@ -1,4 +1,4 @@
-// What the attention kernels are given: a ragged batch over a paged pool. See kernels/ops.py for shapes.
+// What the attention kernels are given: a ragged batch over a paged pool. See kernels/contracts/ops.py for shapes.
 #pragma once
 
 #include <algorithm>

@@ -9,7 +9,7 @@ import grpc
 from pydantic import Field
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
-from services.shared.control_token import read_token
+from services.shared.rpc.control_token import read_token
 from services.shared.settings import ENV_PREFIX, load
 from services.worker.control.command_line import PARSERS, USAGE, WrongWords, call, failure
 

@@ -11,10 +11,10 @@ from google.protobuf.message import Message
 
 from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
-from services.shared import rpc
-from services.shared.control_token import authorization
 from services.shared.control_values import Scalar, as_json, put_values
-from services.shared.token_check import METADATA_KEY
+from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc.control_token import authorization
+from services.shared.rpc.token_check import METADATA_KEY
 
 
 class WrongWords(ValueError):

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.shared.control_values import Scalar
-from services.worker.control.barrier import Pace
 from services.worker.control.occupation import MemoryPart, Occupation
 from services.worker.control.profiles import Profiles
 from services.worker.core.scheduler import Scheduler
+from services.worker.loop.barrier import Pace
 
 MAX_STEP_DELAY_S = 10.0
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
-from services.worker.core.messages import PauseMode
+from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.operations import OperationRefused, ReleaseMemory, ResumeMemory
-from services.worker.exec.protocol import Executor
-from services.worker.model_identity import ServedWeights
-from services.worker.weights_revision import WeightsChanged
+from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
+from services.worker.exec.contracts.protocol import Executor
+from services.worker.identity.model_identity import ServedWeights
+from services.worker.identity.weights_revision import WeightsChanged
 
 
 class MemoryPart(enum.Enum):

@@ -10,12 +10,12 @@ from pathlib import Path
 import grpc
 
 from rootstock.v1 import control_pb2_grpc
-from services.shared.control_token import read_token, require_token_beyond_loopback
-from services.shared.token_check import start_guarded_server
-from services.worker.control.barrier import Command
+from services.shared.rpc.control_token import read_token, require_token_beyond_loopback
+from services.shared.rpc.token_check import start_guarded_server
 from services.worker.control.profiles import Profiles
 from services.worker.control.servicer import ControlServicer
-from services.worker.model_identity import ServedWeights
+from services.worker.identity.model_identity import ServedWeights
+from services.worker.loop.barrier import Command
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)

@@ -15,18 +15,18 @@ import grpc
 from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
 from services.shared.control_values import enum_word, put_values, value_from_pb
-from services.shared.log import fields
+from services.shared.observe.log import fields
 from services.worker.control import internal_state
-from services.worker.control.barrier import Action, Command, LoopEnded, NotIdle, Pace
 from services.worker.control.internal_state import InternalState
 from services.worker.control.occupation import MemoryPart, Occupation
 from services.worker.control.operations import BARRIERS
 from services.worker.control.profiles import Profiles
-from services.worker.core.messages import PauseMode
+from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.operations import OperationRefused
-from services.worker.exec.protocol import Executor
-from services.worker.model_identity import ServedWeights
+from services.worker.exec.contracts.operations import OperationRefused
+from services.worker.exec.contracts.protocol import Executor
+from services.worker.identity.model_identity import ServedWeights
+from services.worker.loop.barrier import Action, Command, LoopEnded, NotIdle, Pace
 
 logger = logging.getLogger(__name__)
 

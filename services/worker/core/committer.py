@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.finish import Ending, TextRules, check_fault
+from services.worker.core.contracts.plan import StepResult
 from services.worker.core.intake import Intake
-from services.worker.core.plan import StepResult
-from services.worker.core.radix_cache import TOKEN_BYTES
-from services.worker.core.request import Phase, Request
-from services.worker.core.request_table import RequestTable
+from services.worker.core.kv.radix_cache import TOKEN_BYTES
+from services.worker.core.queue.finish import Ending, TextRules, check_fault
+from services.worker.core.queue.request import Phase, Request
+from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.step_rows import Step
 
 I64 = NDArray[np.int64]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.gates import too_small
 from services.worker.core.new_token_ratio import NewTokenRatio
-from services.worker.core.request_table import RequestTable
+from services.worker.core.queue.gates import too_small
+from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.retraction import victim_order
 from services.worker.core.step_rows import NO_DECODES, DecodeRows
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from services.worker.core.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
-from services.worker.core.graph_limits import strides
-from services.worker.core.policy import service_order
+from services.worker.core.contracts.graph_limits import strides
+from services.worker.core.kv.radix_cache import TOKEN_BYTES, Match
 from services.worker.core.prefill_adder import (
     CLIP_MAX_NEW_TOKENS,
     NO_ROWS,
@@ -18,10 +17,11 @@ from services.worker.core.prefill_adder import (
     RunningRows,
     adapted_chunk,
 )
-from services.worker.core.prefix_gate import PrefixGate
-from services.worker.core.radix_cache import TOKEN_BYTES, Match
-from services.worker.core.request import Phase, Request
-from services.worker.core.request_table import RequestTable
+from services.worker.core.queue.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
+from services.worker.core.queue.policy import service_order
+from services.worker.core.queue.prefix_gate import PrefixGate
+from services.worker.core.queue.request import Phase, Request
+from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.retraction import preemptible, victim_order
 from services.worker.core.step_rows import ExtendRows, Step
 

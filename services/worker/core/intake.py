@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.finish import Ending, TextRules, check_fault, check_finished
-from services.worker.core.grammar import Matcher
-from services.worker.core.messages import ErrorCode, FinishReason
-from services.worker.core.plan import StepResult
-from services.worker.core.request import Request
+from services.worker.core.contracts.grammar import Matcher
+from services.worker.core.contracts.messages import ErrorCode, FinishReason
+from services.worker.core.contracts.plan import StepResult
+from services.worker.core.queue.finish import Ending, TextRules, check_fault, check_finished
+from services.worker.core.queue.request import Request
 
 _OUTSIDE_GRAMMAR = Ending(
     FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token does not fit the request's grammar"

@@ -6,11 +6,11 @@ from collections import Counter
 
 import numpy as np
 
-from services.worker.core.memory import KVMemory
-from services.worker.core.radix_cache import TreeNode
-from services.worker.core.request import Phase
-from services.worker.core.request_table import RequestTable
-from services.worker.core.waiting_queue import Kept
+from services.worker.core.kv.memory import KVMemory
+from services.worker.core.kv.radix_cache import TreeNode
+from services.worker.core.queue.request import Phase
+from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.waiting_queue import Kept
 
 
 def violations(table: RequestTable) -> list[str]:

@@ -5,11 +5,11 @@ Sees lengths only, never the tokens of the step in flight. Advances `computed` a
 
 from __future__ import annotations
 
-from services.worker.core.config import SchedulerConfig
+from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.decode_planner import DecodePlanner
 from services.worker.core.extend_planner import ExtendPlanner
 from services.worker.core.new_token_ratio import NewTokenRatio
-from services.worker.core.request_table import RequestTable
+from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.step_rows import NO_DECODES, ExtendRows, Step, build_step
 
 

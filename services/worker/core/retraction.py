@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.request import Request
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.queue.request import Request
 
 
 def victim_order(request: Request) -> tuple[int, int, int]:

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from services.worker.core.admission import Refusal, make_request, refusal
-from services.worker.core.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.committer import Committer
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.finish import Ending, TextRules
-from services.worker.core.grammar import GrammarBook, Matcher
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.grammar import GrammarBook, Matcher
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, StepOutput, StepStats, Submit
+from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.invariants import violations
-from services.worker.core.messages import ErrorCode, FinishReason, PauseMode, StepOutput, StepStats, Submit
-from services.worker.core.plan import BatchPlan, StepResult
+from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.planner import Planner
-from services.worker.core.request import Phase, Request
-from services.worker.core.request_table import RequestTable
-from services.worker.core.sampling import GrammarSpec
+from services.worker.core.queue.admission import Refusal, make_request, refusal
+from services.worker.core.queue.finish import Ending, TextRules
+from services.worker.core.queue.request import Phase, Request
+from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.step_rows import Extend, Step
-from services.worker.core.trace import TraceEvent
 from services.worker.core.tunables import Tunable, retuned, tunables
 
 _CANCELLED = Ending(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")

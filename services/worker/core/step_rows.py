@@ -8,10 +8,10 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.columns import SlotColumns
-from services.worker.core.memory import TableUpdates
-from services.worker.core.plan import I32, BatchPlan, ForwardMode, SlotParams
-from services.worker.core.request import Request
+from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams
+from services.worker.core.kv.memory import TableUpdates
+from services.worker.core.queue.request import Request
+from services.worker.core.queue.request_columns import SlotColumns
 
 _NONE: I32 = np.empty(0, dtype=np.int32)
 _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, (True, True): ForwardMode.MIXED}

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from services.worker.core.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 
 Tunable = int | float | str | bool
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from services.worker.exec import layer_kv
+from services.worker.exec.contracts.model_info import ModelInfo
 from services.worker.exec.cpu import CpuExecutor
 from services.worker.exec.device_memory import DeviceMemory
 from services.worker.exec.future_map import FutureMap
 from services.worker.exec.loading import LoadedModel, LoadRequest, load_again, load_model
-from services.worker.exec.model_info import ModelInfo
-from services.worker.exec.pools import KVPool, PageTable, PoolTooSmall, free_memory, kv_pool_tokens
+from services.worker.exec.pools import layer_kv
+from services.worker.exec.pools.pools import KVPool, PageTable, PoolTooSmall, free_memory, kv_pool_tokens
 from services.worker.exec.runner import ModelRunner
 from services.worker.exec.sampler import Sampler
 

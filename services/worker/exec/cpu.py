@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
-from services.worker.core.plan import BatchPlan, StepResult
-from services.worker.exec.operations import Operation, OperationRefused
+from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.exec.contracts.operations import Operation, OperationRefused
+from services.worker.exec.contracts.protocol import ExecutorError, Masks, Run
 from services.worker.exec.operator import Operator, Releasable
-from services.worker.exec.protocol import ExecutorError, Masks, Run
 from services.worker.exec.runner import CpuRun, ModelRunner
 from services.worker.exec.step_profile import StepProfile
 

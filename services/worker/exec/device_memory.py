@@ -10,10 +10,10 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kernels.ops import RaggedRows
-from services.worker.exec.causal_model import CausalModel
-from services.worker.exec.operations import OperationRefused, ReleaseMemory, ResumeMemory
-from services.worker.exec.pools import KVPool
+from kernels.contracts.ops import RaggedRows
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
+from services.worker.exec.pools.pools import KVPool
 from services.worker.exec.runner import ModelRunner
 
 NO_POOL = KVPool((), ())

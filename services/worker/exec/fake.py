@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.graph_limits import GraphLimits, step_rereads
-from services.worker.core.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
-from services.worker.core.sampling import SamplingParams
-from services.worker.exec.operations import Operation, OperationRefused, ReleaseMemory, StartProfile, StopProfile
-from services.worker.exec.protocol import ExecutorError, Masks, Run
+from services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
+from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.exec.contracts.operations import Operation, OperationRefused, ReleaseMemory, StartProfile, StopProfile
+from services.worker.exec.contracts.protocol import ExecutorError, Masks, Run
 
 I32 = NDArray[np.int32]
 FAKE_EMBEDDING_SIZE = 4

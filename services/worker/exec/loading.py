@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
+from kernels.contracts.ops import Kernels
 from kernels.cpu import load_kernels
-from kernels.ops import Kernels
-from services.worker.core.graph_limits import GraphLimits
-from services.worker.exec.causal_model import CausalModel
-from services.worker.exec.checkpoint import Checkpoint, CheckpointError, eos_token_ids, read_config
-from services.worker.exec.decoder import Decoder
-from services.worker.exec.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.families import DecoderConfig, NotCovered, UnsupportedModel, architecture_of, decoder_config
-from services.worker.exec.layer_kv import LayerKV, bytes_per_token
-from services.worker.exec.load_phases import LoadPhases
-from services.worker.exec.model_info import ModelInfo
-from services.worker.exec.pooling_files import read_pooling
-from services.worker.exec.rope import rope_table
-from services.worker.exec.weights import DecoderWeights, load_weights, resolve_dtype
+from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.rope import rope_table
+from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
+from services.worker.exec.pools.layer_kv import LayerKV, bytes_per_token
+from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, eos_token_ids, read_config
+from services.worker.exec.weights.families import DecoderConfig, NotCovered, UnsupportedModel, architecture_of, decoder_config
+from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.pooling_files import read_pooling
+from services.worker.exec.weights.weights import DecoderWeights, load_weights, resolve_dtype
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
@@ -197,8 +197,8 @@ def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
 
 
 def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:
-    from services.worker.exec.encoder import is_encoder
-    from services.worker.exec.transformers_checkpoint import is_base, is_causal_head
+    from services.worker.exec.models.encoder import is_encoder
+    from services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
 
     if is_causal_head(opened.config):
         return _causal(opened, generates=True)
@@ -213,7 +213,7 @@ def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:
 
 
 def _causal(opened: _Opened, generates: bool) -> LoadedModel:
-    from services.worker.exec.causal_transformers import load_causal, max_context
+    from services.worker.exec.models.causal_transformers import load_causal, max_context
 
     context = opened.context(max_context(opened.config))
     with opened.request.phases.timed("weights"):
@@ -235,7 +235,7 @@ def _causal(opened: _Opened, generates: bool) -> LoadedModel:
 
 
 def _encoder(opened: _Opened) -> LoadedModel:
-    from services.worker.exec.encoder import load_encoder
+    from services.worker.exec.models.encoder import load_encoder
 
     with opened.request.phases.timed("weights"):
         loaded = load_encoder(opened.request.folder, opened.config, opened.dtype)

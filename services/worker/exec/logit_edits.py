@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.plan import SlotParams
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.contracts.plan import SlotParams
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.penalties import Penalties, needs_penalties
-from services.worker.exec.token_sets import Words, inside, token_words
+from services.worker.exec.sampling.token_sets import Words, inside, token_words
 
 ALWAYS = np.iinfo(np.int64).max
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.core.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
+from services.worker.core.contracts.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
 
 PIECE_BYTES = 64 << 20  # of a prompt's float32 logits made in one go: bounds the memory, whatever the chunk
 BLOCK_BYTES = 4 << 20  # of logits measured in one go: what that takes is soon in the cache, and soon there again

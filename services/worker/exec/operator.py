@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from services.worker.exec.operations import Operation, OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
+from services.worker.exec.contracts.operations import (
+    Operation,
+    OperationRefused,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+)
 from services.worker.exec.step_profile import StepProfile
 
 

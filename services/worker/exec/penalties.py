@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.plan import I32, SlotParams
-from services.worker.core.sampling import SamplingParams
-from services.worker.exec.dry import Repeats
+from services.worker.core.contracts.plan import I32, SlotParams
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.followed_tokens import FollowedTokens
+from services.worker.exec.sampling.dry import Repeats
 from services.worker.exec.token_counts import TokenCounts
 
 FINITE = np.finfo(np.float32)

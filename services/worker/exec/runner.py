@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.ops import RaggedRows
-from services.worker.core.plan import BatchPlan, StepResult
-from services.worker.exec.causal_model import CausalModel
-from services.worker.exec.embedding_pool import Embedded, EmbeddingPool, PoolingConfig, PoolingKind, embedded
+from kernels.contracts.ops import RaggedRows
+from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.contracts.protocol import Masks
 from services.worker.exec.future_map import FutureMap
 from services.worker.exec.logprobs import PromptScores
-from services.worker.exec.pools import KVPool, PageTable
-from services.worker.exec.protocol import Masks
+from services.worker.exec.pools.embedding_pool import Embedded, EmbeddingPool, PoolingConfig, PoolingKind, embedded
+from services.worker.exec.pools.pools import KVPool, PageTable
 from services.worker.exec.sampler import Sampled, Sampler
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ops import Draws, Kernels
-from services.worker.core.plan import I32, BatchPlan, RowFault, RowLogprobs, SlotParams
+from kernels.contracts.ops import Draws, Kernels
+from services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs, SlotParams
 from services.worker.exec.logprobs import Logits, Logprobs, PromptScores
+from services.worker.exec.sampling.token_sets import Words, forbid_others
 from services.worker.exec.slot_state import SlotState
-from services.worker.exec.token_sets import Words, forbid_others
 from services.worker.exec.uniform import uniforms
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.core.plan import BatchPlan, SlotParams
+from services.worker.core.contracts.plan import BatchPlan, SlotParams
 from services.worker.exec.logit_edits import LogitEdits, edited_until
 from services.worker.exec.penalties import Penalties
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from services.worker.exec.operations import OperationRefused
+from services.worker.exec.contracts.operations import OperationRefused
 
 
 class StepProfile:

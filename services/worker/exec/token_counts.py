@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.plan import I32
+from services.worker.core.contracts.plan import I32
 
 
 class TokenCounts:

@@ -14,14 +14,14 @@ from collections.abc import Callable
 
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.limits import MAX_GRAMMAR_BYTES
-from services.worker.core.sampling import GrammarSpec
-from services.worker.grammar.compiled import Compiled
-from services.worker.grammar.compiler_pool import QUEUE_FULL, CompilerPool
-from services.worker.grammar.forced_text import ForcedText
-from services.worker.grammar.grammar_limits import MIB, GrammarLimits
-from services.worker.grammar.matcher import TOO_SLOW, MatcherSetup, XgrammarMatcher
-from services.worker.grammar.vocabulary import Vocabulary
-from services.worker.step_meter import StepMeter
+from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.compiler_pool import QUEUE_FULL, CompilerPool
+from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
+from services.worker.grammar.compile.vocabulary import Vocabulary
+from services.worker.grammar.match.forced_text import ForcedText
+from services.worker.grammar.match.matcher import TOO_SLOW, MatcherSetup, XgrammarMatcher
+from services.worker.text.step_meter import StepMeter
 
 MAX_FAILURES = 1024
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from services.worker.core.cache_events import CacheEvents
+from services.worker.core.kv.cache_events import CacheEvents
 
 
 class CacheEventHandover:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from services.worker.core.cache_events import CacheEvents
+from services.worker.core.kv.cache_events import CacheEvents
 
 
 class HeldBlocks:

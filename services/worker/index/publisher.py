@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from services.shared.prefix_index import LEASE_TTL_S, RENEW_S, IndexEvent
-from services.shared.redis_client import redis_client
-from services.worker.core.cache_events import CacheEvents
+from services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S, IndexEvent
+from services.shared.index.redis_client import redis_client
+from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.index.handover import CacheEventHandover
 from services.worker.index.held_blocks import HeldBlocks
 from services.worker.index.records import WorkerRecords

@@ -1,4 +1,4 @@
-"""This worker's records in Redis (services.shared.prefix_index): its lease, its generations, its blocks, its events.
+"""This worker's records in Redis (services.shared.index.prefix_index): its lease, its generations, its blocks, its events.
 
 Each method is one or a few round trips and raises RedisError or OSError when Redis is away, slow or refuses. Blocks are
 registered before they are written and forgotten after they are removed, so that a crash leaves nothing that a sweep cannot find.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from services.shared.prefix_index import (
+from services.shared.index.prefix_index import (
     EVENTS_KEPT,
     LEASE_TTL_S,
     IndexEvent,

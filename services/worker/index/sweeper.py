@@ -15,8 +15,16 @@ from typing import cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.shared.log import fields
-from services.shared.prefix_index import LEASE_TTL_S, block_key, generations_key, lease_key, own_key, owner_field, workers_key
+from services.shared.index.prefix_index import (
+    LEASE_TTL_S,
+    block_key,
+    generations_key,
+    lease_key,
+    own_key,
+    owner_field,
+    workers_key,
+)
+from services.shared.observe.log import fields
 
 logger = logging.getLogger(__name__)
 

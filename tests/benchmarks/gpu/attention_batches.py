@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import reference
 from kernels.bench.gpu_case import Work
-from kernels.ops import RaggedRows
+from kernels.contracts.ops import RaggedRows
+from kernels.reference import layers as reference
 from services.worker.exec.attention import flashinfer_limits as limits
 from services.worker.exec.attention import flashinfer_wrappers as wrappers
 from services.worker.exec.attention.backend import AttentionShape
@@ -117,7 +117,10 @@ def torch_work(step: StepTensors) -> Work:
 
 def triton_work(step: StepTensors, splits: int = 0) -> Work:
     """splits: for each row; 0 for those of the plan."""
-    from kernels.triton import attention, attention_plan  # where there is no GPU, neither Triton's interpreter may be there
+    from kernels.triton.attention import (
+        attention,  # where there is no GPU, neither Triton's interpreter may be there
+        attention_plan,  # where there is no GPU, neither Triton's interpreter may be there
+    )
 
     out, queries = step.as_heads()
     call = attention.AttentionCall(out, queries, step.k_pool, step.v_pool, step.rows, step.scale, 0)

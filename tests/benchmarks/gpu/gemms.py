@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import reference
 from kernels.bench.gpu_case import Work
+from kernels.reference import layers as reference
 from tests.benchmarks.gpu.command import Setting, run_command
 from tests.benchmarks.gpu.journal import Journal
 from tests.benchmarks.gpu.models import shape_of

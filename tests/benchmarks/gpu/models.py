@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.exec.decoder import Decoder
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.exec.contracts.options import DeviceOptions
 from services.worker.exec.device.build import assemble_executor, device_of
 from services.worker.exec.device.kernel_set import layer_kernels
-from services.worker.exec.device.options import DeviceOptions
-from services.worker.exec.device.random_weights import random_decoder_weights
-from services.worker.exec.families import decoder_config
-from services.worker.exec.layer_kv import LayerKV
 from services.worker.exec.loading import LAST_TOKEN, LoadedModel
-from services.worker.exec.rope import rope_table
+from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.rope import rope_table
+from services.worker.exec.pools.layer_kv import LayerKV
+from services.worker.exec.weights.families import decoder_config
+from services.worker.exec.weights.random_weights import random_decoder_weights
 from tests.benchmarks.gpu.command import Setting
 from tests.benchmarks.gpu.serving import Serving
 from tests.benchmarks.make_model import SHAPES, Shape, config_of

@@ -1,6 +1,6 @@
 """The real scheduler over an executor, turned as the worker's loop turns it, with nothing of a network around it.
 
-The order of calls is that of services/worker/loop.py. Tokens are counted from what the scheduler gives out for clients.
+The order of calls is that of services/worker/loop/loop.py. Tokens are counted from what the scheduler gives out for clients.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.messages import FinishReason, Submit
-from services.worker.core.plan import BatchPlan
-from services.worker.core.sampling import SamplingParams
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import FinishReason, Submit
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.protocol import Executor, Run
+from services.worker.exec.contracts.protocol import Executor, Run
 from tests.benchmarks.gpu.workloads import Workload
 
 

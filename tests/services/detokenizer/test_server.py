@@ -16,9 +16,9 @@ from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.server import DetokenizerServicer
 from services.detokenizer.settings import DetokenizerSettings
-from services.shared import rpc
 from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.spans import Tracing
+from services.shared.observe.spans import Tracing
+from services.shared.rpc import grpc_server as rpc
 
 
 @contextlib.asynccontextmanager

@@ -11,9 +11,8 @@ from rootstock.v1 import detokenizer_pb2 as pb
 from services.detokenizer.token_texts import TokenTexts
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
+from tests.services.detokenizer.test_server import serving
 from tests.services.tokenizer.model_folders import KINDS
-
-from .test_server import serving
 
 TEXT = "hello there, wie spät? 你好 def add(a, b):"
 

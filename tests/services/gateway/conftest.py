@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .system import System
+from tests.services.gateway.system import System
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,12 @@ import orjson
 import uvloop
 from openai import OpenAI
 
-from services.gateway import http_server
+from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
-from services.gateway.settings import GatewaySettings
-from services.gateway.worker_link import WorkerLink
+from services.gateway.http import http_server
+from services.gateway.peers.worker_link import WorkerLink
 from services.local.ports import free_ports
-
-from .fakes import MODEL, FakeDetokenizer, FakeTokenizer, FakeWorker, Host
+from tests.services.gateway.fakes import MODEL, FakeDetokenizer, FakeTokenizer, FakeWorker, Host
 
 T = TypeVar("T")
 WAIT_S = 15.0

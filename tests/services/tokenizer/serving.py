@@ -12,9 +12,9 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
-from services.shared import rpc
 from services.shared.hf_tokenizer import load_tokenizer
-from services.shared.spans import Tracing
+from services.shared.observe.spans import Tracing
+from services.shared.rpc import grpc_server as rpc
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.server import TokenizerServicer
 from services.tokenizer.settings import TokenizerSettings

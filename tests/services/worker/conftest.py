@@ -9,25 +9,25 @@ from typing import Any
 import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.shared import rpc
-from services.shared.spans import Tracing
-from services.worker.core.cache_events import CacheEvents
-from services.worker.core.config import SchedulerConfig
-from services.worker.core.messages import StepOutput, StepStats
-from services.worker.core.plan import BatchPlan
+from services.shared.observe.spans import Tracing
+from services.shared.rpc import grpc_server as rpc
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import StepOutput, StepStats
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FakeExecutor, TimeModel
-from services.worker.inbox import Inbox
-from services.worker.load import BEAT_S, GAP_S, LoadReport, NoIndex
-from services.worker.loop import Loop
-from services.worker.metrics import WorkerMetrics
-from services.worker.outbox import StreamOutbox
-from services.worker.pulse import Pulse
-from services.worker.request_spans import RequestSpans
-from services.worker.scheduler_thread import SchedulerThread
-from services.worker.server import WorkerServicer
-from services.worker.step_limit import StepLimit
-from services.worker.wire import ModelLimits
+from services.worker.front.busyness import BEAT_S, GAP_S, LoadReport, NoIndex
+from services.worker.front.outbox import StreamOutbox
+from services.worker.front.server import WorkerServicer
+from services.worker.front.spans import RequestSpans
+from services.worker.front.wire import ModelLimits
+from services.worker.loop.inbox import Inbox
+from services.worker.loop.loop import Loop
+from services.worker.loop.pulse import Pulse
+from services.worker.loop.step_limit import StepLimit
+from services.worker.loop.thread import SchedulerThread
+from services.worker.metrics.scheduler_metrics import WorkerMetrics
 from tests.core.harness import LetterDecoder
 
 CONFIG = SchedulerConfig(

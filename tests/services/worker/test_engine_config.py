@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.worker.core.graph_limits import GraphLimits
+from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.device_limits import resolved
 from services.worker.engine import _scheduler_config
-from services.worker.exec.model_info import ModelInfo
+from services.worker.exec.contracts.model_info import ModelInfo
 from services.worker.settings import WorkerSettings
 
 SETTINGS = resolved(WorkerSettings(), None)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ops import RaggedRows
+from kernels.contracts.ops import RaggedRows
 
 I32 = NDArray[np.int32]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.step_ops import StepKernels
+from kernels.contracts.step_ops import StepKernels
 from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
 from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
 from services.worker.exec.attention.flashinfer_limits import Unsupported
@@ -90,6 +90,6 @@ def _triton(shape: AttentionShape, device: torch.device) -> AttentionBackend:
 
 
 def _torch(shape: AttentionShape, device: torch.device) -> AttentionBackend:
-    from services.worker.exec.attention.torch_backend import TorchAttention
+    from services.worker.exec.attention.kernel_attention import TorchAttention
 
     return TorchAttention(shape, device)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import RaggedRows
-from kernels.step_ops import StepKernels
+from kernels.contracts.ops import RaggedRows
+from kernels.contracts.step_ops import StepKernels
 from services.worker.exec.attention import flashinfer_limits as limits
 from services.worker.exec.attention import flashinfer_wrappers as wrappers
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.ops import RaggedRows
+from kernels.contracts.ops import RaggedRows
+from kernels.reference import layers as reference
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
 from services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS

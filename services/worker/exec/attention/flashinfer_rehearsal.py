@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kernels.ops import RaggedRows
+from kernels.contracts.ops import RaggedRows
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
 
 

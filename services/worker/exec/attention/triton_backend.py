@@ -9,9 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.ops import RaggedRows
-from kernels.triton.attention import AttentionCall, AttentionScratch, allocate_scratch, as_heads, run_attention
-from kernels.triton.attention_plan import HeadShape, Launch, num_multiprocessors, plan_decode, plan_extend, reach, scratch_bounds
+from kernels.contracts.ops import RaggedRows
+from kernels.triton.attention.attention import AttentionCall, AttentionScratch, allocate_scratch, as_heads, run_attention
+from kernels.triton.attention.attention_plan import (
+    HeadShape,
+    Launch,
+    num_multiprocessors,
+    plan_decode,
+    plan_extend,
+    reach,
+    scratch_bounds,
+)
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 
 ITEM_SIZES = (2, 4)  # bytes; the model's dtype shows in the first tensors

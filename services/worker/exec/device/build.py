@@ -10,40 +10,40 @@ from pathlib import Path
 
 import torch
 
-from kernels.ops import Kernels
-from services.worker.exec import layer_kv
+from kernels.contracts.ops import Kernels
 from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
 from services.worker.exec.attention.choose import choose_attention
-from services.worker.exec.causal_model import CausalModel
-from services.worker.exec.checkpoint import Checkpoint
-from services.worker.exec.decoder import Decoder
-from services.worker.exec.device.capture import CudaGraphMemory, GraphMemory
-from services.worker.exec.device.decode_graphs import DecodeGraphs
-from services.worker.exec.device.eager_cost import graph_limits, measured_eager_cost
-from services.worker.exec.device.executor import DeviceExecutor
-from services.worker.exec.device.graph_sizes import graph_sizes
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.contracts.executor_stats import ExecutorStats
+from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.options import DeviceOptions
 from services.worker.exec.device.kernel_attention import KernelAttention
 from services.worker.exec.device.kernel_set import KernelSet, kernel_set, layer_kernels
-from services.worker.exec.device.memory_parts import MemoryParts, return_cached, return_memory
-from services.worker.exec.device.options import DeviceOptions
-from services.worker.exec.device.passes import ForwardPass
-from services.worker.exec.device.runner import DeviceRunner
-from services.worker.exec.device.sampler import EDITED_ROWS, DeviceSampler
-from services.worker.exec.device.sizing import PoolNeeds, StepBounds, largest_step, pages_of_device
-from services.worker.exec.device.streams import streams_of
-from services.worker.exec.device.warm_up import warm_up
-from services.worker.exec.device.weight_stream import StreamOptions, stream_decoder_weights
 from services.worker.exec.device_memory import NoModel
-from services.worker.exec.embedding_pool import EmbeddingPool
-from services.worker.exec.executor_stats import ExecutorStats
-from services.worker.exec.families import DecoderConfig
+from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
+from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.future_map import POISON
-from services.worker.exec.load_phases import LoadPhases
 from services.worker.exec.loading import LoadedModel, LoadRequest, LoadTarget, load_again, load_model
 from services.worker.exec.logprobs import PIECE_BYTES
-from services.worker.exec.model_info import ModelInfo
-from services.worker.exec.pools import KVPool, free_memory, kv_pool_tokens
-from services.worker.exec.weights import DecoderWeights
+from services.worker.exec.memory_parts import MemoryParts, return_cached, return_memory
+from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.pools import layer_kv
+from services.worker.exec.pools.embedding_pool import EmbeddingPool
+from services.worker.exec.pools.pools import KVPool, free_memory, kv_pool_tokens
+from services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
+from services.worker.exec.sizing import PoolNeeds, StepBounds, largest_step, pages_of_device
+from services.worker.exec.step.cuda_graph_runner import DecodeGraphs
+from services.worker.exec.step.graph_sizes import graph_sizes
+from services.worker.exec.step.model_runner import DeviceRunner
+from services.worker.exec.step.passes import ForwardPass
+from services.worker.exec.streams.capture import CudaGraphMemory, GraphMemory
+from services.worker.exec.streams.cuda_streams import streams_of
+from services.worker.exec.warm_up import warm_up
+from services.worker.exec.weights.checkpoint import Checkpoint
+from services.worker.exec.weights.families import DecoderConfig
+from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
+from services.worker.exec.weights.weights import DecoderWeights
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.ops import Kernels, RaggedRows
+from kernels.contracts.ops import Kernels, RaggedRows
 from services.worker.exec.attention.backend import AttentionBatch
 
 

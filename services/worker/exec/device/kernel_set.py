@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from kernels.ops import Kernels
-from kernels.sample_ops import SampleKernels
-from kernels.step_ops import StepKernels
+from kernels.contracts.ops import Kernels
+from kernels.contracts.sample_ops import SampleKernels
+from kernels.contracts.step_ops import StepKernels
 
 
 class LayerKernels(Kernels, StepKernels, Protocol):
@@ -32,10 +32,10 @@ def _chosen(name: str, device: torch.device) -> str:
 def layer_kernels(name: str, device: torch.device) -> LayerKernels:
     """Raises ValueError for another name than auto, triton and torch."""
     if _chosen(name, device) == "torch":
-        from kernels import reference
+        from kernels.reference import layers as reference
 
         return reference
-    from kernels.triton.layers import TritonLayers
+    from kernels.triton.layers.layers import TritonLayers
 
     return TritonLayers(device)
 
@@ -44,9 +44,9 @@ def kernel_set(name: str, device: torch.device, max_rows: int, vocab_size: int) 
     """max_rows: sampled by one launch. Raises ValueError as layer_kernels()."""
     layers = layer_kernels(name, device)
     if _chosen(name, device) == "torch":
-        from kernels import sampling_twin
+        from kernels.reference import sampling as sampling_twin
 
         return KernelSet(layers, sampling_twin)
-    from kernels.triton.sampling import TritonSampling
+    from kernels.triton.sampling.sampling import TritonSampling
 
     return KernelSet(layers, TritonSampling(max_rows, vocab_size, device))

@@ -1,0 +1,300 @@
+"""python -m charts.rootstock.values_schema: charts/rootstock/values.schema.json, its `settings` from the settings classes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.local.reference import SERVICES
+
+Schema = dict[str, Any]
+
+# What the chart itself decides, from other values: no key of a `settings` block.
+_EVERYWHERE = {"host", "port", "grace_s", "otlp_endpoint"}
+_CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_name"}
+DECIDED: dict[str, set[str]] = {
+    "gateway": _EVERYWHERE
+    | {"health_port", "tokenizers", "detokenizers", "workers", "redis_url", "models", "queue_timeout_s"}
+    | {"peer_host", "peer_port", "peers"}
+    | {"model_name", "api_keys", "key_weights", "control_token", "control_token_file"},
+    "tokenizer": _CODEC,
+    "detokenizer": _CODEC,
+    "worker": _CODEC
+    | {"control_host", "control_port", "control_token", "control_token_file"}
+    | {"redis_url", "worker_id", "pod_name", "pod_namespace"},
+}
+_KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
+_QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
+_MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
+_LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
+_NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
+_SECRET_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
+
+
+def settings_schema(service: str) -> Schema:
+    """Of a component's `settings`: every field of the service's settings class that the chart leaves open."""
+    document = SERVICES[service].model_json_schema()
+    definitions = document.get("$defs", {})
+    fields = {name: _field(field, definitions) for name, field in document["properties"].items() if name not in DECIDED[service]}
+    return closed(fields)
+
+
+def _field(field: Schema, definitions: dict[str, Schema]) -> Schema:
+    reference = field.get("$ref") or next((part["$ref"] for part in field.get("allOf", ()) if "$ref" in part), "")
+    known = {**definitions.get(reference.rpartition("/")[2], {}), **field}
+    schema = {key: known[key] for key in _KEPT if key in known}
+    if schema.get("type") == "array":  # comma separated in the environment
+        del schema["type"]
+        schema["anyOf"] = [{"type": "string"}, {"type": "array", "items": {"type": ["string", "number"]}}]
+    return schema
+
+
+def closed(properties: dict[str, Schema], required: tuple[str, ...] = ()) -> Schema:
+    """An object without other keys."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        **({"required": list(required)} if required else {}),
+    }
+
+
+def string(pattern: str = "") -> Schema:
+    return {"type": "string", **({"pattern": pattern} if pattern else {})}
+
+
+def choice(*values: str) -> Schema:
+    return {"enum": list(values)}
+
+
+def number(low: float, high: float | None = None) -> Schema:
+    return {"type": "number", "minimum": low, **({} if high is None else {"maximum": high})}
+
+
+def integer(low: int, high: int | None = None) -> Schema:
+    return {"type": "integer", "minimum": low, **({} if high is None else {"maximum": high})}
+
+
+def array(items: Schema, least: int = 0) -> Schema:
+    return {"type": "array", "items": items, **({"minItems": least} if least else {})}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+BOOLEAN: Schema = {"type": "boolean"}
+ANY_OBJECT: Schema = {"type": "object"}  # of Kubernetes: the API server checks it
+STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+SECRET = string(_SECRET_NAME)
+
+
+def _definitions() -> dict[str, Schema]:
+    quantity: Schema = {"anyOf": [string(_QUANTITY), {"type": "number", "minimum": 0}]}
+    quantities: Schema = {"type": "object", "additionalProperties": quantity}
+    toleration = closed(
+        {
+            "key": string(),
+            "operator": choice("Exists", "Equal"),
+            "value": string(),
+            "effect": choice("", "NoSchedule", "PreferNoSchedule", "NoExecute"),
+            "tolerationSeconds": {"type": "integer"},
+        }
+    )
+    return {
+        "quantity": quantity,
+        "resources": closed({"requests": quantities, "limits": quantities}),
+        "image": closed({"repository": string(r"^[a-z0-9][a-z0-9._/:-]*$"), "tag": string(r"^[A-Za-z0-9_.-]*$")}),
+        "env": closed({"name": string(r"^[A-Za-z_][A-Za-z0-9_]*$"), "value": string(), "valueFrom": ANY_OBJECT}, ("name",)),
+        "labels": {"type": "object", "additionalProperties": string(_LABEL_VALUE)},
+        "toleration": toleration,
+        "peer": closed({"podSelector": ANY_OBJECT, "namespaceSelector": ANY_OBJECT, "ipBlock": ANY_OBJECT}),
+    }
+
+
+def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Schema] | None = None) -> dict[str, Schema]:
+    """The keys that every component has, and its own."""
+    return {
+        "replicas": integer(0 if service == "worker" else 1),
+        "image": ref("image"),
+        "resources": ref("resources"),
+        "autoscaling": closed(
+            {
+                "enabled": BOOLEAN,
+                "minReplicas": integer(0 if service == "worker" else 1),
+                "maxReplicas": integer(1),
+                **autoscaling,
+            }
+        ),
+        "pdb": closed(
+            {"enabled": BOOLEAN, "maxUnavailable": {"anyOf": [integer(1), string(r"^([1-9][0-9]?|100)%$")]}},
+        ),
+        "settings": settings_schema(service),
+        "extraEnv": array(ref("env")),
+        "podLabels": ref("labels"),
+        "podAnnotations": STRINGS,
+        "nodeSelector": STRINGS,
+        "tolerations": array(ref("toleration")),
+        "affinity": ANY_OBJECT,
+        "topologySpread": BOOLEAN,
+        "priorityClassName": string(),
+        **(more or {}),
+    }
+
+
+def _components() -> dict[str, Schema]:
+    cpu = {"targetCPUPercent": integer(1, 100)}
+    gateway = {
+        "discovery": choice("dns", "k8s"),
+        "queueTimeoutSeconds": number(0),
+        "service": closed(
+            {"type": choice("ClusterIP", "NodePort", "LoadBalancer"), "port": integer(1, 65535), "annotations": STRINGS}
+        ),
+    }
+    worker_scaling = {
+        "backlogPerReplica": {"type": "number", "exclusiveMinimum": 0},
+        "runningShare": SHARE,
+        "tokenUsage": SHARE,
+        "coldStartSeconds": integer(1, 1800),
+    }
+    worker = {
+        "deletionCost": BOOLEAN,
+        "kind": choice("Deployment", "StatefulSet", "LeaderWorkerSet"),
+        "hosts": integer(1),
+        "gpus": integer(0),
+        "runtimeClassName": string(),
+        "sharedMemory": ref("quantity"),
+        "startupSeconds": integer(30),
+        "cacheSize": ref("quantity"),
+        "cacheStorageClass": string(),
+    }
+    return {
+        "gateway": closed(_component("gateway", {**cpu, "targetStreams": integer(1)}, gateway)),
+        "tokenizer": closed(_component("tokenizer", cpu)),
+        "detokenizer": closed(_component("detokenizer", cpu)),
+        "worker": closed(_component("worker", worker_scaling, worker)),
+    }
+
+
+def _model() -> Schema:
+    overrides = {component: ref(component) for component in ("worker", "tokenizer", "detokenizer")}
+    name = {**string(_MODEL_NAME), "maxLength": 128}
+    return closed({"name": name, "path": string("^/."), "source": string(), **overrides}, ("name", "path"))
+
+
+def _model_cache() -> Schema:
+    pvc = {
+        "existingClaim": string(),
+        "storageClass": string(),
+        "accessMode": choice("ReadWriteMany", "ReadOnlyMany", "ReadWriteOnce"),
+        "size": ref("quantity"),
+    }
+    return closed(
+        {
+            "type": choice("none", "pvc", "hostPath", "image"),
+            "mountPath": string("^/.*[^/]$"),
+            "pvc": closed(pvc),
+            "hostPath": string("^(/.*)?$"),
+            "image": closed({"reference": string(), "pullPolicy": ref("pullPolicy")}),
+            "prefetch": closed({"enabled": BOOLEAN, "tokenSecret": SECRET}),
+        }
+    )
+
+
+def _redis() -> Schema:
+    return closed(
+        {
+            "embedded": BOOLEAN,
+            "image": ref("image"),
+            "maxMemory": string("^[0-9]+(kb|mb|gb)$"),
+            "resources": ref("resources"),
+            "externalUrlSecret": SECRET,
+            "externalPort": integer(1, 65535),
+        }
+    )
+
+
+def _edge() -> dict[str, Schema]:
+    """How traffic comes in and who may go where."""
+    host = closed({"host": string(), "path": string("^/")}, ("host",))
+    policy = {"enabled": BOOLEAN, **{name: array(ref("peer")) for name in ("clients", "monitoring", "dns", "apiServer")}}
+    return {
+        "ingress": closed(
+            {
+                "enabled": BOOLEAN,
+                "className": string(),
+                "annotations": STRINGS,
+                "hosts": array(host),
+                "tls": array(ANY_OBJECT),
+            }
+        ),
+        "httpRoute": closed({"enabled": BOOLEAN, "parentRefs": array(ANY_OBJECT), "hostnames": array(string())}),
+        "inferencePool": closed({"enabled": BOOLEAN}),
+        "serviceAccount": closed({"create": BOOLEAN, "name": string(), "annotations": STRINGS}),
+        "networkPolicy": closed(policy),
+    }
+
+
+def _monitoring() -> Schema:
+    monitor = closed({"enabled": BOOLEAN, "labels": ref("labels"), "interval": string("^[0-9]+(ms|s|m)$")})
+    return closed(
+        {
+            "serviceMonitor": monitor,
+            "rules": closed({"enabled": BOOLEAN, "labels": ref("labels")}),
+            "dashboards": closed({"enabled": BOOLEAN, "labels": ref("labels"), "annotations": STRINGS}),
+        }
+    )
+
+
+def _top() -> dict[str, Schema]:
+    image = {
+        "registry": string(),
+        "tag": string(r"^[A-Za-z0-9_.-]*$"),
+        "pullPolicy": ref("pullPolicy"),
+        "pullSecrets": array(string()),
+    }
+    return {
+        "global": ANY_OBJECT,  # what Helm gives to subcharts
+        "nameOverride": string(_NAME),
+        "fullnameOverride": string(_NAME),
+        "image": closed(image),
+        "models": array(ref("model"), least=1),
+        "drainSeconds": integer(1, 86400),
+        "logLevel": choice("debug", "info", "warning", "error"),
+        "tracing": closed({"otlpEndpoint": string(r"^((https?://)?[^\s/]+:[0-9]+)?$"), "sampleRatio": number(0, 1)}),
+        "auth": closed(
+            {
+                "apiKeysSecret": SECRET,
+                "keyWeights": array({"type": "number", "exclusiveMinimum": 0}),
+                "controlTokenSecret": SECRET,
+            }
+        ),
+        **{component: ref(component) for component in _components()},
+        "autoscaling": closed({"engine": choice("hpa", "keda"), "prometheusUrl": string("^https?://"), "adapterRules": BOOLEAN}),
+        "redis": _redis(),
+        "modelCache": _model_cache(),
+        **_edge(),
+        "monitoring": _monitoring(),
+        "tests": closed({"enabled": BOOLEAN, "image": ref("image")}),
+    }
+
+
+def render() -> str:
+    definitions = {
+        **_definitions(),
+        "pullPolicy": choice("Always", "IfNotPresent", "Never"),
+        "model": _model(),
+        **_components(),
+    }
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the rootstock chart",
+        **closed(_top()),
+        "$defs": definitions,
+    }
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,258 @@
+"""Trains the demo model from nothing on the data of tasks.py and writes a Hugging Face model folder.
+
+python demo/train.py --minutes 35
+
+Ends at --steps or --minutes, whichever comes first; the learning rate reaches zero then. A folder that already holds
+a tokenizer keeps it; with --resume it also keeps its weights as the start.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from tasks import SCRIPTS, TASKS, conversation, sample_training
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+MODEL = Path(__file__).resolve().parents[1] / "models/demo"
+CONTEXT = 4096
+VOCABULARY = 1280
+END_OF_DOCUMENT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+IGNORED = -100
+SHORT_ROW, LONG_ROW = 256, 2048
+LONG_ROWS_FROM = 0.82
+WARMUP_STEPS = 50
+SHORT_ROW_TURNS, LONG_ROW_TURNS = (1, 1, 1, 1, 1, 1, 2, 2, 3, 4), (1, 1, 1, 2, 2, 3, 4, 6, 12)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's rows: `tokens` and `labels`, int64 [rows, length]; labels are IGNORED outside assistant turns."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass
+class Progress:
+    """How far the run has come, in [0, 1], by steps or by wall time, whichever is further."""
+
+    steps: int
+    seconds: float
+    started: float
+    step: int = 0
+
+    def fraction(self) -> float:
+        return min(1.0, max(self.step / self.steps, (time.monotonic() - self.started) / self.seconds))
+
+
+# Tokenizer.
+
+
+def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with every byte in the vocabulary, so any UTF-8 text round-trips; digits stay single tokens."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Split(Regex(r" ?[\p{L}\p{M}]+| ?[^\s\p{L}\p{M}\p{N}]+ ?|\s"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END_OF_DOCUMENT, START_OF_TURN, END_OF_TURN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(tokenizer_corpus(rng), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_DOCUMENT,
+        additional_special_tokens=[START_OF_TURN],
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = (MODEL / "chat_template.jinja").read_text()
+    return tokenizer
+
+
+def tokenizer_corpus(rng: Random) -> Iterator[str]:
+    """Less of other scripts than the training mix has: most of their characters are to stay split into bytes."""
+    common = [name for name in TASKS if name != "copy_unicode"]
+    for _ in range(30_000):
+        yield from sample_training(rng.choice(common), rng)
+        yield from ("system", "user", "assistant")
+    for letters in SCRIPTS.values():
+        yield from (rng.choice(letters) for _ in range(200))
+
+
+# Data.
+
+
+def encode_document(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Token ids and labels of one conversation, closed by END_OF_DOCUMENT. The labels are the assistant's words and
+    the END_OF_TURN after them, in place (not shifted)."""
+    tokens: list[int] = []
+    labels: list[int] = []
+    for message in messages:
+        head = tokenizer.encode(f"{START_OF_TURN}{message['role']}\n")
+        body = tokenizer.encode(f"{message['content']}{END_OF_TURN}")
+        tail = tokenizer.encode("\n")
+        tokens += head + body + tail
+        learnt = body if message["role"] == "assistant" else [IGNORED] * len(body)
+        labels += [IGNORED] * len(head) + learnt + [IGNORED] * len(tail)
+    return [*tokens, tokenizer.pad_token_id], [*labels, IGNORED]
+
+
+def make_row(tokenizer: PreTrainedTokenizerFast, rng: Random, length: int) -> tuple[list[int], list[int]]:
+    """Whole conversations one after another, the last one cut at `length`."""
+    turns = LONG_ROW_TURNS if length == LONG_ROW else SHORT_ROW_TURNS
+    tokens: list[int] = []
+    labels: list[int] = []
+    while len(tokens) < length:
+        more_tokens, more_labels = encode_document(tokenizer, conversation(rng, rng.choice(turns)))
+        tokens += more_tokens
+        labels += more_labels
+    return tokens[:length], labels[:length]
+
+
+def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, fraction: float) -> Batch:
+    """Long rows come last: they teach the model to look past much unrelated text."""
+    length = LONG_ROW if fraction >= LONG_ROWS_FROM else SHORT_ROW
+    rows = [make_row(tokenizer, rng, length) for _ in range(max(1, tokens // length))]
+    return Batch(torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows]))
+
+
+# Model.
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def loss_of(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
+    """Mean cross-entropy over the labelled tokens; logits are computed only where a label follows."""
+    hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
+    labels = batch.labels[:, 1:]
+    learnt = labels != IGNORED
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[learnt]).float(), labels[learnt])
+
+
+def new_optimizer(model: Qwen3ForCausalLM) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+
+
+def learning_rate(progress: Progress, peak: float) -> float:
+    warmup = min(1.0, (progress.step + 1) / WARMUP_STEPS)
+    return peak * warmup * 0.5 * (1 + math.cos(math.pi * progress.fraction()))
+
+
+def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch, rate: float, autocast: bool) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = loss_of(model, batch)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+# Files.
+
+
+def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Writes the weights in bfloat16, the config and the generation defaults; `model` itself keeps its dtype."""
+    half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    half.load_state_dict(model.state_dict())
+    stops = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    half.generation_config = GenerationConfig(do_sample=False, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
+    half.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+
+
+def load_or_train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
+    if (out / "tokenizer.json").exists():
+        return AutoTokenizer.from_pretrained(out)
+    tokenizer = train_tokenizer(Random(seed))
+    tokenizer.save_pretrained(out)
+    return tokenizer
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=MODEL)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--minutes", type=float, default=35.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--peak-rate", type=float, default=2e-3)
+    parser.add_argument("--resume", action="store_true", help="start from the weights in --out")
+    parser.add_argument("--save-minutes", type=float, default=4.0)
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="needs a C++ compiler")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_or_train_tokenizer(arguments.out, arguments.seed)
+    model = Qwen3ForCausalLM.from_pretrained(arguments.out, dtype=torch.float32) if arguments.resume else None
+    model = (model or new_model(tokenizer)).train()
+    if arguments.compile:
+        model.model.compile(dynamic=False)
+    optimizer = new_optimizer(model)
+    rng = Random(arguments.seed + 1)
+    print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters", flush=True)
+
+    progress = Progress(arguments.steps, arguments.minutes * 60, time.monotonic())
+    saved, seen, learnt = time.monotonic(), 0, 0
+    while (fraction := progress.fraction()) < 1:
+        batch = make_batch(tokenizer, rng, arguments.tokens_per_step, fraction)
+        loss = train_step(model, optimizer, batch, learning_rate(progress, arguments.peak_rate), arguments.bf16)
+        progress.step += 1
+        seen += batch.tokens.numel()
+        learnt += int((batch.labels != IGNORED).sum())
+        if progress.step % 20 == 0:
+            report = {"step": progress.step, "loss": round(loss, 4), "tokens": seen, "learnt": learnt}
+            print(json.dumps(report | {"seconds": round(time.monotonic() - progress.started)}), flush=True)
+        if time.monotonic() - saved > arguments.save_minutes * 60:
+            save_model(model, tokenizer, arguments.out)
+            saved = time.monotonic()
+    save_model(model, tokenizer, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

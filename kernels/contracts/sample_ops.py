@@ -1,0 +1,129 @@
+"""Sampling on the device, without sorting and without a host's look at a value. kernels.reference.layers satisfies it as a
+module,
+kernels.triton as an object. n rows of logits, V tokens of vocabulary, S slots; columns are int32 unless said otherwise.
+
+Order per row, as services/worker/exec/sampler.py has it: repetition, frequency and presence penalties, further losses (DRY),
+logit bias, stop tokens before min_new_tokens, sets of tokens and the grammar's mask, temperature, top-k, top-p, min-p, draw.
+No call allocates, and none but measure_logprobs depends on anything but its tensors: all can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class SlotColumn(enum.IntEnum):
+    """Columns of SlotTable.params. Floats are stored by their bits."""
+
+    SEED_LOW = 0  # the seed's lower 32 bits
+    SEED_HIGH = 1
+    TEMPERATURE = 2  # float; 0: greedy
+    TOP_K = 3  # below 1: all
+    TOP_P = 4  # float
+    MIN_P = 5  # float
+    REPETITION = 6  # float; 1: none
+    FREQUENCY = 7  # float
+    PRESENCE = 8  # float
+    EDITED_UNTIL = 9  # position of a sampled token from which on its logits are drawn from as they are
+    STOPPED_UNTIL = 10  # position of a sampled token from which on stop tokens may be sampled
+    NUM_BIASES = 11
+    NUM_STOPS = 12
+    COUNTS = 13  # 1: the slot's row of `counts` is kept and used
+    WORDS = 14  # 1: the slot's row of `words` is used
+    WIDTH = 16
+
+
+class Fault(enum.IntEnum):
+    """As services.worker.core.contracts.plan.RowFault has them; 0: none."""
+
+    NAN_LOGITS = 1
+    NO_TOKEN_ALLOWED = 3
+
+
+SEEN = -(1 << 15)  # bit 15 of a count: the token stands in the prompt; the other 15 bits count it in the output
+MAX_COUNT = (1 << 15) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """What each slot asks for, on the device from its admission on.
+
+    params: [S, SlotColumn.WIDTH]. counts: int16[S, V], see SEEN. words: [S, ceil(V / 32)], bit i of word w set where token
+    32 w + i may be sampled. bias_ids: [S, B] and biases: float32[S, B], the first NUM_BIASES of them, ids inside the
+    vocabulary, possibly repeated. stop_ids: [S, C], the first NUM_STOPS.
+    """
+
+    params: Tensor
+    counts: Tensor
+    words: Tensor
+    bias_ids: Tensor
+    biases: Tensor
+    stop_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """The rows to sample. slots, positions: [n]; a slot below 0 is padding, for which nothing is read or written but its
+    token and fault, which become 0. positions: absolute, of the tokens to sample.
+
+    mask_rows: [n], the row of masks that further limits the tokens, below 0 for none. masks: [m, ceil(V / 32)], as words.
+    loss_offsets: [n + 1]; loss_ids: [L], losses: float32[L]: row r's logits at ids loss_offsets[r] .. loss_offsets[r + 1] - 1
+    of loss_ids, distinct within the row, lose that much.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    mask_rows: Tensor
+    masks: Tensor
+    loss_offsets: Tensor
+    loss_ids: Tensor
+    losses: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Natural log probabilities of raw logits, float32. own: [n], of the row's token. top_ids: int32[n, K] and top: [n, K],
+    falling, of equals the lowest id first; -1 and -inf where the vocabulary is smaller. mass: [n], the log of the sum of exp."""
+
+    own: Tensor
+    top_ids: Tensor
+    top: Tensor
+    mass: Tensor
+
+
+class SampleKernels(Protocol):
+    def edit_logits(self, edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
+        """edited, logits: float32[n, V]. Fills edited for the rows that need it: position < EDITED_UNTIL, or a mask, or a
+        loss. Other rows of it stay undefined, at next to no cost. Penalties keep what is finite finite.
+
+        With count c, seen if c != 0, and output count o = c & MAX_COUNT: a seen token's x becomes x / REPETITION if x > 0
+        else x * REPETITION; then x -= FREQUENCY * o + PRESENCE where o > 0.
+        """
+
+    def select_tokens(
+        self,
+        tokens: Tensor,
+        faults: Tensor,
+        logits: Tensor,
+        edited: Tensor,
+        rows: SampleRows,
+        table: SlotTable,
+        relay: Tensor,
+    ) -> None:
+        """tokens, faults: int32[n], filled. Reads each row from edited if edit_logits has filled it, else from logits.
+
+        Greedy rows: the maximum, of equals the lowest id. Others: kernels.contracts.ops.Draws says what is left after top-k,
+        top-p
+        and min-p, and which one is drawn; the uniform number is a function of seed and position alone, that of
+        services/worker/exec/uniform.py. A fault (NAN_LOGITS: the raw maximum is NaN or infinite; NO_TOKEN_ALLOWED: the
+        edited one is) makes the token 0. Else relay int64[S] gets the token at the row's slot, and counts[slot, token] one
+        more where the slot has COUNTS (it stays at MAX_COUNT).
+        """
+
+    def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
+        """logits: float32[N, V]; rows: int32[n], which of them to measure, below 0 for none; tokens: int32[n]. No copy of the
+        vocabulary is made. K, of out.top_ids, is at most 32; 0 asks for no top ones. A token outside the vocabulary: -inf."""

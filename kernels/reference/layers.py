@@ -1,0 +1,244 @@
+"""Every kernel in plain torch: what the others are measured against, and what runs where no compiler is. See
+kernels.contracts.ops and
+kernels.contracts.step_ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.contracts.ops import Draws, PackedLinear, RaggedRows
+from kernels.contracts.step_ops import TableUpdates
+from kernels.reference.draws import draw_token, support
+from kernels.reference.sampling import edit_logits as edit_logits
+from kernels.reference.sampling import measure_logprobs as measure_logprobs
+from kernels.reference.sampling import select_tokens as select_tokens
+
+MAX_SCORES = 1 << 24  # attention scores in memory at a time, 64 MiB of float32
+
+
+def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """Keeps the weight as it is."""
+    return PackedLinear(weight.contiguous(), bias, weight.shape[1], weight.shape[0], False)
+
+
+def linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
+    if out.dtype == x.dtype and weight.bias is None:
+        torch.mm(x, weight.data.t(), out=out)
+    else:
+        out.copy_(torch.nn.functional.linear(x, weight.data, weight.bias))
+
+
+def pack_gated(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    return pack_linear(weight, bias)
+
+
+def gated_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
+    both = x.new_empty((len(x), weight.out_features))
+    linear(both, x, weight)
+    silu_and_mul(out, both)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    out.copy_(_normed(x, weight, eps))
+
+
+def fused_add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    residual.add_(x)
+    rms_norm(out, residual, weight, eps)
+
+
+def silu_and_mul(out: Tensor, x: Tensor) -> None:
+    gate, up = x.float().chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: float32[T, heads, D]; cos, sin: float32[T, 1, D / 2]."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos_sin: Tensor,
+    rows: RaggedRows,
+    k_pool: Tensor,
+    v_pool: Tensor,
+) -> None:
+    _, kv_heads, _, head_dim = k_pool.shape
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * kv_heads
+    q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
+    q_wide, k_wide = (_normed(q, norms[0], eps), _normed(k, norms[1], eps)) if norms else (q.float(), k.float())
+    cos, sin = cos_sin[rows.positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    keys = _rotated(k_wide, cos, sin).to(k_pool.dtype)
+    q.copy_(_rotated(q_wide, cos, sin))
+    write_kv(keys, v, rows, k_pool, v_pool)
+
+
+def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
+    """Keys or values of one sequence, float32[G, length, D]."""
+    picked = pool[pages].transpose(0, 1)
+    return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, :length].float()
+
+
+def write_kv(keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
+    """keys [T, G, D], values [T, G, E] -> the pools [P, G, S, D] and [P, G, S, E], at rows.locations and nowhere else."""
+    page_size = k_pool.shape[2]
+    kept = rows.locations >= 0
+    pages, offsets = rows.locations[kept] // page_size, rows.locations[kept] % page_size
+    k_pool[pages, :, offsets] = keys[kept]
+    v_pool[pages, :, offsets] = values[kept]
+
+
+def _weights(scores: Tensor, hidden: Tensor, softcap: float, sinks: Tensor | None) -> Tensor:
+    """scores: [t, G, H / G, s]; hidden: bool[t, s]; sinks: float32[G, H / G], scores of a place that holds no value."""
+    capped = softcap * torch.tanh(scores / softcap) if softcap else scores
+    masked = capped.masked_fill(hidden[:, None, None, :], -torch.inf)
+    if sinks is None:
+        return masked.softmax(-1)
+    beside = sinks[None, :, :, None].expand(*masked.shape[:3], 1)
+    return torch.cat((masked, beside), dim=-1).softmax(-1)[..., :-1]
+
+
+def general_attention(
+    out: Tensor,
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    rows: RaggedRows,
+    scale: float,
+    window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """paged_attention for more kinds: q [T, H, D], pools [P, G, S, D] and [P, G, S, E], out [T, H, E].
+
+    softcap: scores become softcap * tanh(score / softcap), 0 for none. sinks: [H], joins each softmax with no value of its own.
+    """
+    page_size, kv_heads, num_heads = k_pool.shape[2], k_pool.shape[1], q.shape[1]
+    grouped = None if sinks is None else sinks.float().view(kv_heads, -1)
+    for row in range(len(rows.slots)):
+        start, count, offset = int(rows.starts[row]), int(rows.num_tokens[row]), int(rows.offsets[row])
+        length = start + count
+        pages = rows.page_table[int(rows.slots[row]), : -(-length // page_size)].clamp(min=0).long()
+        keys, values = _sequence(k_pool, pages, length), _sequence(v_pool, pages, length)
+        for first, piece in _pieces(count, max(1, MAX_SCORES // (length * num_heads))):
+            part = slice(offset + first, offset + first + piece)
+            positions = torch.arange(start + first, start + first + piece, device=q.device)
+            distance = positions[:, None] - torch.arange(length, device=q.device)[None, :]
+            hidden = (distance < 0) | (distance >= window) if window else distance < 0
+            scores = torch.einsum("tghd,gsd->tghs", q[part].float().view(piece, kv_heads, -1, q.shape[2]), keys) * scale
+            mixed = torch.einsum("tghs,gse->tghe", _weights(scores, hidden, softcap, grouped), values)
+            out[part] = mixed.reshape(piece, num_heads, -1).to(out.dtype)
+
+
+def _pieces(count: int, size: int) -> list[tuple[int, int]]:
+    """(first, length) of pieces of at most `size`."""
+    return [(first, min(size, count - first)) for first in range(0, count, size)]
+
+
+def paged_attention(
+    out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+) -> None:
+    head_dim = k_pool.shape[3]
+    heads = out.view(out.shape[0], -1, head_dim)
+    q = qkv[:, : out.shape[1]].view(heads.shape)
+    general_attention(heads, q, k_pool, v_pool, rows, scale, window)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def draw(logits: Tensor, draws: Draws) -> Tensor:
+    columns = (draws.rows, draws.temperatures, draws.top_ks, draws.top_ps, draws.min_ps, draws.uniforms)
+    tokens = []
+    for row, temperature, top_k, top_p, min_p, uniform in zip(*(column.tolist() for column in columns), strict=True):
+        scaled = (logits[row] - logits[row].max()) / temperature  # the peak first: a tiny temperature must not overflow
+        tokens.append(draw_token(scaled, support(scaled, top_k, top_p, min_p), uniform))
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def update_page_table(table: Tensor, updates: TableUpdates) -> None:
+    """Reads no value on the host. Writes by index alone: what is left out repeats what becomes of the table's first entry."""
+    width, steps = table.shape[1], min(table.shape[1], len(updates.pages))
+    if not len(updates.slots) * steps:
+        return
+    ahead = torch.arange(steps, device=table.device)
+    entries = updates.firsts.long()[:, None] + ahead
+    kept = (ahead < updates.counts[:, None]) & (updates.slots[:, None] >= 0) & (entries >= 0) & (entries < width)
+    pages = updates.pages[(updates.offsets.long()[:, None] + ahead).clamp(0, len(updates.pages) - 1)]
+    cells = torch.where(kept, updates.slots.long()[:, None] * width + entries, 0)
+    named = (kept & (cells == 0)).flatten()
+    first = torch.where(named.any(), pages.flatten().index_select(0, named.int().argmax().view(1)), table[0, 0])
+    table.view(-1)[cells.flatten()] = torch.where(kept, pages, first).flatten()
+
+
+def _scatter(out: Tensor, places: Tensor, kept: Tensor, values: Tensor) -> None:
+    """out[places] = values where kept, in place, without a look at how many are."""
+    longer = torch.cat((out, out.new_zeros(1)))
+    longer[torch.where(kept, places, len(out)).flatten()] = values.to(out.dtype).flatten()
+    out.copy_(longer[:-1])
+
+
+def resolve_tokens(
+    input_ids: Tensor,
+    rows: RaggedRows,
+    given: Tensor,
+    relay: Tensor,
+    unwritten: Tensor | None,
+    num_extend: int,
+    page_size: int,
+    vocab_size: int,
+    max_tokens: int,
+    known: Tensor | None = None,
+) -> None:
+    """Reads no value on the host. Makes tables of [R, max_tokens]."""
+    if not len(rows.slots) * max_tokens:
+        return
+    slots, width = rows.slots.long()[:, None], rows.page_table.shape[1]
+    ahead = torch.arange(max_tokens, device=input_ids.device)
+    exists, tokens = ahead < rows.num_tokens[:, None], rows.offsets.long()[:, None] + ahead
+    positions = rows.starts.long()[:, None] + ahead
+    logical = positions.div(page_size, rounding_mode="floor")
+    pages = rows.page_table[slots.clamp(min=0), logical.clamp(0, width - 1)].long()
+    reached = (slots >= 0) & (logical >= 0) & (logical < width) & (pages >= 0)
+    relays = torch.arange(len(rows.slots), device=input_ids.device)[:, None] >= num_extend
+    held = torch.where(slots >= 0, relay[slots.clamp(min=0)], 0)
+    own = given[tokens.clamp(0, len(given) - 1)].long() if len(given) else torch.zeros_like(tokens)
+    if known is not None:
+        told = known[tokens.clamp(0, len(known) - 1)].long()
+        relays, own = relays & (told < 0), torch.where(relays, told, own)
+    ids = torch.where(relays, held, own)
+    if unwritten is not None:
+        unwritten += (exists & relays & (ids < 0)).sum()
+    _scatter(input_ids, tokens, exists, ids.clamp(0, vocab_size - 1))
+    _scatter(rows.positions, tokens, exists, positions)
+    _scatter(rows.locations, tokens, exists, torch.where(reached, pages * page_size + positions % page_size, -1))
+
+
+def page_indices(out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:
+    """Reads no value on the host."""
+    if not len(out) or not len(rows.slots):
+        return
+    places, width = torch.arange(len(out), device=out.device), rows.page_table.shape[1]
+    owners = torch.searchsorted(indptr.long(), places, right=True) - 1
+    kept = (owners >= 0) & (owners < len(rows.slots))
+    row = owners.clamp(0, len(rows.slots) - 1)
+    entries, slots = places - indptr[row], rows.slots.long()[row]
+    pages = rows.page_table[slots.clamp(min=0), entries.clamp(0, width - 1)].clamp(min=0)
+    known = (slots >= 0) & (entries < width)
+    out.copy_(torch.where(kept, torch.where(known, pages, 0), out))

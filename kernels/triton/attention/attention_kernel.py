@@ -1,0 +1,132 @@
+"""Attention of ragged rows to keys and values in pages: tiles of tokens, or rows of one token, with the keys split or not."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.attention.attention_block import fold_tile, load_rows
+from kernels.triton.attention.attention_merge import merge_splits, split_number, split_places, store_means, store_split
+from kernels.triton.attention.attention_tiles import find_lanes, find_span, find_split, find_work, share_out
+
+
+# No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "window"],
+    do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
+)
+def attention_kernel(
+    out,  # [T, H, E], contiguous
+    q,  # [T, H, D] by strides
+    k_pool,
+    v_pool,
+    page_table,
+    slots,
+    starts,
+    num_tokens,
+    offsets,
+    sinks,  # [H]; any pointer without HAS_SINKS
+    partials,  # float32[splits * BLOCK_M, E]; these three: any pointer without SPLIT
+    levels,  # float32[splits * BLOCK_M]
+    arrivals,  # int32[tiles of tokens and heads that may be split], 0 before and after
+    out_stride,
+    q_stride,
+    q_head_stride,
+    table_stride,
+    first_row,
+    num_rows,
+    window,
+    score_scale,
+    cap_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a key/value head
+    HEADS: tl.constexpr,  # query heads of a tile, GROUP at most
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,  # of a row, with DEAL
+    ONE_TOKEN: tl.constexpr,  # rows first_row .. of one token each; otherwise rows 0 .. num_rows - 1 of any number
+    SPLIT: tl.constexpr,
+    DEAL: tl.constexpr,  # with ONE_TOKEN: rows get splits by their length; otherwise each tile has the grid's second axis of them
+    MERGE: tl.constexpr,  # the last split of a tile to end merges all; otherwise merge_kernel does
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """A program: TILE_TOKENS tokens of one row times HEADS query heads, packed into BLOCK_M lanes; one split of their keys.
+
+    With DEAL the grid has as many tiles as rows and `extra` more, which go to the splits of long rows: no program is there for a
+    split that a row may have and does not need, but for those of the `extra` that are left over.
+    """
+    TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
+    CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    across = NUM_KV_HEADS * CHUNKS
+    tiles = tl.num_programs(0) // across
+    part = tl.program_id(0) % across
+    # fmt: off
+    row, first, split, dealt, share = find_work(
+        tl.program_id(0) // across, tiles, first_row, num_rows, slots, starts, offsets, window,
+        BLOCK_N, MIN_BLOCKS, MAX_SPLITS, TILE_TOKENS, ONE_TOKEN, DEAL, HAS_WINDOW,
+    )
+    # fmt: on
+    if row == first_row + num_rows:  # a dealt split that no row needs
+        return
+    slot = tl.load(slots + row)
+    start = tl.load(starts + row)
+    count = 1 if ONE_TOKEN else tl.load(num_tokens + row)
+    if first >= count:
+        return
+    begin, end = find_span(slot, start, first, count, window, TILE_TOKENS, HAS_WINDOW)
+    lower, upper = begin, end
+    used = 1
+    if SPLIT:
+        if DEAL:
+            each, used = share_out(tl.cdiv(end - begin, BLOCK_N), share, MAX_SPLITS)
+            each = each * BLOCK_N
+        else:
+            each, used = find_split(begin, end, tl.num_programs(1), BLOCK_N, MIN_BLOCKS)
+            if split >= used:
+                return
+        lower = begin + split * each
+        upper = tl.minimum(lower + each, end)
+
+    own, heads, valid = find_lanes(part, first, count, GROUP, HEADS, BLOCK_M, TILE_TOKENS)
+    tokens = tl.load(offsets + row) + own
+    positions = start + own
+    queries = load_rows(q, tokens.to(tl.int64) * q_stride + heads * q_head_stride, valid, HEAD_DIM, BLOCK_D, True)
+    table = page_table + slot.to(tl.int64) * table_stride  # not read from for a slot below 0
+    kv_head = part // CHUNKS
+    k_head = k_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
+    v_head = v_pool + kv_head * (PAGE_SIZE * VALUE_DIM)
+
+    # fmt: off
+    acc, total, peak = fold_tile(
+        queries, k_head, v_head, table, lower, upper, begin, end, start + first, positions, window, score_scale, cap_scale,
+        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
+        ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+    )
+    if SPLIT:
+        if used == 1:
+            store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+        else:
+            counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, DEAL)
+            number = split_number(split, kept_first, kept_rest, step)
+            store_split(partials, levels, number, acc, total, peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+            if MERGE:
+                tl.debug_barrier()  # every thread has stored before one of them says so
+                arrived = tl.atomic_add(arrivals + counter, 1, sem="acq_rel", scope="gpu")
+                if arrived == used - 1:
+                    tl.store(arrivals + counter, 0)
+                    acc, total, peak = merge_splits(
+                        partials, levels, kept_first, kept_rest, step, used, valid, BLOCK_M, BLOCK_E, VALUE_DIM
+                    )
+                    store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+    else:
+        store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+    # fmt: on

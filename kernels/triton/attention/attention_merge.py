@@ -1,0 +1,153 @@
+"""What comes after the keys: sinks, the mean, and the merge of a tile's splits (flash decoding)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.attention.attention_block import load_rows
+from kernels.triton.attention.attention_tiles import find_lanes, find_span, find_split, find_tile
+
+
+@triton.jit
+def store_means(
+    out,
+    acc,
+    total,
+    peak,
+    sinks,
+    tokens,
+    heads,
+    valid,
+    out_stride,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """out [T, H, E] = acc / total, the sink of each head counted in total; 0 where nothing was seen."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        raised = tl.maximum(peak, sink)
+        kept = tl.exp2(peak - raised)
+        total = total * kept + tl.exp2(sink - raised)
+        acc = acc * kept[:, None]
+    means = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    columns = tl.arange(0, BLOCK_E)
+    pointers = out + (tokens.to(tl.int64) * out_stride + heads * VALUE_DIM)[:, None] + columns[None, :]
+    tl.store(pointers, means.to(out.dtype.element_ty), mask=valid[:, None] & (columns < VALUE_DIM)[None, :])
+
+
+@triton.jit
+def split_number(split, first, rest, step):
+    """Where a tile's split is kept: the first one at `first`, the others at rest + step, rest + 2 step, ..."""
+    return tl.where(split == 0, first, rest + split * step)
+
+
+@triton.jit
+def split_places(dealt, part, across, extra, DEAL: tl.constexpr):
+    """(counter of a tile's splits that have ended, and of split_number: step, first, rest).
+
+    Dealt splits lie by their number among all dealt ones, `dealt` of which are of rows before; the first split of a row that is
+    split lies as far behind all of them. Without DEAL a program's splits lie side by side.
+    """
+    if DEAL:
+        counter = dealt * across + part
+        step = across
+        first = counter + extra * across
+        rest = counter - across
+    else:
+        counter = tl.program_id(0)
+        step = 1
+        first = counter * tl.num_programs(1)
+        rest = first
+    return counter, step, first, rest
+
+
+@triton.jit
+def store_split(
+    partials, levels, number, acc, total, peak, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """One split's weighted means to partials, its peak + log2(total) to levels: -inf where it saw nothing."""
+    at = number.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_E)
+    whole = tl.where(total == 0.0, 1.0, total)
+    means = acc * (1.0 / whole)[:, None]
+    pointers = partials + (at * VALUE_DIM)[:, None] + columns[None, :]
+    tl.store(pointers, means, mask=valid[:, None] & (columns < VALUE_DIM)[None, :])
+    tl.store(levels + at, peak + tl.log2(whole), mask=valid)
+
+
+@triton.jit
+def merge_splits(
+    partials, levels, first, rest, step, used, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """(acc [M, E], total [M], peak [M]) of `used` splits of a tile, kept by store_split at split_number(...)."""
+    lanes = tl.arange(0, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    # Loads of several splits are under way at a time, as far as registers allow.
+    for split in tl.range(0, used, loop_unroll_factor=4 if BLOCK_M * BLOCK_E <= 4096 else 1):
+        at = split_number(split, first, rest, step).to(tl.int64) * BLOCK_M + lanes
+        level = tl.load(levels + at, mask=valid, other=float("-inf"))
+        part = load_rows(partials, at * VALUE_DIM, valid, VALUE_DIM, BLOCK_E, True)
+        raised = tl.maximum(peak, level)
+        base = tl.where(raised == float("-inf"), 0.0, raised)
+        kept, weight = tl.exp2(peak - base), tl.exp2(level - base)
+        acc = acc * kept[:, None] + part * weight[:, None]
+        total = total * kept + weight
+        peak = raised
+    return acc, total, peak
+
+
+# No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "window", "splits"],
+    do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
+)
+def merge_kernel(
+    out,
+    slots,
+    starts,
+    num_tokens,
+    offsets,
+    sinks,
+    partials,
+    levels,
+    out_stride,
+    first_row,
+    num_rows,
+    window,
+    splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """What attention_kernel with SPLIT and without DEAL leaves without MERGE, as a launch after it: the same programs, less the
+    splits."""
+    TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
+    CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    across = NUM_KV_HEADS * CHUNKS
+    tiles = tl.num_programs(0) // across
+    tile = tl.program_id(0) // across if ONE_TOKEN else tiles - 1 - tl.program_id(0) // across
+    row, first = find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
+    count = 1 if ONE_TOKEN else tl.load(num_tokens + row)
+    if first >= count:
+        return
+    begin, end = find_span(tl.load(slots + row), tl.load(starts + row), first, count, window, TILE_TOKENS, HAS_WINDOW)
+    _, used = find_split(begin, end, splits, BLOCK_N, MIN_BLOCKS)
+    if used == 1:
+        return
+    own, heads, valid = find_lanes(tl.program_id(0) % across, first, count, GROUP, HEADS, BLOCK_M, TILE_TOKENS)
+    tokens = tl.load(offsets + row) + own
+    base = tl.program_id(0) * splits
+    acc, total, peak = merge_splits(partials, levels, base, base, 1, used, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+    store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)

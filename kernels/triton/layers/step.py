@@ -1,0 +1,173 @@
+"""The start of a step: page tables, input tokens, page indices. One program does (a part of) one row or one update.
+
+Columns come from slices of larger buffers, so their addresses are aligned now one way and now another: no kernel is compiled
+anew for that, nor for a count that changes from step to step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.contracts.ops import RaggedRows
+from kernels.contracts.step_ops import TableUpdates
+from kernels.triton.launch import misfit, require_contiguous
+
+UPDATE_BLOCK, FEW_TOKENS, MANY_TOKENS, INDEX_BLOCK, INDEX_PARTS = 128, 32, 512, 256, 8
+ROW_COLUMNS = ["slots", "starts", "num_tokens", "offsets"]
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "firsts", "counts", "offsets", "pages"])
+def _update_table_kernel(table, slots, firsts, counts, offsets, pages, width, BLOCK: tl.constexpr):
+    update = tl.program_id(0)
+    slot = tl.load(slots + update)
+    count = tl.load(counts + update)
+    if slot >= 0:
+        first = tl.load(firsts + update)
+        offset = tl.load(offsets + update)
+        row = table + slot.to(tl.int64) * width
+        for begin in range(0, count, BLOCK):
+            steps = begin + tl.arange(0, BLOCK)
+            entries = first + steps
+            inside = (steps < count) & (entries >= 0) & (entries < width)
+            tl.store(row + entries, tl.load(pages + offset + steps, mask=inside, other=0), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_extend"],
+    do_not_specialize_on_alignment=[*ROW_COLUMNS, "input_ids", "positions", "locations", "given", "known", "unwritten"],
+)
+def _resolve_tokens_kernel(
+    input_ids,
+    positions,
+    locations,
+    table,
+    slots,
+    starts,
+    num_tokens,
+    offsets,
+    given,
+    known,
+    relay,
+    unwritten,
+    num_extend,
+    vocab_size,
+    width,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNTS: tl.constexpr,
+    KNOWS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    steps = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(num_tokens + row)
+    if tl.program_id(1) * BLOCK < count:
+        slot = tl.load(slots + row)
+        tokens = tl.load(offsets + row) + steps
+        relays = row >= num_extend
+        exists = steps < count
+        relayed = steps < tl.where(relays, count, 0)
+        given_here = steps < tl.where(relays, 0, count)
+        position = tl.load(starts + row) + steps
+        logical = position // PAGE_SIZE
+        inside = exists & (position >= 0) & (logical < tl.where(slot >= 0, width, 0))
+        page = tl.load(table + slot.to(tl.int64) * width + logical, mask=inside, other=-1).to(tl.int64)
+        location = tl.where(page >= 0, page * PAGE_SIZE + (position - logical * PAGE_SIZE), -1)
+        tl.store(positions + tokens, position, mask=exists)
+        tl.store(locations + tokens, location, mask=exists)
+        held = tl.load(relay + slot, mask=relays & (slot >= 0), other=0)
+        own = tl.load(given + tokens, mask=given_here, other=0).to(tl.int64)
+        if KNOWS:
+            told = tl.load(known + tokens, mask=relayed, other=-1).to(tl.int64)
+            own = tl.where(relayed, told, own)
+            relayed = relayed & (told < 0)
+        ids = tl.where(relayed, held, own)
+        if COUNTS:
+            missing = tl.sum((relayed & (ids < 0)).to(tl.int32), axis=0)
+            tl.atomic_add(unwritten, missing, mask=missing > 0)
+        tl.store(input_ids + tokens, tl.minimum(tl.maximum(ids, 0), vocab_size - 1), mask=exists)
+
+
+@triton.jit(do_not_specialize_on_alignment=["out", "indptr", "slots"])
+def _page_indices_kernel(out, indptr, table, slots, width, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    row = tl.program_id(0)
+    begin = tl.load(indptr + row)
+    count = tl.load(indptr + row + 1) - begin
+    slot = tl.load(slots + row)
+    for first in range(tl.program_id(1) * BLOCK, count, PARTS * BLOCK):
+        entries = first + tl.arange(0, BLOCK)
+        wanted = entries < count
+        known = wanted & (entries < tl.where(slot >= 0, width, 0))
+        page = tl.load(table + slot.to(tl.int64) * width + entries, mask=known, other=0)
+        tl.store(out + begin + entries, tl.maximum(page, 0), mask=wanted)
+
+
+def update_page_table(table: Tensor, updates: TableUpdates) -> None:
+    """See StepKernels. Raises ValueError for shapes that do not fit."""
+    columns = (updates.slots, updates.firsts, updates.counts, updates.offsets)
+    require_contiguous(table, *columns, updates.pages)
+    if len({len(column) for column in columns}) > 1:
+        raise misfit(*columns)
+    if len(updates.slots) == 0:
+        return
+    _update_table_kernel[(len(updates.slots),)](table, *columns, updates.pages, table.shape[1], BLOCK=UPDATE_BLOCK, num_warps=1)
+
+
+def resolve_tokens(
+    input_ids: Tensor,
+    rows: RaggedRows,
+    given: Tensor,
+    relay: Tensor,
+    unwritten: Tensor | None,
+    num_extend: int,
+    page_size: int,
+    vocab_size: int,
+    max_tokens: int,
+    known: Tensor | None = None,
+) -> None:
+    """See StepKernels; one launch. Raises ValueError for shapes that do not fit."""
+    require_contiguous(input_ids, rows.positions, rows.locations, rows.page_table, relay)
+    if len(rows.positions) != len(input_ids) or len(rows.locations) != len(input_ids):
+        raise misfit(input_ids, rows.positions, rows.locations)
+    if known is not None and len(known) != len(input_ids):
+        raise misfit(input_ids, known)
+    if len(rows.slots) == 0 or max_tokens < 1:
+        return
+    block = FEW_TOKENS if max_tokens <= FEW_TOKENS else MANY_TOKENS
+    _resolve_tokens_kernel[(len(rows.slots), triton.cdiv(max_tokens, block))](
+        input_ids,
+        rows.positions,
+        rows.locations,
+        rows.page_table,
+        rows.slots,
+        rows.starts,
+        rows.num_tokens,
+        rows.offsets,
+        given,
+        given if known is None else known,
+        relay,
+        rows.slots if unwritten is None else unwritten,
+        num_extend,
+        vocab_size,
+        rows.page_table.shape[1],
+        PAGE_SIZE=page_size,
+        BLOCK=block,
+        COUNTS=unwritten is not None,
+        KNOWS=known is not None,
+        num_warps=1 if block == FEW_TOKENS else 4,
+    )
+
+
+def page_indices(out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:
+    """See StepKernels. Raises ValueError for shapes that do not fit."""
+    require_contiguous(out, indptr, rows.page_table)
+    if len(indptr) != len(rows.slots) + 1:
+        raise misfit(indptr, rows.slots)
+    if len(rows.slots) == 0:
+        return
+    width = rows.page_table.shape[1]
+    parts = max(min(triton.cdiv(width, INDEX_BLOCK), INDEX_PARTS), 1)
+    _page_indices_kernel[(len(rows.slots), parts)](
+        out, indptr, rows.page_table, rows.slots, width, BLOCK=INDEX_BLOCK, PARTS=parts, num_warps=1
+    )

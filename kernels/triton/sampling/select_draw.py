@@ -1,0 +1,151 @@
+"""The last stage of select_tokens: one program ends one row. A greedy row takes the best of its maxima; another draws among few
+tokens (select_candidates) or, where its cuts leave many, from the whole row (select_wide)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.contracts.sample_ops import MAX_COUNT, Fault, SlotColumn
+from kernels.triton.sampling.select_candidates import STEPS, draw_candidates, gather, group_keys
+from kernels.triton.sampling.select_keys import (
+    GREEDY,
+    KEY_END,
+    LIKELIEST,
+    MIN_P,
+    NO_KEY,
+    NUCLEUS,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WHOLE,
+    drawn_mass,
+    int_param,
+    kind_of,
+    least,
+    min_p_key,
+    nucleus_goal,
+    real_param,
+    uniform_of,
+)
+from kernels.triton.sampling.select_peaks import ROW_COLUMNS
+from kernels.triton.sampling.select_rounds import first_bracket, first_pivots, is_finite, row_of
+from kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
+from kernels.triton.sampling.select_wide import cut_row, walk
+
+COUNTS = tl.constexpr(int(SlotColumn.COUNTS))
+NAN_LOGITS = tl.constexpr(int(Fault.NAN_LOGITS))
+NO_TOKEN_ALLOWED = tl.constexpr(int(Fault.NO_TOKEN_ALLOWED))
+COUNT_BITS = tl.constexpr(MAX_COUNT)
+
+
+@triton.jit
+def candidate_bound(params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, GROUPS: tl.constexpr):
+    """(high, whole): a key within which all tokens are that can be left, below 0 where these are more than CANDIDATES; and the
+    row's mass, of a NUCLEUS. A top-k is bounded by as many groups' maxima, or a few more."""
+    whole = tl.zeros((), tl.int64)
+    high = tl.full((), -1, tl.int32)
+    if kind == LIKELIEST:
+        top_k = int_param(params, slot, TOP_K)
+        if top_k <= CANDIDATES:
+            keys = group_keys(group_tops, num_groups, peak, temperature, GROUPS)
+            high = least(keys, tl.full((GROUPS,), 1, tl.int32), top_k, -1, KEY_END, 4 + top_k // 4, STEPS)
+    if kind == NUCLEUS:
+        weighed = tl.load(masses + tl.arange(0, PIVOTS))
+        whole = tl.max(weighed)
+        goal = nucleus_goal(whole, real_param(params, slot, TOP_P))
+        found = tl.load(counts + tl.arange(0, PIVOTS))
+        _, bound, _, _, number, _ = first_bracket(first_pivots(), found, weighed, 1, goal)
+        if number <= CANDIDATES:
+            high = bound
+    return high, whole
+
+
+@triton.jit
+def draw_row(
+    source, params, slot, kind, peak, position, group_tops, tile_masses, counts, masses, pivots, near_groups, keys, ids,
+    vocab_size, num_groups, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, TALLIES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The token of a row that is not greedy."""
+    temperature = real_param(params, slot, TEMPERATURE)
+    uniform = uniform_of(int_param(params, slot, SEED_LOW), int_param(params, slot, SEED_HIGH), position)
+    high, whole = candidate_bound(params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, GROUPS)
+    number = tl.zeros((), tl.int32) + (CANDIDATES + 1)
+    if high >= 0:
+        number = gather(source, group_tops, num_groups, vocab_size, peak, temperature, high, near_groups, keys, ids, GROUPS)
+    token = tl.zeros((), tl.int32)
+    if number <= CANDIDATES:
+        lanes = tl.arange(0, CANDIDATES)
+        among = tl.load(keys + lanes, mask=lanes < number, other=NO_KEY)
+        named = tl.load(ids + lanes, mask=lanes < number, other=0)
+        token = draw_candidates(among, named, number, params, slot, kind, whole, uniform, vocab_size)
+    else:
+        begin = tl.zeros((), tl.int32)
+        passed = tl.zeros((), tl.int64)
+        drawn = tl.zeros((), tl.int64)
+        limit = min_p_key(real_param(params, slot, MIN_P))
+        quota = tl.zeros((), tl.int64) + vocab_size
+        if kind == WHOLE:
+            tiles = tl.arange(0, TALLIES)
+            each = tl.load(tile_masses + tiles, mask=tiles < tl.cdiv(vocab_size, TALLY_TILE), other=0)
+            drawn = drawn_mass(uniform, tl.sum(each))
+            tally = tl.sum((tl.cumsum(each) <= drawn).to(tl.int32))
+            passed = tl.sum(tl.where(tiles < tally, each, 0))
+            begin = tally * (TALLY_TILE // TILE)
+        else:
+            limit, quota, total = cut_row(source, vocab_size, peak, temperature, params, slot, kind, counts, masses, pivots, TILE)
+            drawn = drawn_mass(uniform, total)
+        token = walk(source, begin, passed, drawn, limit, quota, vocab_size, peak, temperature, TILE)
+    return token
+
+
+@triton.jit
+def count_token(counts, params, slot, token, vocab_size):
+    if int_param(params, slot, COUNTS) != 0:
+        place = counts + slot.to(tl.int64) * vocab_size + token
+        count = tl.load(place)
+        if (count.to(tl.int32) & COUNT_BITS) < COUNT_BITS:
+            tl.store(place, count + 1)
+
+
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=[*ROW_COLUMNS, "tokens", "faults"])
+def draw_kernel(
+    tokens, faults, relay, seen, logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, raw_tops, top_ids,
+    group_tops, tile_masses, counts, masses, pivots, near_groups, candidate_keys, candidate_ids, vocab_size, num_groups,
+    max_parts, num_parts, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, PARTS: tl.constexpr, TALLIES: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        tl.store(tokens + row, 0)
+        tl.store(faults + row, 0)
+        return
+    parts = tl.arange(0, PARTS)
+    inside = parts < num_parts
+    here = tl.load(tops + row * max_parts + parts, mask=inside, other=float("-inf"))
+    peak = tl.max(here)
+    raw_peak = tl.max(tl.load(raw_tops + row * max_parts + parts, mask=inside, other=float("-inf")))
+    fault = tl.where(is_finite(peak), 0, NO_TOKEN_ALLOWED)
+    fault = tl.where(is_finite(raw_peak), fault, NAN_LOGITS)
+    token = tl.zeros((), tl.int32)
+    if fault == 0:
+        kind = kind_of(params, slot, vocab_size)
+        if kind == GREEDY:
+            best = tl.load(top_ids + row * max_parts + parts, mask=inside, other=vocab_size)
+            token = tl.min(tl.where(here == peak, best, vocab_size))
+        else:
+            source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
+            sums = row * ROUNDS * PIVOTS
+            token = draw_row(
+                source, params, slot, kind, peak, tl.load(positions + row), group_tops + row.to(tl.int64) * num_groups,
+                tile_masses + row * tl.cdiv(vocab_size, TALLY_TILE), counts + sums, masses + sums, pivots + row * PIVOTS,
+                near_groups + row * CANDIDATES, candidate_keys + row * CANDIDATES, candidate_ids + row * CANDIDATES,
+                vocab_size, num_groups, TILE, TALLY_TILE, TALLIES, GROUPS,
+            )  # fmt: skip
+        tl.store(relay + slot, token.to(tl.int64))
+        count_token(seen, params, slot, token, vocab_size)
+    tl.store(tokens + row, token)
+    tl.store(faults + row, fault)

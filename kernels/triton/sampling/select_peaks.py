@@ -1,0 +1,86 @@
+"""The first stage of select_tokens, all a greedy row needs: maxima of spans of each row. Grid: rows, spans of tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.sampling.select_keys import LIKELIEST, NUCLEUS, is_edited, kind_of
+from kernels.triton.sampling.select_scratch import GROUP, PIVOTS, ROUNDS
+
+ROW_COLUMNS = ["slots", "positions", "mask_rows", "loss_offsets"]
+
+
+@triton.jit
+def with_infinity(x):
+    """A NaN becomes infinity: either makes a fault, and a maximum may drop a NaN."""
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def forget(counts, masses, row):
+    """Sums that later stages add to begin at 0."""
+    places = row * ROUNDS * PIVOTS + tl.arange(0, ROUNDS * PIVOTS)
+    tl.store(counts + places, tl.zeros((ROUNDS * PIVOTS,), tl.int32))
+    tl.store(masses + places, tl.zeros((ROUNDS * PIVOTS,), tl.int64))
+
+
+@triton.jit(do_not_specialize=["tiles_each"], do_not_specialize_on_alignment=ROW_COLUMNS)
+def peaks_kernel(
+    logits,
+    edited,
+    params,
+    slots,
+    positions,
+    mask_rows,
+    loss_offsets,
+    tops,
+    raw_tops,
+    top_ids,
+    group_tops,
+    counts,
+    masses,
+    vocab_size,
+    num_groups,
+    max_parts,
+    tiles_each,
+    TILE: tl.constexpr,
+):
+    row, part = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    if part == 0:
+        forget(counts, masses, row)
+    changed = is_edited(params, slot, positions, mask_rows, loss_offsets, row)
+    kind = kind_of(params, slot, vocab_size)
+    grouped = (kind == LIKELIEST) | (kind == NUCLEUS)
+    raw = logits + row.to(tl.int64) * vocab_size
+    source = raw
+    if changed:
+        source = edited + row.to(tl.int64) * vocab_size
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    raw_best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_ids = tl.zeros((TILE,), tl.int32)
+    first = part * tiles_each
+    for tile in tl.range(first, tl.minimum(first + tiles_each, tl.cdiv(vocab_size, TILE)), num_stages=3):
+        ids = tile * TILE + tl.arange(0, TILE)
+        inside = ids < vocab_size
+        x = with_infinity(tl.load(source + ids, mask=inside, other=float("-inf")))
+        better = x > best
+        best = tl.where(better, x, best)
+        best_ids = tl.where(better, ids, best_ids)
+        if changed:
+            raw_best = tl.maximum(raw_best, with_infinity(tl.load(raw + ids, mask=inside, other=float("-inf"))))
+        if grouped:
+            groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+            highest = tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), axis=1)
+            tl.store(group_tops + row.to(tl.int64) * num_groups + groups, highest, mask=groups < num_groups)
+    top = tl.max(best)
+    place = row * max_parts + part
+    tl.store(tops + place, top)
+    tl.store(top_ids + place, tl.min(tl.where(best == top, best_ids, vocab_size)))
+    raw_top = top
+    if changed:
+        raw_top = tl.max(raw_best)
+    tl.store(raw_tops + place, raw_top)

@@ -1,0 +1,175 @@
+"""The middle stages of select_tokens, for rows that draw from many tokens. Grid: rows, spans of tiles.
+
+What top-k and top-p leave lies within a key. It is looked for in a bracket: keys low < high such that what is measured (count
+or mass) of the keys up to low is short of a goal, and that of the keys up to high is not. Two rounds of all programs narrow it
+for rows that are cut by top-p alone; where the first leaves few tokens within high, the second has nothing to do.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.sampling.select_keys import (
+    KEY_END,
+    MIN_P,
+    NO_KEY,
+    NUCLEUS,
+    TEMPERATURE,
+    TOP_P,
+    WHOLE,
+    is_edited,
+    key_of,
+    kind_of,
+    mass_of,
+    min_p_key,
+    nucleus_goal,
+    real_param,
+)
+from kernels.triton.sampling.select_peaks import ROW_COLUMNS
+from kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
+
+
+@triton.jit
+def is_finite(x):
+    return (x > float("-inf")) & (x < float("inf"))
+
+
+@triton.jit
+def keys_of_tile(source, tile, vocab_size, peak, temperature, TILE: tl.constexpr):
+    """ids, keys of the tile's tokens; NO_KEY beyond the vocabulary."""
+    ids = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
+    return ids, key_of(x, peak, temperature)
+
+
+@triton.jit
+def first_pivots():
+    """Spread over where the masses are, ever wider apart; the last is KEY_END."""
+    steps = tl.arange(0, PIVOTS).to(tl.float32)
+    return tl.where(steps < PIVOTS - 1, (1.0 + 1.25 * steps + 0.125 * steps * steps).to(tl.int32, bitcast=True), KEY_END)
+
+
+@triton.jit
+def next_pivots(low, high, short, excess):
+    """int32[PIVOTS] inside the bracket, close around where the goal would be met if the measure grew evenly: short: what low
+    lacks of the goal; excess: what high has beyond it. The widest gap is at most half of the bracket, whatever they are."""
+    share = short.to(tl.float32) / tl.maximum((short + excess).to(tl.float32), 1.0)
+    steps = tl.arange(0, PIVOTS)
+    width = 0.5 / (1 << (2 * (steps % (PIVOTS // 2)))).to(tl.float32)
+    places = tl.where(steps < PIVOTS // 2, share * (1.0 - width), share + (1.0 - share) * width)
+    pivots = low + (places * (high - low).to(tl.float32)).to(tl.int32)
+    return tl.minimum(tl.maximum(pivots, low + 1), high - 1)
+
+
+@triton.jit
+def measure(source, first, last, vocab_size, peak, temperature, pivots, low, high, TILE: tl.constexpr):
+    """Of tiles first .. last - 1: counts and masses of the keys up to each pivot; the least key above low, and the greatest up
+    to high (above and below all keys if there is none)."""
+    counts = tl.zeros((PIVOTS, TILE), tl.int32)
+    masses = tl.zeros((PIVOTS, TILE), tl.int64)
+    near = tl.full((TILE,), NO_KEY, tl.int32)
+    far = tl.full((TILE,), -1, tl.int32)
+    for tile in tl.range(first, last, num_stages=3):
+        _, keys = keys_of_tile(source, tile, vocab_size, peak, temperature, TILE)
+        under = keys[None, :] <= pivots[:, None]
+        counts += under.to(tl.int32)
+        masses += tl.where(under, mass_of(keys)[None, :], 0)
+        near = tl.minimum(near, tl.where(keys > low, keys, NO_KEY))
+        far = tl.maximum(far, tl.where(keys <= high, keys, -1))
+    return tl.sum(counts, axis=1), tl.sum(masses, axis=1), tl.min(near), tl.max(far)
+
+
+@triton.jit
+def narrowed(pivots, counts, masses, by_mass, goal, low, high, count_low, mass_low, count_high, mass_high):
+    """The bracket, with counts and masses up to its ends, after a look at the pivots."""
+    enough = tl.where(by_mass != 0, masses, counts.to(tl.int64)) >= goal
+    high = tl.min(tl.where(enough, pivots, high))
+    count_high = tl.min(tl.where(enough, counts, count_high))
+    mass_high = tl.min(tl.where(enough, masses, mass_high))
+    low = tl.max(tl.where(enough, low, pivots))
+    count_low = tl.max(tl.where(enough, count_low, counts))
+    mass_low = tl.max(tl.where(enough, mass_low, masses))
+    return low, high, count_low, mass_low, count_high, mass_high
+
+
+@triton.jit
+def first_bracket(pivots, counts, masses, by_mass, goal):
+    """From the first pivots, the last of which has all that counts."""
+    low, high = tl.full((), -1, tl.int32), tl.full((), KEY_END, tl.int32)
+    none, no_mass = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
+    return narrowed(pivots, counts, masses, by_mass, goal, low, high, none, no_mass, tl.max(counts), tl.max(masses))
+
+
+@triton.jit
+def row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size):
+    """Where the row's logits are sampled from."""
+    source = logits + row.to(tl.int64) * vocab_size
+    if is_edited(params, slot, positions, mask_rows, loss_offsets, row):
+        source = edited + row.to(tl.int64) * vocab_size
+    return source
+
+
+@triton.jit
+def peak_of(tops, row, num_parts, max_parts, PARTS: tl.constexpr):
+    parts = tl.arange(0, PARTS)
+    return tl.max(tl.load(tops + row * max_parts + parts, mask=parts < num_parts, other=float("-inf")))
+
+
+@triton.jit(do_not_specialize=["tiles_each", "num_parts"], do_not_specialize_on_alignment=ROW_COLUMNS)
+def tally_kernel(
+    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, tile_masses, vocab_size, max_parts, num_parts,
+    tiles_each, TILE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Masses of tiles where nothing is cut but by min-p."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    if kind_of(params, slot, vocab_size) != WHOLE:
+        return
+    peak = peak_of(tops, row, num_parts, max_parts, PARTS)
+    if is_finite(peak) == 0:
+        return
+    source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
+    temperature = real_param(params, slot, TEMPERATURE)
+    limit = min_p_key(real_param(params, slot, MIN_P))
+    num_tiles = tl.cdiv(vocab_size, TILE)
+    for tile in tl.range(part * tiles_each, tl.minimum((part + 1) * tiles_each, num_tiles), num_stages=3):
+        _, keys = keys_of_tile(source, tile, vocab_size, peak, temperature, TILE)
+        tl.store(tile_masses + row * num_tiles + tile, tl.sum(tl.where(keys <= limit, mass_of(keys), 0)))
+
+
+@triton.jit(do_not_specialize=["tiles_each", "num_parts"], do_not_specialize_on_alignment=ROW_COLUMNS)
+def round_kernel(
+    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, counts, masses, pivots_out, vocab_size, max_parts,
+    num_parts, tiles_each, ROUND: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Measures rows cut by top-p alone."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    if kind_of(params, slot, vocab_size) != NUCLEUS:
+        return
+    peak = peak_of(tops, row, num_parts, max_parts, PARTS)
+    if is_finite(peak) == 0:
+        return
+    pivots = first_pivots()
+    places = row * ROUNDS * PIVOTS + tl.arange(0, PIVOTS)
+    if ROUND > 0:
+        weighed = tl.load(masses + places)
+        goal = nucleus_goal(tl.max(weighed), real_param(params, slot, TOP_P))
+        low, high, _, mass_low, count_high, mass_high = first_bracket(pivots, tl.load(counts + places), weighed, 1, goal)
+        if count_high <= CANDIDATES:
+            return
+        pivots = next_pivots(low, high, goal - mass_low, mass_high - goal)
+        if part == 0:  # to be read later: computed anew in another kernel, these floats could round otherwise
+            tl.store(pivots_out + row * PIVOTS + tl.arange(0, PIVOTS), pivots)
+    source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
+    temperature = real_param(params, slot, TEMPERATURE)
+    first = part * tiles_each
+    last = tl.minimum(first + tiles_each, tl.cdiv(vocab_size, TILE))
+    found, weighed, _, _ = measure(source, first, last, vocab_size, peak, temperature, pivots, -1, KEY_END, TILE)
+    tl.atomic_add(counts + ROUND * PIVOTS + places, found)
+    tl.atomic_add(masses + ROUND * PIVOTS + places, weighed)

@@ -1,0 +1,106 @@
+"""What operators can do, over the whole fleet or on one worker: the control service's operations, loads, aborts.
+
+Each answers with a status and a body that says of every worker, or gateway, what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from services.gateway.admin import bodies
+from services.gateway.admin.bodies import Abort, AdminBody, ControlBody, Load
+from services.gateway.admin.worker_directory import WorkerDirectory
+from services.gateway.admin.workers import ControlledWorkers, WorkerAnswer
+from services.gateway.request.abort import Aborter, AbortScope
+from services.gateway.request.errors import ApiError
+
+Answer = tuple[int, dict[str, Any]]  # HTTP status, body
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """rpc: the control service's method, "" where workers are not asked. body: what the HTTP request may hold."""
+
+    rpc: str
+    body: type[AdminBody]
+
+
+_STATE = Operation("GetInternalState", bodies.GetInternalState)
+CONTROL: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/flush_cache"): Operation("FlushCache", bodies.FlushCache),
+    ("GET", "/get_server_info"): _STATE,
+    ("GET", "/server_info"): _STATE,
+    ("GET", "/set_internal_state"): _STATE,
+    ("POST", "/set_internal_state"): Operation("SetInternalState", bodies.SetInternalState),
+    ("POST", "/slow_down"): Operation("SlowDown", bodies.SlowDown),
+    ("POST", "/pause_generation"): Operation("Pause", bodies.Pause),
+    ("POST", "/continue_generation"): Operation("Continue", bodies.Continue),
+    ("POST", "/start_profile"): Operation("StartProfile", bodies.StartProfile),
+    ("POST", "/stop_profile"): Operation("StopProfile", bodies.StopProfile),
+    ("POST", "/freeze_gc"): Operation("FreezeGc", bodies.FreezeGc),
+    ("POST", "/release_memory_occupation"): Operation("ReleaseMemory", bodies.ReleaseMemory),
+    ("POST", "/resume_memory_occupation"): Operation("ResumeMemory", bodies.ResumeMemory),
+    ("POST", "/configure_logging"): Operation("SetLogLevel", bodies.SetLogLevel),
+    ("POST", "/trace_request"): Operation("TraceRequest", bodies.TraceRequest),
+}
+_LOAD = Operation("", Load)
+ROUTES: Mapping[tuple[str, str], Operation] = {
+    **CONTROL,
+    ("GET", "/get_load"): _LOAD,
+    ("GET", "/v1/loads"): _LOAD,
+    ("POST", "/abort_request"): Operation("", Abort),
+}
+
+
+class Operations:
+    """timeout_s: of an operation on one worker, where the request names none."""
+
+    def __init__(self, directory: WorkerDirectory, workers: ControlledWorkers, aborter: Aborter, timeout_s: float) -> None:
+        self._directory = directory
+        self._workers = workers
+        self._aborter = aborter
+        self._timeout_s = timeout_s
+
+    async def run(self, operation: Operation, body: AdminBody) -> Answer:
+        """Raises ApiError."""
+        if isinstance(body, ControlBody):
+            return await self._control(operation.rpc, body)
+        return await self._abort(body) if isinstance(body, Abort) else self._load(body)
+
+    async def _control(self, rpc: str, body: ControlBody) -> Answer:
+        meant = self._directory.find(body.worker)
+        return _answer(await self._workers.ask(meant, rpc, body.request(), body.timeout_s or self._timeout_s))
+
+    def _load(self, body: AdminBody) -> Answer:
+        away = (grpc.StatusCode.UNAVAILABLE, "it is not connected to this gateway")
+        found = [(worker, worker.load) for worker in self._directory.find(body.worker)]
+        return _answer([WorkerAnswer(worker, load) if load else WorkerAnswer(worker, {}, *away) for worker, load in found])
+
+    async def _abort(self, body: Abort) -> Answer:
+        worker_id = self._directory.find(body.worker)[0].worker_id if body.worker is not None else ""
+        if body.worker is not None and not worker_id:
+            message = "This gateway has not met that worker, so that it does not know its id: name it by that."
+            raise ApiError(409, message, param="worker", code="worker_unknown")
+        report = await self._aborter.abort(AbortScope(None if body.abort_all else body.rid, None, worker_id))
+        unreached = [{"gateway": peer.address, "message": peer.message} for peer in report.unreached]
+        done = {"success": not unreached, **report.body(), "unreached": unreached}
+        return (502 if unreached else 200), done
+
+
+def _answer(answers: Sequence[WorkerAnswer]) -> Answer:
+    status = _status(answers)
+    return status, {"success": status == 200, "workers": [answer.body() for answer in answers]}
+
+
+def _status(answers: Sequence[WorkerAnswer]) -> int:
+    """The worst of the workers' answers, as one HTTP status."""
+    codes = {answer.code for answer in answers} - {None}
+    if not codes:
+        return 200
+    if codes - {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION}:
+        return 502
+    return 409 if grpc.StatusCode.FAILED_PRECONDITION in codes else 400

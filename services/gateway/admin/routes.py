@@ -1,0 +1,80 @@
+"""The operators' HTTP API, under SGLang's names, on a port of its own: who may use it, and what a request means.
+
+200 if everybody who was meant did it. Else the body says who did and who did not: 400 where workers say that the request is
+wrong, 409 where some are in no state for it, 502 where some cannot be reached, or failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.admin import bodies
+from services.gateway.admin.operations import ROUTES, Operation, Operations
+from services.gateway.http.body import ClientGone, read_body
+from services.gateway.request.errors import ApiError, internal
+from services.shared.observe.log import fields
+from services.shared.rpc.control_token import accepts
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 1 << 20
+BODY_TIMEOUT_S = 10.0
+_PATHS = frozenset(path for _, path in ROUTES)
+
+
+class AdminApi:
+    """An ASGI application."""
+
+    def __init__(self, operations: Operations, token: str) -> None:
+        self._operations = operations
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            status, content = await self._answer(scope, receive)
+        except ClientGone:
+            return
+        except ApiError as error:
+            await _send(send, error.status, error.headers(), error.json())
+            return
+        except Exception:
+            logger.exception("fault while answering an operator")
+            await _send(send, 500, internal().headers(), internal().json())
+            return
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+        await _send(send, status, headers, content)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+        self._admit(dict(scope["headers"]))
+        operation = _operation(scope["method"], scope["path"])
+        content = await read_body(scope, receive, MAX_BODY_BYTES, BODY_TIMEOUT_S)
+        body = bodies.parse(operation.body, content, scope["query_string"])
+        status, done = await self._operations.run(operation, body)
+        logger.info("operation", extra=fields(path=scope["path"], worker=body.worker, status=status))
+        return status, orjson.dumps(done)
+
+    def _admit(self, headers: dict[bytes, bytes]) -> None:
+        if not accepts(self._token, headers.get(b"authorization", b"")):
+            raise ApiError(401, "A valid token is required, as 'Authorization: Bearer TOKEN'.", code="invalid_token")
+        if b"origin" in headers:  # a page that an operator has open somewhere must not operate this machine's workers
+            raise ApiError(403, "Requests from web pages are refused.", code="forbidden")
+
+
+def _operation(method: str, path: str) -> Operation:
+    if (found := ROUTES.get((method, path))) is not None:
+        return found
+    if path in _PATHS:
+        raise ApiError(405, "Method Not Allowed.", code="method_not_allowed")
+    raise ApiError(404, "Not Found.", code="not_found")
+
+
+async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
+    start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": content})

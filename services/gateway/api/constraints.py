@@ -1,0 +1,189 @@
+"""What the output must be, in each of the ways that clients say it → one Grammar. Pure.
+
+Whether a schema, pattern or grammar is any good is the worker's to say, before the first token. Error messages never repeat
+what the client sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway.api.openai.types import ConstraintBody
+from services.gateway.request.errors import ApiError, bad_request
+from services.shared import limits
+
+Named = tuple[str, pb.Grammar]  # the client's field, and what it asks for
+
+
+def constraint_of(body: ConstraintBody) -> Named | None:
+    """Raises ApiError, also where two fields constrain the output."""
+    found = [named for field in ConstraintBody.model_fields if (named := _of_field(field, getattr(body, field))) is not None]
+    return only_one(found)
+
+
+def only_one(found: Sequence[Named]) -> Named | None:
+    """Raises ApiError that names the first two fields."""
+    if len(found) > 1:
+        first, second = found[0][0], found[1][0]
+        raise bad_request(second, f"'{first}' and '{second}' both constrain the output; only one may be given.")
+    return found[0] if found else None
+
+
+def _of_field(field: str, value: Any) -> Named | None:
+    if value is None:
+        return None
+    if field == "response_format":
+        return _response_format(value)
+    if field == "structured_outputs":
+        return _structured_outputs(value)
+    return field, _MAKERS[field](value, field)
+
+
+def _response_format(value: Any) -> Named | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = value.get("schema")
+        return "response_format", pb.Grammar(json_object=True) if schema is None else json_schema(
+            schema, "response_format.schema"
+        )
+    if kind == "json_schema":
+        return "response_format", _named_schema(value.get("json_schema"))
+    if kind == "structural_tag":
+        return "response_format", structural_tag(value, "response_format")
+    raise bad_request(
+        "response_format.type", "'response_format.type' must be one of text, json_object, json_schema, structural_tag."
+    )
+
+
+def _named_schema(value: Any) -> pb.Grammar:
+    where = "response_format.json_schema"
+    if not isinstance(value, dict):
+        raise bad_request(where, f"'{where}' must be an object with 'name' and 'schema'.")
+    if not isinstance(value.get("name"), str) or not value["name"]:
+        raise bad_request(f"{where}.name", f"'{where}.name' is required.")
+    if value.get("schema") is None:
+        raise bad_request(f"{where}.schema", f"'{where}.schema' is required.")
+    return json_schema(value["schema"], f"{where}.schema")
+
+
+def _structured_outputs(value: Any) -> Named | None:
+    if not isinstance(value, dict):
+        raise bad_request("structured_outputs", "'structured_outputs' must be an object.")
+    if value.get("whitespace_pattern") is not None:
+        where = "structured_outputs.whitespace_pattern"
+        raise bad_request(where, f"'{where}' is not supported by this server.", "unsupported_parameter")
+    found: list[Named] = []
+    for name, maker in _STRUCTURED.items():
+        where = f"structured_outputs.{name}"
+        if value.get(name) is not None and not (name == "json_object" and value[name] is False):
+            found.append((where, maker(value[name], where)))
+    return only_one(found)
+
+
+def json_object(value: Any, where: str) -> pb.Grammar:
+    if value is not True:
+        raise bad_request(where, f"'{where}' must be true or false.")
+    return pb.Grammar(json_object=True)
+
+
+def json_schema(value: Any, where: str) -> pb.Grammar:
+    """value: an object, a boolean schema, or the text of one."""
+    schema = _loaded(value, where) if isinstance(value, str) else value
+    if not isinstance(schema, dict | bool):
+        raise bad_request(where, f"'{where}' must be a JSON Schema, as an object or as its text.")
+    return pb.Grammar(json_schema=_dumped(schema, where))
+
+
+def structural_tag(value: Any, where: str) -> pb.Grammar:
+    """value: an object or the text of one."""
+    tag = _loaded(value, where) if isinstance(value, str) else value
+    if not isinstance(tag, dict):
+        raise bad_request(where, f"'{where}' must be an object or its text.")
+    return pb.Grammar(structural_tag=_dumped(tag, where))
+
+
+def regex(value: Any, where: str) -> pb.Grammar:
+    return pb.Grammar(regex=_text(value, where))
+
+
+def ebnf(value: Any, where: str) -> pb.Grammar:
+    return pb.Grammar(ebnf=_text(value, where))
+
+
+def choice(value: Any, where: str) -> pb.Grammar:
+    """value: texts of which the output is exactly one."""
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise bad_request(where, f"'{where}' must be a list of texts, none of them empty.")
+    if len(value) > limits.MAX_GUIDED_CHOICES:
+        raise bad_request(where, f"'{where}' may have at most {limits.MAX_GUIDED_CHOICES} texts.")
+    if sum(map(len, value)) > limits.MAX_GRAMMAR_BYTES:
+        raise _too_large(where)
+    return ebnf("root ::= " + " | ".join(map(_literal, dict.fromkeys(value))), where)
+
+
+def _literal(text: str) -> str:
+    """A string of EBNF."""
+    return f'"{text.translate(_ESCAPES)}"'
+
+
+_ESCAPES = str.maketrans({'"': '\\"', "\\": "\\\\", **{chr(code): f"\\u{code:04x}" for code in (*range(0x20), 0x7F)}})
+
+
+def _loaded(text: str, where: str) -> Any:
+    _check_size(text, where)
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        raise bad_request(where, f"'{where}' is not valid JSON.") from None
+
+
+def _dumped(value: Any, where: str) -> str:
+    """Keys keep their order, which is that of the output. Workers know a compiled grammar by this text."""
+    try:
+        text = orjson.dumps(value).decode()
+    except (orjson.JSONEncodeError, RecursionError):
+        raise bad_request(where, f"'{where}' is nested too deeply.") from None
+    return _check_size(text, where)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise bad_request(where, f"'{where}' must be a text that is not empty.")
+    return _check_size(value, where)
+
+
+def _check_size(text: str, where: str) -> str:
+    if len(text) > limits.MAX_GRAMMAR_BYTES or len(text.encode()) > limits.MAX_GRAMMAR_BYTES:
+        raise _too_large(where)
+    return text
+
+
+def _too_large(where: str) -> ApiError:
+    return bad_request(where, f"'{where}' may have at most {limits.MAX_GRAMMAR_BYTES} bytes.")
+
+
+Maker = Callable[[Any, str], pb.Grammar]  # value, and the field that it stands in
+_MAKERS: Mapping[str, Maker] = {
+    "guided_json": json_schema,
+    "guided_regex": regex,
+    "guided_choice": choice,
+    "guided_grammar": ebnf,
+    "json_schema": json_schema,
+    "regex": regex,
+    "ebnf": ebnf,
+    "structural_tag": structural_tag,
+}
+_STRUCTURED: Mapping[str, Maker] = {
+    "json": json_schema,
+    "regex": regex,
+    "choice": choice,
+    "grammar": ebnf,
+    "json_object": json_object,
+    "structural_tag": structural_tag,
+}

@@ -1,0 +1,192 @@
+"""From a body to all that dispatch needs: checks first, then the tokenizer, then the checks that need lengths.
+
+Cancelling a preparation leaves nothing behind. Nothing is asked of a worker here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.gateway.api.openai import chat_call as prompts
+from services.gateway.api.openai.types import CompletionRequest, NamedBody
+from services.gateway.api.openai.validation import (
+    chat_generation,
+    completion_generation,
+    embedding_generation,
+    parse_chat,
+    parse_completion,
+    parse_embedding,
+    parse_json,
+)
+from services.gateway.api.room import for_a_vector, for_an_answer
+from services.gateway.api.session_fields import begins, check_turn
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.peers.detokenizer_link import DetokPool
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request import budgets
+from services.gateway.request.decoding import Decoding
+from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.request.generation import Generation, ModelInfo, Part, Prompt
+from services.gateway.request.origin import Origin
+from services.shared import limits
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A valid request with its prompts as token ids."""
+
+    model: ModelInfo
+    parts: list[Part]
+
+    def routed(self, key: str) -> Plan:
+        """With this routing key wherever the body gave none."""
+        keyed = [
+            replace(part, generation=replace(part.generation, routing_key=part.generation.routing_key or key))
+            for part in self.parts
+        ]
+        return Plan(self.model, keyed)
+
+
+class Preparer:
+    """Every method raises ApiError."""
+
+    def __init__(self, dispatcher: Dispatcher, tokenizer: TokenizerClient, detoks: DetokPool) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._detoks = detoks
+
+    async def chat(self, body: bytes, origin: Origin) -> Plan:
+        request = parse_chat(parse_json(body), origin)
+        call = prompts.chat_call(request, origin.request_id)
+        _call_it(request, origin, None)
+        model = await self._generating_model(request.model)
+        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
+        generation = chat_generation(request, model.vocab_size)
+        _check_turn(generation, 1)
+        call.hash_root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+        prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
+        fitting = for_an_answer(model, generation.session is not None).fit(prompt, "messages")
+        return Plan(model, _parts([fitting], generation, request, origin))
+
+    async def completion(self, body: bytes, origin: Origin) -> Plan:
+        request = parse_completion(parse_json(body), origin)
+        _call_it(request, origin, request.prompt)
+        model = await self._generating_model(request.model)
+        generation = completion_generation(request, model.vocab_size)
+        checked = await self._completion_prompts(request, generation, model, origin)
+        if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
+            raise bad_request("n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
+        budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, len(checked) * generation.n)
+        _check_turn(generation, len(checked))
+        prefixes = [""] * len(checked)
+        if request.echo:
+            prefixes = [await self._text_of(prompt, generation, origin, model) for prompt in checked]
+        return Plan(model, _parts(checked, generation, request, origin, prefixes))
+
+    async def embedding(self, body: bytes, origin: Origin) -> Plan:
+        request = parse_embedding(parse_json(body), origin)
+        _call_it(request, origin, request.input)
+        model = await self._model(request.model)
+        if not model.embedding_size:
+            raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
+        generation = embedding_generation(request, model.embedding_size)
+        root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+        room, special = for_a_vector(model), request.add_special_tokens is not False
+        checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", room, root, special)
+        return Plan(model, _parts(checked, generation, request, origin))
+
+    async def _completion_prompts(
+        self, request: CompletionRequest, generation: Generation, model: ModelInfo, origin: Origin
+    ) -> list[Prompt]:
+        root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+        room = for_an_answer(model, generation.session is not None)
+        special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
+        return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", room, root, special)
+
+    async def _generating_model(self, name: str) -> ModelInfo:
+        model = await self._model(name)
+        if not model.generates:
+            raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
+        return model
+
+    async def _model(self, name: str) -> ModelInfo:
+        return await self._dispatcher.catalog.wait_for(name)
+
+    async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return await decode_once(self._detoks, origin, prompt.ids, generation.skip_special_tokens, model.source)
+
+
+def _call_it(request: NamedBody, origin: Origin, given: Any) -> None:
+    """From here on it can be aborted by the name that its body gives it, too, and by those of its prompts. given: the prompts, in
+    any of OpenAI's forms."""
+    name = _name_of(request)
+    if name is None:
+        return
+    origin.names.append(name)
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        origin.part_names.extend(f"{name}_{index}" for index in range(min(len(given), limits.MAX_BATCH_PROMPTS)))
+
+
+def _name_of(request: NamedBody) -> str | None:
+    return request.request_id if request.rid is None else request.rid
+
+
+def _check_turn(generation: Generation, num_prompts: int) -> None:
+    if generation.session is not None:
+        check_turn(num_prompts * generation.n == 1, "echo" if generation.wants_prompt_logprobs else None)
+
+
+def _parts(
+    checked: Sequence[Prompt], generation: Generation, request: NamedBody, origin: Origin, prefixes: Sequence[str] = ()
+) -> list[Part]:
+    """A turn of a session has a name that a later one can say, its client's or the HTTP request's."""
+    name = _name_of(request) or (origin.request_id if generation.session is not None else "")
+    many = bool(name) and len(checked) > 1
+    return [
+        Part(prompt, generation, prefixes[index] if prefixes else "", f"{name}_{index}" if many else name)
+        for index, prompt in enumerate(checked)
+    ]
+
+
+async def decode_once(detoks: DetokPool, origin: Origin, ids: Sequence[int], skip_special_tokens: bool, model: str) -> str:
+    """The text of ids that are all there. Raises ApiError; cancelling it frees the handle."""
+    sink = _WholeText()
+    decoding = Decoding(
+        sink,
+        origin.request_id,
+        list(ids),
+        skip_special_tokens=skip_special_tokens,
+        model=model,
+        traceparent=origin.traceparent,
+    )
+    sink.decoding = decoding
+    decoding.finish("")
+    detoks.touch(decoding)
+    try:
+        return await sink.text
+    finally:
+        detoks.drop(decoding)
+
+
+class _WholeText:
+    """Collects the text of one Decoding."""
+
+    decoding: Decoding
+
+    def __init__(self) -> None:
+        self.text: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._parts: list[str] = []
+
+    def on_text(self, text: str, count: int) -> None:
+        self._parts.append(text)
+        if self.decoding.done and not self.text.done():
+            self.text.set_result("".join(self._parts))
+
+    def on_decode_failed(self, error: ApiError) -> None:
+        if not self.text.done():
+            self.text.set_exception(error)

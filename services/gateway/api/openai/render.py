@@ -1,0 +1,177 @@
+"""Choices → the bytes of an answer: server-sent events from a per-request template, or one JSON document.
+
+Everything about a stream's chunks that does not change is rendered once per request; a chunk is a join around the escaped text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import orjson
+
+from services.gateway.api.openai.logprob_forms import ChatLogprobs, CompletionLogprobs
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.errors import ApiError
+from services.gateway.request.request import ClientRequest, Delta
+
+DONE = b"data: [DONE]\n\n"
+
+
+def usage_of(request: ClientRequest) -> dict[str, Any]:
+    """Prompts count once, however many choices they have; a prompt's cached tokens are those its first choice found."""
+    ended = [(choice, choice.ending) for choice in request.choices if choice.ending]
+    first = [ending for choice, ending in ended if choice.number == 0]
+    prompt_tokens = sum(ending.prompt_tokens for ending in first)
+    output_tokens = sum(ending.completion_tokens for _, ending in ended)
+    cached_tokens = sum(ending.cached_tokens for ending in first)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def sse_error(error: ApiError) -> bytes:
+    return b"data: " + error.json() + b"\n\n"
+
+
+class Renderer(Protocol):
+    """One request's answer, for one endpoint."""
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        """The whole answer; `deltas` are all choices, by index. Raises ApiError."""
+
+
+@runtime_checkable
+class StreamRenderer(Renderer, Protocol):
+    """Of an endpoint that can stream. Chunks are complete events."""
+
+    async def chunk(self, delta: Delta) -> bytes:
+        """Raises ApiError."""
+
+    def usage_chunk(self) -> bytes: ...
+
+
+class _Envelope:
+    """The fields around the choices, which are the same in every chunk."""
+
+    def __init__(self, request: ClientRequest, kind: str, id_prefix: str, created: int, model: str) -> None:
+        self.fields = {"id": f"{id_prefix}-{request.request_id}", "object": kind, "created": created, "model": model}
+        self.head = b"data: " + orjson.dumps(self.fields)[:-1] + b',"choices":['
+        self.usage = b',"usage":null' if request.generation.include_usage else b""
+        self.tail = b"]" + self.usage + b"}\n\n"
+
+    def usage_chunk(self, request: ClientRequest) -> bytes:
+        return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), b"}\n\n"))
+
+
+def _ending_fields(delta: Delta, logprobs: bytes) -> bytes:
+    if delta.ending is None:
+        return b',"logprobs":%s,"finish_reason":null' % logprobs
+    reason = orjson.dumps(delta.ending.stop_reason)
+    finish = delta.ending.finish_reason.encode()
+    return b',"logprobs":%s,"finish_reason":"%s","stop_reason":%s' % (logprobs, finish, reason)
+
+
+def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
+    return b',"%s":%s' % (name, orjson.dumps(list(ids)))
+
+
+class ChatRenderer:
+    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> None:
+        self._request = request
+        self._ids = request.generation.return_token_ids
+        self._logprobs = ChatLogprobs(request.generation, token_texts)
+        kind = "chat.completion.chunk" if request.generation.stream else "chat.completion"
+        self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
+        self._began = False
+
+    async def chunk(self, delta: Delta) -> bytes:
+        role = self._role_chunk(delta) if delta.first else b""
+        if not delta.text and delta.ending is None:
+            return role
+        content = b'{"content":%s}' % orjson.dumps(delta.text) if delta.text else b"{}"
+        ids = _ids_field(b"token_ids", delta.token_ids) if self._ids else b""
+        ending = _ending_fields(delta, await self._logprobs.of(delta))
+        head, tail = self._envelope.head, self._envelope.tail
+        return b'%s%s{"index":%d,"delta":%s%s%s}%s' % (role, head, delta.choice.index, content, ending, ids, tail)
+
+    def _role_chunk(self, delta: Delta) -> bytes:
+        envelope, prompt = self._envelope, b""
+        if self._ids and not self._began:
+            prompt = _ids_field(b"prompt_token_ids", self._request.parts[0].prompt.ids)
+        self._began = True
+        choice = (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % delta.choice.index
+        )
+        return b"".join((envelope.head, choice, b"]", prompt, envelope.usage, b"}\n\n"))
+
+    def usage_chunk(self) -> bytes:
+        return self._envelope.usage_chunk(self._request)
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        answer: dict[str, Any] = {**self._envelope.fields, "choices": [await self._choice(delta) for delta in deltas]}
+        answer["usage"] = usage_of(self._request)
+        if self._ids:
+            answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
+        return orjson.dumps(answer)
+
+    async def _choice(self, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        fields = _choice_fields(delta, await self._logprobs.of(delta), self._ids)
+        return {"index": delta.choice.index, "message": message, **fields}
+
+
+class CompletionRenderer:
+    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> None:
+        self._request = request
+        self._ids = request.generation.return_token_ids
+        self._logprobs = CompletionLogprobs(request.generation, token_texts)
+        self._envelope = _Envelope(request, "text_completion", "cmpl", created, model)
+
+    async def chunk(self, delta: Delta) -> bytes:
+        ids = b""
+        if self._ids:
+            ids = _ids_field(b"token_ids", delta.token_ids)
+            if delta.first:
+                ids += _ids_field(b"prompt_token_ids", delta.choice.prompt.ids)
+        text = orjson.dumps(delta.text)
+        envelope = self._envelope
+        return b'%s{"index":%d,"text":%s%s%s}%s' % (
+            envelope.head,
+            delta.choice.index,
+            text,
+            _ending_fields(delta, await self._logprobs.of(delta)),
+            ids,
+            envelope.tail,
+        )
+
+    def usage_chunk(self) -> bytes:
+        return self._envelope.usage_chunk(self._request)
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        answer: dict[str, Any] = {**self._envelope.fields, "choices": [await self._choice(delta) for delta in deltas]}
+        answer["usage"] = usage_of(self._request)
+        if self._ids and len(self._request.parts) == 1:
+            answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
+        return orjson.dumps(answer)
+
+    async def _choice(self, delta: Delta) -> dict[str, Any]:
+        fields = _choice_fields(delta, await self._logprobs.of(delta), self._ids)
+        choice = {"index": delta.choice.index, "text": delta.text, **fields}
+        if self._ids:
+            choice["prompt_token_ids"] = list(delta.choice.prompt.ids)
+        return choice
+
+
+def _choice_fields(delta: Delta, logprobs: bytes, with_ids: bool) -> dict[str, Any]:
+    assert delta.ending is not None
+    ids = {"token_ids": list(delta.token_ids)} if with_ids else {}
+    return {
+        "logprobs": orjson.Fragment(logprobs),
+        "finish_reason": delta.ending.finish_reason,
+        "stop_reason": delta.ending.stop_reason,
+        **ids,
+    }

@@ -1,0 +1,79 @@
+"""Checks of single sampling fields that a type cannot make, for every endpoint. Pure; each raises ApiError naming the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway.api.openai.types import DryBody
+from services.gateway.request.errors import bad_request
+from services.shared import limits
+
+
+def stop_strings(value: Any) -> list[str]:
+    return _texts(value, "stop", limits.MAX_STOP_STRINGS, limits.MAX_STOP_STRING_CHARS)
+
+
+def stop_regexes(value: Any) -> list[str]:
+    """Whether they are patterns is the worker's to say."""
+    return _texts(value, "stop_regex", limits.MAX_STOP_REGEXES, limits.MAX_STOP_REGEX_CHARS)
+
+
+def _texts(value: Any, param: str, most: int, most_chars: int) -> list[str]:
+    if value is None:
+        return []
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and len(texts) > most:
+        raise bad_request(param, f"'{param}' may have at most {most} strings.")
+    if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
+        raise bad_request(param, f"'{param}' must be a string or a list of strings.")
+    if any(not 1 <= len(item) <= most_chars for item in texts):
+        raise bad_request(param, f"A string of '{param}' must have 1 to {most_chars} characters.")
+    return texts
+
+
+def logit_bias(entries: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    low, high = limits.LOGIT_BIAS_RANGE
+    bias: dict[int, float] = {}
+    for key, value in entries.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise bad_request("logit_bias", "The keys of 'logit_bias' must be token ids.")
+        if not low <= value <= high:
+            raise bad_request("logit_bias", f"The values of 'logit_bias' must be from {low:g} to {high:g}.")
+        bias[int(key)] = value
+    check_token_ids(list(bias), vocab_size, "logit_bias")
+    return bias
+
+
+def dry(body: DryBody) -> pb.Dry | None:
+    """None: no penalty."""
+    for breaker in body.dry_sequence_breakers or ():
+        if not 1 <= len(breaker) <= limits.MAX_DRY_BREAKER_CHARS:
+            message = f"A text of 'dry_sequence_breakers' must have 1 to {limits.MAX_DRY_BREAKER_CHARS} characters."
+            raise bad_request("dry_sequence_breakers", message)
+    if not body.dry_multiplier or body.dry_penalty_last_n == 0:
+        return None
+    last = body.dry_penalty_last_n
+    return pb.Dry(
+        multiplier=body.dry_multiplier,
+        base=body.dry_base,
+        allowed_length=body.dry_allowed_length,
+        window=None if last == -1 else last,
+        breakers=body.dry_sequence_breakers,
+    )
+
+
+def token_id_set(ids: Sequence[int] | None) -> list[int]:
+    """Of ids that have been checked: each once, rising."""
+    return sorted(set(ids or ()))
+
+
+def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
+    """Type and range, without a Python loop: prompts have up to millions of ids."""
+    if not ids:
+        return
+    if set(map(type, ids)) != {int}:
+        raise bad_request(param, f"'{param}' must hold integers only.")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise bad_request(param, f"'{param}' holds a token id outside the vocabulary (0 to {vocab_size - 1}).")

@@ -1,0 +1,201 @@
+"""One call of SGLang's API, with one prompt or many: its fields spread over the prompts. Pure; raises ApiError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.api.openai.types import INT32, RID_CHARS
+from services.gateway.api.sampling_fields import check_token_ids
+from services.gateway.api.session_fields import check_turn, session_turn
+from services.gateway.api.sglang.sampling import Common, LogprobWish, generation_of, parse
+from services.gateway.api.sglang.types import NativeGenerateRequest, NativeInput, NativeSampling
+from services.gateway.request import budgets
+from services.gateway.request.errors import bad_request
+from services.gateway.request.generation import Generation
+from services.shared import limits
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The prompts of a call, as texts or as ids. many: they came as a list, so the answer is a list."""
+
+    field: str  # "text" or "input_ids"
+    prompts: Sequence[Any]
+    many: bool
+
+    def where(self, index: int) -> str:
+        return f"{self.field}[{index}]" if self.many else self.field
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one prompt's answers are written. wish: their log probabilities, None for none. hidden: nothing was to be made, so
+    the one token that a worker makes at least is not shown."""
+
+    wish: LogprobWish | None
+    hidden: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of one prompt."""
+
+    generation: Generation
+    form: Form
+
+
+def inputs_of(request: NativeInput) -> Inputs:
+    if (request.text is None) == (request.input_ids is None):
+        raise bad_request("text", "Exactly one of 'text' and 'input_ids' must be given.")
+    if request.text is not None:
+        return _texts(request.text)
+    return _ids(request.input_ids)
+
+
+def _texts(text: Any) -> Inputs:
+    if isinstance(text, str):
+        return Inputs("text", [text], False)
+    if isinstance(text, list):
+        _check_count(len(text), "text")
+    if not isinstance(text, list) or not text or not all(isinstance(item, str) for item in text):
+        raise bad_request("text", "'text' must be a string or a list of strings.")
+    return Inputs("text", text, True)
+
+
+def _ids(ids: Any) -> Inputs:
+    if not isinstance(ids, list) or not ids:
+        raise bad_request("input_ids", "'input_ids' must be a list of token ids or a list of such lists.")
+    if not isinstance(ids[0], list):
+        return Inputs("input_ids", [ids], False)
+    _check_count(len(ids), "input_ids")
+    if not all(isinstance(item, list) for item in ids):
+        raise bad_request("input_ids", "'input_ids' must hold token ids only, or lists of them only.")
+    return Inputs("input_ids", ids, True)
+
+
+def _check_count(count: int, param: str) -> None:
+    if count > limits.MAX_BATCH_PROMPTS:
+        raise bad_request(param, f"'{param}' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
+
+
+def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
+    """One per prompt: those that the client gave, or made from its one, or from the HTTP request's id."""
+    named = _spread(given, inputs, "rid") if isinstance(given, list) else [request_id if given is None else given]
+    if not all(isinstance(rid, str) and 1 <= len(rid) <= RID_CHARS for rid in named):
+        raise bad_request("rid", f"A 'rid' must be a string of 1 to {RID_CHARS} characters.")
+    if not isinstance(given, list):
+        return [f"{named[0]}_{i}" for i in range(len(inputs.prompts))] if inputs.many else named
+    if len(set(named)) != len(named):
+        raise bad_request("rid", "'rid' must name every prompt differently.")
+    return named
+
+
+def common_of(request: NativeInput, stream: bool = False) -> Common:
+    return Common(
+        stream=stream,
+        cache_salt=request.extra_key or "",
+        priority=request.priority or 0,
+        routing_key=request.routing_key or "",
+        session=session_turn(request.session_params) if isinstance(request, NativeGenerateRequest) else None,
+    )
+
+
+def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) -> list[Asked]:
+    """One per prompt."""
+    sampling = _sampling_of(request, inputs)
+    wishes = _wishes_of(request, inputs, vocab_size)
+    common = common_of(request, bool(request.stream))
+    n = sampling[0][1].n or 1
+    if any((given.n or 1) != n for _, given in sampling):
+        raise bad_request("sampling_params.n", "'n' must be the same for all prompts.")
+    if len(sampling) * n > limits.MAX_BATCH_PROMPTS:
+        raise bad_request("sampling_params.n", f"Prompts times 'n' may be at most {limits.MAX_BATCH_PROMPTS}.")
+    if common.session is not None:
+        wished = any(wish is not None and wish.start >= 0 for wish in wishes)
+        check_turn(not inputs.many and n == 1, "logprob_start_len" if wished else None)
+    made: dict[tuple[int, LogprobWish | None], Asked] = {}  # prompts that ask for the same share what is made of it
+    asked = []
+    for (where, given), wish in zip(sampling, wishes, strict=True):
+        if (id(given), wish) not in made:
+            generation = generation_of(given, wish, common, vocab_size, where, inputs.field)
+            made[id(given), wish] = Asked(generation, Form(wish, given.max_new_tokens == 0))
+        asked.append(made[id(given), wish])
+    return asked
+
+
+def _sampling_of(request: NativeGenerateRequest, inputs: Inputs) -> list[tuple[str, NativeSampling]]:
+    """(path, parameters) per prompt."""
+    given = request.sampling_params
+    if isinstance(given, list):
+        values = _spread(given, inputs, "sampling_params")
+        paths = [f"sampling_params[{i}]" for i in range(len(values))]
+        return _each(values, paths)
+    one = parse(NativeSampling, {} if given is None else given, "sampling_params")
+    choices = len(inputs.prompts) * (one.n or 1)
+    budgets.check_sets(one.allowed_token_ids, one.banned_token_ids, choices, "sampling_params.")
+    return [("sampling_params", one)] * len(inputs.prompts)
+
+
+def _each(values: Sequence[Any], paths: Sequence[str]) -> list[tuple[str, NativeSampling]]:
+    parsed: list[tuple[str, NativeSampling]] = []
+    allowed: list[int] = []
+    banned: list[int] = []
+    for path, value in zip(paths, values, strict=True):
+        given = parse(NativeSampling, value, path)
+        allowed += given.allowed_token_ids or ()
+        banned += given.banned_token_ids or ()
+        budgets.check_sets(allowed, banned, given.n or 1, f"{path}.")
+        parsed.append((path, given))
+    return parsed
+
+
+def _wishes_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) -> list[LogprobWish | None]:
+    wanted = _typed(request.return_logprob, inputs, "return_logprob", bool, False)
+    starts = _typed(request.logprob_start_len, inputs, "logprob_start_len", int, -1)
+    tops = _typed(request.top_logprobs_num, inputs, "top_logprobs_num", int, 0)
+    chosen = _token_ids_of(request.token_ids_logprob, inputs)
+    return [
+        _wish(start, top, ids, vocab_size) if want else None
+        for want, start, top, ids in zip(wanted, starts, tops, chosen, strict=True)
+    ]
+
+
+def _wish(start: int, top: int, ids: list[Any], vocab_size: int) -> LogprobWish:
+    if not -1 <= start <= INT32[1]:
+        raise bad_request("logprob_start_len", "'logprob_start_len' must be -1 or a position of the prompt.")
+    if not 0 <= top <= limits.MAX_TOP_LOGPROBS:
+        raise bad_request("top_logprobs_num", f"'top_logprobs_num' must be from 0 to {limits.MAX_TOP_LOGPROBS}.")
+    if len(ids) > limits.MAX_LOGPROB_TOKEN_IDS:
+        raise bad_request("token_ids_logprob", f"'token_ids_logprob' may have at most {limits.MAX_LOGPROB_TOKEN_IDS} ids.")
+    check_token_ids(ids, vocab_size, "token_ids_logprob")
+    return LogprobWish(top, tuple(ids), start)
+
+
+def _token_ids_of(given: Any, inputs: Inputs) -> list[list[Any]]:
+    """A flat list of ids is for every prompt; a list of lists has one per prompt."""
+    if given is None:
+        return [[]] * len(inputs.prompts)
+    if not isinstance(given, list):
+        raise bad_request("token_ids_logprob", "'token_ids_logprob' must be a list of token ids or a list of such lists.")
+    if not given or isinstance(given[0], int):
+        return [given] * len(inputs.prompts)
+    lists = [[] if item is None else item for item in _spread(given, inputs, "token_ids_logprob")]
+    if not all(isinstance(item, list) for item in lists):
+        raise bad_request("token_ids_logprob", "'token_ids_logprob' must hold token ids only, or lists of them only.")
+    return lists
+
+
+def _typed(given: Any, inputs: Inputs, param: str, kind: type, default: Any) -> list[Any]:
+    values = _spread(given, inputs, param) if isinstance(given, list) else [given] * len(inputs.prompts)
+    values = [default if value is None else value for value in values]
+    if any(type(value) is not kind for value in values):
+        raise bad_request(param, f"'{param}' must be {kind.__name__}, or a list of such with one for each prompt.")
+    return values
+
+
+def _spread(given: list[Any], inputs: Inputs, param: str) -> list[Any]:
+    if len(given) != len(inputs.prompts):
+        raise bad_request(param, f"'{param}' must have one entry for each prompt.")
+    return given

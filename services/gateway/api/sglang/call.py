@@ -1,0 +1,134 @@
+"""One call of /generate or /encode: from its body to what dispatch needs, and to the renderer of its answer.
+
+Made per HTTP request; what it finds out while it prepares is what its renderer goes by. Cancelling it leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rootstock.v1 import tokenizer_pb2
+from services.gateway.api.openai.chat_call import of_many_ids, of_texts
+from services.gateway.api.openai.preparation import Plan
+from services.gateway.api.openai.validation import parse_json
+from services.gateway.api.room import Room, for_a_vector, for_an_answer
+from services.gateway.api.session_fields import begins
+from services.gateway.api.sglang.batch import Form, Inputs, asked_of, common_of, inputs_of, rids_of
+from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
+from services.gateway.api.sglang.sampling import embedding_generation, parse
+from services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.errors import bad_request
+from services.gateway.request.generation import ModelInfo, Part, Prompt
+from services.gateway.request.origin import Origin
+from services.gateway.request.request import ClientRequest
+
+
+class PromptSource:
+    """Checked inputs → prompts as token ids. Raises ApiError."""
+
+    def __init__(self, tokenizer: TokenizerClient) -> None:
+        self._tokenizer = tokenizer
+
+    async def prompts(
+        self,
+        inputs: Inputs,
+        model: ModelInfo,
+        origin: Origin,
+        room: Room,
+        hash_root: bytes,
+        add_special_tokens: bool = True,
+    ) -> list[Prompt]:
+        if inputs.field == "text":
+            call = tokenizer_pb2.EncodeRequest(
+                request_id=origin.request_id, texts=inputs.prompts, add_special_tokens=add_special_tokens, hash_root=hash_root
+            )
+            encoded = await of_texts(call, self._tokenizer, "text", model, origin)
+        else:
+            for i, ids in enumerate(inputs.prompts):
+                room.check(len(ids), inputs.where(i))
+            encoded = [await of_many_ids(ids, model.vocab_size, inputs.where(i)) for i, ids in enumerate(inputs.prompts)]
+        return [room.fit(prompt, inputs.where(i)) for i, prompt in enumerate(encoded)]
+
+
+async def _served(dispatcher: Dispatcher, name: str | None) -> ModelInfo:
+    return await dispatcher.catalog.wait_for(name)
+
+
+def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
+    """The prompts' names; from here on the request can be aborted by them, and by the one that a batch was given."""
+    rids = rids_of(given, inputs, origin.request_id)
+    origin.part_names.extend(rids)
+    if isinstance(given, str):
+        origin.names.append(given)
+    return rids
+
+
+class GenerateCall:
+    def __init__(self, dispatcher: Dispatcher, source: PromptSource) -> None:
+        self._dispatcher = dispatcher
+        self._source = source
+        self._many = False
+        self._texts = False  # tokens' texts beside their ids
+        self._forms: list[Form] = []
+
+    async def prepare(self, body: bytes, origin: Origin) -> Plan:
+        """Raises ApiError."""
+        request = parse(NativeGenerateRequest, parse_json(body))
+        inputs = inputs_of(request)
+        rids = _named(request.rid, inputs, origin)
+        model = await _served(self._dispatcher, request.model)
+        if not model.generates:
+            raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
+        asked = asked_of(request, inputs, model.vocab_size)
+        room = for_an_answer(model, in_session=asked[0].generation.session is not None)
+        root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
+        prompts = await self._source.prompts(inputs, model, origin, room, root, begins(request.session_params))
+        for prompt, one in zip(prompts, asked, strict=True):
+            _check_start(one.form, len(prompt.ids))
+        self._many = inputs.many or asked[0].generation.n > 1
+        self._texts = bool(request.return_text_in_logprobs)
+        self._forms = [one.form for one in asked]
+        generations = (one.generation for one in asked)
+        parts = [Part(prompt, gen, request_id=rid) for prompt, gen, rid in zip(prompts, generations, rids, strict=True)]
+        return Plan(model, parts)
+
+    def renderer(self, request: ClientRequest, _created: int, _model: str, token_texts: ModelTexts) -> GenerateRenderer:
+        return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)
+
+
+def _check_start(form: Form, prompt_tokens: int) -> None:
+    if form.wish is not None and form.wish.start >= prompt_tokens:
+        raise bad_request("logprob_start_len", "'logprob_start_len' is not a position of the prompt.")
+
+
+class EncodeCall:
+    def __init__(self, dispatcher: Dispatcher, source: PromptSource) -> None:
+        self._dispatcher = dispatcher
+        self._source = source
+        self._many = False
+
+    async def prepare(self, body: bytes, origin: Origin) -> Plan:
+        """Raises ApiError."""
+        request = parse(NativeEncodeRequest, parse_json(body))
+        inputs = inputs_of(request)
+        rids = _named(request.rid, inputs, origin)
+        model = await _served(self._dispatcher, request.model)
+        _check_dimensions(request.dimensions, model)
+        root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
+        prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
+        self._many = inputs.many
+        generation = embedding_generation(common_of(request), request.dimensions, inputs.field)
+        return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
+
+    def renderer(self, _request: ClientRequest, _created: int, _model: str, _token_texts: ModelTexts) -> EncodeRenderer:
+        return EncodeRenderer(self._many)
+
+
+def _check_dimensions(dimensions: int | None, model: ModelInfo) -> None:
+    if not model.embedding_size:
+        raise bad_request("model", "This model gives no vectors.", "unsupported_model")
+    if dimensions is not None and dimensions > model.embedding_size:
+        raise bad_request("dimensions", f"'dimensions' may be at most {model.embedding_size}.")

@@ -1,0 +1,184 @@
+"""Choices → SGLang's answers. Text, ids and log probabilities of a stream's event are those of the answer so far, as SGLang
+sends them; each is rendered once and kept as bytes, so an event costs a join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import orjson
+
+from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts
+from services.gateway.api.openai.embeddings import vector_of
+from services.gateway.api.openai.logprob_forms import extend
+from services.gateway.api.sglang.batch import Form
+from services.gateway.api.sglang.sampling import LogprobWish
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.request import Choice, ClientRequest, Delta, Ending
+
+WEIGHT_VERSION = "default"
+ABORT_MESSAGE = "The request was aborted."
+
+
+class GenerateRenderer:
+    """token_texts: None when the tokens' texts are not wanted beside their ids."""
+
+    def __init__(self, request: ClientRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
+        self._many = many
+        self._answers = [_Answer(choice, forms[choice.index // request.generation.n], token_texts) for choice in request.choices]
+
+    async def chunk(self, delta: Delta) -> bytes:
+        answer = self._answers[delta.choice.index]
+        await answer.add(delta)
+        return b"data: " + self._object(answer, delta.ending, indexed=self._many) + b"\n\n"
+
+    def usage_chunk(self) -> bytes:
+        return b""
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        objects = []
+        for delta in deltas:
+            answer = self._answers[delta.choice.index]
+            await answer.add(delta)
+            objects.append(self._object(answer, delta.ending))
+        return b"[" + b",".join(objects) + b"]" if self._many else objects[0]
+
+    @staticmethod
+    def _object(answer: _Answer, ending: Ending | None, indexed: bool = False) -> bytes:
+        index = b',"index":%d' % answer.choice.index if indexed else b""
+        return b'{"text":"%s","output_ids":[%s],"meta_info":{%s}%s}' % (answer.text, answer.ids, answer.meta(ending), index)
+
+
+class _Answer:
+    """One choice's answer so far, rendered."""
+
+    def __init__(self, choice: Choice, form: Form, token_texts: ModelTexts | None) -> None:
+        self.choice = choice
+        self.form = form
+        self.text = bytearray()  # the inside of a JSON string
+        self.ids = bytearray()  # the inside of a JSON array
+        self._count = 0
+        self._began = False
+        self._input = _LogprobLists(form.wish, token_texts)
+        self._output = _LogprobLists(form.wish, token_texts)
+
+    async def add(self, delta: Delta) -> None:
+        """Raises ApiError."""
+        if not self._began:
+            self._began = True
+            await self._input.add(self._prompt_entries())
+        if self.form.hidden:
+            return
+        self.text += orjson.dumps(delta.text)[1:-1]
+        if delta.token_ids:
+            extend(self.ids, list(delta.token_ids))
+            self._count += len(delta.token_ids)
+        await self._output.add(zip(delta.token_ids, delta.logprobs))  # noqa: B905  # no logprobs without a wish
+
+    def _prompt_entries(self) -> Iterator[Entry]:
+        wish, choice = self.form.wish, self.choice
+        if wish is None or wish.start < 0:
+            return iter(())
+        ids = choice.prompt.ids[wish.start :]
+        # Values begin at position `start`, or 1: nothing predicts the first token. An aborted request may have fewer.
+        values = choice.prompt_logprobs
+        known = values.span(1 if wish.start else 0, len(values))
+        return zip(ids, chain((None,), known))  # noqa: B905
+
+    def meta(self, ending: Ending | None) -> bytes:
+        fields = orjson.dumps(_meta_of(self.choice, ending, self._count, self.form.hidden))[1:-1]
+        return fields + self._input.json(b"input") + self._output.json(b"output")
+
+
+class _LogprobLists:
+    """SGLang's three parallel lists, of a prompt or of an output: the tokens' own values, the top ones, and those of the ids that
+    were asked for by id. An entry is [logprob, id, text]."""
+
+    def __init__(self, wish: LogprobWish | None, token_texts: ModelTexts | None) -> None:
+        self._wish = wish
+        self._texts = token_texts is not None
+        self._slices = Slices(wish.top, wish.token_ids, token_texts) if wish else None
+        self._own = bytearray()
+        self._top = bytearray()
+        self._chosen = bytearray()
+
+    async def add(self, entries: Iterable[Entry]) -> None:
+        """Raises ApiError."""
+        wish = self._wish
+        if wish is None or self._slices is None:
+            return
+        async for batch, known in self._slices.of(entries):
+            texts = known if self._texts else None
+            extend(self._own, [_entry(token, values.value if values else None, texts) for token, values in batch])
+            if wish.top:
+                extend(self._top, [_entries(v.top_ids, v.top_values, texts) if v else None for _, v in batch])
+            if wish.token_ids:
+                extend(self._chosen, [_entries(wish.token_ids, v.chosen_values, texts) if v else None for _, v in batch])
+
+    def json(self, side: bytes) -> bytes:
+        """Further members of an object, each with a comma before it."""
+        wish = self._wish
+        if wish is None:
+            return b""
+        parts = [b',"%s_token_logprobs":[%s]' % (side, self._own)]
+        if wish.top:
+            parts.append(b',"%s_top_logprobs":[%s]' % (side, self._top))
+        if wish.token_ids:
+            parts.append(b',"%s_token_ids_logprobs":[%s]' % (side, self._chosen))
+        return b"".join(parts)
+
+
+def _entries(ids: Sequence[int], values: Sequence[float], texts: Texts | None) -> list[Any]:
+    return [_entry(token, value, texts) for token, value in zip(ids, values, strict=True)]
+
+
+def _entry(token: int, value: float | None, texts: Texts | None) -> list[Any]:
+    text = None if texts is None else texts[token].decode("utf-8", "replace")
+    return [None if value is None else max(value, LOWEST), token, text]
+
+
+def _meta_of(choice: Choice, ending: Ending | None, count: int, hidden: bool) -> dict[str, Any]:
+    meta: dict[str, Any] = {"id": choice.request_id, "finish_reason": _finish_reason(ending, hidden)}
+    if ending is None:
+        return meta | {
+            "prompt_tokens": len(choice.prompt.ids),
+            "completion_tokens": count,
+            "cached_tokens": None,
+            "weight_version": WEIGHT_VERSION,
+        }
+    return meta | {
+        "prompt_tokens": ending.prompt_tokens,
+        "completion_tokens": 0 if hidden else ending.completion_tokens,
+        "cached_tokens": ending.cached_tokens,
+        "weight_version": WEIGHT_VERSION,
+        "e2e_latency": round(choice.request.clock() - choice.request.arrived, 6),
+        "queue_time": ending.queue_ms / 1000,
+        "num_retractions": ending.retractions,
+    }
+
+
+def _finish_reason(ending: Ending | None, hidden: bool) -> dict[str, Any] | None:
+    if ending is None:
+        return None
+    if ending.finish_reason == "abort":
+        return {"type": "abort", "message": ABORT_MESSAGE, "status_code": None, "err_type": None}
+    if ending.finish_reason == "length" or hidden:
+        return {"type": "length", "length": 0 if hidden else ending.completion_tokens}
+    return {"type": "stop", "matched": ending.matched}
+
+
+class EncodeRenderer:
+    def __init__(self, many: bool) -> None:
+        self._many = many
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        answers = [self._answer(delta.choice, delta.ending) for delta in deltas]
+        return orjson.dumps(answers if self._many else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
+
+    @staticmethod
+    def _answer(choice: Choice, ending: Ending | None) -> dict[str, Any]:
+        meta = _meta_of(choice, ending, 0, hidden=True)
+        del meta["completion_tokens"]
+        return {"embedding": vector_of(choice), "meta_info": meta}

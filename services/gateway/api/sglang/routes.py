@@ -1,0 +1,152 @@
+"""SGLang's native HTTP routes: /generate, /encode, aborts, sessions, and what the server says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+
+from services.gateway.api.openai.validation import parse_json
+from services.gateway.api.sglang.call import EncodeCall, GenerateCall, PromptSource
+from services.gateway.api.sglang.render import WEIGHT_VERSION
+from services.gateway.api.sglang.sampling import M, parse
+from services.gateway.api.sglang.types import (
+    AbortRequest,
+    CloseSessionRequest,
+    NativeEncodeRequest,
+    NativeGenerateRequest,
+    NativeSampling,
+    OpenSessionRequest,
+)
+from services.gateway.dispatch.health_probe import GenerationProbe
+from services.gateway.dispatch.sessions import SessionCalls
+from services.gateway.http.body import ClientGone, read_body
+from services.gateway.http.exchange import Exchange, Generator
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.abort import Aborter, AbortScope
+from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request, unavailable
+
+GENERATE = "/generate"
+ENCODE = "/encode"
+ABORT = "/abort_request"
+OPEN_SESSION = "/open_session"
+CLOSE_SESSION = "/close_session"
+HEALTH_GENERATE = "/health_generate"
+MODEL_INFO = ("/get_model_info", "/model_info")
+ROUTES = (GENERATE, ENCODE, ABORT, OPEN_SESSION, CLOSE_SESSION, HEALTH_GENERATE, *MODEL_INFO)
+BODIES: tuple[type[BaseModel], ...] = (
+    NativeGenerateRequest,
+    NativeSampling,
+    NativeEncodeRequest,
+    AbortRequest,
+    OpenSessionRequest,
+    CloseSessionRequest,
+)
+MAX_SMALL_BODY_BYTES = 64 << 10  # of the requests that name something and carry no prompt
+
+_TAGS: list[Any] = ["SGLang"]
+
+
+class NativeApi:
+    """What the routes work with. One per process."""
+
+    def __init__(self, generator: Generator, tokenizer: TokenizerClient, aborter: Aborter) -> None:
+        self._generator = generator
+        self._dispatcher = generator.dispatcher
+        self._source = PromptSource(tokenizer)
+        self._aborter = aborter
+        self._sessions = SessionCalls(generator.dispatcher.catalog.workers_of, generator.settings.retry_after_s)
+        self._probe = GenerationProbe(generator.dispatcher, generator.metrics)
+
+    def add_routes(self, app: FastAPI) -> None:
+        self._add_generation(app)
+        self._add_sessions(app)
+        self._add_state(app)
+
+    def _add_generation(self, app: FastAPI) -> None:
+        @app.post(GENERATE, tags=_TAGS, summary="Go on from texts or ids", openapi_extra=_body_of(NativeGenerateRequest))
+        async def generate() -> Response:
+            call = GenerateCall(self._dispatcher, self._source)
+            return Exchange(self._generator, call.prepare, call.renderer)
+
+        @app.put(GENERATE, include_in_schema=False)
+        async def generate_by_put() -> Response:
+            return await generate()
+
+        @app.post(ENCODE, tags=_TAGS, summary="Vectors of texts or ids", openapi_extra=_body_of(NativeEncodeRequest))
+        async def encode() -> Response:
+            call = EncodeCall(self._dispatcher, self._source)
+            return Exchange(self._generator, call.prepare, call.renderer)
+
+        @app.post(ABORT, tags=_TAGS, summary="End requests by rid", openapi_extra=_body_of(AbortRequest))
+        async def abort_request(request: Request) -> Response:
+            given = await self._read(request, AbortRequest)
+            if given.abort_all:
+                message = "'abort_all' ends everybody's requests: it is for operators, on the admin port."
+                raise ApiError(403, message, param="abort_all", code="forbidden")
+            if not given.rid:
+                raise bad_request("rid", "'rid' is required.", "missing_required_parameter")
+            report = await self._aborter.abort(AbortScope(given.rid, request.scope["state"]["key"]))
+            return _json(report.body())
+
+    def _add_sessions(self, app: FastAPI) -> None:
+        @app.post(OPEN_SESSION, tags=_TAGS, summary="Open a session", openapi_extra=_body_of(OpenSessionRequest))
+        async def open_session(request: Request) -> Response:
+            given = await self._read(request, OpenSessionRequest)
+            model = await self._dispatcher.catalog.wait_for(given.model)
+            # A text of so many characters has about as many tokens at most.
+            return _json(await self._sessions.open(model.name, given.session_id, given.capacity_of_str_len, given.timeout))
+
+        @app.post(CLOSE_SESSION, tags=_TAGS, summary="Close a session", openapi_extra=_body_of(CloseSessionRequest))
+        async def close_session(request: Request) -> Response:
+            given = await self._read(request, CloseSessionRequest)
+            await self._sessions.close(given.model, given.session_id)
+            return Response()
+
+    def _add_state(self, app: FastAPI) -> None:
+        @app.get(HEALTH_GENERATE, tags=_TAGS, summary="Whether a token can be made from end to end")
+        async def health_generate() -> Response:
+            failure = await self._probe.failure()
+            if failure:
+                raise unavailable(failure, self._generator.settings.retry_after_s)
+            return Response()
+
+        for path in MODEL_INFO:
+            app.get(path, tags=_TAGS, summary="The model that is served")(self._model_info)
+
+    async def _model_info(self) -> Response:
+        model = await self._dispatcher.catalog.wait_for()
+        return _json(
+            {
+                "model_path": model.name,
+                "tokenizer_path": model.name,
+                "is_generation": model.generates,
+                "preferred_sampling_params": model.defaults.as_dict(),
+                "weight_version": WEIGHT_VERSION,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "max_model_len": model.context_len,
+                "vocab_size": model.vocab_size,
+                "embedding_size": model.embedding_size,
+            }
+        )
+
+    async def _read(self, request: Request, model: type[M]) -> M:
+        """Raises ApiError."""
+        timeout_s = self._generator.settings.body_timeout_s
+        try:
+            body = await read_body(request.scope, request.receive, MAX_SMALL_BODY_BYTES, timeout_s)
+        except ClientGone:
+            raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
+        return parse(model, parse_json(body))
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

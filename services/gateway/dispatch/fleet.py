@@ -1,0 +1,262 @@
+"""All workers, as links that follow discovery, grouped into one pool per model. Decides nothing about requests.
+
+A link lives as long as its address is known; one whose address has gone gets nothing new and is closed when its last request
+has ended or its stream breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from rootstock.v1 import worker_pb2
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.discovery.watch import Discovery
+from services.gateway.dispatch.model_pool import ModelPool
+from services.gateway.index.mirror import IndexMirror
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.weights import Weights
+from services.gateway.peers.worker_link import LinkEvents, WorkerLink
+from services.gateway.request.generation import ModelInfo
+from services.gateway.request.request import Choice
+from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
+from services.gateway.routing.fair_queue import FairQueue
+from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make_policy
+from services.gateway.routing.prefix_index import PrefixIndex
+from services.shared.observe.log import fields
+from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults, fault
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25  # how late a lease, a breaker or an expired guess is noticed
+YOUNG_S = 5.0  # after the start
+SWEEP_BLOCKS = 2000  # of workers that have gone, per tick
+NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)
+
+
+class Fleet:
+    """ticked: called several times a second, when what time alone changes has been brought up to date."""
+
+    def __init__(
+        self, settings: GatewaySettings, events: LinkEvents, metrics: GatewayMetrics, ticked: Callable[[], None]
+    ) -> None:
+        self.links: dict[str, WorkerLink] = {}  # by address
+        self.pools: dict[str, ModelPool] = {}  # by the name that clients know
+        self._settings = settings
+        self._events = events
+        self._ticked = ticked
+        self._rng = random.Random()
+        self._group: asyncio.TaskGroup | None = None
+        self._young_until = 0.0
+        self._replaced: list[ModelPool] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._discovery = Discovery(settings.workers, self._endpoints_changed, dns_refresh_s=settings.dns_refresh_s)
+        self.index = PrefixIndex(settings.max_speculative_blocks) if settings.routing_policy in NEEDS_INDEX else None
+        self.mirror: IndexMirror | None = None
+        if settings.redis_url and self.index is not None:
+            self.mirror = IndexMirror(settings.redis_url, self.index, lambda: None)
+        metrics.watch_fleet(self)
+
+    async def run(self) -> None:
+        self._young_until = asyncio.get_running_loop().time() + YOUNG_S
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._discovery.run())
+                group.create_task(self._tick())
+                if self.mirror is not None:
+                    group.create_task(self.mirror.run())
+        finally:
+            self._group = None
+
+    @property
+    def may_grow(self) -> bool:
+        """Shortly after the start, workers that were never met may still name their models."""
+        return asyncio.get_running_loop().time() < self._young_until and not all(link.met for link in self.links.values())
+
+    def take_replaced(self) -> list[ModelPool]:
+        """Pools whose name has got another model since the last call."""
+        replaced, self._replaced = self._replaced, []
+        return replaced
+
+    def usable(self) -> list[WorkerLink]:
+        return [link for pool in self.pools.values() for link in pool.usable()]
+
+    def join(self, link: WorkerLink) -> ModelPool | None:
+        """The pool of the model that the link's worker has named. None: the gateway's one name is another model's."""
+        info = link.info
+        assert info is not None
+        name = self._settings.model_name or info.model
+        pool = self.pools.get(name)
+        if pool is not None and pool.model.source != info.model:
+            if pool.links:
+                logger.error("worker serves another model and is not used", extra=fields(address=link.address, model=info.model))
+                return None
+            self._replaced.append(pool)
+            pool = None  # the name has got another model
+        model = ModelInfo(
+            name,
+            info.context_len,
+            info.vocab_size,
+            info.generates or not info.embedding_size,
+            info.embedding_size,
+            info.model,
+            info.revision,
+            info.tokenizer,
+            auto_truncates=info.auto_truncates,
+        )
+        if pool is None:
+            pool = self.pools[name] = self._new_pool(model)
+        pool.model = replace(model, revision=pool.model.revision, tokenizer=pool.model.tokenizer)
+        if self.mirror is not None:
+            self.mirror.watch_model(info.model)
+        now = asyncio.get_running_loop().time()
+        if link.pool is pool:
+            self._retire(link)
+            pool.columns.owner[link.row] = -1
+            pool.renew(link, now)
+        else:
+            pool.join(link, now)
+        _agree(pool)
+        return pool
+
+    def may_serve(self, weights: Weights) -> bool:
+        """Whether a worker has them, or may have when it is back: one that is lost had them, or was never met. While discovery
+        names none that serves the model, whoever comes may have them."""
+        known = [link.weights for link in self.links.values() if not link.retired]
+        mine = [each for each in known if each is None or each.model == weights.model]
+        return not mine or any(each in (None, weights) for each in mine)
+
+    def _new_pool(self, model: ModelInfo) -> ModelPool:
+        settings = self._settings
+        config = RoutingConfig(
+            gate_abs=settings.routing_imbalance_abs,
+            gate_rel=settings.routing_imbalance_rel,
+            load_weight=settings.routing_load_weight,
+        )
+        policy = make_policy(settings.routing_policy, config, self._rng)
+        queue: FairQueue[Choice] = FairQueue(settings.max_waiting_requests, settings.weights())
+        return ModelPool(model, policy, self.index, queue, self._lease_alive, self._owner_of, settings.worker_queue_slack)
+
+    def _lease_alive(self, link: WorkerLink) -> bool:
+        """A worker that keeps no lease, or says itself that Redis refuses it, needs none."""
+        info, load = link.info, link.load
+        if self.mirror is None or info is None or not info.publishes_index or load is None or not load.lease_held:
+            return True
+        return self.mirror.lease_alive(info.worker_id, load.index_generation) is not False
+
+    def _owner_of(self, link: WorkerLink) -> int:
+        """With a mirror, it says who owns what; without one, a worker's own word about its generation does."""
+        info, load = link.info, link.load
+        if self.index is None or info is None:
+            return -1
+        if self.mirror is not None:
+            return self.mirror.owner_of(info.worker_id)
+        generation = info.generation if load is None else load.index_generation
+        if self.index.find(info.worker_id, generation) < 0:
+            self._retire(link)
+        return self.index.owner(info.worker_id, generation)
+
+    def _retire(self, link: WorkerLink) -> None:
+        """What the link's worker held it holds no more. Where it is known by two addresses, the last one counts."""
+        if self.index is None or self.mirror is not None or link.pool is None:
+            return
+        owners = link.pool.columns.owner
+        owner = int(owners[link.row])
+        if owner >= 0 and (owners == owner).sum() == 1:
+            self.index.retire(owner)
+
+    def leave(self, link: WorkerLink) -> None:
+        """The link's session is over."""
+        pool = link.pool
+        if pool is None:
+            return
+        self._retire(link)  # what it will hold when it comes back, nobody here knows
+        pool.leave(link)
+        _agree(pool)
+
+    def unused(self, gone: WorkerLink) -> list[WorkerLink]:
+        """Connected links that could not join while the worker that has gone, of another model, had the gateway's one name."""
+        pool = self.pools.get(self._settings.model_name)
+        if pool is None or pool.links:
+            return []
+        return [link for link in self.links.values() if link is not gone and link.info is not None and link.pool is None]
+
+    def _endpoints_changed(self, endpoints: Mapping[str, bool]) -> None:
+        now = asyncio.get_running_loop().time()
+        for address, ready in endpoints.items():
+            link = self.links.get(address)
+            if link is None:
+                link = self._open(address)
+            link.endpoint_ready = ready
+            if link.pool is not None:
+                link.pool.refresh(link, now)
+        for address, link in self.links.items():
+            if address not in endpoints:
+                link.endpoint_ready, link.retired = False, True
+                if link.pool is not None:
+                    link.pool.refresh(link, now)
+            else:
+                link.retired = False
+        self._close_retired()
+
+    def _open(self, address: str) -> WorkerLink:
+        settings = self._settings
+        cooldown_s = settings.breaker_cooldown_s  # also for a probe without a result, as when its client has gone
+        breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
+        link = self.links[address] = WorkerLink(address, self._events, settings.worker_silence_s, breaker)
+        assert self._group is not None
+        self._tasks[address] = self._group.create_task(link.run())
+        return link
+
+    def _close_retired(self) -> None:
+        for address in [address for address, link in self.links.items() if link.retired and not link.open]:
+            del self.links[address]
+            self._tasks.pop(address).cancel()
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = loop.time()
+            if self.index is not None:
+                self.index.expire(now)
+                if self.mirror is None:
+                    self.index.sweep(SWEEP_BLOCKS)
+            for pool in self.pools.values():
+                pool.refresh_all(now)
+            self._close_retired()
+            self._ticked()
+
+
+def _agree(pool: ModelPool) -> None:
+    """Any of its workers may get any of its requests: the shortest context counts, and prompts are cut where all of them say so.
+    Blocks are named by the weights that most of them have, of two equal halves by those that they were named by. Sampling
+    defaults are those of the worker among these whose id comes first, so that all gateways take the same."""
+    links = [link for link in pool.links.values() if link.info is not None]
+    infos = [link.info for link in links if link.info is not None]
+    model = pool.model
+    before = Weights(model.source, model.revision, model.tokenizer)
+    counts = Counter(link.weights for link in links if link.weights is not None)
+    most = max(counts, key=lambda weights: (counts[weights], weights == before), default=before)
+    model = replace(model, revision=most.revision, tokenizer=most.tokenizer)
+    if infos:
+        context_len, cuts = min(info.context_len for info in infos), all(info.auto_truncates for info in infos)
+        infos = [link.info for link in links if link.info is not None and link.weights == most] or infos
+        defaults = _defaults_of(min(infos, key=lambda info: info.worker_id))
+        model = replace(model, context_len=context_len, auto_truncates=cuts, defaults=defaults)
+    pool.model = model
+
+
+def _defaults_of(info: worker_pb2.WorkerInfo) -> SamplingDefaults:
+    """What no worker could mean is left out: clients would be refused for what they have not sent."""
+    given = info.sampling_defaults
+    values = {name: getattr(given, name) for name in NAMES if given.HasField(name)}
+    wrong = {name: text for name, value in values.items() if (text := fault(name, value))}
+    if wrong:
+        logger.error("a worker's sampling defaults are left out", extra=fields(worker=info.worker_id, faults=wrong))
+    return API_DEFAULTS.over({name: value for name, value in values.items() if name not in wrong})

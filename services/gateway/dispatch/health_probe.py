@@ -1,0 +1,101 @@
+"""Whether an answer can be made. A busy worker is judged by how it gets on, an idle one is tried with one token: nobody who asks
+waits behind traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.model_pool import ModelPool
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.worker_link import WorkerLink
+from services.gateway.request.errors import ApiError
+from services.gateway.request.generation import Generation, ModelInfo, Part, Prompt
+from services.gateway.request.request import ClientRequest
+from services.shared.limits import PRIORITY_RANGE
+
+RECENT_S = 2.0  # a step this young is proof enough, and asks nothing of a busy worker
+TRY_S = 10.0
+_PROMPT_ID = 0  # a token that every vocabulary has
+
+
+class GenerationProbe:
+    """One per process. However many ask at once, one request goes to a worker."""
+
+    def __init__(self, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._numbers = itertools.count(1)
+        self._trial: asyncio.Task[str] | None = None
+
+    async def failure(self) -> str:
+        """Why no answer can be made; "" if one can."""
+        connected = [link for link in self._dispatcher.fleet.links.values() if link.pool is not None]
+        if not connected:
+            return "No worker is connected."
+        last = self._dispatcher.last_step_at
+        if last is not None and asyncio.get_running_loop().time() - last < RECENT_S:
+            return ""
+        fit = [link for pool in self._dispatcher.fleet.pools.values() for link in pool.usable() if not link.hangs]
+        if any(link.load is not None and link.load.num_open for link in fit):
+            return ""
+        if not fit:
+            return "No worker makes a token: " + ", ".join(_trouble(link) for link in connected) + "."
+        if self._trial is None or self._trial.done():
+            self._trial = asyncio.create_task(self._try(fit))
+        return await asyncio.shield(self._trial)
+
+    async def _try(self, idle: Sequence[WorkerLink]) -> str:
+        request = ClientRequest(f"health-{next(self._numbers)}", self._dispatcher, self._metrics)
+        pool = self._asked(idle)
+        try:
+            async with asyncio.timeout(TRY_S):
+                request.begin([Part(Prompt([_PROMPT_ID], None), _one_token(pool.model))], pool.model)
+                request.choices[0].refused_by += [link.address for link in pool.links.values() if link not in idle]
+                self._dispatcher.start(request)
+                await request.news()
+        except ApiError as error:
+            return error.message
+        except TimeoutError:
+            return f"No token has come within {TRY_S:g} s."
+        finally:
+            request.close()
+        return ""
+
+    def _asked(self, idle: Sequence[WorkerLink]) -> ModelPool:
+        """The default model's workers, if one of them is idle."""
+        pools = [link.pool for link in idle if link.pool is not None]
+        default = self._dispatcher.catalog.default
+        return next((pool for pool in pools if pool.model == default), pools[0])
+
+
+def _trouble(link: WorkerLink) -> str:
+    name = link.info.worker_id if link.info is not None else link.address
+    if link.paused:
+        return f"{name} is paused"
+    if link.hangs and link.load is not None:
+        age_s, limit_s = link.load.step_age_ms / 1e3, link.load.step_limit_ms / 1e3
+        return f"{name} hangs, in a step of {age_s:.1f} s where none may take more than {limit_s:.1f}"
+    return f"{name} takes no requests"
+
+
+def _one_token(model: ModelInfo) -> Generation:
+    embedding = None if model.generates else pb.Embedding()
+    return Generation(
+        stream=False,
+        include_usage=False,
+        n=1,
+        seed=None,
+        max_tokens=1,
+        sampling=pb.SamplingParams(temperature=0.0, embedding=embedding),
+        stop_token_ids=frozenset(),
+        skip_special_tokens=True,
+        include_stop=False,
+        return_token_ids=False,
+        cache_salt="",
+        priority=PRIORITY_RANGE[1],
+    )

@@ -1,0 +1,306 @@
+"""A generation request from its first byte to its last, as one plain ASGI answer: read, check, tokenize, dispatch, render.
+
+The connection is watched from the moment the body is read. When the client goes, the request's task is cancelled wherever it
+stands, and closing the request frees everything downstream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.api.openai.preparation import Plan
+from services.gateway.api.openai.render import DONE, Renderer, StreamRenderer, sse_error, usage_of
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.http.body import ClientGone, read_body, until_gone
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.token_texts import ModelTexts, TokenTexts
+from services.gateway.request import budgets
+from services.gateway.request.abort import AbortScope
+from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.request.origin import Origin
+from services.gateway.request.request import ClientRequest, Phase
+from services.gateway.request.trace import RequestTrace, begin_trace
+from services.shared import limits
+from services.shared.observe.log import fields
+
+if TYPE_CHECKING:
+    from services.shared.observe.spans import Tracing
+
+logger = logging.getLogger(__name__)
+
+ERROR_SEND_S = 0.5  # for telling an error to a client that may have stopped reading
+ROUTING_KEY_HEADER = b"x-smg-routing-key"
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+Prepare = Callable[[bytes, Origin], Awaitable[Plan]]  # body
+MakeRenderer = Callable[[ClientRequest, int, str, ModelTexts], Renderer]  # request, created (Unix seconds), model
+
+
+class Generator:
+    """Knows all generation requests that are open. One per process."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        dispatcher: Dispatcher,
+        token_texts: TokenTexts,
+        metrics: GatewayMetrics,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.settings = settings
+        self.dispatcher = dispatcher
+        self.token_texts = token_texts
+        self.metrics = metrics
+        self._tracing = tracing
+        self._open: dict[Exchange, None] = {}
+        metrics.in_flight.set_function(lambda: float(len(self._open)))
+
+    def admit(self, exchange: Exchange) -> None:
+        """Raises ApiError when too many requests are open."""
+        if len(self._open) >= self.settings.max_concurrent_requests:
+            raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
+        self._open[exchange] = None
+
+    def trace(self, scope: Scope) -> RequestTrace | None:
+        """A request's spans begin. None: it is not traced."""
+        return None if self._tracing is None else begin_trace(self._tracing, scope)
+
+    def forget(self, exchange: Exchange) -> None:
+        self._open.pop(exchange, None)
+
+    def abort(self, scope: AbortScope, error: ApiError) -> int:
+        """Ends what is meant, see Exchange.abort; returns how many answers that were."""
+        return sum(exchange.abort(scope, error) for exchange in list(self._open))
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
+
+    def end_all(self, error: ApiError) -> None:
+        """Ends every open request with this error."""
+        for exchange in list(self._open):
+            exchange.interrupt(error)
+
+
+class Exchange(Response):
+    """One request and its answer. FastAPI hands it the raw ASGI channel, because it returns it as a response."""
+
+    background = None
+
+    def __init__(self, generator: Generator, prepare: Prepare, make_renderer: MakeRenderer) -> None:
+        # Not Response.__init__: there is no content yet, and headers are written with the first byte.
+        self._generator = generator
+        self._prepare = prepare
+        self._make_renderer = make_renderer
+        self._started = False  # the answer's status is out
+        self._work: asyncio.Task[None] | None = None
+        self._request: ClientRequest | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generator = self._generator
+        state, trace = scope["state"], generator.trace(scope)
+        request = ClientRequest(state["request_id"], generator.dispatcher, generator.metrics, state.get("key", ""), trace)
+        self._request = request
+        try:
+            generator.admit(self)
+            body = await read_body(scope, receive, generator.settings.max_body_bytes, generator.settings.body_timeout_s)
+        except ApiError as error:
+            await self._tell(error, send)
+        except ClientGone:
+            self._client_gone(scope)
+        else:
+            await self._answer(scope, body, receive, send)
+        finally:
+            generator.forget(self)
+            if trace is not None:
+                trace.end()
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        self._work = work = asyncio.create_task(self._serve(scope, body, send))
+        gone = asyncio.create_task(until_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                self._client_gone(scope)
+                work.cancel()
+        await asyncio.wait((work,))
+        if not work.cancelled():
+            work.result()
+
+    def _client_gone(self, scope: Scope) -> None:
+        assert self._request is not None
+        scope["state"]["code"] = CLIENT_CLOSED
+        self._generator.metrics.aborts.labels(self._request.phase.value).inc()
+        if self._request.trace is not None:
+            self._request.trace.client_gone()
+        logger.info("client gone", extra=fields(**self._request.origin.log_fields, phase=self._request.phase.value))
+        self._request.close()
+
+    def interrupt(self, error: ApiError) -> None:
+        """Ends the request with `error`, whatever it is waiting for."""
+        if self._request is not None:
+            self._request.fail(error)
+            if self._work is not None and self._request.phase is Phase.ACCEPTED:
+                self._work.cancel()
+
+    def abort(self, scope: AbortScope, error: ApiError) -> int:
+        """Ends the choices that are meant: what has come so far is their answer. Where there is nothing to show, because there
+        are no choices yet or they are vectors, the request ends with `error`. Returns how many answers have been ended."""
+        request = self._request
+        if request is None or request.error is not None or not scope.owns(request.key):
+            return 0
+        whole = (request.request_id, *request.origin.names)
+        if request.phase is Phase.ACCEPTED:
+            if not scope.on("") or not scope.names(*whole, *request.origin.part_names):
+                return 0
+            self.interrupt(error)
+            return 1
+        named = (each for each in request.choices if scope.names(*whole, each.part.request_id, each.request_id))
+        meant = [each for each in named if scope.on(each.worker_id)]
+        if meant and request.generation.wants_embedding:
+            request.fail(error)
+            return int(request.error is not None)
+        return sum(self._generator.dispatcher.abort(choice) for choice in meant)
+
+    async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
+        request = self._request
+        assert request is not None
+        error: ApiError | None = None
+        try:
+            async with asyncio.timeout(self._generator.settings.request_timeout_s):
+                await self._generate(scope, request, body, send)
+        except ApiError as failure:
+            error = failure
+        except TimeoutError:
+            error = timed_out()
+        except asyncio.CancelledError:
+            if request.error is None:
+                raise
+            error = request.error  # interrupted, and the client is still there
+        except Exception:
+            logger.exception("request failed", extra=fields(**request.origin.log_fields))
+            error = internal()
+        finally:
+            request.close()
+        if error is not None:
+            await self._tell(error, send)
+
+    async def _generate(self, scope: Scope, request: ClientRequest, body: bytes, send: Send) -> None:
+        key = _routing_key(scope)
+        plan = await self._begin(request, body, key)
+        scope["state"]["model"] = plan.model.name
+        texts = self._generator.token_texts.of_model(plan.model.source)
+        renderer = self._make_renderer(request, int(time.time()), plan.model.name, texts)
+        self._generator.dispatcher.start(request)
+        if request.generation.stream:
+            assert isinstance(renderer, StreamRenderer)
+            await self._stream(request, renderer, send)
+        else:
+            await self._send_document(request, renderer, send)
+
+    async def _begin(self, request: ClientRequest, body: bytes, key: str) -> Plan:
+        """Raises ApiError."""
+        try:
+            plan = await self._prepare(body, request.origin)
+            if key:
+                plan = plan.routed(key)
+            if request.error is not None:
+                raise request.error
+            self._count_cuts(request, plan)
+            budgets.check_logprobs(plan.parts, plan.model.context_len)
+            request.begin(plan.parts, plan.model)
+            if request.trace is not None:
+                request.trace.begin(plan.model.name, plan.parts)
+        except (ValueError, OverflowError):
+            # Every field has its check; this is for a value that passed and does not fit its protobuf message.
+            logger.warning("a value does not fit its message", extra=fields(**request.origin.log_fields), exc_info=True)
+            raise bad_request(None, "A value of the request is out of its range.") from None
+        return plan
+
+    def _count_cuts(self, request: ClientRequest, plan: Plan) -> None:
+        cuts = [part.prompt.num_cut for part in plan.parts if part.prompt.num_cut]
+        if cuts:
+            self._generator.metrics.truncated_prompts.inc(len(cuts))
+            logger.info("prompts were cut", extra=fields(**request.origin.log_fields, prompts=len(cuts), tokens=sum(cuts)))
+
+    async def _stream(self, request: ClientRequest, renderer: StreamRenderer, send: Send) -> None:
+        """The status goes out with the first chunk, so that an error before it is a plain HTTP error."""
+        last = False
+        while not last:
+            deltas = [delta for choice in await request.news() if (delta := choice.take()) is not None]
+            last = request.complete  # before anything is awaited: what comes from here on has not been taken
+            pieces = [await renderer.chunk(delta) for delta in deltas]
+            if last:
+                pieces += [renderer.usage_chunk()] if request.generation.include_usage else []
+                pieces.append(DONE)
+                self._count(request)
+            if not pieces:
+                continue
+            if not self._started:
+                await self._start(200, _SSE_HEADERS, send)
+            await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": not last})
+
+    async def _send_document(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
+        await request.news()
+        deltas = [delta for choice in request.choices if (delta := choice.take()) is not None]
+        self._count(request)
+        document = await renderer.document(deltas)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(document))]
+        await self._start(200, headers, send)
+        await send({"type": "http.response.body", "body": document, "more_body": False})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]], send: Send) -> None:
+        self._started = True
+        if self._request is not None and self._request.trace is not None:
+            self._request.trace.first_byte(status)
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _tell(self, error: ApiError, send: Send) -> None:
+        """As HTTP if nothing is out yet, else as the stream's last event."""
+        request = self._request
+        assert request is not None
+        if request.trace is not None:
+            request.trace.failed(error)
+        try:
+            async with asyncio.timeout(ERROR_SEND_S):
+                if self._started:
+                    await send({"type": "http.response.body", "body": sse_error(error), "more_body": False})
+                else:
+                    await self._start(error.status, error.headers(), send)
+                    await send({"type": "http.response.body", "body": error.json(), "more_body": False})
+        except TimeoutError:
+            logger.warning("client does not read its error", extra=fields(**request.origin.log_fields, status=error.status))
+
+    def _count(self, request: ClientRequest) -> None:
+        metrics, usage = self._generator.metrics, usage_of(request)
+        metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        metrics.output_tokens.inc(usage["completion_tokens"])
+        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        metrics.e2e_latency.observe(request.clock() - request.arrived)
+        if request.trace is not None:
+            request.trace.answered(usage, [choice.ending.finish_reason for choice in request.choices if choice.ending])
+        logger.info("answered", extra=fields(**request.origin.log_fields, choices=len(request.choices), usage=usage))
+
+
+def _routing_key(scope: Scope) -> str:
+    """Raises ApiError."""
+    key = dict(scope["headers"]).get(ROUTING_KEY_HEADER, b"")
+    if len(key) > limits.MAX_ROUTING_KEY_CHARS:
+        name = ROUTING_KEY_HEADER.decode()
+        raise bad_request(name, f"'{name}' may have at most {limits.MAX_ROUTING_KEY_CHARS} characters.")
+    return str(key, "latin-1")

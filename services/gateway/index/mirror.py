@@ -1,0 +1,278 @@
+"""The gateway's copy of the prefix index, fed from Redis (DESIGN §5) by one task; nothing here is on a request's way.
+
+The task reads in turn: once a second the leases; the blocks of one generation that is new to it; the next events. So nothing
+is written to the index by two at once. A generation's blocks are read after the place in the stream from which its events are
+followed, and workers write blocks before they tell of them: what was read and the events after it overlap and never miss.
+
+While Redis is away the copy stays as it is. Leases are then unknown; they stay so for LEASE_TTL_S after Redis is back, and
+owners whose lease it has lost are kept for as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from redis.exceptions import RedisError
+
+from services.gateway.index.index_reader import TIMEOUT_S, EventBatch, IndexReader
+from services.gateway.index.lease_table import LeaseTable
+from services.gateway.index.mirrored_owners import Applied, MirroredOwners
+from services.gateway.routing.prefix_index import PrefixIndex
+from services.shared.index.prefix_index import IndexEvent
+from services.shared.observe.log import fields
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0  # between two looks at the leases
+STALE_S = POLL_S + 2 * TIMEOUT_S  # leases read longer ago say nothing
+BLOCK_MS = 200
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+BLOCKS_PER_TURN = 2000  # written to the index before the event loop may do something else
+SWEEP_BLOCKS = 1000
+SWEEP_PAUSE_S = 0.005
+SWEEP_IDLE_S = 0.5
+
+
+@dataclass(slots=True)
+class MirrorCounts:
+    """Since the start. loads: of a generation's whole set of blocks; gaps: of those, because events had been missed."""
+
+    events: int = 0
+    bad_events: int = 0
+    loads: int = 0
+    gaps: int = 0
+    retired: int = 0
+
+
+class IndexMirror:
+    """changed: called on the event loop whenever `available`, a lease or an owner's number has changed; must not block.
+
+    Raises ValueError if the URL is none.
+    """
+
+    def __init__(
+        self, url: str, index: PrefixIndex, changed: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.counts = MirrorCounts()
+        self.available = False
+        self._reader = IndexReader(url)
+        self._index, self._changed, self._clock = index, changed, clock
+        self._leases = LeaseTable()
+        self._owners = MirroredOwners(index)
+        self._cursors: dict[str, bytes | None] = {}  # model → last event read, None: not begun
+        self._wanted: dict[str, int] = {}  # worker → generation whose blocks are to be read
+        self._suspect: set[str] = set()  # workers whose mirrored generation another server may know otherwise
+        self._run_id: str | None = None
+        self._polled_at = self._caught_up_at = clock()
+        self._pause = FIRST_PAUSE_S
+        self._told = False
+
+    # What routing asks
+
+    @property
+    def leases(self) -> Mapping[str, int]:
+        """Worker → generation, as last read."""
+        return MappingProxyType(self._leases.current)
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds since this copy had all that Redis had."""
+        return self._clock() - self._caught_up_at
+
+    @property
+    def num_owners(self) -> int:
+        return len(self._owners.generations())
+
+    def lease_alive(self, worker: str, generation_hint: int = 0) -> bool | None:
+        """Whether the worker holds its lease. generation_hint: its index generation as it says itself, 0: any. None: unknown:
+        Redis is away or just back, or this generation's lease was never seen."""
+        now = self._clock()
+        if not self.available or now - self._polled_at > STALE_S:
+            return None
+        return self._leases.alive(worker, generation_hint, now)
+
+    def owner_of(self, worker: str) -> int:
+        """The number of its current generation in the index; -1 if that is not known here."""
+        return self._owners.number(worker)
+
+    def watch_model(self, model: str) -> None:
+        """From the next turn on. More than once is once."""
+        self._cursors.setdefault(model, None)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._sweep())
+                tasks.create_task(self._keep_following())
+        finally:
+            await self._reader.close()
+
+    # The task
+
+    async def _sweep(self) -> None:
+        """Clears retired owners' blocks a few at a time."""
+        while True:
+            swept = self._index.sweep(SWEEP_BLOCKS)
+            await asyncio.sleep(SWEEP_PAUSE_S if swept else SWEEP_IDLE_S)
+
+    async def _keep_following(self) -> None:
+        while True:
+            try:
+                await self._follow()
+            except (RedisError, OSError) as error:
+                self._lost(error)
+            except Exception as error:  # what somebody has written there must not end the gateway
+                logger.exception("the prefix index could not be read")
+                self._lost(error)
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+
+    async def _follow(self) -> None:
+        """Until Redis fails."""
+        await self._poll()
+        while True:
+            if self._clock() - self._polled_at >= POLL_S or None in self._cursors.values():
+                await self._poll()
+            if self._wanted:
+                await self._load(*next(iter(self._wanted.items())))
+            await self._read(None if self._wanted else BLOCK_MS)
+
+    def _lost(self, error: Exception) -> None:
+        if self.available or not self._told:
+            logger.warning("redis is away, routing goes on without it: %s", error)
+        was, self.available, self._told = self.available, False, True
+        if was:
+            self._changed()
+
+    def _answered(self) -> None:
+        self._polled_at, self._pause = self._clock(), FIRST_PAUSE_S
+        if not self.available:
+            logger.info("redis is there: the prefix index is mirrored")
+            self.available = True
+            self._changed()
+
+    # Leases
+
+    async def _poll(self) -> None:
+        run_id, workers = await self._reader.members(self._cursors)
+        if not self.available:
+            self._leases.came_back(self._clock())
+        self._same_server(run_id)
+        for model in [model for model, cursor in self._cursors.items() if cursor is None]:
+            self._cursors[model] = await self._reader.newest(model)
+        await self._look_at_leases(workers | self._owners.generations().keys() | self._leases.current.keys())
+        self._answered()
+
+    def _same_server(self, run_id: str) -> None:
+        """Another server, or one that was restarted, has other streams and other blocks."""
+        if self._run_id not in (None, run_id):
+            logger.warning("redis has been restarted: reading the whole prefix index again")
+            self._leases.came_back(self._clock())
+            self._cursors = dict.fromkeys(self._cursors)
+            self._wanted.clear()
+            self._suspect = set(self._owners.generations())
+        self._run_id = run_id
+
+    async def _look_at_leases(self, workers: Iterable[str]) -> None:
+        names = sorted(workers)
+        leases = await self._reader.leases(names)
+        changes = [self._settle(worker, lease) for worker, lease in zip(names, leases, strict=True)]
+        if any(changes):
+            self._changed()
+
+    def _settle(self, worker: str, lease: int | None) -> bool:
+        """An owner counts while its lease lives. True if anything changed."""
+        changed = self._leases.saw(worker, lease)
+        if lease is None:
+            if not self._leases.settled(self._clock()):
+                return changed
+            self._wanted.pop(worker, None)
+            return self._retire(worker) or changed
+        suspect = worker in self._suspect
+        self._suspect.discard(worker)
+        if self._owners.generation(worker) == lease:
+            if suspect:
+                self._wanted[worker] = lease
+            return changed
+        self._wanted[worker] = lease
+        return self._retire(worker) or changed
+
+    def _retire(self, worker: str) -> bool:
+        if self._owners.generation(worker) is None:
+            return False
+        self._owners.retire(worker)
+        self.counts.retired += 1
+        return True
+
+    # Blocks
+
+    async def _load(self, worker: str, generation: int) -> None:
+        """It stays wanted until all its blocks have been read."""
+        number = self._owners.adopt(worker, generation, None)
+        self.counts.loads += 1
+        self._changed()
+        async for blocks in self._reader.blocks(worker, generation):
+            self._index.stored(number, blocks)
+            await asyncio.sleep(0)
+        self._wanted.pop(worker, None)
+
+    # Events
+
+    async def _read(self, block_ms: int | None) -> None:
+        places = {model: cursor for model, cursor in self._cursors.items() if cursor is not None}
+        if not places:
+            await asyncio.sleep(BLOCK_MS / 1000)
+        batches = await self._reader.events(places, block_ms) if places else []
+        for batch in batches:
+            await self._check_trim(batch.model, places[batch.model])
+            await self._take(batch)
+        if not self._wanted and not any(batch.more for batch in batches):
+            self._caught_up_at = self._clock()
+
+    async def _check_trim(self, model: str, after: bytes) -> None:
+        """Events between the last one read and the stream's beginning may be lost."""
+        if await self._reader.is_trimmed(model, after):
+            logger.warning("events were trimmed before they were read: reading all blocks again", extra=fields(model=model))
+            self.counts.gaps += 1
+            mirrored = self._owners.generations().items()
+            self._wanted |= {worker: number for worker, number in mirrored if self._leases.current.get(worker) == number}
+
+    async def _take(self, batch: EventBatch) -> None:
+        self.counts.bad_events += batch.bad
+        foreign = {event.worker for event in batch.events if self._owners.generation(event.worker) != event.generation}
+        await self._look_at_leases(foreign)
+        await self._apply(batch.events)
+        self._cursors[batch.model] = batch.last
+
+    async def _apply(self, events: Iterable[IndexEvent]) -> None:
+        written = 0
+        for event in events:
+            self._apply_one(event)
+            written += len(event.stored) + len(event.removed)
+            if written >= BLOCKS_PER_TURN:
+                written = 0
+                await asyncio.sleep(0)
+
+    def _apply_one(self, event: IndexEvent) -> None:
+        """A worker's lease names a generation before the first event of it: what no lease names is old."""
+        self.counts.events += 1
+        applied = self._owners.apply(event)
+        if applied is Applied.FOREIGN and self._leases.current.get(event.worker) == event.generation:
+            if event.seq == 1:
+                self._owners.adopt(event.worker, event.generation, 0)
+                self._owners.apply(event)
+                self._wanted.pop(event.worker, None)
+                self._changed()
+            else:
+                self._wanted[event.worker] = event.generation
+        elif applied is Applied.GAP:
+            logger.warning("events are missing: reading the worker's blocks again", extra=fields(worker=event.worker))
+            self.counts.gaps += 1
+            self._wanted[event.worker] = event.generation

@@ -1,0 +1,149 @@
+"""What is open, to be sent and unanswered on one stream to a detokenizer. Plain state on the event loop, no I/O.
+
+Handles are unique on a stream. A decoding is in `open` from adopt() until its last text, drop() or reset().
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from rootstock.v1 import detokenizer_pb2
+from services.gateway.peers.reconnect import StreamBroken
+from services.gateway.request.decoding import Decoding
+
+# Unanswered batches at most. Behind that, new ids of a row join its next batch instead of making more batches.
+MAX_IN_FLIGHT = 8
+# Ids of a batch, replayed ones included, unless one row alone has more. So each batch is answered within a short time, also
+# when all decodings of a lost detokenizer come at once.
+MAX_BATCH_IDS = 1 << 17
+
+Rows = list[tuple[int, int, bool]]  # handle, new ids, finished
+
+
+class DecodeWindow:
+    def __init__(self, on_lost: Callable[[list[Decoding]], None]) -> None:
+        self.open: dict[int, Decoding] = {}  # by handle, whether they were sent yet or not
+        self.answers = 0
+        self._opening: dict[int, Decoding] = {}  # a part of _dirty
+        self._dirty: dict[int, Decoding] = {}  # with ids or a finish to send
+        self._closes: list[int] = []
+        self._in_flight: deque[tuple[int, Rows]] = deque()
+        self._seq = 0
+        self._on_lost = on_lost
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._dirty or self._closes)
+
+    def adopt(self, decoding: Decoding, handle: int) -> None:
+        decoding.handle, decoding.sent = handle, decoding.decoded
+        self.open[handle] = self._opening[handle] = self._dirty[handle] = decoding
+
+    def touch(self, decoding: Decoding) -> None:
+        self._dirty[decoding.handle] = decoding
+
+    def drop(self, decoding: Decoding) -> None:
+        if self.open.pop(decoding.handle, None) is None:
+            return
+        self._dirty.pop(decoding.handle, None)
+        if self._opening.pop(decoding.handle, None) is None:
+            self._closes.append(decoding.handle)
+        decoding.link = None
+
+    def greeting(self) -> detokenizer_pb2.DecodeBatch:
+        """The first batch, empty: its answer shows that somebody serves the stream."""
+        self._in_flight.append((0, []))
+        return detokenizer_pb2.DecodeBatch(seq=0)
+
+    def next_batch(self) -> detokenizer_pb2.DecodeBatch | None:
+        """What has gathered since the last one; None if that is nothing, or too many are unanswered."""
+        if not self.has_more or len(self._in_flight) >= MAX_IN_FLIGHT:
+            return None
+        self._seq += 1
+        batch = detokenizer_pb2.DecodeBatch(seq=self._seq, closes=self._closes)
+        self._closes.clear()
+        rows: Rows = []
+        size = 0
+        for handle, decoding in self._dirty.items():
+            opens = handle in self._opening
+            size += len(decoding.ids) - decoding.sent + (decoding.decoded if opens else 0)
+            if rows and size > MAX_BATCH_IDS:
+                break
+            if opens:
+                batch.opens.append(decoding.open_message())
+            new = decoding.ids[decoding.sent :]
+            decoding.sent = len(decoding.ids)
+            rows.append((handle, len(new), decoding.finished))
+            batch.token_ids.extend(new)
+            batch.matched_stops.append(decoding.matched_stop)
+        batch.handles.extend(row[0] for row in rows)
+        batch.counts.extend(row[1] for row in rows)
+        batch.finished.extend(row[2] for row in rows)
+        for handle, _, _ in rows:
+            del self._dirty[handle]
+            self._opening.pop(handle, None)
+        self._in_flight.append((self._seq, rows))
+        return batch
+
+    def answered(self, batch: detokenizer_pb2.TextBatch) -> None:
+        """Gives `on_lost` the decodings that the peer does not know, then hands out the texts. Raises StreamBroken."""
+        if not self._in_flight:
+            raise StreamBroken("an answer to no batch")
+        seq, rows = self._in_flight[0]
+        if batch.unknown:
+            unknown = frozenset(batch.unknown)
+            lost = [row[0] for row in rows if row[0] in unknown]
+            rows = [row for row in rows if row[0] not in unknown]
+        else:
+            lost = []
+        if batch.seq != seq or len(batch.texts) != len(rows) or list(batch.handles) != [row[0] for row in rows]:
+            raise StreamBroken("an answer that does not fit its batch")
+        self._in_flight.popleft()
+        self.answers += 1
+        # First: what is handed out may touch or drop those that were lost, wherever they are by then.
+        if lost:
+            self._on_lost(self._take_lost(lost))
+        for (handle, count, finished), text in zip(rows, batch.texts, strict=True):
+            self._hand_out(handle, count, finished, text)
+
+    def _hand_out(self, handle: int, count: int, finished: bool, text: str) -> None:
+        decoding = self.open.get(handle)
+        if decoding is None:
+            return  # dropped, or open under another handle
+        decoding.breaks = 0
+        decoding.decoded += count
+        decoding.emitted_chars += len(text)
+        if finished:
+            del self.open[handle]
+            decoding.link, decoding.done = None, True
+        decoding.sink.on_text(text, count)
+
+    def _take_lost(self, handles: list[int]) -> list[Decoding]:
+        lost = [self.open.pop(handle) for handle in handles if handle in self.open]
+        for decoding in lost:
+            self._dirty.pop(decoding.handle, None)
+            decoding.link = None
+            decoding.lost += 1
+        return lost
+
+    def reset(self) -> list[Decoding]:
+        """The stream is gone: forgets everything. Returns what was open."""
+        orphans = list(self.open.values())
+        for _, rows in self._in_flight:
+            for handle, _, _ in rows:
+                if handle in self.open:
+                    self.open[handle].breaks += 1
+        self.open.clear()
+        self._opening.clear()
+        self._dirty.clear()
+        self._closes.clear()
+        self._in_flight.clear()
+        self._seq = 0
+        for decoding in orphans:
+            decoding.link = None
+        return orphans

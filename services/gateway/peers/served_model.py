@@ -1,0 +1,46 @@
+"""Which model a replica of the tokenizer or the detokenizer is for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from typing import Protocol
+
+import grpc
+
+from services.gateway.peers.reconnect import StreamBroken
+from services.shared.observe.log import fields
+
+logger = logging.getLogger(__name__)
+
+INFO_S = 2.0  # that a replica has to answer
+ANY = ""
+
+# Of a replica that is going away or does not answer: to be asked again. Its model is not taken for any model.
+_PASSING = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+class Info(Protocol):
+    model: str
+
+
+async def ask(answer: Awaitable[Info], address: str) -> str:
+    """The served name, ANY where the replica cannot say. `answer`: its Info call. Raises StreamBroken for a passing failure."""
+    try:
+        return (await answer).model
+    except grpc.aio.AioRpcError as error:
+        if error.code() in _PASSING:
+            raise StreamBroken(f"no answer to Info: {error.code().name}") from None
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            logger.warning("a replica does not say its model", extra=fields(address=address, code=error.code().name))
+        return ANY
+
+
+def serves(offered: str, wanted: str) -> bool:
+    """Whether a replica of the model `offered` may take what is for the model `wanted`; either may be ANY."""
+    return offered == wanted or ANY in (offered, wanted)

@@ -1,0 +1,93 @@
+"""What a model's tokens look like, by id: asked of a detokenizer once, then remembered. For answers with log probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+from services.gateway.peers.detokenizer_link import DetokPool
+from services.gateway.peers.served_model import ANY
+from services.gateway.request.errors import unavailable
+from services.shared.limits import MAX_TOKEN_TEXTS
+from services.shared.observe.log import fields
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 1 << 18  # ids of a model: a whole vocabulary; the oldest go first
+CALL_S = 2.0  # that one detokenizer gets, then the next is asked
+PAUSE_S = 0.2
+
+
+class TokenTexts:
+    """One per process, on the event loop."""
+
+    def __init__(self, detoks: DetokPool, wait_s: float, retry_after_s: int) -> None:
+        self._detoks = detoks
+        self._wait_s = wait_s
+        self._retry_after_s = retry_after_s
+        self._known: dict[str, dict[int, bytes]] = {}  # by model
+        self._turn = 0
+
+    def of_model(self, model: str) -> ModelTexts:
+        return ModelTexts(self, model)
+
+    async def of(self, ids: Collection[int], model: str = ANY) -> Mapping[int, bytes]:
+        """Every id's bytes: UTF-8, perhaps only a part of a character's. Raises ApiError 503 when no detokenizer answers.
+
+        `model`: a served name that the gateway knows, never one that a client made up.
+        """
+        known = self._known.setdefault(model, {})
+        found = {token: known[token] for token in ids if token in known}
+        missing = [token for token in dict.fromkeys(ids) if token not in found]
+        for begin in range(0, len(missing), MAX_TOKEN_TEXTS):
+            chunk = missing[begin : begin + MAX_TOKEN_TEXTS]
+            texts = dict(zip(chunk, await self._ask(chunk, model), strict=True))
+            _remember(known, texts)
+            found |= texts
+        return found
+
+    async def _ask(self, ids: list[int], model: str) -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_s
+        request = detokenizer_pb2.TokenTextsRequest(token_ids=ids)
+        while True:
+            for stub in self._in_turn(model):
+                try:
+                    response = await stub.TokenTexts(request, timeout=CALL_S)
+                except grpc.aio.AioRpcError as error:
+                    logger.warning("a detokenizer gave no token texts", extra=fields(code=error.code().name))
+                    continue  # the next one, or this one again
+                if len(response.texts) == len(ids):
+                    return list(response.texts)
+            if loop.time() >= deadline:
+                raise unavailable("No detokenizer is available.", self._retry_after_s)
+            await asyncio.sleep(PAUSE_S)
+
+    def _in_turn(self, model: str) -> list[detokenizer_pb2_grpc.DetokenizerStub]:
+        stubs = self._detoks.stubs(model)
+        self._turn += 1
+        first = self._turn % len(stubs) if stubs else 0
+        return stubs[first:] + stubs[:first]
+
+
+def _remember(known: dict[int, bytes], texts: Mapping[int, bytes]) -> None:
+    known |= texts
+    while len(known) > MAX_REMEMBERED:
+        del known[next(iter(known))]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTexts:
+    """Of one model, by a name that the gateway knows."""
+
+    texts: TokenTexts
+    model: str
+
+    async def of(self, ids: Collection[int]) -> Mapping[int, bytes]:
+        """As TokenTexts.of."""
+        return await self.texts.of(ids, self.model)

@@ -1,0 +1,172 @@
+"""Unary calls to the tokenizer replicas: in turn over the connected ones, retried elsewhere while the deadline allows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
+
+from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.gateway.discovery.endpoints import Endpoints
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers import served_model
+from services.gateway.peers.tokenizer_replica import Replica
+from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
+from services.shared.observe.log import fields
+from services.shared.observe.tracing import trace_fields
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+# Parts of the deadline that the first attempts get while there is another replica to try; the last one gets the rest.
+ATTEMPT_SHARES = (0.2, 0.3)
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+EncodeCall = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest
+Call = Callable[[tokenizer_pb2_grpc.TokenizerStub, float], Awaitable[tokenizer_pb2.EncodeResponse]]
+
+
+class TokenizerClient:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        timeout_s: float,
+        retry_after_s: int,
+        metrics: GatewayMetrics,
+        changed: Callable[[], None],
+    ) -> None:
+        """`addresses` until set_endpoints() is called. `changed` is called when connected() may have changed."""
+        self._replicas: dict[str, Replica] = {}
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}  # while run() runs
+        self._group: asyncio.TaskGroup | None = None  # while run() runs
+        self._timeout_s = timeout_s
+        self._retry_after_s = retry_after_s
+        self._retries = metrics.retries.labels("tokenizer")
+        self._changed = changed
+        self._turn = 0
+        metrics.watch_connected("tokenizer", self.connected)
+        self.set_endpoints(dict.fromkeys(addresses, True))
+
+    def connected(self, model: str = served_model.ANY) -> int:
+        """Tokenizers that a call could go to."""
+        return sum(replica.connected and replica.serves(model) for replica in self._replicas.values())
+
+    def set_endpoints(self, endpoints: Endpoints) -> None:
+        """New ones are connected to. Those that are gone finish their calls."""
+        for address, ready in endpoints.items():
+            replica = self._replicas.get(address)
+            if replica is None:
+                replica = self._replicas[address] = Replica(address, self._changed)
+                self._start(replica)
+            replica.ready, replica.retiring = ready, False
+        for replica in list(self._replicas.values()):
+            if replica.address not in endpoints:
+                replica.ready, replica.retiring = False, True
+                self._retire(replica)
+        self._changed()
+
+    async def run(self) -> None:
+        """Keeps the replicas connected until cancelled. Once in a client's life."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for replica in self._replicas.values():
+                self._start(replica)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._group = None
+
+    def _start(self, replica: Replica) -> None:
+        if self._group is not None:
+            self._tasks[replica] = task = self._group.create_task(replica.run())
+            task.add_done_callback(lambda _: self._tasks.pop(replica, None))
+
+    def _retire(self, replica: Replica) -> None:
+        if not replica.retiring or replica.in_flight:
+            return
+        if self._replicas.get(replica.address) is replica:
+            del self._replicas[replica.address]
+        task = self._tasks.pop(replica, None)
+        if task is not None and not task.cancelling():
+            task.cancel()
+
+    async def encode(
+        self, request: tokenizer_pb2.EncodeRequest, param: str = "prompt", model: str = served_model.ANY
+    ) -> tokenizer_pb2.EncodeResponse:
+        """`param` is the client's name for the texts. Raises ApiError."""
+        return await self._call(lambda stub, timeout: stub.Encode(request, timeout=timeout), request, param, model)
+
+    async def encode_chat(
+        self, request: tokenizer_pb2.EncodeChatRequest, model: str = served_model.ANY
+    ) -> tokenizer_pb2.EncodeResponse:
+        """Raises ApiError."""
+        call: Call = lambda stub, timeout: stub.EncodeChat(request, timeout=timeout)  # noqa: E731
+        return await self._call(call, request, "messages", model)
+
+    async def _call(self, call: Call, request: EncodeCall, param: str, model: str) -> tokenizer_pb2.EncodeResponse:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        attempt, pause = 0, 0.0
+        silent: set[Replica] = set()  # that this call has found so
+        while (left := deadline - loop.time()) > pause:
+            if pause:
+                self._retries.inc()
+                await asyncio.sleep(pause)
+                left -= pause
+            replica = self._next(model, silent)
+            if replica is not None:
+                limit = self._limit_s(attempt, left, model, silent | {replica})
+                attempt += 1
+                try:
+                    return await self._attempt(call, replica, limit)
+                except grpc.aio.AioRpcError as error:
+                    unanswered = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and limit < left
+                    if unanswered:
+                        silent.add(replica)
+                    if unanswered or error.code() is grpc.StatusCode.UNAVAILABLE:
+                        replica.doubt()
+                    elif error.code() not in _LOST:
+                        raise self._translate(error, request, param) from None
+            pause = min(max(FIRST_PAUSE_S, 2 * pause), LONGEST_PAUSE_S)
+        raise unavailable("No tokenizer is available.", self._retry_after_s)
+
+    async def _attempt(self, call: Call, replica: Replica, limit_s: float) -> tokenizer_pb2.EncodeResponse:
+        replica.in_flight += 1
+        try:
+            return await call(replica.stub, limit_s)
+        finally:
+            replica.in_flight -= 1
+            self._retire(replica)
+
+    def _next(self, model: str, silent: set[Replica]) -> Replica | None:
+        """A connected one in turn, preferably one that is not silent; None if there is none."""
+        usable = [one for one in self._replicas.values() if one.connected and one.serves(model)]
+        candidates = [one for one in usable if one not in silent] or usable
+        if not candidates:
+            return None
+        self._turn += 1
+        return candidates[self._turn % len(candidates)]
+
+    def _limit_s(self, attempt: int, left_s: float, model: str, tried: set[Replica]) -> float:
+        """Of an attempt: while there is another replica to try, one that goes unanswered leaves time for it."""
+        others = any(one.connected and one.serves(model) and one not in tried for one in self._replicas.values())
+        return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s
+
+    def _translate(self, error: grpc.aio.AioRpcError, request: EncodeCall, param: str) -> ApiError:
+        code, details = error.code(), (error.details() or "")[:MAX_DETAIL_CHARS]
+        if code in _REFUSED:
+            return bad_request(param, details or f"'{param}' was refused by the tokenizer.")
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            own_words = "larger than max" not in details  # else gRPC's, about its message
+            message = details if details and own_words else "The request is too large to be tokenized."
+            return ApiError(413, message, param=param, code="request_too_large")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return timed_out("Tokenizing took longer than this server allows.")
+        logger.error(
+            "tokenizer failed", extra=fields(request_id=request.request_id, **trace_fields(request.traceparent), code=code.name)
+        )
+        return internal("The tokenizer failed.")

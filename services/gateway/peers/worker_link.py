@@ -1,0 +1,208 @@
+"""The gateway's stream to one worker: submits and aborts go out in one message per event-loop tick, steps come in.
+
+Owns which choices are open on the worker. Knows nothing of what they mean: that is the LinkEvents' part. When the stream
+breaks, the worker aborts what came over it, and the open choices are handed back.
+
+A worker that has told its load does so every second. One that falls silent for `silence_s` is taken for lost, whatever the
+connection looks like: stopped, cut off, or hanging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+
+from rootstock.v1 import worker_pb2, worker_pb2_grpc
+from services.gateway.peers.reconnect import Duplex, StreamBroken, keep_connected
+from services.gateway.peers.weights import Weights, weights_of
+from services.gateway.routing.breaker import CircuitBreaker
+from services.shared.observe.log import fields
+from services.shared.rpc import grpc_server as rpc
+
+if TYPE_CHECKING:
+    from services.gateway.dispatch.model_pool import ModelPool
+    from services.gateway.request.request import Choice
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_BYTES = 4 << 20  # of submits in one message: far below what gRPC accepts, for a burst of long prompts is large
+
+ID_BYTES = 3  # of a token id in a message, about: counting them exactly takes as long as sending them
+LOOKS = 5  # that find nothing new, within the time that a link may be silent: a pause of this process is one, however long
+
+Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
+
+
+class LinkEvents(Protocol):
+    """Called on the event loop; must not block."""
+
+    def on_hello(self, link: WorkerLink) -> None:
+        """The link is connected, or was and its worker has got other weights: its `info` is new."""
+
+    def on_step(self, link: WorkerLink, step: worker_pb2.StepOutput) -> None: ...
+
+    def on_load(self, link: WorkerLink) -> None:
+        """The link's `load` is new."""
+
+    def on_down(self, link: WorkerLink, orphans: list[Choice]) -> None:
+        """The session is over; `orphans` were open on it."""
+
+
+class WorkerLink:
+    def __init__(self, address: str, events: LinkEvents, silence_s: float, breaker: CircuitBreaker) -> None:
+        self.address = address
+        self.breaker = breaker
+        self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
+        self.weights: Weights | None = None  # by its last hello, also once it is lost; None: never met
+        self.last_info: worker_pb2.WorkerInfo | None = None  # as it said when it was connected last; None: never yet
+        self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
+        self.draining = False  # it said that it is going away; until its next hello
+        self.paused = False  # no step runs there until an operator says so; as its last load says, also of an earlier stream
+        self.endpoint_ready = True  # as discovery sees it
+        self.crowded_until = 0.0  # its own queue was full: until its next load, or this time
+        self.met = False  # it has been connected once
+        self.retired = False  # discovery does not know the address any more
+        self.open: dict[int, Choice] = {}
+        self.open_tokens = 0  # prompt and output of what is open, as far as it is known here
+        self.pool: ModelPool | None = None  # of its model, and
+        self.row = -1  # its row there, while it is connected
+        self._silence_s = silence_s
+        self._heard = 0  # messages
+        self._events = events
+        self._submits: dict[int, worker_pb2.Submit] = {}  # without their prompts, which their choices have
+        self._aborts: list[int] = []
+        self._wake = asyncio.Event()
+
+    @property
+    def hangs(self) -> bool:
+        """Its step takes longer than any may."""
+        return self.load is not None and 0 < self.load.step_limit_ms < self.load.step_age_ms
+
+    def submit(self, choice: Choice, submit: worker_pb2.Submit) -> None:
+        """submit: all but the prompt, which is copied once, into the message that goes out."""
+        self.open[submit.handle] = choice
+        self.open_tokens += len(choice.prompt.ids) + len(choice.output_ids)
+        self._submits[submit.handle] = submit
+        self._wake.set()
+
+    def close(self, handle: int) -> Choice | None:
+        """Forgets the choice, which the worker has ended."""
+        choice = self.open.pop(handle, None)
+        if choice is not None:
+            self.open_tokens -= len(choice.prompt.ids) + len(choice.output_ids)
+        return choice
+
+    def abort(self, handle: int) -> None:
+        """Forgets the choice: whatever the worker still says of it is dropped."""
+        choice = self.close(handle)
+        if choice is None:
+            return
+        if choice.trace is not None:
+            choice.trace.aborted(handle)
+        if self._submits.pop(handle, None) is None:
+            self._aborts.append(handle)
+            self._wake.set()
+
+    async def run(self) -> None:
+        channel = rpc.channel(self.address)
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            await keep_connected("worker", self.address, lambda: self._session(stub.Generate(wait_for_ready=True)))
+        finally:
+            await channel.close()
+
+    async def _session(self, call: Call) -> None:
+        writer: asyncio.Task[None] | None = None
+        listener: asyncio.Task[None] | None = None
+        try:
+            first = await self._read(call)
+            if not first.HasField("hello"):
+                raise StreamBroken("the first message is no hello")
+            self.info = self.last_info = first.hello
+            self.weights = weights_of(self.info)
+            self.load, self.met = None, True
+            self.draining = False
+            logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
+            writer = asyncio.create_task(self._write(call))
+            writer.add_done_callback(lambda _: call.cancel())
+            listener = asyncio.create_task(self._listen(call))
+            self._events.on_hello(self)
+            while True:
+                message = await self._read(call)
+                self._heard += 1
+                if message.HasField("load"):
+                    self.load = message.load
+                    self._events.on_load(self)
+                elif message.HasField("hello"):
+                    self._renew(self.info, message.hello)
+                else:
+                    self._events.on_step(self, message.step)
+        finally:
+            for task in (writer, listener):
+                if task is not None:
+                    task.cancel()
+            call.cancel()
+            self._reset()
+
+    def _renew(self, before: worker_pb2.WorkerInfo, info: worker_pb2.WorkerInfo) -> None:
+        """Raises StreamBroken: sessions and ids of prompts are by worker and by model."""
+        if (info.worker_id, info.model) != (before.worker_id, before.model):
+            raise StreamBroken("a second hello that names another worker or model")
+        self.info, self.weights = info, weights_of(info)
+        logger.info("worker has other weights", extra=fields(address=self.address, worker=info.worker_id, revision=info.revision))
+        self._events.on_hello(self)
+
+    def _reset(self) -> None:
+        orphans = list(self.open.values())
+        for handle, choice in self.open.items():
+            if choice.trace is not None:
+                choice.trace.lost(handle)
+        self.info = self.load = None
+        self.open.clear()
+        self.open_tokens = 0
+        self._submits.clear()
+        self._aborts.clear()
+        self._events.on_down(self, orphans)
+
+    async def _listen(self, call: Call) -> None:
+        """Ends the call when a worker that tells its load has fallen silent."""
+        heard, silent = self._heard, 0
+        while silent < LOOKS:
+            await asyncio.sleep(self._silence_s / LOOKS)
+            silent = silent + 1 if self.load is not None and self._heard == heard else 0
+            heard = self._heard
+        logger.warning("worker is silent", extra=fields(address=self.address, seconds=self._silence_s))
+        call.cancel()
+
+    @staticmethod
+    async def _read(call: Call) -> worker_pb2.GenerateResponse:
+        message = await call.read()
+        if not isinstance(message, worker_pb2.GenerateResponse):
+            raise StreamBroken("ended by peer")
+        return message
+
+    def _next_message(self) -> worker_pb2.GenerateRequest:
+        """All aborts, and submits up to about MESSAGE_BYTES, the first one in any case."""
+        message = worker_pb2.GenerateRequest(aborts=self._aborts)
+        self._aborts.clear()
+        size = 0
+        while self._submits and size < MESSAGE_BYTES:
+            handle = next(iter(self._submits))
+            submit = message.submits.add()
+            submit.CopyFrom(self._submits.pop(handle))
+            submit.prompt_ids.extend(self.open[handle].prompt.ids)
+            size += ID_BYTES * (len(submit.prompt_ids) + len(submit.output_ids)) + submit.sampling.ByteSize()
+        return message
+
+    async def _write(self, call: Call) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._submits or self._aborts:
+                    await call.write(self._next_message())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader sees the same end, with its reason

@@ -1,0 +1,102 @@
+"""One handle's way from token ids to text: everything that is needed to go on decoding on another detokenizer.
+
+Written by its owner (ids, finish) and by the DetokLink that holds it (the rest).
+"""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rootstock.v1 import detokenizer_pb2
+from services.gateway.request.errors import ApiError
+
+if TYPE_CHECKING:
+    from services.gateway.peers.detokenizer_link import DetokLink
+
+PROMPT_TAIL = 5  # ids of the prompt that give the first decoded piece its context
+
+
+class DecodeSink(Protocol):
+    """Who a Decoding's text is for. Both are called on the event loop and must not block."""
+
+    def on_text(self, text: str, count: int) -> None:
+        """`count` more ids are decoded; `text` may be empty. The last call comes with the decoding's `done` set."""
+
+    def on_decode_failed(self, error: ApiError) -> None:
+        """No text will follow."""
+
+
+class Decoding:
+    __slots__ = (
+        "_open_fields",
+        "breaks",
+        "decoded",
+        "done",
+        "emitted_chars",
+        "finished",
+        "handle",
+        "homeless",
+        "ids",
+        "link",
+        "lost",
+        "matched_stop",
+        "model",
+        "request_id",
+        "sent",
+        "sink",
+        "traceparent",
+    )
+
+    def __init__(
+        self,
+        sink: DecodeSink,
+        request_id: str,
+        ids: Sequence[int],
+        prompt_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+        model: str = "",
+        traceparent: str = "",
+    ) -> None:
+        """`ids` is shared with the owner, who appends to it. model: whose ids they are, as detokenizers name it; "" for any.
+        traceparent: "" for ids of a request that is not traced."""
+        self.sink = sink
+        self.request_id = request_id  # for logs
+        self.ids = ids
+        self.handle = 0  # of the stream that it is open on; a new one with every open
+        self.link: DetokLink | None = None
+        self.homeless: TimerHandle | None = None  # runs while no detokenizer is connected
+        self.sent = 0  # ids that went out on the current stream or were replayed to it
+        self.decoded = 0  # ids whose text has come back
+        self.emitted_chars = 0  # of all text that has come back
+        self.breaks = 0  # batches of it that no answer came to because the stream broke, since it last got text
+        self.lost = 0  # times that a detokenizer did not know it, or failed to decode it
+        self.finished = False  # said by the owner
+        self.done = False  # the detokenizer has answered the finish
+        self.matched_stop = ""
+        self.model = model
+        self.traceparent = traceparent
+        self._open_fields = (prompt_ids[-PROMPT_TAIL:], tuple(stop), skip_special_tokens, include_stop)
+
+    def finish(self, matched_stop: str) -> None:
+        """No ids follow those that `ids` holds."""
+        self.finished = True
+        self.matched_stop = matched_stop
+
+    def open_message(self) -> detokenizer_pb2.DecodeOpen:
+        """What a stream needs that has never seen this handle. The ids after `decoded` follow as rows."""
+        tail, stop, skip_special_tokens, include_stop = self._open_fields
+        return detokenizer_pb2.DecodeOpen(
+            handle=self.handle,
+            prompt_tail=tail,
+            replay_ids=self.ids[: self.decoded],
+            emitted_chars=self.emitted_chars,
+            stop=stop,
+            skip_special_tokens=skip_special_tokens,
+            include_stop=include_stop,
+            request_id=self.request_id,
+            traceparent=self.traceparent,
+        )

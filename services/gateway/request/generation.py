@@ -1,0 +1,140 @@
+"""What a client asks for, whatever endpoint it came to. Plain data, valid by construction: validation.py makes it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.request.client_fields import ClientFields
+from services.shared.index.block_hash import root_hash
+from services.shared.index.cache_namespace import cache_namespace
+from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults
+
+_UINT64_MASK = (1 << 64) - 1
+
+UNLIMITED_ANSWER_TOKENS = 16384  # what an answer without max_tokens counts as in budgets
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the gateway knows of a model that workers serve. Lengths in tokens. embedding_size: numbers in its vectors,
+    0 if it gives none. source: the name that workers, tokenizers and detokenizers give it. revision, tokenizer: what block
+    hashes begin with. auto_truncates: a prompt that exceeds the context is cut. defaults: of what a request leaves out."""
+
+    name: str
+    context_len: int
+    vocab_size: int
+    generates: bool = True
+    embedding_size: int = 0
+    source: str = ""
+    revision: str = ""
+    tokenizer: str = ""
+    auto_truncates: bool = False
+    defaults: SamplingDefaults = API_DEFAULTS
+
+    def hash_root(self, cache_salt: str) -> bytes:
+        """What the first block of a prompt is chained to in the prefix index."""
+        return root_hash(self.source, self.revision, self.tokenizer, cache_namespace("", cache_salt))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding.
+    block_hashes: of its full blocks, one after the other; empty where nobody has computed them yet. num_cut: tokens behind them
+    that the context had no room for."""
+
+    ids: Sequence[int]
+    text: str | None
+    block_hashes: bytes = b""
+    num_cut: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What is asked of one prompt. `sampling` lacks max_new_tokens and seed, which differ by prompt and choice, and of what the
+    model has defaults for, what the client has not said.
+
+    fields: the client's names of what a worker may refuse. grammar_field: the one that `sampling.grammar` came from. In a
+    session the prompt is what the turn adds to a context that only the worker knows. vector_as_base64: an embedding is
+    answered as its little-endian float32. hidden: nothing was to be made, so the one token that a worker makes at least is
+    not shown. stream_repeats: each event of its stream has all that came before.
+    """
+
+    stream: bool
+    include_usage: bool
+    n: int
+    seed: int | None
+    max_tokens: int | None  # None: up to the context
+    sampling: pb.SamplingParams
+    stop_token_ids: frozenset[int]
+    skip_special_tokens: bool
+    include_stop: bool
+    return_token_ids: bool
+    cache_salt: str
+    priority: int
+    routing_key: str = ""
+    session: worker_pb2.SessionTurn | None = None
+    fields: ClientFields = field(default_factory=ClientFields)
+    grammar_field: str | None = None
+    vector_as_base64: bool = False
+    hidden: bool = False
+    stream_repeats: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of output tokens; Choice.logprobs then has one entry per output id."""
+        return bool(self.sampling.HasField("logprobs"))
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.wants_logprobs and bool(self.sampling.logprobs.HasField("prompt_from"))
+
+    @property
+    def wants_embedding(self) -> bool:
+        """A vector in place of text."""
+        return bool(self.sampling.HasField("embedding"))
+
+    def most_tokens(self, prompt_tokens: int, context_len: int) -> int:
+        """Of one answer. Of a session's turn only the worker knows what the context leaves."""
+        room = context_len if self.session is not None else context_len - prompt_tokens
+        return room if self.max_tokens is None else min(self.max_tokens, room)
+
+    def likely_tokens(self, prompt_tokens: int, context_len: int) -> int:
+        """Of one answer, for budgets: one without a limit of its own is not taken to fill a large context."""
+        most = self.most_tokens(prompt_tokens, context_len)
+        return most if self.max_tokens is not None else min(most, UNLIMITED_ANSWER_TOKENS)
+
+    def sampling_of(self, choice: int, prompt_tokens: int, model: ModelInfo) -> pb.SamplingParams:
+        """The parameters of one choice: `choice` counts from 0 within its prompt. Whichever worker goes on with it goes by the
+        same ones."""
+        params = pb.SamplingParams()
+        params.CopyFrom(self.sampling)
+        if self.wants_embedding:
+            params.max_new_tokens = 1
+            return params
+        if self.max_tokens is not None or self.session is None:
+            params.max_new_tokens = self.most_tokens(prompt_tokens, model.context_len)
+        for name in NAMES:
+            if not params.HasField(name):
+                setattr(params, name, getattr(model.defaults, name))
+        if self.seed is not None:
+            params.seed = (self.seed + choice) & _UINT64_MASK
+        elif params.temperature > 0:
+            params.seed = secrets.randbits(64)  # made here, so that another worker can go on with it
+        return params
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One prompt of a request and what is asked of it. prefix: what its text begins with (echo).
+
+    request_id: what workers know it by, "" for one made from the HTTP request's; with n > 1 each choice adds its number.
+    """
+
+    prompt: Prompt
+    generation: Generation
+    prefix: str = ""
+    request_id: str = ""

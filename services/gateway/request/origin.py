@@ -1,0 +1,38 @@
+"""Whose work a call is: for the logs of every service, and where the request is traced, for its spans."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.gateway.peers.tokenizer_client import EncodeCall
+    from services.gateway.request.trace import RequestTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """names: what its client calls the whole request, besides its id; part_names: what it calls parts of it. Both are filled in
+    when its body has been read."""
+
+    request_id: str
+    trace: RequestTrace | None = None
+    names: list[str] = field(default_factory=list)
+    part_names: list[str] = field(default_factory=list)
+
+    @property
+    def traceparent(self) -> str:
+        """Of the request itself; "" for one that is not traced."""
+        return self.trace.traceparent if self.trace is not None else ""
+
+    def tokenizing(self, call: EncodeCall) -> AbstractContextManager[None]:
+        """Around a call of the tokenizer, which is told its trace."""
+        return nullcontext() if self.trace is None else self.trace.tokenizing(call)
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What every log line about the request carries."""
+        if self.trace is None:
+            return {"request_id": self.request_id}
+        return {"request_id": self.request_id, "trace_id": self.trace.trace_id}

@@ -1,0 +1,74 @@
+"""Asks a service once how it is, and says so by exit status: what an image's HEALTHCHECK and a person in a shell use.
+
+    python -m services.shared.rpc.probe 127.0.0.1:7003 --service worker     gRPC health; without --service: liveness
+    python -m services.shared.rpc.probe http://127.0.0.1:8000/health        HTTP GET
+
+Status 0: serving, or an HTTP status of 200 to 399. 1: anything else, with one line on stderr. 2: a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import sys
+from urllib.parse import urlsplit
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.shared.rpc.grpc_server import LIVENESS
+
+SERVING, FAILING = 0, 1
+
+
+class NotServing(Exception):
+    """The text says what came instead."""
+
+
+def check_grpc(target: str, service: str, timeout_s: float) -> None:
+    """target: host:port. Raises NotServing."""
+    request = health_pb2.HealthCheckRequest(service=service)
+    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s).status
+        except grpc.RpcError as error:
+            raise NotServing(f"{target}: {error.code().name}: {error.details()}") from None
+    if status != health_pb2.HealthCheckResponse.SERVING:
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+        raise NotServing(f"{target}: {service or 'liveness'} is {name}")
+
+
+def check_http(url: str, timeout_s: float) -> None:
+    """Asks without proxies and follows no redirect. Raises NotServing."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    try:
+        connection = kind(parts.netloc, timeout=timeout_s)
+        connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+        status = connection.getresponse().status
+        connection.close()
+    except (OSError, http.client.HTTPException) as error:
+        raise NotServing(f"{url}: {error or type(error).__name__}") from None
+    if not 200 <= status < 400:
+        raise NotServing(f"{url}: status {status}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.shared.rpc.probe", description="Asks a service once how it is.")
+    parser.add_argument("target", help="host:port of a gRPC health service, or an http:// or https:// URL")
+    parser.add_argument("--service", default=LIVENESS, help="name in the gRPC health service; empty: liveness")
+    parser.add_argument("--timeout-s", type=float, default=2.0, help="seconds until the answer must be there")
+    given = parser.parse_args(argv)
+    try:
+        if given.target.startswith(("http://", "https://")):
+            check_http(given.target, given.timeout_s)
+        else:
+            check_grpc(given.target, given.service, given.timeout_s)
+    except NotServing as failure:
+        print(failure, file=sys.stderr)
+        return FAILING
+    return SERVING
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""A gRPC port that takes only calls with the operators' token: what comes without is refused before anything of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+
+from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc.control_token import accepts
+
+METADATA_KEY = "authorization"
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
+    """For services whose calls are all unary. token: "" lets every call in."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        if accepts(self._token, _given(handler_call_details.invocation_metadata)):
+            return await continuation(handler_call_details)
+        return self._refusal
+
+
+async def start_guarded_server(
+    host: str, port: int, token: str, add: Callable[[grpc.aio.Server], None]
+) -> tuple[grpc.aio.Server, int]:
+    """A started server with what `add` registers, and its port (0 takes a free one). Raises RuntimeError if the port is taken."""
+    server = grpc.aio.server(interceptors=(TokenCheck(token),), options=rpc.SERVER_OPTIONS)
+    add(server)
+    bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    await server.start()
+    return server, bound
+
+
+def _given(metadata: Any) -> bytes:
+    for key, value in metadata or ():
+        if key == METADATA_KEY:
+            return value if isinstance(value, bytes) else str(value).encode()
+    return b""
+
+
+async def _refuse(request: bytes, context: grpc.aio.ServicerContext) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token is required, as 'authorization: Bearer TOKEN'")
+    raise AssertionError("abort raises")

@@ -1,0 +1,30 @@
+"""python -m services.sim.core TRACE | generate KIND | fit SOURCE. Each has --help."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from services.sim.core import fit_command, generate_command, run_command
+from services.sim.core.report.timeline import NoPicture
+from services.sim.core.run.simulation import SimulationError
+from services.worker.exec.contracts.protocol import ExecutorError
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"generate": generate_command.main, "fit": fit_command.main}
+
+
+def main(argv: Sequence[str]) -> int:
+    command = COMMANDS.get(argv[0]) if argv else None
+    try:
+        if command is not None:
+            command(argv[1:])
+        else:
+            run_command.main(argv)
+    except (ValueError, OSError, ExecutorError, SimulationError, NoPicture) as error:
+        print(f"services.sim.core: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""python -m services.sim.core generate KIND OUT: writes a trace."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.sim.core.trace import workloads
+from services.sim.core.trace.trace import Trace, write_trace
+
+
+def main(argv: Sequence[str]) -> None:
+    """Raises ValueError, OSError."""
+    args = _parser().parse_args(argv)
+    trace = _make(args)
+    write_trace(args.out, trace)
+    prompts = sum(request.input_len for request in trace.requests)
+    print(
+        f"{args.out}: {len(trace.requests):,} requests, {prompts:,} prompt tokens, {trace.unique_block_tokens:,} of them unique, "
+        f"arrivals over {max(request.arrival for request in trace.requests):,.1f} s"
+    )
+
+
+def _make(args: argparse.Namespace) -> Trace:
+    given = {name: value for name, value in vars(args).items() if name not in ("kind", "out")}
+    match args.kind:
+        case "shared-prefix":
+            return workloads.shared_prefix(**given)
+        case "hot-prefix":
+            return workloads.hot_prefix(**given)
+        case "random":
+            return workloads.random_lengths(**given)
+        case "multi-turn":
+            return workloads.multi_turn(**given)
+        case "grammars":
+            return workloads.grammars(**given)
+        case _:
+            return workloads.storm(**given)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m services.sim.core generate", description="Writes a trace.")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+
+    shared = _kind(kinds, "shared-prefix", "groups of requests that begin alike, in random order")
+    shared.add_argument("--adjacent", action="store_true", help="a group's requests one after another")
+    _ints(shared, groups=64, per_group=16, prefix=2048, suffix=128, output=256)
+
+    hot = _kind(kinds, "hot-prefix", "one prefix that many requests begin with, the others unlike anything")
+    _ints(hot, requests=1024, prefix=2048, suffix=128, output=256)
+    hot.add_argument("--share", type=float, default=0.6, help="share of the requests that begin with it (default 0.6)")
+
+    random = _kind(kinds, "random", "nothing shared")
+    _ints(random, requests=1000, input_len=512, output=64)
+    random.add_argument("--spread", type=float, default=0.0, help="lengths within mean * (1 +- SPREAD) (default 0)")
+
+    turns = _kind(kinds, "multi-turn", "conversations over one system prompt")
+    _ints(turns, sessions=100, turns=5, system=512, user=128, output=128)
+    turns.add_argument("--think-s", type=float, default=5.0, help="seconds from an answer to the next turn (default 5)")
+
+    storm = _kind(kinds, "storm", "outputs that for a while are FACTOR times what the scheduler has come to expect")
+    _ints(storm, requests=4000, input_len=512, output=64, factor=10)
+    storm.add_argument("--begin", type=float, default=0.4, help="share of the requests before the storm (default 0.4)")
+    storm.add_argument("--end", type=float, default=0.5, help="share of the requests up to its end (default 0.5)")
+
+    held = _kind(kinds, "grammars", "requests with a grammar, which forces runs of their output, beside others without one")
+    _ints(held, requests=1000, input_len=512, output=256, between=8)
+    held.add_argument("--share", type=float, default=0.5, help="share of the requests that have one (default 0.5)")
+    lengths = "lengths of the runs, drawn at random (default 2,4,8,16)"
+    held.add_argument("--runs", type=_lengths, default=(2, 4, 8, 16), metavar="A,B,…", help=lengths)
+    return parser
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _kind(kinds: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(name, help=about, description=about)
+    parser.add_argument("out", type=Path, help="file to write")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests per second; 0: all at once, for --concurrency")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _ints(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}")

@@ -1,0 +1,78 @@
+"""An executor that keeps time and nothing else: no KV, no pages, tokens read from the script.
+
+A row's token depends on its position alone, so that a request goes on where it was after a retraction. It stands for a
+device with one stream: steps run one after another, each as long as the time model says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.sim.core.run.clock import VirtualClock
+from services.sim.core.trace.script import Script
+from services.worker.core.contracts.plan import BatchPlan, SlotParams, StepResult
+from services.worker.exec.contracts.operations import Operation, OperationRefused
+from services.worker.exec.contracts.protocol import Masks, Run
+from services.worker.exec.fake import TimeModel
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SimRun:
+    """begin, end: when the device works on the step. tokens: int32[rows]."""
+
+    plan: BatchPlan
+    tokens: I32
+    begin: float
+    end: float
+
+
+class SimExecutor:
+    """Implements exec.protocol.Executor. params.seed of a request is its place in the trace: how the script finds it."""
+
+    def __init__(self, script: Script, num_slots: int, time_model: TimeModel, clock: VirtualClock) -> None:
+        self._script = script
+        self._time_model = time_model
+        self._clock = clock
+        self._busy_until = 0.0
+        self._prompt_len = np.zeros(num_slots, dtype=np.int32)
+        self._outputs: I32 = np.zeros((num_slots, 1), dtype=np.int32)
+
+    def forward(self, plan: BatchPlan) -> SimRun:
+        for admitted in plan.admitted:
+            self._admit(admitted)
+        begin = max(self._busy_until, self._clock.now)
+        self._busy_until = begin + self._time_model.seconds(plan)
+        return SimRun(plan, self._tokens(plan), begin, self._busy_until)
+
+    def sample(self, run: Run, masks: Masks) -> None:
+        """The time model's steps end with their sampling."""
+
+    def wait(self, run: Run) -> StepResult:
+        """Passes the time until the step is done."""
+        assert isinstance(run, SimRun), "a run of another executor"
+        self._clock.pass_until(run.end)
+        return StepResult(run.plan.step_id, run.tokens)
+
+    def apply(self, operation: Operation) -> None:
+        raise OperationRefused("a simulation has no memory to release and nothing to profile")
+
+    def close(self) -> None:
+        self._outputs = np.zeros((0, 1), dtype=np.int32)
+
+    def _admit(self, admitted: SlotParams) -> None:
+        tokens = self._script.output(admitted.params.seed)
+        if (missing := len(tokens) - self._outputs.shape[1]) > 0:
+            self._outputs = np.pad(self._outputs, ((0, 0), (0, missing)))
+        self._outputs[admitted.slot, : len(tokens)] = tokens
+        self._prompt_len[admitted.slot] = admitted.num_prompt_tokens
+
+    def _tokens(self, plan: BatchPlan) -> I32:
+        """Rows that sample nothing, or run on past their request's end, get some token of no meaning."""
+        place = plan.starts + plan.num_tokens - self._prompt_len[plan.slots]
+        tokens: I32 = self._outputs[plan.slots, np.clip(place, 0, self._outputs.shape[1] - 1)]
+        return tokens

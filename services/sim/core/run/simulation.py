@@ -1,0 +1,124 @@
+"""Runs the real scheduler on a trace, a time model and a virtual clock: the worker's loop with nothing real around it.
+
+With overlap, step N+1 is planned and launched before step N is committed; without, the same loop commits first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.sim.core.run.executor import SimRun
+from services.sim.core.run.logs import RequestLog, StepLog
+from services.sim.core.run.worker import STUCK_WAIT_S, HostTimes, SimWorker, submit_message
+from services.sim.core.trace.arrivals import Arrivals
+from services.sim.core.trace.script import Script
+from services.sim.core.trace.trace import Trace
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import StepStats
+from services.worker.exec.fake import TimeModel
+
+MAX_STUCK_TURNS = 100_000
+
+
+class SimulationError(RuntimeError):
+    """The scheduler did what it must never do: it stood still, or lost pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """seconds: virtual, from the start to the last output."""
+
+    requests: RequestLog
+    steps: StepLog
+    stats: StepStats
+    num_pages: int
+    page_size: int
+    seconds: float
+
+
+class Simulation:
+    """One run; the same arguments give the same outcome. jumps: see SimWorker."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        trace: Trace,
+        arrivals: Arrivals,
+        time_model: TimeModel,
+        host: HostTimes | None = None,
+        overlap: bool = True,
+        jumps: bool = True,
+    ) -> None:
+        self._config, self._trace, self._arrivals, self._overlap = config, trace, arrivals, overlap
+        self._script = Script(trace)
+        self._worker = SimWorker(config, self._script, time_model, host, jumps=jumps)
+        self._clock, self._core = self._worker.clock, self._worker.core
+        self._requests = RequestLog(len(trace.requests))
+        self._requests.constrained[:] = [bool(request.forced) for request in trace.requests]
+        self._steps = StepLog()
+        self._stuck_turns = 0
+
+    def run(self) -> Outcome:
+        """Until every request has ended. Raises SimulationError."""
+        prev: SimRun | None = None
+        while prev is not None or self._arrivals.num_unsent or not self._core.idle:
+            prev = self._turn(prev)
+        if found := self._core.self_check():
+            raise SimulationError("; ".join(found))
+        config = self._config
+        return Outcome(self._requests, self._steps, self._core.stats(), config.num_pages, config.page_size, self._clock.now)
+
+    def _turn(self, prev: SimRun | None) -> SimRun | None:
+        self._send_due()
+        if not self._overlap:
+            self._commit(prev)
+        run = self._launch()
+        if run is None and prev is None:
+            self._wait_for_work()
+        else:
+            self._stuck_turns = 0
+        if self._overlap:
+            self._commit(prev)
+        self._take_output()
+        return run
+
+    def _send_due(self) -> None:
+        now = self._clock.now
+        for index in self._arrivals.due(now):
+            self._requests.sent[index] = now
+            self._worker.submit(submit_message(self._trace, self._script, index))
+
+    def _launch(self) -> SimRun | None:
+        planned = self._clock.now
+        run = self._worker.launch()
+        if run is not None:
+            self._steps.add(run, planned, self._core.stats())
+        return run
+
+    def _commit(self, run: SimRun | None) -> None:
+        if run is None:
+            return
+        self._worker.commit(run)
+        self._take_output()
+
+    def _take_output(self) -> None:
+        output = self._core.take_output()
+        now = self._clock.now
+        for peer in output.peers if output else ():
+            self._requests.told(peer.handles, peer.counts, now)
+            for finish in peer.finishes:
+                self._requests.end(finish, now)
+                self._arrivals.ended(finish.handle, now)
+
+    def _wait_for_work(self) -> None:
+        """Nothing runs: on to the next arrival, or a little further where requests wait for a time to pass."""
+        next_at = self._arrivals.next_at()
+        if self._core.idle:
+            if next_at is not None:
+                self._clock.pass_until(next_at)
+            return
+        self._stuck_turns += 1
+        if self._stuck_turns > MAX_STUCK_TURNS:
+            stats = self._core.stats()
+            raise SimulationError(f"nothing runs while {stats.num_waiting} requests wait and {stats.num_running} run")
+        self._clock.pass_time(STUCK_WAIT_S)

@@ -1,0 +1,81 @@
+"""python -m services.sim.core TRACE: runs a trace and prints what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from services.sim.core.report.report import as_dict, as_table, make_report
+from services.sim.core.report.timeline import check_drawable, draw_timeline
+from services.sim.core.run.config_flags import add_config_flags, config_of, with_graphs
+from services.sim.core.run.simulation import Simulation
+from services.sim.core.run.time_models import PRESETS, load_time_model
+from services.sim.core.run.worker import HostTimes
+from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
+from services.sim.core.trace.trace import BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, Trace, read_trace
+
+
+def main(argv: Sequence[str]) -> None:
+    """Raises ValueError, OSError, SimulationError, NoPicture."""
+    args = _parser().parse_args(argv)
+    if args.timeline:
+        check_drawable(args.timeline)
+    trace = read_trace(args.trace, args.block_size)
+    time_model, config = load_time_model(args.time_model), config_of(args)
+    if args.jumps == "graph" and not config.graph_rows:
+        config = with_graphs(config, time_model.graphs)
+    simulation = Simulation(
+        config,
+        trace,
+        _arrivals(trace, args),
+        time_model if args.jumps == "graph" else replace(time_model, graph_rereads=0),
+        HostTimes(args.plan_us * 1e-6, args.commit_us * 1e-6),
+        args.overlap,
+        args.jumps != "none",
+    )
+    gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
+    begun = time.perf_counter()
+    outcome = simulation.run()
+    report = make_report(outcome, time.perf_counter() - begun)
+    print(json.dumps(as_dict(report)) if args.json else as_table(report))
+    if args.timeline:
+        draw_timeline(outcome, args.timeline, f"{args.trace.name}: {report.output_tokens_per_s:,.0f} output tokens/s")
+
+
+def _arrivals(trace: Trace, args: argparse.Namespace) -> Arrivals:
+    return ClosedLoop(trace, args.concurrency) if args.concurrency else OpenLoop(trace, args.speed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.sim.core",
+        description="Runs the scheduler on a trace and a virtual clock. Also: generate --help, fit --help.",
+    )
+    parser.add_argument("trace", type=Path, help="JSON lines: rootstock's own or Mooncake's")
+    parser.add_argument(
+        "--block-size", type=int, help=f"tokens per block (default {BLOCK_SIZE}; Mooncake: {MOONCAKE_BLOCK_SIZE})"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=0, metavar="N", help="closed loop: N requests at a time, arrivals unused"
+    )
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals come X times as fast")
+    presets = ", ".join(PRESETS)
+    parser.add_argument("--time-model", default="h200-like", metavar="NAME|FILE", help=f"one of {presets}, or what fit wrote")
+    parser.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="host time of a plan, microseconds")
+    parser.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="host time of a commit, microseconds")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True, help="plan a step while another runs")
+    parser.add_argument(
+        "--jumps",
+        choices=("graph", "eager", "none"),
+        default="graph",
+        help="text that a grammar forces: within graphs, if the time model has any (default), without, or sampled like the rest",
+    )
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the run into a .png or .svg file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_config_flags(parser)
+    return parser

@@ -1,0 +1,132 @@
+"""Makes traces. Each function gives the same trace for the same arguments; `rate` is in requests per second with
+exponential gaps, 0 for all at once (for runs at fixed concurrency). Lengths in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.sim.core.trace.trace import BLOCK_SIZE, Trace, TraceRequest
+
+F64 = NDArray[np.float64]
+
+
+def shared_prefix(
+    groups: int, per_group: int, prefix: int, suffix: int, output: int, rate: float, seed: int, adjacent: bool = False
+) -> Trace:
+    """groups x per_group requests, those of a group one after another (adjacent) or in random order. A group's begin with the
+    same `prefix` tokens."""
+    rng = np.random.default_rng(seed)
+    blocks = -(-prefix // BLOCK_SIZE)
+    if prefix % BLOCK_SIZE:
+        raise ValueError(f"prefix is a multiple of {BLOCK_SIZE}, the tokens of a block")
+    order = np.arange(groups * per_group) // per_group if adjacent else rng.permutation(groups * per_group) % groups
+    return _trace(
+        (
+            TraceRequest(at, tuple(range(group * blocks, (group + 1) * blocks)), prefix + suffix, output, output)
+            for at, group in zip(_arrivals(len(order), rate, rng).tolist(), order.tolist(), strict=True)
+        )
+    )
+
+
+def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
+    """Prompts of prefix + suffix tokens. `share` of them, at random places, begin with the same prefix; the others are unlike
+    anything."""
+    if not 0 <= share <= 1:
+        raise ValueError("share is within 0 and 1")
+    if prefix % BLOCK_SIZE:
+        raise ValueError(f"prefix is a multiple of {BLOCK_SIZE}, the tokens of a block")
+    rng = np.random.default_rng(seed)
+    hot = rng.permutation(requests) < round(share * requests)
+    blocks = tuple(range(prefix // BLOCK_SIZE))
+    rows = zip(_arrivals(requests, rate, rng).tolist(), hot.tolist(), strict=True)
+    return _trace(TraceRequest(at, blocks if is_hot else (), prefix + suffix, output, output) for at, is_hot in rows)
+
+
+def random_lengths(requests: int, input_len: int, output: int, spread: float, rate: float, seed: int) -> Trace:
+    """Nothing shared. Lengths are uniform in mean * (1 - spread) .. mean * (1 + spread)."""
+    rng = np.random.default_rng(seed)
+    prompts, outputs = (_around(mean, spread, requests, rng) for mean in (input_len, output))
+    times = _arrivals(requests, rate, rng)
+    rows = zip(times.tolist(), prompts, outputs, strict=True)
+    return _trace(TraceRequest(at, (), prompt, said, said) for at, prompt, said in rows)
+
+
+def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, think_s: float, rate: float, seed: int) -> Trace:
+    """Sessions that begin at `rate`. A turn's prompt is the system prompt that all share, every turn and answer so far, and
+    `user` new tokens; answers are part of the later prompts, so their KV can be used again."""
+    rng = np.random.default_rng(seed)
+    shared = system // BLOCK_SIZE
+    per_session = -(-(system + turns * (user + output)) // BLOCK_SIZE) - shared
+    requests = []
+    for session, begun in enumerate(_arrivals(sessions, rate, rng).tolist()):
+        own = range(shared + session * per_session, shared + (session + 1) * per_session)
+        context = (*range(shared), *own)
+        for turn in range(turns):
+            prompt = system + turn * (user + output) + user
+            blocks = context[: -(-(prompt + output) // BLOCK_SIZE)]
+            first = TraceRequest(begun, blocks, prompt, output, output, session=f"s{session}")
+            requests.append(replace(first, think_s=think_s if turn else 0.0))
+    return _trace(sorted(requests, key=lambda request: request.arrival))
+
+
+def storm(requests: int, input_len: int, output: int, factor: int, begin: float, end: float, rate: float, seed: int) -> Trace:
+    """Requests that may say factor * output tokens and say `output`, except that those which arrive from `begin` to `end`
+    (shares of the trace) say all they may: what the scheduler has learned to expect is then wrong by `factor`."""
+    rng = np.random.default_rng(seed)
+    times = _arrivals(requests, rate, rng)
+    stormy = range(round(begin * requests), round(end * requests))
+    return _trace(
+        TraceRequest(at, (), input_len, output * factor if index in stormy else output, output * factor)
+        for index, at in enumerate(times.tolist())
+    )
+
+
+def grammars(
+    requests: int, share: float, input_len: int, output: int, between: int, runs: tuple[int, ...], rate: float, seed: int
+) -> Trace:
+    """Nothing shared. `share` of the requests, at random places, have a grammar: after 1 to 2 * between - 1 tokens, uniform,
+    that it leaves open comes a run that it forces, of a length drawn from `runs`, and so on."""
+    if not 0 <= share <= 1:
+        raise ValueError("share is within 0 and 1")
+    if between < 1 or not runs or min(runs) < 1:
+        raise ValueError("between and runs are 1 at least")
+    rng = np.random.default_rng(seed)
+    held = rng.permutation(requests) < round(share * requests)
+    times = _arrivals(requests, rate, rng).tolist()
+    return _trace(
+        TraceRequest(at, (), input_len, output, output, forced=_forced(output, between, runs, rng) if is_held else ())
+        for at, is_held in zip(times, held.tolist(), strict=True)
+    )
+
+
+def _forced(output: int, between: int, runs: tuple[int, ...], rng: np.random.Generator) -> tuple[tuple[int, int], ...]:
+    """Up to the last token, which is EOS."""
+    found, place = [], int(rng.integers(1, 2 * between))
+    while place < output - 1:
+        count = min(int(rng.choice(runs)), output - 1 - place)
+        found.append((place, count))
+        place += count + int(rng.integers(1, 2 * between))
+    return tuple(found)
+
+
+def _trace(requests: Iterable[TraceRequest]) -> Trace:
+    return Trace(BLOCK_SIZE, tuple(requests))
+
+
+def _arrivals(count: int, rate: float, rng: np.random.Generator) -> F64:
+    """float64[count], rising, rounded to the microsecond."""
+    if not rate:
+        return np.zeros(count)
+    times: F64 = np.cumsum(rng.exponential(1 / rate, count)).round(6)
+    return times
+
+
+def _around(mean: int, spread: float, count: int, rng: np.random.Generator) -> list[int]:
+    if not 0 <= spread < 1:
+        raise ValueError("spread is at least 0 and below 1")
+    low, high = max(round(mean * (1 - spread)), 1), max(round(mean * (1 + spread)), 1)
+    return [int(value) for value in rng.integers(low, high, count, endpoint=True)]

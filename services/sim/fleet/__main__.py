@@ -1,0 +1,182 @@
+"""python -m services.sim.fleet [TRACE | --workload NAME]: runs a fleet on a trace and compares routing policies."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from services.sim.core.run.config_flags import add_config_flags, config_of
+from services.sim.core.run.simulation import SimulationError
+from services.sim.core.run.time_models import PRESETS, load_time_model
+from services.sim.core.run.worker import HostTimes
+from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
+from services.sim.core.trace.trace import Trace, read_trace
+from services.sim.fleet.config import FleetConfig, Kill
+from services.sim.fleet.report import FleetReport, as_dict, as_table, make_report
+from services.sim.fleet.simulation import FleetSimulation
+from services.sim.fleet.workloads import WORKLOADS
+from services.worker.core.contracts.config import SchedulerConfig
+
+KV_TOKENS = 800_000  # of an 8B model on one large accelerator
+DERIVED = ("num_pages", "context_len")
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except (ValueError, OSError, SimulationError) as error:
+        print(f"services.sim.fleet: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Raises ValueError, OSError, SimulationError."""
+    trace = _trace(args)
+    config = _config(args, trace)
+    gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
+    reports = {policy: _simulate(args, config, policy, trace) for policy in args.policies}
+    if args.json:
+        print(json.dumps({policy: as_dict(report) for policy, report in reports.items()}))
+        return
+    prompts = sum(request.input_len for request in trace.requests)
+    print(
+        f"{config.workers} workers with KV for {config.scheduler.num_pages * config.scheduler.page_size:,} tokens each; "
+        f"{len(trace.requests):,} requests, {prompts:,} prompt tokens, {trace.unique_block_tokens:,} of them distinct\n"
+    )
+    print(as_table(reports))
+
+
+def _simulate(args: argparse.Namespace, config: FleetConfig, policy: str, trace: Trace) -> FleetReport:
+    arrivals: Arrivals = ClosedLoop(trace, args.concurrency) if args.concurrency else OpenLoop(trace, args.speed)
+    begun = time.perf_counter()
+    outcome = FleetSimulation(config, policy, trace, arrivals).run()
+    window = max(round(args.window_s / config.report_s), 1)
+    return make_report(policy, outcome, config.workers, window, time.perf_counter() - begun)
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    if (args.trace is None) == (args.workload is None):
+        raise ValueError("give a trace file or --workload, and not both")
+    if args.trace is not None:
+        return read_trace(args.trace, args.block_size)
+    size = args.size or args.workers
+    if size < 1:
+        raise ValueError("a workload is made for at least one worker")
+    return WORKLOADS[args.workload](size, args.rate, args.seed)
+
+
+def _config(args: argparse.Namespace, trace: Trace) -> FleetConfig:
+    return FleetConfig(
+        scheduler=_scheduler_config(args, trace),
+        time_model=load_time_model(args.time_model),
+        routing=RoutingConfig(**{field.name: getattr(args, field.name) for field in fields(RoutingConfig)}),
+        workers=args.workers,
+        gateways=args.gateways,
+        host=HostTimes(args.plan_us * 1e-6, args.commit_us * 1e-6),
+        overlap=args.overlap,
+        slack=args.slack,
+        hop_s=args.hop_s,
+        report_s=args.report_s,
+        index_delay_s=args.index_delay_s,
+        speculative_s=args.speculative_s,
+        detect_s=args.detect_s,
+        kills=tuple(args.kill),
+        seed=args.seed,
+    )
+
+
+def _scheduler_config(args: argparse.Namespace, trace: Trace) -> SchedulerConfig:
+    """The context is as long as the trace needs it: a thousand workers' page tables would not fit otherwise."""
+    kv_tokens = round(args.kv_share * trace.unique_block_tokens) if args.kv_share else args.kv_tokens
+    longest = max(request.input_len + max(request.max_new_tokens, request.output_len) for request in trace.requests)
+    return config_of(args, num_pages=max(kv_tokens // args.page_size, 1), context_len=longest + 1)
+
+
+def _policies(text: str) -> list[str]:
+    names = [str(name) for name in RoutingPolicy]
+    if text == "all":
+        return names
+    given = text.split(",")
+    if unknown := [name for name in given if name not in names]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(names)}")
+    return given
+
+
+def _kill(text: str) -> Kill:
+    try:
+        worker, _, when = text.partition("@")
+        at, _, back = when.partition("+")
+        return Kill(int(worker), float(at), float(back) if back else 0.0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not WORKER@SECONDS or WORKER@SECONDS+SECONDS")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.sim.fleet",
+        description="Runs gateways' routing and workers' schedulers on a trace and a virtual clock, once for each policy.",
+    )
+    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines: rootstock's own or Mooncake's")
+    parser.add_argument("--block-size", type=int, help="tokens per block of the trace")
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), help="instead of a trace")
+    parser.add_argument(
+        "--size", type=int, default=0, metavar="N", help="of the workload: so much as for N workers (default: theirs)"
+    )
+    parser.add_argument("--rate", type=float, default=0.0, help="arrivals of the workload per second (default: all at once)")
+    parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="closed loop: N requests at a time in the fleet")
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals come X times as fast")
+    parser.add_argument("--policies", type=_policies, default=["prefix_aware", "round_robin"], metavar="A,B,…", help="or: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window-s", type=float, default=5.0, help="for the worst balance over time (default 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_fleet_flags(parser)
+    _add_routing_flags(parser)
+    add_config_flags(parser, without=DERIVED)
+    return parser
+
+
+def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the fleet (times in seconds)")
+    group.add_argument("--workers", type=int, default=8, help="default 8")
+    group.add_argument("--gateways", type=int, default=2, help="default 2")
+    group.add_argument("--kv-tokens", type=int, default=KV_TOKENS, help=f"KV of each worker (default {KV_TOKENS:,})")
+    group.add_argument("--kv-share", type=float, default=0.0, help="the same, as a share of the trace's distinct prompt tokens")
+    presets = ", ".join(PRESETS)
+    group.add_argument("--time-model", default="h200-like", metavar="NAME|FILE", help=f"one of {presets}, or what sim fit wrote")
+    group.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="host time of a plan, microseconds")
+    group.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="host time of a commit, microseconds")
+    group.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True, help="plan a step while another runs")
+    defaults = {field.name: field.default for field in fields(FleetConfig)}
+    for name, about in (
+        ("slack", "requests beyond those that a worker runs before more wait at the gateway, as a share"),
+        ("hop_s", "gateway to worker, and back"),
+        ("report_s", "between load reports, and between batches for the index"),
+        ("index_delay_s", "from such a batch to the gateways' indexes"),
+        ("speculative_s", "for which a gateway takes a prompt for cached where it has sent it"),
+        ("detect_s", "from a worker's death until gateways know"),
+    ):
+        text = f"{about} (default {defaults[name]})"
+        group.add_argument(f"--{name.replace('_', '-')}", type=float, default=defaults[name], metavar="X", help=text)
+    group.add_argument(
+        "--kill", type=_kill, action="append", default=[], metavar="W@T[+S]", help="kill worker W at T s; it is back after S s"
+    )
+
+
+def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("routing (see services/gateway/routing/config.py)")
+    for field in fields(RoutingConfig):
+        name = f"--{field.name.replace('_', '-')}"
+        group.add_argument(name, type=type(field.default), default=field.default, metavar="X", help=f"default {field.default}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

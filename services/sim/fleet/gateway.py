@@ -1,0 +1,187 @@
+"""A gateway of the fleet: the real index, policy and queue, and a view of the workers that is as old as in life."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.fair_queue import FairQueue, Placed
+from services.gateway.routing.policies import make_policy
+from services.gateway.routing.prefix_index import PrefixIndex
+from services.gateway.routing.sharing import SharingMeter
+from services.shared.index.block_hash import BLOCK_TOKENS, block_hashes
+from services.shared.index.cache_namespace import cache_namespace
+from services.shared.index.prefix_index import split_hashes
+from services.sim.core.run.worker import submit_message
+from services.sim.core.trace.script import Script
+from services.sim.core.trace.trace import Trace
+from services.sim.fleet.config import FleetConfig
+from services.sim.fleet.event_queue import EventQueue
+from services.sim.fleet.load_view import LoadView
+from services.sim.fleet.worker import FleetWorker, WorkerLoad, namespace_root
+from services.worker.core.contracts.messages import Finish, PeerOutput, Submit
+from services.worker.core.kv.cache_events import CacheEvents
+
+MAX_QUEUED = 1 << 20  # no request of a trace is turned away
+SWEPT_BLOCKS = 4096  # per load report
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """message: as it is first sent. told: output tokens so far. row: of the worker that has it, -1 while it waits here."""
+
+    message: Submit
+    hashes: tuple[bytes, ...]
+    told: int = 0
+    row: int = -1
+    sends: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.message.prompt_ids) + self.told
+
+
+class FleetGateway:
+    """number: its peer number at the workers. send: takes (row, message). placed: told of (index, pick, whether it had
+    been sent before). told: given every output once the gateway has taken it in."""
+
+    def __init__(
+        self,
+        number: int,
+        policy: str,
+        config: FleetConfig,
+        trace: Trace,
+        script: Script,
+        clock: EventQueue,
+        send: Callable[[int, Submit], None],
+        placed: Callable[[int, Pick, bool], None],
+        told: Callable[[PeerOutput], None],
+    ) -> None:
+        self.number = number
+        self._config, self._trace, self._script, self._clock = config, trace, script, clock
+        self._send, self._placed, self._told = send, placed, told
+        self._policy = make_policy(policy, config.routing, random.Random(config.seed * 1000 + number))
+        self.index = PrefixIndex()
+        self.columns = WorkerColumns()
+        for row in range(config.workers):
+            self._add(row)
+        self._view = LoadView(self.columns, number)
+        self._queue: FairQueue[OpenRequest] = FairQueue(MAX_QUEUED)
+        self._moved: deque[OpenRequest] = deque()
+        self._open: dict[int, OpenRequest] = {}
+        self._picks = 0
+        self._sharing = SharingMeter()
+        self.max_queue = 0
+
+    def arrive(self, index: int) -> None:
+        message = submit_message(self._trace, self._script, index, self.number)
+        root = namespace_root(cache_namespace(message.lora, message.salt))
+        request = OpenRequest(message, tuple(split_hashes(block_hashes(root, message.prompt_ids))))  # type: ignore[arg-type]
+        self._open[index] = request
+        self._place_or_queue(request)
+
+    def hear(self, worker: FleetWorker, output: PeerOutput) -> None:
+        """One step's news from a worker."""
+        for handle, count in zip(output.handles, output.counts, strict=True):
+            self._open[handle].told += count
+        self._view.grew(worker.row, sum(output.counts))
+        for finish in output.finishes:
+            self._end(finish)
+        if output.finishes:
+            self._drain()
+        self._told(output)
+
+    def reported(self, loads: Sequence[WorkerLoad]) -> None:
+        self._view.reported(loads)
+        self.index.expire(self._clock.now)
+        self.index.sweep(SWEPT_BLOCKS)
+        self._drain()
+
+    def indexed(self, name: str, generation: int, events: CacheEvents) -> None:
+        owner = self.index.find(name, generation)
+        if owner >= 0:
+            self.index.stored(owner, events.stored)
+            self.index.removed(owner, events.removed)
+
+    def up(self, worker: FleetWorker) -> None:
+        """A worker may be sent requests from now on."""
+        self.columns.owner[worker.row] = self.index.owner(worker.name, worker.generation)
+        self.columns.usable[worker.row] = True
+        self._drain()
+
+    def down(self, worker: FleetWorker) -> None:
+        """A worker has died: what it had goes on elsewhere, after what it has said."""
+        row = worker.row
+        self.columns.usable[row] = False
+        self.index.retire(int(self.columns.owner[row]))
+        self.columns.owner[row] = -1
+        for request in [request for request in self._open.values() if request.row == row]:
+            self._view.ended(row, request.tokens)
+            request.row = -1
+            if not self._place(request):
+                self._moved.append(request)
+
+    def _add(self, row: int) -> None:
+        name = f"worker-{row}"
+        at = self.columns.add(name, int.from_bytes(blake2b(name.encode(), digest_size=8).digest()))
+        assert at == row, "rows are numbered as workers are"
+        self.columns.limit[row] = self._config.limit
+        self.columns.running[row] = self._config.scheduler.max_running_requests
+
+    def _end(self, finish: Finish) -> None:
+        request = self._open.pop(finish.handle)
+        self._view.ended(request.row, request.tokens)
+
+    def _place_or_queue(self, request: OpenRequest) -> None:
+        if not self._place(request):
+            displaced = self._queue.push(request, request.message.routing_key, request.message.priority)
+            assert displaced is None, "the queue has room for every trace"
+            self.max_queue = max(self.max_queue, len(self._queue))
+
+    def _drain(self) -> None:
+        """Those that have lost their worker go first."""
+        while self._moved and self._place(self._moved[0]):
+            self._moved.popleft()
+        if len(self._queue):
+            self._queue.drain(lambda request: Placed.PLACED if self._place(request) else Placed.STOP)
+
+    def _place(self, request: OpenRequest) -> bool:
+        """Sends the request to a worker, or returns False: none has room."""
+        message = request.message
+        matched = self._matched(request)
+        if request.hashes and matched is not None:
+            self._sharing.decided(bool(matched.any()))
+        first_block = request.hashes[0] if request.hashes and self._sharing.seen else b""
+        ask = Ask(request.tokens, matched, message.routing_key, message.lora, first_block=first_block)
+        pick = self._policy.pick(ask, self.columns)
+        if pick is None:
+            return False
+        request.row = pick.row
+        self._picks += 1
+        self.columns.last_pick[pick.row] = self._picks
+        self._view.opened(pick.row, request.tokens)
+        owner = int(self.columns.owner[pick.row])
+        self.index.speculate(owner, request.hashes, self._clock.now + self._config.speculative_s)
+        self._queue.charge(message.routing_key, len(message.prompt_ids))
+        self._placed(message.handle, pick, request.sends > 0)
+        request.sends += 1
+        self._send(pick.row, self._resumed(request) if request.told else message)
+        return True
+
+    def _matched(self, request: OpenRequest) -> NDArray[np.int64]:
+        """int64[capacity]: prompt tokens that each worker is thought to have cached."""
+        blocks = self.index.match(request.hashes)
+        owners = self.columns.owner
+        matched: NDArray[np.int64] = np.where(owners >= 0, blocks[owners] * BLOCK_TOKENS, 0)
+        return matched
+
+    def _resumed(self, request: OpenRequest) -> Submit:
+        output = self._script.output(request.message.handle)[: request.told]
+        return replace(request.message, output_ids=tuple(output.tolist()))

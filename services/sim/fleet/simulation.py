@@ -1,0 +1,137 @@
+"""Runs gateways and workers on a trace and one virtual clock. What decides is the code that serves; time and tokens are made up.
+
+A request arrives at a gateway, which matches its blocks in its own index, picks a worker and sends it there, or queues it.
+Workers step by themselves. Load reports and batches of cache events go out every report_s, and are late as in life.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from services.sim.core.run.simulation import SimulationError
+from services.sim.core.trace.arrivals import Arrivals
+from services.sim.core.trace.script import Script
+from services.sim.core.trace.trace import Trace
+from services.sim.fleet.config import FleetConfig, Kill
+from services.sim.fleet.event_queue import EventQueue
+from services.sim.fleet.gateway import FleetGateway
+from services.sim.fleet.logs import FleetLog
+from services.sim.fleet.worker import FleetWorker
+from services.worker.core.contracts.messages import PeerOutput, Submit
+
+MAX_SILENCE_S = 600.0  # of all workers, while requests are open
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOutcome:
+    """seconds: virtual, from the first arrival to the last output. steps: of all workers. max_queue: at one gateway."""
+
+    log: FleetLog
+    seconds: float
+    steps: int
+    max_queue: int
+
+
+class FleetSimulation:
+    """One run of one policy; the same arguments give the same outcome."""
+
+    def __init__(self, config: FleetConfig, policy: str, trace: Trace, arrivals: Arrivals) -> None:
+        self._config, self._trace, self._arrivals = config, trace, arrivals
+        self._script = Script(trace)
+        self._clock = EventQueue()
+        self._rng = random.Random(config.seed)
+        self._log = FleetLog(len(trace.requests))
+        self._num_open = 0
+        self._last_news = 0.0
+        self._next_pump: float | None = None
+        self._dead_steps = 0
+        self.workers = [self._worker(row, 1) for row in range(config.workers)]
+        self.gateways = [
+            FleetGateway(n, policy, config, trace, self._script, self._clock, self._send, self._log.placements.placed, self._told)
+            for n in range(config.gateways)
+        ]
+        for gateway in self.gateways:
+            for worker in self.workers:
+                gateway.up(worker)
+
+    def run(self) -> FleetOutcome:
+        """Until every request has ended. Raises SimulationError."""
+        for kill in self._config.kills:
+            self._clock.at(kill.at, self._kill, kill)
+        self._tick()
+        self._pump()
+        while self._num_open or self._arrivals.num_unsent:
+            self._clock.step()
+        found = [sentence for worker in self.workers if worker.alive for sentence in worker.self_check()]
+        if found:
+            raise SimulationError("; ".join(found))
+        steps = self._dead_steps + sum(worker.steps for worker in self.workers)
+        begin = float(min(self._log.requests.sent))
+        return FleetOutcome(self._log, self._last_news - begin, steps, max(g.max_queue for g in self.gateways))
+
+    def _worker(self, row: int, generation: int) -> FleetWorker:
+        return FleetWorker(row, generation, self._config, self._script, self._clock, self._tell)
+
+    def _pump(self) -> None:
+        """Sends what is due to gateways, each to any of them, and comes back for the next."""
+        now = self._clock.now
+        if self._next_pump is not None and self._next_pump <= now:
+            self._next_pump = None
+        for index in self._arrivals.due(now):
+            self._log.requests.sent[index] = self._last_news = now
+            self._num_open += 1
+            self.gateways[self._rng.randrange(len(self.gateways))].arrive(index)
+        next_at = self._arrivals.next_at()
+        if next_at is not None and (self._next_pump is None or next_at < self._next_pump):
+            self._next_pump = next_at
+            self._clock.at(next_at, self._pump)
+
+    def _send(self, row: int, message: Submit) -> None:
+        self._clock.after(self._config.hop_s, self._deliver, row, message)
+
+    def _deliver(self, row: int, message: Submit) -> None:
+        self.workers[row].deliver(message)
+
+    def _tell(self, worker: FleetWorker, output: PeerOutput) -> None:
+        self._clock.after(self._config.hop_s, self.gateways[output.peer].hear, worker, output)
+
+    def _told(self, output: PeerOutput) -> None:
+        self._last_news = now = self._clock.now
+        self._log.requests.told(output.handles, output.counts, now)
+        for finish in output.finishes:
+            self._log.requests.end(finish, now)
+            self._num_open -= 1
+            self._arrivals.ended(finish.handle, now)
+        if output.finishes:
+            self._pump()
+
+    def _tick(self) -> None:
+        config, clock = self._config, self._clock
+        if self._num_open and clock.now - self._last_news > MAX_SILENCE_S:
+            raise SimulationError(f"nothing was said for {MAX_SILENCE_S:g} s while {self._num_open} requests were open")
+        loads = [worker.load() for worker in self.workers]
+        self._log.loads.add(clock.now, [load.num_open for load in loads])
+        for worker in self.workers:
+            events = worker.take_cache_events() if worker.alive else None
+            for gateway in self.gateways if events else ():
+                clock.after(config.index_delay_s, gateway.indexed, worker.name, worker.generation, events)
+        for gateway in self.gateways:
+            clock.after(config.hop_s, gateway.reported, loads)
+        clock.after(config.report_s, self._tick)
+
+    def _kill(self, kill: Kill) -> None:
+        worker = self.workers[kill.worker]
+        if not worker.alive:
+            return
+        worker.kill()
+        for gateway in self.gateways:
+            self._clock.after(self._config.detect_s, gateway.down, worker)
+        if kill.back_after_s:
+            self._clock.after(kill.back_after_s, self._restart, worker)
+
+    def _restart(self, dead: FleetWorker) -> None:
+        self._dead_steps += dead.steps
+        worker = self.workers[dead.row] = self._worker(dead.row, dead.generation + 1)
+        for gateway in self.gateways:
+            self._clock.after(self._config.hop_s, gateway.up, worker)

@@ -1,0 +1,155 @@
+"""What the core takes in and gives out, besides plans and results. Plain data.
+
+A request is named by (peer, handle): peer is the worker's number for a front end's stream, handle that front end's number.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.sampling import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    LENGTH = 1
+    MATCHED_TOKEN = 2
+    MATCHED_STRING = 3
+    ABORT = 4
+    MATCHED_REGEX = 5
+    EMBEDDED = 6  # a vector was asked for, and computed
+
+
+class ErrorCode(enum.IntEnum):
+    NONE = 0
+    CANCELLED = 1
+    INVALID_ARGUMENT = 2
+    QUEUE_FULL = 3
+    TIMEOUT = 4
+    OUT_OF_MEMORY = 5
+    INTERNAL = 6
+    UNAVAILABLE = 7
+    OTHER_WEIGHTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """Where in a session a request goes on. parent: request id of an earlier turn, "" for the session's start (its first
+    turn's, where there is one and nothing is replaced: the latest turn). offset: tokens of the parent's context that are
+    kept, -1 for all. replace: the parent's later turns are forgotten. drop_previous_output: of the parent only its prompt counts.
+    """
+
+    session_id: str
+    parent: str = ""
+    offset: int = -1
+    replace: bool = False
+    drop_previous_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """prompt_ids: int32[n], n >= 1; in a session, what this turn adds. timeout_s: from arrival to the last token, 0 for none.
+    salt, lora: cache namespace. routing_key: requests of one key share a cache elsewhere; the routing-key policy groups them.
+    output_ids: output that the request has already, sampled elsewhere; it goes on after it as a retracted request does.
+    revision: of the weights that it is for, "" for any.
+    """
+
+    peer: int
+    handle: int
+    request_id: str
+    prompt_ids: NDArray[np.int32]
+    params: SamplingParams
+    stream: bool = True
+    salt: str = ""
+    priority: int = 0
+    timeout_s: float = 0.0
+    lora: str = ""
+    routing_key: str = ""
+    session: SessionTurn | None = None
+    output_ids: tuple[int, ...] = ()
+    revision: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none.
+    matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED."""
+
+    handle: int
+    request_id: str
+    reason: FinishReason
+    matched_stop: str = ""
+    matched_token: int = -1
+    error: ErrorCode = ErrorCode.NONE
+    message: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float = 0.0
+    retractions: int = 0
+    embedding: NDArray[np.float32] | None = None
+
+
+@dataclass(slots=True)
+class PeerOutput:
+    """One step's news for one front end: parallel columns. handles[i] got counts[i] new tokens; tokens is flat.
+
+    logprobs: (handle, values of each of that row's new tokens), for rows whose request wants them. prompt_logprobs:
+    (handle, values) of the next prompt tokens, in order of position.
+    """
+
+    peer: int
+    handles: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finishes: list[Finish] = field(default_factory=list)
+    logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Ints and ratios for metrics: gauges as they are now, then counters since the start (names end in _total)."""
+
+    num_running: int
+    num_waiting: int
+    pages_leased: int
+    pages_cached: int
+    pages_evictable: int
+    pages_free: int
+    new_token_ratio: float
+    batch_is_full: bool
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generated_tokens_total: int
+    retractions_total: int
+    evicted_pages_total: int
+    requests_total: int
+    aborts_total: int
+    num_gated: int = 0
+    num_retracted: int = 0
+    num_sessions: int = 0
+    session_tokens: int = 0
+    preemptions_total: int = 0
+    waiting_tokens: int = 0
+    resumed_total: int = 0
+    paused: bool = False
+
+
+class PauseMode(enum.StrEnum):
+    """What a pause does to requests that are here. New ones wait until it ends, whatever the mode."""
+
+    ABORT = "abort"  # they end
+    RETRACT = "retract"  # running ones give their memory back and wait; their cached prefixes may be flushed
+    IN_PLACE = "in_place"  # they keep their memory and go on where they were
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One message for each front end that has news."""
+
+    peers: tuple[PeerOutput, ...]

@@ -1,0 +1,127 @@
+"""What goes between the scheduler core and an executor: a BatchPlan out, a StepResult back. Columns, not row objects.
+
+Both are immutable once built. Arrays are numpy, int32 unless said otherwise, and belong to the plan: the executor may
+read them from its own thread until the step's result has been committed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.sampling import SamplingParams
+
+I32 = NDArray[np.int32]
+
+
+class ForwardMode(enum.IntEnum):
+    IDLE = 0
+    EXTEND = 1
+    DECODE = 2
+    MIXED = 3
+
+
+class RowFault(enum.IntEnum):
+    """Something wrong with one row's result; ends that request alone."""
+
+    NAN_LOGITS = 1
+    OUT_OF_VOCAB = 2
+    NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave nothing to sample
+    FAILED = 4  # the row's own parameters could not be applied
+    OUT_OF_MEMORY = 5  # the device had no room for the row's part of the step, however small
+
+
+@dataclass(frozen=True, slots=True)
+class SlotParams:
+    """What the executor keeps on its device for a slot from the step that admits it until the slot is admitted again.
+
+    num_prompt_tokens: of the user's prompt, without output kept over a retraction.
+    history: int32[n], prompt and kept output in order, given only where penalties need counts (else empty).
+    stop_token_ids: ids (EOS included, unless ignored) masked until min_new_tokens outputs exist.
+    """
+
+    slot: int
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    history: I32
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One step. Rows: extend rows first (num_extend of them), then decode rows.
+
+    slots, starts, num_tokens: [rows]; row r computes positions starts[r] .. starts[r] + num_tokens[r] - 1 of its sequence.
+    input_ids: tokens of the extend rows, flat, in row order. The one input token of a decode row is gathered by the
+        executor from FutureMap[slot], where the step before (or an earlier one) has left it.
+    sample: bool[rows]; False for a chunk that is not its request's last.
+    mask_rows: rows, of those with sample set, whose grammar's mask must be given to the executor's sample().
+    prompt_logprob_rows: extend rows that give logprobs of prompt tokens; in parallel, prompt_logprob_offsets: index into the
+        row's tokens of the first that predicts a wanted one (token i of a row predicts token i + 1 of its sequence), and
+        prompt_logprob_nexts: the prompt token after the row's last, -1 where that one is not part of the prompt.
+    admitted: parameters of slots that begin with this step; they hold for later steps too.
+    table_slots, table_firsts, table_counts: [updates]; table_pages: flat. For update u, logical pages
+        firsts[u] .. firsts[u] + counts[u] - 1 of slot slots[u] become the next counts[u] ids of table_pages.
+        Applied in order before the forward pass. A slot's table is stale beyond what its rows cover.
+    """
+
+    step_id: int
+    mode: ForwardMode
+    num_extend: int
+    slots: I32
+    starts: I32
+    num_tokens: I32
+    input_ids: I32
+    sample: NDArray[np.bool_]
+    mask_rows: I32
+    prompt_logprob_rows: I32
+    prompt_logprob_offsets: I32
+    prompt_logprob_nexts: I32
+    admitted: tuple[SlotParams, ...]
+    table_slots: I32
+    table_firsts: I32
+    table_counts: I32
+    table_pages: I32
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log probabilities (natural, fp32, of the raw logits) of one sampled token: its own, the top ones in falling order, and
+    those of params.logprob_token_ids in their order."""
+
+    sampled: float
+    top_ids: tuple[int, ...]
+    top: tuple[float, ...]
+    chosen: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The same for n consecutive prompt tokens. values: float32[n]; top_ids: int32[n, k]; top: float32[n, k], falling;
+    chosen: float32[n, m]. The last row predicts prompt_logprob_nexts, and is left out where that is -1."""
+
+    values: NDArray[np.float32]
+    top_ids: I32
+    top: NDArray[np.float32]
+    chosen: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """tokens: int32[rows], meaningful where plan.sample and the request generates. faults: row -> fault. logprobs,
+    prompt_logprobs: row -> values, where asked. embeddings: row -> float32[dimensions], for rows with sample set whose
+    request wants a vector."""
+
+    step_id: int
+    tokens: I32
+    faults: dict[int, RowFault] = field(default_factory=dict)
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)

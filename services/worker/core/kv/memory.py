@@ -1,0 +1,185 @@
+"""KV memory of one cache group: pages, slots and the radix tree under one owner, and the lease that a request holds.
+
+Every page is in exactly one state: free, leased by one slot, or cached in the tree; free + leased + cached = total.
+A page that is freed may be given out again at once: one forward stream orders all steps (CORE.md, steps and streams).
+Writes to page tables are recorded and handed to the next plan by `take_table_updates`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.kv.cache_events import CacheEventLog
+from services.worker.core.kv.pools import ReqToTokenPool, TokenToKVPool
+from services.worker.core.kv.radix_cache import TOKEN_BYTES, Match, RadixCache, TreeNode
+
+I32 = NDArray[np.int32]
+_EMPTY: I32 = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What a running request holds: a slot, the pages in the slot's table row, and a lock on `node`, the shared part's end.
+    rank: how urgent the request is, for what it leaves in the cache."""
+
+    slot: int
+    node: TreeNode
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdates:
+    """The four table columns of a BatchPlan."""
+
+    slots: I32
+    firsts: I32
+    counts: I32
+    pages: I32
+
+
+class KVMemory:
+    def __init__(self, config: SchedulerConfig, events: CacheEventLog | None = None) -> None:
+        self.page_size = config.page_size
+        self.pages = TokenToKVPool(config.num_pages)
+        self.slots = ReqToTokenPool(config.max_running_requests, config.max_pages_per_request)
+        self.tree = RadixCache(config.page_size, config.eviction_policy, events)
+        self.evicted_pages_total = 0
+        self._enable_radix_cache = config.enable_radix_cache
+        self._updates: list[tuple[I32, I32, I32, I32]] = []
+
+    @property
+    def num_available(self) -> int:
+        """Pages that could be allocated now: free ones and those that eviction would free."""
+        return self.pages.num_free + self.tree.num_evictable
+
+    @property
+    def num_leased(self) -> int:
+        return self.pages.num_pages - self.pages.num_free - self.tree.num_pages
+
+    def match(self, namespace: str, key: bytes, limit: int) -> Match:
+        """The longest hit of at most `limit` tokens that leaves at least one token of `key` to compute. Allocates nothing."""
+        return self.tree.match(namespace, self._usable(key, limit))
+
+    def peek(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
+        """Where such a match would end and how many tokens it has. Changes nothing, recency neither."""
+        node, num_pages = self.tree.peek(namespace, self._usable(key, limit))
+        return node, num_pages * self.page_size
+
+    def forget_empty(self) -> None:
+        """Between two turns: see RadixCache.forget_empty."""
+        self.tree.forget_empty()
+
+    def _usable(self, key: bytes, limit: int) -> bytes:
+        usable = min(len(key) // TOKEN_BYTES - 1, limit) // self.page_size if self._enable_radix_cache else 0
+        return key[: usable * self.page_size * TOKEN_BYTES]
+
+    def lock(self, match: Match) -> None:
+        self.tree.lock(match.node)
+
+    def unlock(self, match: Match) -> None:
+        self.tree.unlock(match.node)
+
+    def lease(self, match: Match, rank: int = 0) -> Lease:
+        """A lease on a free slot whose table begins with the hit's pages. `match` is locked; the lease takes over the lock."""
+        self.tree.count_hit(match.node)
+        slot = self.slots.alloc()
+        count = len(match.pages)
+        self.slots.page_table[slot, :count] = match.pages
+        self.slots.num_pages[slot] = self.slots.num_shared[slot] = count
+        self._record(slot, 0, match.pages)
+        return Lease(slot, match.node, rank)
+
+    def grow(self, lease: Lease, num_tokens: int) -> int:
+        """Allocates so that the lease's table covers `num_tokens`, or as many as there are pages for. Returns tokens covered."""
+        slot = lease.slot
+        have = int(self.slots.num_pages[slot])
+        want = min(-(-num_tokens // self.page_size) - have, self.num_available)
+        if want > 0:
+            pages = self._alloc(want)
+            self.slots.page_table[slot, have : have + want] = pages
+            self.slots.num_pages[slot] = have + want
+            self._record(slot, have, pages)
+        return min(num_tokens, int(self.slots.num_pages[slot]) * self.page_size)
+
+    def grow_each(self, slots: I32) -> None:
+        """One more page for each of `slots` (int32[n], distinct). Asks for no more than num_available."""
+        pages = self._alloc(len(slots))
+        firsts = self.slots.num_pages[slots]
+        self.slots.page_table[slots, firsts] = pages
+        self.slots.num_pages[slots] = firsts + 1
+        self._updates.append((slots, firsts, np.ones(len(slots), dtype=np.int32), pages))
+
+    def publish(self, lease: Lease, key: bytes) -> None:
+        """Puts the whole pages of `key`, whose KV is computed, into the tree, so that others share them from now on.
+
+        Pages that another request has put there meanwhile are freed and the slot's table points at the tree's.
+        """
+        slot = lease.slot
+        shared = int(self.slots.num_shared[slot])
+        whole = len(key) // (self.page_size * TOKEN_BYTES)
+        if whole <= shared or not self._enable_radix_cache:
+            return
+        mine = self.slots.page_table[slot, shared:whole].copy()
+        cut = self.page_size * TOKEN_BYTES
+        node, theirs = self.tree.insert(lease.node, key[shared * cut : whole * cut], mine, lease.rank)
+        self.tree.lock(node)
+        self.tree.unlock(lease.node)
+        lease.node = node
+        self.slots.num_shared[slot] = whole
+        differ = np.flatnonzero(mine != theirs)
+        if len(differ):
+            self.pages.free(mine[differ])
+            first = int(differ[0])
+            self.slots.page_table[slot, shared + first : whole] = theirs[first:]
+            self._record(slot, shared + first, theirs[first:])
+
+    def hold(self, node: TreeNode) -> None:
+        """Asks for the path to `node` to be evicted after everything that nobody holds."""
+        self.tree.hold(node)
+
+    def unhold(self, node: TreeNode) -> None:
+        self.tree.unhold(node)
+
+    def release(self, lease: Lease, key: bytes) -> None:
+        """Ends the lease: publishes `key` (may be empty), frees the rest, gives the slot back. lease.node stays the end of
+        what was published, valid until the next call that may evict, unless it is held."""
+        self.publish(lease, key)
+        slot = lease.slot
+        shared, have = int(self.slots.num_shared[slot]), int(self.slots.num_pages[slot])
+        self.pages.free(self.slots.page_table[slot, shared:have].copy())
+        self.tree.unlock(lease.node)
+        self.slots.free(slot)
+
+    def flush(self) -> int:
+        """Evicts everything that no lease pins; returns the number of pages."""
+        return self._evict(self.tree.num_evictable)
+
+    def take_table_updates(self) -> TableUpdates:
+        """What was written to page tables since the last call, in order."""
+        if not self._updates:
+            return TableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
+        columns = [np.concatenate(part) for part in zip(*self._updates, strict=True)]
+        self._updates.clear()
+        return TableUpdates(*columns)
+
+    def _alloc(self, count: int) -> I32:
+        if count > self.pages.num_free:
+            self._evict(count - self.pages.num_free)
+        return self.pages.alloc(count)
+
+    def _evict(self, count: int) -> int:
+        freed = self.tree.evict(count)
+        for pages in freed:
+            self.pages.free(pages)
+        total = sum(map(len, freed))
+        self.evicted_pages_total += total
+        return total
+
+    def _record(self, slot: int, first: int, pages: I32) -> None:
+        if len(pages):
+            one = np.array([[slot], [first], [len(pages)]], dtype=np.int32)
+            self._updates.append((one[0], one[1], one[2], pages))

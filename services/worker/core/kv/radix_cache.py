@@ -1,0 +1,296 @@
+"""The radix tree over pages of KV: which tokens' KV lies in which page, shared between requests (SGLang's RadixCache).
+
+Keys are int32 token ids as bytes, cut at page boundaries, one tree per namespace. A node's page is *cached*: shared,
+pinned while lock_ref > 0 on the node, evictable at zero. Locks are counted along the whole path to the root, so an
+unlocked node has no locked descendant. A hold is a wish, counted in the same way: held nodes are evicted after all others.
+Recency is a counter. Single owner: KVMemory.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.config import EvictionPolicy
+from services.worker.core.kv.cache_events import CacheEventLog
+from services.worker.core.kv.eviction import KEYS, EvictionKey
+
+I32 = NDArray[np.int32]
+TOKEN_BYTES = 4
+STALE_ENTRIES = 64  # of the eviction queue, beyond one for each node, before they are swept
+_NO_PAGES: I32 = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class TreeNode:
+    """key: the tokens of this edge (a root's: its namespace); pages: int32[len(key) / page bytes]; depth: pages from the
+    root to this node's end. hits: admissions that went through. born, stamp: when made and when last used. rank: of the most
+    urgent request that brought it, lower is more urgent. blocks: hashes of the blocks whose last token lies in this edge.
+    entry: number of its entry in the eviction queue, 0 for none. gone: evicted; `parent` stays, for holds to be taken back.
+    """
+
+    parent: TreeNode | None
+    key: bytes
+    pages: I32
+    depth: int
+    children: dict[bytes, TreeNode] = field(default_factory=dict)
+    lock_ref: int = 0
+    holds: int = 0
+    hits: int = 0
+    born: int = 0
+    stamp: int = 0
+    rank: int = 0
+    blocks: tuple[bytes, ...] = ()
+    entry: int = 0
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A prefix hit. pages: int32[n], to be read only, valid until the next call that may evict, unless `node` is locked."""
+
+    node: TreeNode
+    pages: I32
+
+
+class RadixCache:
+    """events: told of blocks that come and go; None: nobody listens, nothing is hashed."""
+
+    def __init__(self, page_size: int, policy: EvictionPolicy = EvictionPolicy.LRU, events: CacheEventLog | None = None) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._eviction_key = KEYS[policy]
+        self._events = events
+        self._roots: dict[str, TreeNode] = {}
+        self._empty_roots: list[TreeNode] = []  # that may have to go
+        self._clock = 0
+        self._seq = 0
+        self._leaves: list[tuple[EvictionKey, int, TreeNode]] = []
+        self.num_nodes = 0
+        self.num_pages = 0
+        self.num_evictable = 0
+
+    def root(self, namespace: str) -> TreeNode:
+        """The namespace's root; made on first use. Holds no pages and is never evicted."""
+        node = self._roots.get(namespace)
+        if node is None:
+            node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
+            self._empty_roots.append(node)
+        return node
+
+    def forget_empty(self) -> None:
+        """Forgets namespaces with nothing in them, so that salts do not pile up. Only while nobody has a root in hand that he
+        has neither locked nor held: of two roots of one namespace, one's pages would be lost."""
+        for root in self._empty_roots:
+            if _is_empty(root) and self._roots.get(name := root.key.decode()) is root:
+                del self._roots[name]
+        self._empty_roots.clear()
+
+    def match(self, namespace: str, key: bytes) -> Match:
+        """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
+        node, _, pages = self._walk(self.root(namespace), key)
+        return Match(node, _joined(pages))
+
+    def count_hit(self, node: TreeNode) -> None:
+        """A request is admitted on the path from the root to `node`."""
+        walk: TreeNode | None = node
+        while walk is not None:
+            walk.hits += 1
+            walk = walk.parent
+
+    def peek(self, namespace: str, key: bytes) -> tuple[TreeNode | None, int]:
+        """The node where a match of `key` would end, perhaps inside it, and the pages matched. Changes nothing."""
+        node, num_pages, at = self._roots.get(namespace), 0, 0
+        while node is not None and (child := node.children.get(key[at : at + self._page_bytes])):
+            common = self._common_pages(child.key, key, at)
+            node, num_pages = child, num_pages + common
+            at += len(child.key)
+            if common < len(child.pages):
+                break
+        return node, num_pages
+
+    def insert(self, node: TreeNode, key: bytes, pages: I32, rank: int = 0) -> tuple[TreeNode, I32]:
+        """Puts the tokens `key` with their `pages` below `node`, for a request of this rank. The whole path counts as used.
+
+        Returns the node at their end and int32[n], the tree's pages for them: equal to `pages` where the tree took
+        those over, different where it had others already (the caller keeps and frees its own there).
+        """
+        node, at, out = self._walk(node, key)
+        if at < len(key):
+            node = self._append(node, key[at:], pages[at // self._page_bytes :], rank)
+            out.append(node.pages)
+        walk: TreeNode | None = node
+        while walk is not None:
+            walk.stamp = self._clock
+            if walk.rank > rank:
+                walk.rank = rank
+            walk = walk.parent
+        return node, _joined(out)
+
+    def lock(self, node: TreeNode) -> None:
+        walk: TreeNode | None = node
+        while walk is not None:
+            if walk.lock_ref == 0:
+                self.num_evictable -= len(walk.pages)
+            walk.lock_ref += 1
+            walk = walk.parent
+
+    def unlock(self, node: TreeNode) -> None:
+        walk: TreeNode | None = node
+        while walk is not None:
+            assert walk.lock_ref > 0, "unlock without lock"
+            walk.lock_ref -= 1
+            if walk.lock_ref == 0:
+                self.num_evictable += len(walk.pages)
+                self._queue(walk)
+            if walk.parent is None:
+                self._may_be_empty(walk)
+            walk = walk.parent
+
+    def hold(self, node: TreeNode) -> None:
+        """Asks to keep the path from the root to `node`; undone by one `unhold` of the same node, evicted or not."""
+        walk: TreeNode | None = node
+        while walk is not None:
+            walk.holds += 1
+            walk = walk.parent
+
+    def unhold(self, node: TreeNode) -> None:
+        walk: TreeNode | None = node
+        while walk is not None:
+            assert walk.holds > 0, "unhold without hold"
+            walk.holds -= 1
+            if walk.holds == 0:
+                walk.entry = 0  # its place in the queue is one of a held node
+                self._queue(walk)
+            root, walk = walk, walk.parent
+        self._may_be_empty(root)
+
+    def evict(self, num_pages: int) -> list[I32]:
+        """Drops unlocked leaves in the policy's order until `num_pages` are given back, or none is left. Returns their pages."""
+        freed: list[I32] = []
+        count = 0
+        while count < num_pages and self._leaves:
+            key, entry, node = heapq.heappop(self._leaves)
+            if node.entry != entry:
+                continue
+            node.entry = 0
+            if not self._is_evictable(node):
+                continue
+            if self._eviction_key(node) != key:
+                self._queue(node)
+                continue
+            freed.append(node.pages)
+            count += len(node.pages)
+            self._remove(node)
+        return freed
+
+    def nodes(self) -> list[TreeNode]:
+        """Every node but the roots, parents first. For checks."""
+        out: list[TreeNode] = []
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                out.append(node)
+            stack.extend(node.children.values())
+        return out
+
+    def _walk(self, node: TreeNode, key: bytes) -> tuple[TreeNode, int, list[I32]]:
+        """Down from `node` along `key` as far as whole pages agree, splitting where they stop: the last node, the bytes of
+        `key` that were used, and the pages passed."""
+        self._clock += 1
+        pages: list[I32] = []
+        at = 0
+        while child := node.children.get(key[at : at + self._page_bytes]):
+            common = self._common_pages(child.key, key, at)
+            if common < len(child.pages):
+                child = self._split(child, common)
+            child.stamp = self._clock
+            pages.append(child.pages)
+            node = child
+            at += len(child.key)
+        return node, at, pages
+
+    def _common_pages(self, a: bytes, key: bytes, at: int) -> int:
+        """Whole pages that `a` and key[at:] share; the first one is known to be equal."""
+        b = key[at : at + len(a)]
+        if a == b:
+            return len(a) // self._page_bytes
+        n = min(len(a), len(b)) // TOKEN_BYTES
+        differ = np.frombuffer(a, np.int32, n) != np.frombuffer(b, np.int32, n)
+        first = int(differ.argmax()) if differ.any() else n
+        return first * TOKEN_BYTES // self._page_bytes
+
+    def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
+        """Cuts `node` after num_pages; returns the new upper part. The lower part stays the same object: leases point at it."""
+        cut = num_pages * self._page_bytes
+        parent = node.parent
+        assert parent is not None and 0 < num_pages < len(node.pages)
+        upper = TreeNode(parent, node.key[:cut], node.pages[:num_pages], parent.depth + num_pages)
+        upper.lock_ref, upper.holds, upper.hits = node.lock_ref, node.holds, node.hits
+        upper.born, upper.stamp, upper.rank = node.born, node.stamp, node.rank
+        if self._events:
+            upper.blocks, node.blocks = self._events.split(node.blocks, upper.depth, node.depth)
+        parent.children[upper.key[: self._page_bytes]] = upper
+        self.num_nodes += 1
+        node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
+        upper.children[node.key[: self._page_bytes]] = node
+        return upper
+
+    def _append(self, parent: TreeNode, key: bytes, pages: I32, rank: int) -> TreeNode:
+        node = TreeNode(parent, key, pages.copy(), parent.depth + len(pages), stamp=self._clock, born=self._clock, rank=rank)
+        assert len(key) == len(pages) * self._page_bytes
+        parent.children[key[: self._page_bytes]] = node
+        self.num_nodes += 1
+        self.num_pages += len(pages)
+        self.num_evictable += len(pages)
+        self._queue(node)
+        if self._events:
+            self._events.stored(node)
+        return node
+
+    def _remove(self, node: TreeNode) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key[: self._page_bytes]]
+        self.num_nodes -= 1
+        self.num_pages -= len(node.pages)
+        self.num_evictable -= len(node.pages)
+        node.gone = True
+        if self._events:
+            self._events.removed(node)
+        if parent.parent is not None:
+            self._queue(parent)
+        else:
+            self._may_be_empty(parent)
+
+    def _may_be_empty(self, root: TreeNode) -> None:
+        if _is_empty(root):
+            self._empty_roots.append(root)
+
+    def _is_evictable(self, node: TreeNode) -> bool:
+        return node.parent is not None and not node.gone and node.lock_ref == 0 and not node.children
+
+    def _queue(self, node: TreeNode) -> None:
+        """Every evictable leaf has exactly one valid entry in the heap. A key only rises while the entry stands (evict()
+        mends that); what lowers it sets entry to 0 and queues again."""
+        if not node.entry and self._is_evictable(node):
+            self._seq += 1
+            node.entry = self._seq
+            heapq.heappush(self._leaves, (self._eviction_key(node), node.entry, node))
+            if len(self._leaves) > 2 * self.num_nodes + STALE_ENTRIES:
+                self._leaves = [entry for entry in self._leaves if entry[2].entry == entry[1]]
+                heapq.heapify(self._leaves)
+
+
+def _joined(parts: list[I32]) -> I32:
+    """May be one of the parts itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _NO_PAGES
+
+
+def _is_empty(root: TreeNode) -> bool:
+    return not root.children and root.lock_ref == 0 and root.holds == 0

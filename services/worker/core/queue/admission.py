@@ -1,0 +1,76 @@
+"""From a message to a request: what is refused at the door, and the defaults that depend on the worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.shared.index.cache_namespace import cache_namespace
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import ErrorCode, Submit
+from services.worker.core.contracts.sampling import FORCE_STREAM_INTERVAL
+from services.worker.core.contracts.tree_name import tree_name
+from services.worker.core.queue.finish import tail_tokens
+from services.worker.core.queue.request import Request
+
+_UNLIMITED = 1 << 62
+
+Refusal = tuple[ErrorCode, str]
+
+
+def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> Refusal | None:
+    """Why a request can never run here."""
+    length, given = len(message.prompt_ids), len(message.output_ids)
+    outputs = 0 if message.params.embedding else message.params.max_new_tokens
+    if length < 1:
+        return ErrorCode.INVALID_ARGUMENT, "the prompt is empty"
+    if length + min(outputs, 1) > config.context_len:
+        return ErrorCode.INVALID_ARGUMENT, f"the prompt has {length} tokens; the context holds {config.context_len}"
+    if length + outputs > config.context_len:
+        return ErrorCode.INVALID_ARGUMENT, "prompt and max_new_tokens together exceed the context"
+    if length + given > config.context_len:
+        return ErrorCode.INVALID_ARGUMENT, "output_ids: prompt and output together exceed the context"
+    if given and (message.session is not None or message.params.embedding is not None):
+        return ErrorCode.INVALID_ARGUMENT, "output_ids: neither in a session nor for an embedding"
+    if -(-(length + given) // config.page_size) > config.num_pages:
+        size = config.num_pages * config.page_size
+        return ErrorCode.OUT_OF_MEMORY, f"the prompt has {length + given} tokens; the KV pool holds {size}"
+    if message.params.grammar is not None and not offers_grammars:
+        return ErrorCode.INVALID_ARGUMENT, "grammar: this worker offers no structured output"
+    return None
+
+
+def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float, revision: str = "") -> Request:
+    """With output from elsewhere it is as if retracted here: that output is kept and was sent, and the prompt's logprobs too.
+    revision: of the weights that compute it."""
+    params, given = message.params, len(message.output_ids)
+    if given and params.prompt_logprobs_from >= 0:
+        params = replace(params, prompt_logprobs_from=-1)
+    eos = () if params.ignore_eos else config.eos_token_ids
+    reusable = params.embedding is None or config.pooling_reuses_prefix
+    first_logprob = max(params.prompt_logprobs_from, 1)
+    request = Request(
+        seq=seq,
+        peer=message.peer,
+        handle=message.handle,
+        request_id=message.request_id,
+        prompt_ids=message.prompt_ids,
+        params=params,
+        stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+        namespace=tree_name(revision, cache_namespace(message.lora, message.salt)),
+        priority=message.priority,
+        rank=config.rank(message.priority),
+        interval=params.stream_interval if message.stream else FORCE_STREAM_INTERVAL,
+        arrival=now,
+        deadline=now + message.timeout_s if message.timeout_s else float("inf"),
+        tail_tokens=tail_tokens(params.stop),
+        reuse_limit=_UNLIMITED if reusable else 0,
+        routing_key=message.routing_key,
+        session=message.session,
+        output_ids=list(message.output_ids),
+        num_given=given,
+        num_sent=given,
+        logprob_planned=first_logprob,
+        logprob_done=first_logprob,
+    )
+    request.rekey()
+    return request

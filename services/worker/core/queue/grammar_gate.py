@@ -1,0 +1,127 @@
+"""Requests that have to wait for their grammar: it is being compiled, or its matcher has yet to follow output from elsewhere.
+They stand beside the waiting queue and hold nobody up."""
+
+from __future__ import annotations
+
+from services.worker.core.contracts.grammar import GrammarBook
+from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.core.queue.request import Request
+
+ASK_AGAIN_S = 0.25  # after a compiler that took no more
+FOLLOW_TOKENS = 1024  # that matchers follow in one turn, of all requests together,
+FOLLOW_S = 0.01  # unless it has taken so long before,
+FOLLOW_AT_ONCE = 32  # looked at after so many
+
+
+class GrammarGate:
+    """book: None where the worker offers no structured output."""
+
+    def __init__(self, book: GrammarBook | None, follow_tokens: int = FOLLOW_TOKENS) -> None:
+        self._book = book
+        self._follow_tokens = follow_tokens
+        self._waiting: dict[GrammarSpec, dict[int, Request]] = {}
+        self._following: dict[int, Request] = {}
+        self._put_off: dict[GrammarSpec, float] = {}  # until when
+        self._size = 0
+        self.num_tokens = 0  # of prompts and outputs
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def is_offered(self) -> bool:
+        return self._book is not None
+
+    def admits(self, request: Request) -> bool:
+        """Gives the request its matcher. False: the grammar is not there yet, or output is to be followed; the caller lets the
+        request `wait`."""
+        spec = request.params.grammar
+        if spec is None:
+            return True
+        assert self._book is not None
+        request.matcher = self._book.open(spec)
+        return request.matcher is not None and not request.num_given
+
+    def wait(self, request: Request) -> None:
+        self._size += 1
+        request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
+        self.num_tokens += request.queued_tokens
+        self._hold(request)
+
+    def leave(self, request: Request) -> None:
+        self._size -= 1
+        self.num_tokens -= request.queued_tokens
+        if self._following.pop(request.seq, None) is None:
+            self._unlist(request)
+
+    def compiled(self, spec: GrammarSpec) -> list[Request]:
+        """Those that waited for it and may go; the caller lets them `leave`."""
+        free = []
+        for request in self.waiting_for(spec):
+            if self.admits(request):
+                free.append(request)
+            elif request.matcher is not None:
+                self._unlist(request)
+                self._hold(request)
+        return free
+
+    def waiting_for(self, spec: GrammarSpec) -> list[Request]:
+        """In order of arrival."""
+        return list(self._waiting.get(spec, {}).values())
+
+    def put_off(self, spec: GrammarSpec, now: float) -> list[Request]:
+        """The compiler takes no more. Those that can be turned away; the others have output already, and wait on."""
+        waiting = self.waiting_for(spec)
+        if any(request.num_given for request in waiting):
+            self._put_off[spec] = now + ASK_AGAIN_S
+        return [request for request in waiting if not request.num_given]
+
+    def ask_again(self, now: float) -> list[Request]:
+        """For grammars that were put off. Those that may go; the caller lets them `leave`."""
+        due = [spec for spec, until in self._put_off.items() if until <= now]
+        for spec in due:
+            del self._put_off[spec]
+        return [request for spec in due for request in self.compiled(spec)]
+
+    def follow(self) -> list[Request]:
+        """Lets matchers follow given output up to its last token, or up to one that does not fit. Those that are through may
+        go; the caller lets them `leave`. What it costs is no step's cost: it is taken off the matchers."""
+        free = []
+        left, spent_s = self._follow_tokens, 0.0
+        for request in self._following.values():
+            last, fits = len(request.output_ids) - 1, True
+            while fits and request.num_followed < last and left > 0 and spent_s < FOLLOW_S:
+                before = request.num_followed
+                fits, cost_s = _follow(request, min(last, before + min(left, FOLLOW_AT_ONCE)))
+                left -= request.num_followed - before + (not fits)
+                spent_s += cost_s
+            if not fits or request.num_followed == last:
+                free.append(request)
+            if left <= 0 or spent_s >= FOLLOW_S:
+                break
+        return free
+
+    def _hold(self, request: Request) -> None:
+        assert request.params.grammar is not None
+        if request.matcher is not None:
+            self._following[request.seq] = request
+        else:
+            self._waiting.setdefault(request.params.grammar, {})[request.seq] = request
+
+    def _unlist(self, request: Request) -> None:
+        assert request.params.grammar is not None
+        waiting = self._waiting[request.params.grammar]
+        del waiting[request.seq]
+        if not waiting:
+            del self._waiting[request.params.grammar]
+
+
+def _follow(request: Request, end: int) -> tuple[bool, float]:
+    """Up to output token `end`: whether all fit, and seconds of CPU time."""
+    matcher = request.matcher
+    assert matcher is not None
+    while request.num_followed < end:
+        if not matcher.accept(request.output_ids[request.num_followed]):
+            return False, matcher.take_cost()
+        request.num_followed += 1
+    return True, matcher.take_cost()

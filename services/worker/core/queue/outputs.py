@@ -1,0 +1,55 @@
+"""Collects what front ends are to be told until the loop takes it: one PeerOutput per front end per step."""
+
+from __future__ import annotations
+
+from services.worker.core.contracts.messages import Finish, PeerOutput
+from services.worker.core.contracts.plan import PromptLogprobs
+from services.worker.core.queue.request import Request
+
+
+class Outputs:
+    def __init__(self) -> None:
+        self._peers: dict[int, PeerOutput] = {}
+
+    def _peer(self, peer: int) -> PeerOutput:
+        output = self._peers.get(peer)
+        if output is None:
+            output = self._peers[peer] = PeerOutput(peer)
+        return output
+
+    def add_rows(self, peer: int, handles: list[int], counts: list[int], tokens: list[int]) -> None:
+        output = self._peer(peer)
+        output.handles += handles
+        output.counts += counts
+        output.tokens += tokens
+
+    def add_news(self, request: Request) -> None:
+        """One request's tokens that were not told yet, with their logprobs if they are wanted."""
+        tokens = request.output_ids[request.num_sent :]
+        if not tokens:
+            return
+        self.add_rows(request.peer, [request.handle], [len(tokens)], tokens)
+        self.add_logprobs(request, request.num_sent, len(request.output_ids))
+        request.num_sent = len(request.output_ids)
+
+    def add_logprobs(self, request: Request, first: int, end: int) -> None:
+        """Of output tokens first to end; the row that tells these tokens goes out with the same message."""
+        if request.wants_logprobs:
+            rows = request.logprobs[first - request.num_given : end - request.num_given]
+            self._peer(request.peer).logprobs.append((request.handle, rows))
+
+    def add_prompt_logprobs(self, request: Request, values: PromptLogprobs) -> None:
+        self._peer(request.peer).prompt_logprobs.append((request.handle, values))
+
+    def add_finish(self, request: Request, finish: Finish) -> None:
+        """The terminal output, after the tokens that were not told yet."""
+        self.add_news(request)
+        self._peer(request.peer).finishes.append(finish)
+
+    def add_refusal(self, peer: int, finish: Finish) -> None:
+        self._peer(peer).finishes.append(finish)
+
+    def take(self) -> tuple[PeerOutput, ...]:
+        peers = tuple(self._peers.values())
+        self._peers.clear()
+        return peers

@@ -1,0 +1,132 @@
+"""The order in which waiting requests are looked at for admission (reference 2 §6; thresholds as SGLang has them).
+
+Pure functions from the queue and the radix tree to an order; nothing is locked, allocated or touched. With priority
+scheduling every order is one within equal ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.kv.memory import KVMemory
+from services.worker.core.kv.radix_cache import TOKEN_BYTES, TreeNode
+from services.worker.core.queue.request import Request
+from services.worker.core.queue.waiting_queue import WaitingQueue
+
+IN_BATCH_CHECK_THRESHOLD = 32  # a request with a longer hit is not looked at for in-batch sharing
+IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # tokens shared with an earlier waiting request that let a request stand back
+
+
+@dataclass(frozen=True, slots=True)
+class _Hit:
+    """num_tokens of the request are cached; node: where the hit ends. later: another one will compute its prefix."""
+
+    request: Request
+    node: TreeNode | None
+    num_tokens: int
+    later: bool
+
+
+def service_order(
+    config: SchedulerConfig,
+    queue: WaitingQueue,
+    running: Sequence[Request],
+    memory: KVMemory,
+    random: np.random.Generator,
+) -> Iterator[Request]:
+    """Of those that no gate holds. Lazily, for a caller that may take out or hold the one it has before it asks for the next."""
+    policy = effective_policy(config, len(queue))
+    if policy is SchedulePolicy.FCFS:
+        return queue.in_turn()
+    requests = queue.eligible()
+    match policy:
+        case SchedulePolicy.LPM:
+            hits = _hits(requests, memory)
+            hits.sort(key=lambda hit: (hit.later, -hit.num_tokens))
+            order = [hit.request for hit in hits]
+        case SchedulePolicy.DFS_WEIGHT:
+            order = _by_dfs_weight(_hits(requests, memory))
+        case SchedulePolicy.LOF:
+            order = sorted(requests, key=lambda r: -r.params.max_new_tokens)
+        case SchedulePolicy.RANDOM:
+            order = [requests[i] for i in random.permutation(len(requests)).tolist()]
+        case SchedulePolicy.ROUTING_KEY:
+            order = _by_routing_key(requests, running)
+    order.sort(key=lambda r: r.rank)
+    return iter(order)
+
+
+def effective_policy(config: SchedulerConfig, num_waiting: int) -> SchedulePolicy:
+    """lpm costs a match per waiting request, so a long queue is served first come, first served."""
+    if config.schedule_policy is SchedulePolicy.LPM and num_waiting > config.lpm_fallback_threshold:
+        return SchedulePolicy.FCFS
+    if not config.enable_radix_cache and config.schedule_policy in (SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT):
+        return SchedulePolicy.FCFS
+    return config.schedule_policy
+
+
+def _hits(requests: Sequence[Request], memory: KVMemory) -> list[_Hit]:
+    """In-batch prefix caching: of requests that share an uncached prefix the first computes it, the others stand back
+    and find it cached."""
+    first_of: set[tuple[str, bytes]] = set()
+    hits = []
+    cut = IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES
+    for request in requests:
+        node, count = memory.peek(request.namespace, request.key, request.prefix_limit())
+        later = False
+        if count <= IN_BATCH_CHECK_THRESHOLD and len(request.key) >= cut:
+            prefix = (request.namespace, request.key[:cut])
+            later = prefix in first_of
+            first_of.add(prefix)
+        hits.append(_Hit(request, node, count, later))
+    return hits
+
+
+def _by_dfs_weight(hits: Sequence[_Hit]) -> list[Request]:
+    """Depth first through the radix tree, into the branch with the most waiting requests first; a node's own requests come
+    after those below it. Requests that stand back, and those without a hit, are last."""
+    own: dict[TreeNode, list[Request]] = defaultdict(list)
+    weight: Counter[TreeNode] = Counter()
+    children: dict[TreeNode, list[TreeNode]] = defaultdict(list)
+    roots: list[TreeNode] = []
+    last = [hit.request for hit in sorted(hits, key=lambda hit: hit.later) if hit.later or hit.node is None]
+    for hit in hits:
+        if not hit.later and hit.node is not None:
+            own[hit.node].append(hit.request)
+            _add_weight(hit.node, weight, children, roots)
+    out: list[Request] = []
+    stack = [(node, False) for node in sorted(roots, key=lambda n: weight[n])]
+    while stack:
+        node, below_is_done = stack.pop()
+        if below_is_done:
+            out += own.get(node, ())
+            continue
+        stack.append((node, True))
+        stack += [(child, False) for child in sorted(children.get(node, ()), key=lambda n: weight[n])]
+    return out + last
+
+
+def _add_weight(
+    node: TreeNode, weight: Counter[TreeNode], children: dict[TreeNode, list[TreeNode]], roots: list[TreeNode]
+) -> None:
+    """One more request at `node`, and at all above it."""
+    walk: TreeNode | None = node
+    while walk is not None:
+        seen = walk in weight
+        weight[walk] += 1
+        if not seen:
+            (children[walk.parent] if walk.parent is not None else roots).append(walk)
+        walk = walk.parent
+
+
+def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> list[Request]:
+    """Keys that run already come first, the most frequent one in front; the rest in order of arrival."""
+    counts = Counter(r.routing_key for r in running if r.routing_key)
+    if not counts:
+        return list(requests)
+    return sorted(requests, key=lambda r: (-counts.get(r.routing_key, 0), r.routing_key if r.routing_key in counts else ""))

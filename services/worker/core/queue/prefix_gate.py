@@ -1,0 +1,177 @@
+"""The gate of shared prefixes: a request whose uncached prefix a running extend is computing waits, and finds it cached.
+
+So n choices of one prompt compute it once, under every policy. A wait is for one extend and ends when that has committed what
+both share, when it ends or is retracted, and after MAX_PASSES passes in which none of it was committed. Who waits is
+remembered with its extend and not looked at meanwhile: a pass costs nothing for those whose extend has not moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.worker.core.kv.radix_cache import TOKEN_BYTES, TreeNode
+from services.worker.core.queue.gates import ADMIT, WAIT, Answer
+from services.worker.core.queue.policy import IN_BATCH_DEPRIORITIZE_THRESHOLD
+from services.worker.core.queue.request import Request
+from services.worker.core.queue.request_table import RequestTable
+
+MAX_PASSES = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """limit: bytes of its key that a hit may cover. since: the pass from which fruitless ones count."""
+
+    request: Request
+    limit: int
+    since: int
+
+
+@dataclass(slots=True, eq=False)
+class _Lead:
+    """An extend that others wait for: the request, its slot and the slot's epoch. committed: bytes of its key, in whole pages,
+    when last looked at. due: no wait is over before this pass if nothing moves."""
+
+    request: Request
+    slot: int
+    epoch: int
+    committed: int
+    due: int
+    waits: list[_Wait] = field(default_factory=list)
+
+
+class PrefixGate:
+    """num_passes: admission passes that have ended. freed: by seq, those whose wait is over and who
+    have not been looked at in a pass over the whole queue since; some may have ended."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._page_bytes = table.config.page_size * TOKEN_BYTES
+        self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)  # bytes beyond a hit that must agree
+        self._leads: dict[int, _Lead] = {}
+        self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
+        self._computing: list[Request] = []  # yet to be listed among the extends
+        self.num_passes = 0
+        self.freed: dict[int, Request] = {}
+
+    @property
+    def concerns_anybody(self) -> bool:
+        return bool(self._leads or self.freed)
+
+    def begin(self, computing: Iterable[Request]) -> None:
+        """Before any request is looked at: frees those whose wait is over. computing: requests with extend rows in the
+        uncommitted step, those that have begun and go on, and those with rows in the step being planned; twice does no harm."""
+        self._extends.clear()
+        self._computing = list(computing)
+        for lead in list(self._leads.values()):
+            self._follow(lead)
+
+    def end_pass(self) -> None:
+        """Every request that was to be looked at in this plan has been."""
+        self.num_passes += 1
+
+    def note(self, request: Request) -> None:
+        """The request has got an extend row."""
+        self.freed.pop(request.seq, None)
+        self._computing.append(request)
+
+    def look(self, request: Request) -> Answer:
+        """WAIT if an extend computes enough of the request's prefix beyond its hit."""
+        if self._computing:
+            self._list_extends()
+        if not self._extends:
+            return ADMIT
+        node, num_cached = self._table.memory.peek(request.namespace, request.key, request.prefix_limit())
+        hit, limit = num_cached * TOKEN_BYTES, _limit(request)
+        if hit + self._cut > limit:
+            return ADMIT
+        other = self._extend_of(node, request.key, hit, hit + self._cut)
+        if other is None:
+            return ADMIT
+        if hit > request.prefix_seen:
+            request.prefix_seen, request.prefix_passes = hit, 0
+        if request.prefix_passes >= MAX_PASSES:
+            return ADMIT
+        wait = _Wait(request, limit, self.num_passes - request.prefix_passes)
+        lead = self._leads.get(other.seq) or self._lead(other)
+        lead.due = min(lead.due, wait.since + MAX_PASSES)
+        lead.waits.append(wait)
+        self.freed.pop(request.seq, None)
+        return WAIT
+
+    def _list_extends(self) -> None:
+        """By the node where each one's own hit ends: what lies behind it, it computes."""
+        for request in self._computing:
+            if request.lease is not None:
+                node = request.lease.node
+                at = node.depth * self._page_bytes
+                beyond = request.key[at : at + self._cut]
+                if len(beyond) == self._cut:
+                    self._extends.setdefault(node, {}).setdefault(beyond, []).append(request)
+        self._computing.clear()
+
+    def _extend_of(self, node: TreeNode | None, key: bytes, hit: int, end: int) -> Request | None:
+        """An extend whose key begins with key[:end]. The hit ends after `hit` bytes, at `node` or inside it; such an extend hangs
+        on its path, where its own hit ends."""
+        while node is not None:
+            at = node.depth * self._page_bytes
+            if at <= hit and (extends := self._extends.get(node)):
+                for other in extends.get(key[at : at + self._cut], ()):
+                    if other.lease is not None and other.key[at:end] == key[at:end]:
+                        return other
+            node = node.parent
+        return None
+
+    def _lead(self, other: Request) -> _Lead:
+        assert other.lease is not None
+        slot = other.lease.slot
+        epoch, committed = int(self._table.columns.epoch[slot]), self._committed(slot)
+        lead = self._leads[other.seq] = _Lead(other, slot, epoch, committed, self.num_passes + MAX_PASSES)
+        return lead
+
+    def _committed(self, slot: int) -> int:
+        return int(self._table.columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
+
+    def _follow(self, lead: _Lead) -> None:
+        """Frees those of the extend's followers whose wait is over: they share no more with what it has yet to commit, or have
+        waited in vain for too long."""
+        if lead.request.lease is None or self._table.columns.epoch[lead.slot] != lead.epoch:
+            self._free_all(lead)
+            return
+        before, committed = lead.committed, self._committed(lead.slot)
+        if committed == before and self.num_passes < lead.due:
+            return
+        end = committed + self._cut
+        beyond = lead.request.key[before:end]  # before it, they are known to agree
+        waits, lead.waits = lead.waits, []
+        lead.committed, lead.due = committed, self.num_passes + MAX_PASSES
+        for wait in waits:
+            request = wait.request
+            if committed > request.prefix_seen:
+                request.prefix_seen, wait.since = committed, self.num_passes
+            vain = self.num_passes - wait.since
+            if vain >= MAX_PASSES or end > wait.limit or request.key[before:end] != beyond:
+                self._free(wait)
+            elif request.held:
+                lead.due = min(lead.due, wait.since + MAX_PASSES)
+                lead.waits.append(wait)
+        if not lead.waits:
+            del self._leads[lead.request.seq]
+
+    def _free_all(self, lead: _Lead) -> None:
+        for wait in lead.waits:
+            self._free(wait)
+        del self._leads[lead.request.seq]
+
+    def _free(self, wait: _Wait) -> None:
+        """Unless the request has left the queue meanwhile."""
+        wait.request.prefix_passes = self.num_passes - wait.since
+        if wait.request.held:
+            self._table.waiting.free(wait.request)
+            self.freed[wait.request.seq] = wait.request
+
+
+def _limit(request: Request) -> int:
+    """Bytes of its key that a hit may cover: all but a token at most."""
+    return min(request.prefix_limit() * TOKEN_BYTES, len(request.key) - TOKEN_BYTES)

@@ -1,0 +1,262 @@
+"""All requests of a worker, the queues they stand in, and the transitions between them: one writer for both.
+
+Every request that comes in leaves through `end`, which frees what it holds and emits its one terminal output.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.grammar import GrammarBook
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
+from services.worker.core.contracts.trace import TraceKind, TraceLog
+from services.worker.core.kv.cache_events import CacheEventLog
+from services.worker.core.kv.memory import KVMemory, Lease
+from services.worker.core.kv.radix_cache import Match, TreeNode
+from services.worker.core.queue.deadlines import Deadlines
+from services.worker.core.queue.finish import Ending
+from services.worker.core.queue.grammar_gate import GrammarGate
+from services.worker.core.queue.outputs import Outputs
+from services.worker.core.queue.request import Phase, Request
+from services.worker.core.queue.request_columns import SlotColumns
+from services.worker.core.queue.sessions import SessionTable
+from services.worker.core.queue.waiting_queue import WaitingQueue
+
+
+class RequestTable:
+    """extending, decoding: running requests in order of admission. waiting, gate: those without a lease.
+
+    batch_is_full: nothing can be admitted until a running request leaves (reference 2 §19). config may be replaced while
+    running; sizes of pools in it are those of the start.
+    """
+
+    def __init__(self, config: SchedulerConfig, book: GrammarBook | None, events: CacheEventLog | None) -> None:
+        self.config = config
+        self._events = events
+        self.memory = KVMemory(config, events)
+        self.columns = SlotColumns(config.max_running_requests)
+        self.outputs = Outputs()
+        self.trace = TraceLog()
+        self.gate = GrammarGate(book)
+        self.sessions = SessionTable(config)
+        self.waiting = WaitingQueue()
+        self.by_key: dict[tuple[int, int], Request] = {}
+        self.extending: list[Request] = []
+        self.decoding: list[Request] = []
+        self.batch_is_full = False
+        self.requests_total = self.aborts_total = self.retractions_total = self.preemptions_total = 0
+        self.resumed_total = 0
+        self.prompt_tokens_total = self.cached_tokens_total = self.generated_tokens_total = 0
+        self._deadlines = Deadlines()
+        self._slots: NDArray[np.int64] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Those at the gate among them."""
+        return len(self.waiting) + len(self.gate)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts and outputs of those that wait, as they were when they began to."""
+        return self.waiting.num_tokens + self.gate.num_tokens
+
+    @property
+    def num_running(self) -> int:
+        return len(self.extending) + len(self.decoding)
+
+    def decoding_slots(self) -> NDArray[np.int64]:
+        """int64[n], aligned with `decoding`."""
+        if self._slots is None:
+            self._slots = np.array([r.lease.slot for r in self.decoding if r.lease], dtype=np.int64)
+        return self._slots
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """From the next plan on. Sizes of pools are as they were."""
+        self.config = self.sessions.config = config
+
+    def enqueue(self, request: Request) -> None:
+        """A new request, to the queue or to the gate."""
+        self.requests_total += 1
+        self.resumed_total += request.num_given > 0
+        self.by_key[request.peer, request.handle] = request
+        if request.session is not None:
+            self.sessions.begin(request)
+        if self.gate.admits(request):
+            self.waiting.add(request, back=request.num_given > 0)
+            self.trace.add(request.request_id, TraceKind.QUEUED, request.num_prompt_tokens)
+        else:
+            self.trace.add(request.request_id, TraceKind.GATED, request.num_prompt_tokens)
+            request.phase = Phase.GATED
+            self.gate.wait(request)
+        if request.deadline != float("inf"):
+            self._watch(request.deadline, request, waiting=False)
+        if self.config.waiting_timeout_s and not request.num_given:  # as after a retraction: it has run
+            self._watch(request.arrival + self.config.waiting_timeout_s, request, waiting=True)
+
+    def ungate(self, request: Request) -> None:
+        """GATED to WAITING."""
+        self.gate.leave(request)
+        request.move(Phase.WAITING)
+        self.waiting.add(request, back=request.num_given > 0)
+        self.trace.add(request.request_id, TraceKind.UNGATED, 0)
+
+    def begin(self, request: Request, match: Match, now: float) -> Lease:
+        """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
+        self.waiting.remove(request)
+        request.move(Phase.EXTEND)
+        lease = request.lease = self.memory.lease(match, request.rank)
+        cached = len(match.pages) * self.config.page_size
+        self.trace.add(request.request_id, TraceKind.ADMITTED, cached)
+        self.columns.begin(lease.slot, request, cached)
+        request.flight_step = -1
+        request.prefix_seen, request.prefix_passes = -1, 0
+        self.extending.append(request)
+        if request.queue_s < 0:
+            request.queue_s = now - request.arrival
+            request.num_cached_tokens = min(cached, request.num_prompt_tokens)
+            self.prompt_tokens_total += request.num_prompt_tokens
+            self.cached_tokens_total += request.num_cached_tokens
+            if self.config.running_timeout_s:
+                self._watch(now + self.config.running_timeout_s, request, waiting=False)
+        return lease
+
+    def decode(self, request: Request) -> None:
+        """EXTEND to DECODE: the last chunk is planned."""
+        assert request.lease is not None
+        self.trace.add(request.request_id, TraceKind.PREFILLED, int(self.columns.computed[request.lease.slot]))
+        request.move(Phase.DECODE)
+        self.extending.remove(request)
+        self.decoding.append(request)
+        self._slots = None
+
+    def resume_extend(self, request: Request) -> None:
+        """DECODE to EXTEND: tokens have become known that nothing sampled; their KV is still to be computed."""
+        assert request.lease is not None
+        slot, columns = request.lease.slot, self.columns
+        request.move(Phase.EXTEND)
+        request.rekey()
+        self.trace.add(request.request_id, TraceKind.JUMPED, len(request.output_ids))
+        columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
+        columns.num_out[slot] = columns.planned_out[slot] = len(request.output_ids)
+        columns.target[slot] = request.num_prompt_tokens + len(request.output_ids)
+        self.decoding.remove(request)
+        self.extending.append(request)
+        self._slots = None
+
+    def retract(self, request: Request, flight_step: int, plan_step: int, preempted: bool = False) -> None:
+        """Back to WAITING with its output kept, its computed pages cached, everything else freed.
+
+        flight_step: the uncommitted step, -1 for none; plan_step: the plan that decides this. preempted: for someone more
+        urgent, not for want of memory.
+        """
+        assert request.lease is not None
+        slot = request.lease.slot
+        sampled_in_flight = self.columns.planned_out[slot] > self.columns.num_out[slot] and not self.columns.redundant[slot]
+        request.num_sent = int(self.columns.sent[slot])
+        self._release(request)
+        request.move(Phase.WAITING)
+        request.rekey()
+        request.flight_step = flight_step if sampled_in_flight else -1
+        request.parked_step = plan_step
+        request.logprob_planned = request.logprob_done
+        request.num_retractions += 1
+        kind = TraceKind.PREEMPTED if preempted else TraceKind.RETRACTED
+        self.trace.add(request.request_id, kind, len(request.output_ids))
+        self.waiting.add(request, back=True)
+        self.preemptions_total += preempted
+        self.retractions_total += not preempted
+        self.batch_is_full = False
+
+    def end(self, request: Request, ending: Ending, now: float) -> None:
+        """The request's one terminal output, from any phase but FINISHED."""
+        node = None
+        if request.lease is not None:
+            lease = request.lease
+            request.num_sent = int(self.columns.sent[lease.slot])
+            self._release(request)
+            node = lease.node
+            self.batch_is_full = False
+        elif request.phase is Phase.GATED:
+            self.gate.leave(request)
+        else:
+            self.waiting.remove(request)
+        request.move(Phase.FINISHED)
+        del self.by_key[request.peer, request.handle]
+        self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
+        aborted = ending.reason is FinishReason.ABORT
+        self.aborts_total += aborted
+        if request.session is not None:
+            self.sessions.end(request, None if aborted else self._context_end(request, node), self.memory, now)
+        self.outputs.add_finish(request, self._finish(request, ending, now))
+
+    def reset_memory(self) -> None:
+        """Forgets every page, cached ones too. Only while no request is here."""
+        assert not self.by_key
+        self.sessions.close_all(self.memory)
+        evicted = self.memory.evicted_pages_total
+        self.memory = KVMemory(self.config, self._events)
+        self.memory.evicted_pages_total = evicted
+        if self._events:
+            self._events.cleared()
+
+    def refuse(self, peer: int, handle: int, request_id: str, error: ErrorCode, message: str) -> None:
+        """The terminal output of a request that never came in."""
+        self.requests_total += 1
+        self.aborts_total += 1
+        self.outputs.add_refusal(peer, Finish(handle, request_id, FinishReason.ABORT, error=error, message=message))
+
+    def expired(self, now: float) -> list[tuple[Request, str]]:
+        """Requests whose waiting or running time is over, each once, with what to tell the client."""
+        out: dict[int, tuple[Request, str]] = {}
+        for deadline in self._deadlines.due(now):
+            request = self.by_key.get((deadline.peer, deadline.handle))
+            if request is None or request.seq != deadline.seq:
+                continue
+            if not deadline.waiting:
+                out.setdefault(request.seq, (request, "the request's time is over"))
+            elif request.queue_s < 0:
+                out.setdefault(request.seq, (request, "the request waited too long in the queue"))
+        return list(out.values())
+
+    def _context_end(self, request: Request, node: TreeNode | None) -> TreeNode:
+        """Where a finished turn's cached context ends: its lease's end, or what the tree has if it ended while waiting."""
+        if node is not None:
+            return node
+        return self.memory.match(request.namespace, request.key, request.reuse_limit).node
+
+    def _finish(self, request: Request, ending: Ending, now: float) -> Finish:
+        return Finish(
+            handle=request.handle,
+            request_id=request.request_id,
+            reason=ending.reason,
+            matched_stop=ending.matched_stop,
+            matched_token=ending.matched_token,
+            error=ending.error,
+            message=ending.message,
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=request.num_cached_tokens,
+            completion_tokens=len(request.output_ids),
+            queue_s=request.queue_s if request.queue_s >= 0 else now - request.arrival,
+            retractions=request.num_retractions,
+            embedding=ending.embedding,
+        )
+
+    def _release(self, request: Request) -> None:
+        lease = request.lease
+        assert lease is not None
+        committed = int(self.columns.committed[lease.slot])
+        self.memory.release(lease, request.tokens()[:committed].tobytes())
+        self.columns.end(lease.slot)
+        request.lease = None
+        if request.phase is Phase.EXTEND:
+            self.extending.remove(request)
+        else:
+            self.decoding.remove(request)
+            self._slots = None
+
+    def _watch(self, at: float, request: Request, waiting: bool) -> None:
+        self._deadlines.watch(at, request.seq, request.peer, request.handle, waiting)
+        if len(self._deadlines) > 4 * len(self.by_key) + 64:
+            self._deadlines.keep({r.seq for r in self.by_key.values()})

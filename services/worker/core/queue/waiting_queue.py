@@ -1,0 +1,149 @@
+"""Requests that wait for their first or next admission. Single owner: RequestTable.
+
+Order of service where no policy says otherwise: by rank, within a rank those that lost their lease first, then by arrival.
+A request that an admission gate makes wait is held: it keeps its place and is passed over until the gate frees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from services.worker.core.queue.request import Request
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Requests of one rank. fresh: by seq, in order of arrival. back: those that have run before, by arrival."""
+
+    fresh: dict[int, Request] = field(default_factory=dict)
+    back: list[Request] = field(default_factory=list)
+
+
+class Kept(NamedTuple):
+    """What held requests will need: so many slots, and tokens of KV at most."""
+
+    slots: int = 0
+    tokens: int = 0
+
+    def plus(self, slots: int, tokens: int) -> Kept:
+        return Kept(self.slots + slots, self.tokens + tokens)
+
+
+_NOTHING = Kept()
+
+
+class WaitingQueue:
+    """num_held: requests that gates make wait."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._order: list[int] = []
+        self._size = 0
+        self._kept: dict[int, Kept] = {}  # by rank
+        self.num_held = 0
+        self.num_tokens = 0  # of prompts and outputs, as they were when they came
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def num_back(self) -> int:
+        """Those that have run before."""
+        return sum(len(rank.back) for rank in self._ranks.values())
+
+    def add(self, request: Request, back: bool = False) -> None:
+        rank = self._ranks.get(request.rank)
+        if rank is None:
+            rank = self._ranks[request.rank] = _Rank()
+            self._order = sorted(self._ranks)
+        if back:
+            rank.back.append(request)
+            rank.back.sort(key=lambda r: r.seq)
+        else:
+            rank.fresh[request.seq] = request
+        self._size += 1
+        request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
+        self.num_tokens += request.queued_tokens
+
+    def remove(self, request: Request) -> None:
+        if request.held:
+            self.free(request)
+        rank = self._ranks[request.rank]
+        if rank.fresh.pop(request.seq, None) is None:
+            rank.back.remove(request)
+        self._size -= 1
+        self.num_tokens -= request.queued_tokens
+        if not rank.fresh and not rank.back:
+            del self._ranks[request.rank]
+            self._order = sorted(self._ranks)
+
+    def hold(self, request: Request, tokens: int) -> None:
+        """A gate makes it wait. tokens: of KV, 1 or more, all that it may come to hold."""
+        self._kept[request.rank] = self._kept.get(request.rank, _NOTHING).plus(1, tokens)
+        request.held = tokens
+        self.num_held += 1
+
+    def free(self, request: Request) -> None:
+        """It may be looked at again."""
+        kept = self._kept[request.rank] = self._kept[request.rank].plus(-1, -request.held)
+        if not kept.slots:
+            del self._kept[request.rank]
+        request.held = 0
+        self.num_held -= 1
+
+    def kept_from(self, rank: int) -> Kept:
+        """What held requests that are more urgent than `rank` will need."""
+        if not self.num_held or rank == self._order[0]:
+            return _NOTHING
+        above = [kept for each, kept in self._kept.items() if each < rank]
+        return Kept(sum(kept.slots for kept in above), sum(kept.tokens for kept in above))
+
+    def kept_by_rank(self) -> dict[int, Kept]:
+        """For checks."""
+        return dict(self._kept)
+
+    def last_fresh(self) -> Request | None:
+        """Of those that have never run, the one that would be served after all others."""
+        for rank in reversed(self._order):
+            if fresh := self._ranks[rank].fresh:
+                return next(reversed(fresh.values()))
+        return None
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order of service, held ones too. The queue must not change meanwhile."""
+        for rank in self._order:
+            yield from self._ranks[rank].back
+            yield from self._ranks[rank].fresh.values()
+
+    def eligible(self) -> list[Request]:
+        """In order of service, without those held."""
+        return [request for request in self if not request.held] if self.num_held else list(self)
+
+    def first(self) -> Request | None:
+        """Of those that are not held."""
+        for rank in self._order:
+            mine = self._ranks[rank]
+            for request in mine.back:
+                if not request.held:
+                    return request
+            for request in mine.fresh.values():
+                if not request.held:
+                    return request
+        return None
+
+    def in_turn(self) -> Iterator[Request]:
+        """The same as eligible(), lazily, for a caller that takes out or holds the one it has before it asks for the next."""
+        while not self.num_held and (request := self.first()) is not None:
+            yield request
+        for rank in tuple(self._order):
+            mine = self._ranks[rank]
+            yield from [request for request in mine.back if not request.held]
+            passed, size = 0, 8
+            while some := list(islice(mine.fresh.values(), passed, passed + size)):
+                free = [request for request in some if not request.held]
+                yield from free
+                passed += len(some) - sum(request.seq not in mine.fresh for request in free)
+                size *= 2

@@ -1,0 +1,54 @@
+"""The contract between the worker's loop and an executor. No torch here, so that the fake executor needs none.
+
+Called from the loop's thread only. Device work of all calls runs in call order (one stream); see ../../docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.exec.contracts.operations import Operation
+
+Masks = Mapping[int, NDArray[np.uint32]]
+
+
+class Run(Protocol):
+    """A launched step. Owned by the executor; the loop only hands it back."""
+
+    @property
+    def plan(self) -> BatchPlan: ...
+
+
+class Executor(Protocol):
+    """Executes plans.
+
+    forward: launches the forward pass and returns at once. Reads the plan until wait() has returned.
+    sample: launches sampling for a launched step, exactly once per run, after its forward and before the next forward.
+        masks: row -> uint32[ceil(V / 32)], bit i of word w set where token 32 w + i may be sampled, for rows of
+        plan.mask_rows; read until wait() has returned. A mask row without a mask here is sampled unmasked: its request
+        has left since the step was planned.
+    wait: blocks until the step's result is on the host. Raises ExecutorError if the device work failed; the step's
+        effects are then undefined, and the slots in it must not be read again.
+    apply: runs an operation in call order and returns when it is done. No step may be in flight, and none may be launched
+        while KV or weights are released. Raises OperationRefused, and then nothing has changed, or ExecutorError.
+    close: ends threads and frees device memory; no call may follow.
+    """
+
+    def forward(self, plan: BatchPlan) -> Run: ...
+
+    def sample(self, run: Run, masks: Masks) -> None: ...
+
+    def wait(self, run: Run) -> StepResult: ...
+
+    def apply(self, operation: Operation) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ExecutorError(RuntimeError):
+    """A step failed as a whole. Every request in it must be ended or replayed."""

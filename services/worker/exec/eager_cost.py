@@ -1,0 +1,54 @@
+"""What a decode step costs that no graph holds, measured: in decode steps, and in tokens of KV that could be read instead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.exec.attention.backend import AttentionBatch
+from services.worker.exec.step.forward_batch import StepColumns
+from services.worker.exec.step.model_runner import DeviceRunner
+from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.warm_up import idle_decode
+
+STEPS = 20
+
+
+def graph_limits(rows: int, eager_cost: float, weight_bytes: int, kv_bytes_per_token: int) -> GraphLimits:
+    """rows: of the largest graph. A decode step reads the weights, so a token of KV takes kv_bytes / weight_bytes of its time;
+    so many of them are read anew at most as take what the step without a graph would."""
+    readable = int(eager_cost * weight_bytes / kv_bytes_per_token) if kv_bytes_per_token else 0
+    return GraphLimits(rows, readable, eager_cost)
+
+
+def measured_eager_cost(runner: DeviceRunner, rows: int) -> float:
+    """What a step of `rows` takes longer when it is launched kernel by kernel, in replayed steps. Both are launched back to back,
+    so that the host's time hides behind the device's where it can, as it does in service. On the forward stream; waits for
+    the device."""
+    assert runner.graphs is not None, "there is a graph to compare with"
+    graph, idle = runner.graphs.for_rows(rows), StepColumns.idle(runner.passes.capacity, rows)
+    assert graph is not None and graph.size == rows, "rows are a graph's"
+
+    def replayed() -> None:
+        runner.attention.plan(AttentionBatch(idle.starts, idle.num_tokens, 0, graph.rows, graph=rows))
+        graph.forward.replay()
+        graph.sample.replay()
+
+    def launched() -> None:
+        device, count = idle_decode(runner, rows), len(graph.space.rows.slots)
+        space = runner.sampler.passing_space(device.sample_slots[:count], device.sample_positions[:count])
+        runner.sampler.run_kernels(runner.passes.all_logits(count), space)
+
+    in_graph = _seconds(runner.streams, replayed)
+    return max(0.0, _seconds(runner.streams, launched) / in_graph - 1)
+
+
+def _seconds(streams: Streams, step: Callable[[], None]) -> float:
+    step()
+    streams.synchronize()
+    begun = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    streams.synchronize()
+    return max(time.perf_counter() - begun, 1e-9)

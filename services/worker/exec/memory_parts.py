@@ -1,0 +1,60 @@
+"""Gives the KV pool and the weights of a device back, and takes them again; graphs are captured anew."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
+from services.worker.exec.device_memory import NO_POOL, NoModel
+from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.step.model_runner import DeviceRunner
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """load_model: reads the checkpoint's folder as it is at that time; allocate_pool: of the size of the first one;
+    capture: what start-up did once model and pool were there, graphs among it. No step runs between release and resume."""
+
+    runner: DeviceRunner
+    load_model: Callable[[], CausalModel]
+    allocate_pool: Callable[[], KVPool]
+    capture: Callable[[], None]
+
+    def release(self, parts: ReleaseMemory) -> None:
+        if self.runner.graphs is not None:
+            self.runner.graphs.release()
+        passes = self.runner.passes
+        passes.model = NoModel() if parts.weights else passes.model
+        passes.pool = NO_POOL if parts.kv else passes.pool
+        return_memory(self.runner.streams.device)
+
+    def resume(self, parts: ResumeMemory) -> None:
+        """Raises OperationRefused where the folder or the memory does not allow it; what was released then stays so."""
+        passes, streams = self.runner.passes, self.runner.streams
+        try:
+            with streams.on_forward():  # where steps find it done: a pool takes long to fill with zeros
+                model = self.load_model() if parts.weights else passes.model
+                pool = self.allocate_pool() if parts.kv else passes.pool
+            streams.synchronize()
+        except Exception as error:  # of any kind: loaders raise many, and nothing has changed so far
+            raise OperationRefused(f"cannot resume: {error}") from error
+        passes.model, passes.pool = model, pool
+        if not isinstance(model, NoModel) and pool is not NO_POOL:
+            self.capture()
+
+
+def return_memory(device: torch.device) -> None:
+    """What is free inside the process becomes free on the device, garbage too."""
+    gc.collect()
+    return_cached(device)
+
+
+def return_cached(device: torch.device) -> None:
+    """What torch's allocator keeps for later becomes free on the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

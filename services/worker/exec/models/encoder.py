@@ -1,0 +1,109 @@
+"""Encoders (BERT and its kin) through transformers' own modeling code: each row is a whole text, seen in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.auto import modeling_auto
+
+from kernels.contracts.ops import RaggedRows
+from services.worker.exec.contracts.causal_model import NoVocabulary
+from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.weights import transformers_checkpoint
+from services.worker.exec.weights.families import UnsupportedModel, architecture_of
+
+PADDING_SHARE = 0.25  # of the tokens of a group of texts that are computed together
+MASKED_SUFFIX = "ForMaskedLM"
+
+
+class EncoderModel:
+    """Implements CausalModel but for logits. No row may begin behind a cached prefix: there are no keys and values.
+
+    Texts of about the same length are computed together, padded to the longest. model: takes input_ids and attention_mask.
+    """
+
+    def __init__(self, model: Any, pad_token_id: int, hidden_size: int) -> None:
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._hidden_size = hidden_size
+        self._states: Tensor | None = None
+
+    def to(self, device: torch.device) -> EncoderModel:
+        return EncoderModel(self._model.to(device), self._pad_token_id, self._hidden_size)
+
+    def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
+        """See TokenModel. The pool is not touched. Lengths are read on the host: on a GPU, it waits for them."""
+        device = input_ids.device
+        states = torch.empty(len(input_ids), self._hidden_size, dtype=self._model.dtype, device=device)
+        for group in _groups(rows.num_tokens):
+            counts, offsets = rows.num_tokens[group].long(), rows.offsets[group].long()
+            columns = torch.arange(int(counts.max()), device=device)
+            mask = columns < counts[:, None]
+            places = (offsets[:, None] + columns)[mask]
+            ids = torch.full(mask.shape, self._pad_token_id, dtype=torch.int64, device=device)
+            ids[mask] = input_ids[places]
+            states[places] = self._model(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+        self._states = states
+
+    def states(self, wanted: Tensor) -> Tensor:
+        """See TokenModel."""
+        if self._states is None:
+            raise RuntimeError("no step has been computed")
+        return self._states[wanted]
+
+    def logits(self, wanted: Tensor) -> NoReturn:
+        raise NoVocabulary("this model gives vectors and no tokens")
+
+
+def _groups(num_tokens: Tensor) -> Iterator[Tensor]:
+    """int64 indices of rows that are computed together, padding kept under PADDING_SHARE of a group."""
+    order = torch.argsort(num_tokens, descending=True, stable=True)
+    lengths = num_tokens[order].tolist()
+    first, total = 0, 0
+    for index, length in enumerate(lengths):
+        padded = lengths[first] * (index + 1 - first)
+        if index > first and padded - total - length > PADDING_SHARE * padded:
+            yield order[first:index]
+            first, total = index, 0
+        total += length
+    yield order[first:]
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether the architecture is an encoder of those that transformers has a masked language model for."""
+    masked = transformers_checkpoint.class_in(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, config)
+    named = architecture_of(config)
+    return bool(masked) and not config.is_encoder_decoder and (named == masked or transformers_checkpoint.is_base(config))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    """max_tokens: of one text."""
+
+    model: EncoderModel
+    max_tokens: int
+    weight_bytes: int
+
+
+def load_encoder(folder: Path, config: Any, dtype: torch.dtype) -> LoadedEncoder:
+    """Raises CheckpointError, UnsupportedModel."""
+    if getattr(config, "is_decoder", False):
+        raise UnsupportedModel(f"{architecture_of(config)} with is_decoder is not supported")
+    attention = "sdpa" if transformers_checkpoint.class_of(AutoModel, config)._supports_sdpa else "eager"
+    model = transformers_checkpoint.load(folder, config, AutoModel, dtype, attention)
+    encoder = EncoderModel(model, int(config.pad_token_id or 0), int(config.hidden_size))
+    return LoadedEncoder(encoder, _max_tokens(model, config), transformers_checkpoint.num_bytes(model))
+
+
+def _max_tokens(model: nn.Module, config: Any) -> int:
+    """RoBERTa's kin count positions from behind the padding token's id, so that their tables hold fewer texts' positions."""
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(table, nn.Embedding):
+            return int(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
+    return int(config.max_position_embeddings)

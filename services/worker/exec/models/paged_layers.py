@@ -1,0 +1,72 @@
+"""Our paged attention as an attention implementation of transformers.
+
+A layer finds the step on its module, where the model's runner has put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kernels.contracts.ops import Kernels, RaggedRows
+from services.worker.exec.models.attention_layers import AttentionLayer, held_by
+from services.worker.exec.pools.pools import KVPool
+
+PAGED_ATTENTION = "rootstock_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """One forward pass over T tokens. layers: by their number in the model."""
+
+    rows: RaggedRows
+    pool: KVPool
+    layers: Mapping[int, AttentionLayer]
+    kernels: Kernels
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *_: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    """Writes keys and values to the layer's pages, then attends to them. query [1, H, T, D], key [1, G, T, D],
+    value [1, G, T, E] -> [1, T, H, E]. No mask is looked at: rows and window say it all."""
+    number, step = module.layer_idx, held_by(module)
+    assert isinstance(number, int) and isinstance(step, PagedStep)
+    layer, rows = step.layers[number], step.rows
+    keys, values = step.pool.keys[layer.index], step.pool.values[layer.index]
+    step.kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), rows, keys, values)
+    q = query[0].transpose(0, 1)
+    out = q.new_empty(q.shape[0], q.shape[1], layer.kv.value_dim)
+    scale = q.shape[2] ** -0.5 if scaling is None else float(scaling)
+    if softcap or s_aux is not None or layer.kv.key_dim != layer.kv.value_dim:
+        step.kernels.general_attention(out, q, keys, values, rows, scale, layer.window, softcap or 0.0, s_aux)
+    else:
+        _through_kernel(step.kernels, out, q, keys, values, rows, scale, layer.window)
+    return out[None], None
+
+
+def _through_kernel(
+    kernels: Kernels, out: Tensor, q: Tensor, keys: Tensor, values: Tensor, rows: RaggedRows, scale: float, window: int
+) -> None:
+    """The kernel wants q as the first columns of q, k and v together; it reads no others of them."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    qkv = q.new_empty(tokens, (heads + 2 * kv_heads) * head_dim)
+    qkv[:, : heads * head_dim] = q.reshape(tokens, -1)
+    kernels.paged_attention(out.view(tokens, -1), qkv, keys, values, rows, scale, window)
+
+
+AttentionInterface.register(PAGED_ATTENTION, attend)

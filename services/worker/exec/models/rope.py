@@ -1,0 +1,70 @@
+"""Rotary embedding tables: default, linear, llama3 and yarn scaling, as transformers' modeling_rope_utils defines them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.worker.exec.weights.families import ROPE_TYPES, UnsupportedModel
+
+
+def _base_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (float(rope["rope_theta"]) ** exponents)
+
+
+def _llama3(rope: dict[str, Any], frequencies: Tensor) -> Tensor:
+    """Long wavelengths are stretched by factor, short ones kept, those between blended (Llama 3.1)."""
+    factor, old_context = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    wavelengths = 2 * math.pi / frequencies
+    blend = ((old_context / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / factor + blend * frequencies
+
+
+def _mscale(scale: float, weight: float = 1.0) -> float:
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+
+def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
+    given = rope.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    return _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor)
+
+
+def _yarn(rope: dict[str, Any], frequencies: Tensor, head_dim: int) -> tuple[Tensor, float]:
+    """Frequencies and the factor on cosines and sines (arXiv 2309.00071)."""
+    factor, base = float(rope["factor"]), float(rope["rope_theta"])
+    old_context = float(rope["original_max_position_embeddings"])
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(old_context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = (high - low) or 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
+    return frequencies / factor * ramp + frequencies * (1 - ramp), _yarn_attention_factor(rope, factor)
+
+
+def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int) -> Tensor:
+    """float32[num_positions, head_dim]: cosines, then sines, of head_dim / 2 angles. Raises UnsupportedModel for other types."""
+    kind = rope.get("rope_type", "default")
+    frequencies, attention_factor = _base_frequencies(rope, head_dim), 1.0
+    if kind == "linear":
+        frequencies = frequencies / float(rope["factor"])
+    elif kind == "llama3":
+        frequencies = _llama3(rope, frequencies)
+    elif kind == "yarn":
+        frequencies, attention_factor = _yarn(rope, frequencies, head_dim)
+    elif kind != "default":
+        raise UnsupportedModel(f"rope type {kind} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor

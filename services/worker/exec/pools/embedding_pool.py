@@ -1,0 +1,128 @@
+"""From hidden states to one vector per request: pooling over chunks, cut, normalisation. Called by the forward thread alone."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.core.contracts.plan import I32, BatchPlan, RowFault, SlotParams
+from services.worker.core.contracts.sampling import EmbeddingParams
+
+States = Callable[[Tensor], Tensor]
+
+
+class PoolingKind(enum.StrEnum):
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"  # the first token
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """What the model's files say. normalize: to length 1, unless the request says otherwise."""
+
+    kind: PoolingKind
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """By row of the plan. vectors: float32[dimensions]; a row stands in one of the two."""
+
+    vectors: dict[int, NDArray[np.float32]]
+    faults: dict[int, RowFault]
+
+
+def embedded(vectors: Mapping[int, Tensor]) -> Embedded:
+    """vectors: on the host. One that is not finite is a fault."""
+    sound = {row: bool(vector.isfinite().all()) for row, vector in vectors.items()}
+    return Embedded(
+        {row: vector.numpy() for row, vector in vectors.items() if sound[row]},
+        {row: RowFault.NAN_LOGITS for row in vectors if not sound[row]},
+    )
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """One slot's prompt so far. total: float32[hidden], of the tokens that count; None before the first of them. end: position
+    after the last of them, so that a step that is computed again adds nothing twice."""
+
+    params: EmbeddingParams
+    total: Tensor | None = None
+    count: int = 0
+    end: int = 0
+
+    def add(self, states: Tensor) -> None:
+        """states: [tokens, hidden], in the model dtype."""
+        summed = states.sum(0, dtype=torch.float32)
+        self.total = summed if self.total is None else self.total + summed
+        self.count += len(states)
+
+    def vector(self, normalize: bool) -> Tensor:
+        """float32[dimensions]: the mean of what was added, which of one token is that token."""
+        if self.total is None:
+            raise RuntimeError("a vector is due, but no token that counts for it was computed")
+        mean = self.total / self.count
+        cut = mean[: self.params.dimensions] if self.params.dimensions else mean
+        wanted = normalize if self.params.normalize is None else self.params.normalize
+        return torch.nn.functional.normalize(cut, dim=0) if wanted else cut
+
+
+class EmbeddingPool:
+    """Pools of the slots whose requests want a vector, each from its slot's admission until the next one.
+
+    Mean and first-token pooling need every prompt token computed from the admission on: no hit in the prefix cache.
+    """
+
+    def __init__(self, config: PoolingConfig, max_slots: int, device: torch.device | None = None) -> None:
+        """device: of the states; None for the CPU."""
+        self._config = config
+        self._device = device
+        self._pools: dict[int, _Pooled] = {}
+        self._wanted = np.zeros(max_slots, dtype=np.bool_)
+
+    def admit(self, slot: SlotParams) -> None:
+        self._pools.pop(slot.slot, None)
+        self._wanted[slot.slot] = slot.params.embedding is not None
+        if slot.params.embedding is not None:
+            self._pools[slot.slot] = _Pooled(slot.params.embedding)
+
+    def wanted(self, slots: I32) -> NDArray[np.bool_]:
+        """bool[n]: those whose request wants a vector, and so no token."""
+        return self._wanted[slots]
+
+    def pool(self, plan: BatchPlan, states: States) -> dict[int, Tensor]:
+        """Takes in the step's tokens and gives the vectors, float32[dimensions], of rows with sample set: by row of the plan.
+
+        states: int64[W] indices into the step's tokens -> [W, hidden], their final-norm hidden states.
+        """
+        vectors: dict[int, Tensor] = {}
+        offsets = np.cumsum(plan.num_tokens) - plan.num_tokens
+        for row in range(plan.num_extend):
+            pooled = self._pools.get(int(plan.slots[row]))
+            if pooled is None:
+                continue
+            first, last = self._counted(plan, row)
+            first = max(first, pooled.end - int(plan.starts[row]))
+            if first < last:
+                start = int(offsets[row])
+                pooled.add(states(torch.arange(start + first, start + last, device=self._device)))
+                pooled.end = int(plan.starts[row]) + last
+            if plan.sample[row]:
+                vectors[row] = pooled.vector(self._config.normalize)
+        return vectors
+
+    def _counted(self, plan: BatchPlan, row: int) -> tuple[int, int]:
+        """First and end, within the row, of the tokens that count for its vector."""
+        count = int(plan.num_tokens[row])
+        if self._config.kind == PoolingKind.MEAN:
+            return 0, count
+        if self._config.kind == PoolingKind.CLS:
+            return 0, int(plan.starts[row] == 0)
+        return (count - 1, count) if plan.sample[row] else (0, 0)

@@ -1,0 +1,37 @@
+"""What one attention layer keeps of each token, and pools for layers that may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.contracts.ops import Kernels
+from services.worker.exec.pools.pools import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Sizes are numbers of elements, per token and key/value head."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def size(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
+    """Over all layers, keys and values."""
+    return sum(layer.size for layer in layers) * dtype.itemsize
+
+
+def allocate(layers: Sequence[LayerKV], num_pages: int, page_size: int, dtype: torch.dtype, kernels: Kernels) -> KVPool:
+    """Keys [pages, kv heads, page size, key_dim] and values [.., value_dim] of each layer."""
+    shapes = [(num_pages, layer.kv_heads, page_size) for layer in layers]
+    keys = [kernels.allocate_pool((*shape, layer.key_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
+    values = [kernels.allocate_pool((*shape, layer.value_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
+    return KVPool(tuple(keys), tuple(values))

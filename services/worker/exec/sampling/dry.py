@@ -1,0 +1,91 @@
+"""Repetitions at a sequence's end, for the DRY penalty ("Don't Repeat Yourself", p-e-w, text-generation-webui #5677).
+
+A token that stood after an earlier copy of the last n tokens would make that repeat one longer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.plan import I32
+from services.worker.core.contracts.sampling import DryParams
+
+MAX_PENALTY = 1e30  # finite, so that the penalty alone never empties a row; beyond any logit
+
+
+def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
+    """int32[n]: of each j, how many tokens right before j equal as many at the end, with no breaker among them.
+
+    The Z function (Gusfield 1997) of the reversed sequence: O(n) whatever it holds.
+    """
+    size = len(tokens)
+    back = tokens[::-1]
+    longest = next((i for i, token in enumerate(back) if token in breakers), size)
+    lengths = [0] * size
+    left = right = 0
+    for i in range(1, size):
+        length = min(right - i, lengths[i - left]) if i < right else 0
+        while i + length < size and back[length] == back[i + length]:
+            length += 1
+        lengths[i] = length
+        if i + length > right:
+            left, right = i, i + length
+    before = [0, *lengths[:0:-1]]  # lengths[size - j] of j
+    return np.minimum(np.array(before[:size], dtype=np.int32), longest)
+
+
+class Repeats:
+    """A sequence and, for every place in it, how long the sequence's end has been seen before that place.
+
+    O(window) for each token added. Tokens are inside the vocabulary.
+    """
+
+    def __init__(self, params: DryParams, tokens: NDArray[np.int64]) -> None:
+        self._params = params
+        self._breakers = frozenset(params.breakers)
+        self._breaker_ids = np.array(sorted(self._breakers), dtype=np.int64)
+        kept = tokens[-params.window :] if params.window else tokens
+        self._begin(kept.tolist())
+
+    def _begin(self, tokens: list[int]) -> None:
+        self._size = len(tokens)
+        room = np.zeros(self._size + 256, dtype=np.int32)
+        self._tokens, self._lengths = room, room.copy()
+        self._tokens[: self._size] = tokens
+        self._lengths[: self._size] = suffix_lengths(tokens, self._breakers)
+
+    @property
+    def _first(self) -> int:
+        """Where the window begins."""
+        return max(0, self._size - self._params.window) if self._params.window else 0
+
+    def add(self, token: int) -> None:
+        if self._size == len(self._tokens):
+            self._tokens, self._lengths = (np.resize(array, 2 * self._size) for array in (self._tokens, self._lengths))
+        first, size = self._first, self._size
+        if token in self._breakers:
+            self._lengths[first : size + 1] = 0
+        else:
+            longer = np.where(self._tokens[first:size] == token, self._lengths[first:size] + 1, 0)
+            self._lengths[first + 1 : size + 1] = longer
+            self._lengths[first] = 0
+        self._tokens[size] = token
+        self._size += 1
+
+    def remove_last(self, count: int) -> None:
+        self._begin(self._tokens[: self._size - count].tolist())
+
+    def penalties(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Distinct ids of tokens that would go on with a repeat, and what each logit loses. Breakers end a repeat: none."""
+        first, params = self._first, self._params
+        lengths = np.minimum(self._lengths[first : self._size], np.arange(self._size - first))  # a copy lies in the window
+        places = np.flatnonzero(lengths >= max(1, params.allowed_length))
+        tokens = self._tokens[first : self._size][places].astype(np.int64)
+        kept = ~np.isin(tokens, self._breaker_ids)
+        ids, where = np.unique(tokens[kept], return_inverse=True)
+        longest = np.zeros(len(ids), dtype=np.int32)
+        np.maximum.at(longest, where, lengths[places[kept]].astype(np.int32))
+        with np.errstate(over="ignore"):
+            lost = params.multiplier * np.float64(params.base) ** (longest.astype(np.float64) - params.allowed_length)
+        return ids, np.minimum(lost, MAX_PENALTY).astype(np.float32)

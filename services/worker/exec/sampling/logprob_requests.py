@@ -1,0 +1,182 @@
+"""Which rows want log probabilities, measured on the device and handed out on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.contracts.sample_ops import Measured, SampleKernels
+from services.shared.limits import MAX_TOP_LOGPROBS
+from services.worker.core.contracts.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
+from services.worker.exec.logprobs import PIECE_BYTES, Logits
+from services.worker.exec.streams.readback import Readback
+
+I64 = NDArray[np.int64]
+COLUMNS = ("own", "top_ids", "top", "mass")
+TOPS = (0, 5, MAX_TOP_LOGPROBS)  # how many top ones are measured: of each number, kernels are compiled
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """Of one row of the plan: how many top ones it wants, and which ids beside. name: of its tensors in the readback."""
+
+    row: int
+    num_top: int
+    ids: I64
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputWish:
+    """rows: indices into the sampled rows that want logprobs of their tokens. nums, ids: what each of them wants; kept here
+    because a slot may have another holder when the step's result comes."""
+
+    rows: I32
+    nums: tuple[int, ...]
+    ids: tuple[I64, ...]
+
+
+class LogprobWishes:
+    """num_top: by slot, -1 where nothing is wanted. Host state is written by the thread that launches steps."""
+
+    def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels, device: torch.device) -> None:
+        self._vocab_size, self._kernels, self._device = vocab_size, kernels, device
+        self._piece_rows = max(1, PIECE_BYTES // (4 * vocab_size))
+        self._num_top = np.full(max_slots, -1, dtype=np.int64)
+        self._chosen: dict[int, I64] = {}
+
+    def admit(self, slot: SlotParams) -> None:
+        params, index = slot.params, slot.slot
+        self._num_top[index] = params.top_logprobs
+        self._chosen.pop(index, None)
+        if params.logprob_token_ids:
+            self._chosen[index] = np.array(params.logprob_token_ids, dtype=np.int64)
+
+    # Of sampled tokens
+
+    def of_rows(self, slots: I32) -> OutputWish | None:
+        """slots: of the sampled rows."""
+        rows = np.flatnonzero(self._num_top[slots] >= 0).astype(np.int32)
+        if not len(rows):
+            return None
+        wanted = slots[rows]
+        return OutputWish(rows, tuple(self._num_top[wanted].tolist()), tuple(self._ids_of(slot) for slot in wanted.tolist()))
+
+    def sections(self, wish: OutputWish) -> list[tuple[str, NDArray[np.generic]]]:
+        """Of an upload, which measure_outputs() reads."""
+        sizes = [len(ids) for ids in wish.ids]
+        rows, places = np.repeat(wish.rows, sizes), np.repeat(np.arange(len(wish.rows)), sizes)
+        ids = np.concatenate([np.empty(0, np.int64), *wish.ids]).clip(0, self._vocab_size - 1)
+        return [("measured_rows", wish.rows), ("chosen_rows", rows), ("chosen_places", places), ("chosen_ids", ids)]
+
+    def measure_outputs(
+        self, wish: OutputWish, views: Mapping[str, Tensor], logits: Tensor, tokens: Tensor, readback: Readback
+    ) -> None:
+        """logits: float32[n, V], raw; tokens: int32[n], those sampled."""
+        rows = views["measured_rows"]
+        measured = self.measure(logits, tokens.index_select(0, rows.long()), rows, max(wish.nums))
+        for name in COLUMNS:
+            readback.add(f"output_{name}", getattr(measured, name))
+        if len(views["chosen_ids"]):
+            picked = logits[views["chosen_rows"].long(), views["chosen_ids"].long()]
+            readback.add("output_chosen", picked - measured.mass[views["chosen_places"].long()])
+
+    def outputs(self, wish: OutputWish, host: Mapping[str, Tensor], faults: Mapping[int, RowFault]) -> dict[int, RowLogprobs]:
+        """By index into the sampled rows; none of rows with a fault."""
+        own, top_ids, top = (host[f"output_{name}"].tolist() for name in COLUMNS[:3])
+        chosen = host["output_chosen"].numpy() if "output_chosen" in host else np.empty(0, np.float32)
+        result, at = {}, 0
+        for index, (row, num, ids) in enumerate(zip(wish.rows.tolist(), wish.nums, wish.ids, strict=True)):
+            values = self._outside(chosen[at : at + len(ids)], ids)
+            at += len(ids)
+            if row not in faults:
+                kept = slice(min(num, self._vocab_size))
+                tops = tuple(top_ids[index][kept]), tuple(top[index][kept])
+                result[row] = RowLogprobs(own[index], *tops, tuple(values.tolist()))
+        return result
+
+    # Of prompt tokens
+
+    def measure_prompts(
+        self, plan: BatchPlan, input_ids: Tensor, logits: Logits, readback: Readback, prefix: str
+    ) -> list[PromptPiece]:
+        """Of the plan's prompt_logprob_rows. input_ids: int64[T], of the step, on the device. logits: see Logits. prefix: of
+        the names in the readback."""
+        pieces: list[PromptPiece] = []
+        ends = np.cumsum(plan.num_tokens)
+        columns = (plan.prompt_logprob_rows, plan.prompt_logprob_offsets, plan.prompt_logprob_nexts)
+        for row, skipped, after in zip(*(column.tolist() for column in columns), strict=True):
+            end = int(ends[row])
+            first, slot = end - int(plan.num_tokens[row]) + skipped, int(plan.slots[row])
+            targets = self._targets(input_ids[first + 1 : end], after)
+            wanted = PromptPiece(row, max(0, int(self._num_top[slot])), self._ids_of(slot))
+            for begin in range(0, max(1, len(targets)), self._piece_rows):
+                piece = replace(wanted, name=f"prompt_{prefix}{len(pieces)}")
+                self._measure_piece(piece, first + begin, targets[begin : begin + self._piece_rows], logits, readback)
+                pieces.append(piece)
+        return pieces
+
+    def _targets(self, inside: Tensor, after: int) -> Tensor:
+        """int32[n]: tokens that are predicted: those inside the row, and the one after it, unless it is below 0."""
+        known = inside.to(torch.int32)
+        if after < 0:
+            return known
+        return torch.cat((known, torch.full((1,), after, dtype=torch.int32, device=self._device)))
+
+    def _measure_piece(self, piece: PromptPiece, first: int, targets: Tensor, logits: Logits, readback: Readback) -> None:
+        count = len(targets)
+        made = logits(torch.arange(first, first + count, device=self._device))
+        rows = torch.arange(count, dtype=torch.int32, device=self._device)
+        measured = self.measure(made, targets, rows, piece.num_top)
+        for column in COLUMNS:
+            readback.add(f"{piece.name}_{column}", getattr(measured, column))
+        if len(piece.ids):
+            columns = [made[:, token] for token in piece.ids.clip(0, self._vocab_size - 1).tolist()]
+            readback.add(f"{piece.name}_chosen", torch.stack(columns, 1) - measured.mass[:, None])
+
+    def prompts(
+        self, pieces: Sequence[PromptPiece], host: Mapping[str, Tensor]
+    ) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
+        """By row of the plan; a row whose logits are not finite stands in both."""
+        parts: dict[int, list[PromptPiece]] = {}
+        for piece in pieces:
+            parts.setdefault(piece.row, []).append(piece)
+        values: dict[int, PromptLogprobs] = {}
+        faults: dict[int, RowFault] = {}
+        for row, of_row in parts.items():
+            own, top_ids, top, mass = (np.concatenate([host[f"{p.name}_{c}"].numpy() for p in of_row]) for c in COLUMNS)
+            ids, kept = of_row[0].ids, slice(min(of_row[0].num_top, self._vocab_size))
+            chosen = np.empty((len(own), 0), np.float32)
+            if len(ids):
+                chosen = self._outside(np.concatenate([host[f"{p.name}_chosen"].numpy() for p in of_row]), ids)
+            values[row] = PromptLogprobs(own, top_ids[:, kept], top[:, kept], chosen)
+            if not np.isfinite(mass).all():
+                faults[row] = RowFault.NAN_LOGITS
+        return values, faults
+
+    def measure(self, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:
+        """Of the given rows of float32[n, V], each with its token of tokens; num_top top ones at least."""
+        count, num_top = len(rows), next((size for size in TOPS if size >= num_top), num_top)
+
+        def floats(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+        top_ids = torch.empty((count, num_top), dtype=torch.int32, device=self._device)
+        measured = Measured(own=floats(count), top_ids=top_ids, top=floats(count, num_top), mass=floats(count))
+        if count:
+            self._kernels.measure_logprobs(measured, logits, tokens, rows)
+        return measured
+
+    def _ids_of(self, slot: int) -> I64:
+        return self._chosen.get(slot, np.empty(0, np.int64))
+
+    def _outside(self, values: NDArray[np.float32], ids: I64) -> NDArray[np.float32]:
+        """values: [..., m]; -inf for ids outside the vocabulary."""
+        out = values.astype(np.float32, copy=True)
+        out[..., (ids < 0) | (ids >= self._vocab_size)] = -np.inf
+        return out

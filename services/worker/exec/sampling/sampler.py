@@ -1,0 +1,309 @@
+"""Sampling of a step on the device: what its rows bring is uploaded, the kernels are launched, nothing is waited for.
+
+Order per row: kernels/contracts/sample_ops.py. The host keeps what it must know to send it (PastTokens, LogprobWishes).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.contracts.sample_ops import SampleKernels, SampleRows
+from services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs, SlotParams
+from services.worker.exec.sampling.admission import Admission
+from services.worker.exec.sampling.logprob_requests import LogprobWishes, OutputWish
+from services.worker.exec.sampling.past_tokens import Past, PastTokens
+from services.worker.exec.sampling.slots import DeviceSlots, merged_changes
+from services.worker.exec.sampling.token_sets import WORD_BITS, Words
+from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.streams.readback import Readback
+from services.worker.exec.streams.upload import UploadRing
+
+logger = logging.getLogger(__name__)
+
+EDITED_ROWS = 256  # rows whose edited logits are in memory at a time
+MAX_LOSSES = 1 << 16  # of one graph's step
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpace:
+    """Where a batch of n rows is sampled: inputs (see SampleRows) and outputs: int32[2, n], tokens and faults."""
+
+    rows: SampleRows
+    out: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.out[0]
+
+    @property
+    def faults(self) -> Tensor:
+        return self.out[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows to sample. slots: int32[n] on the host, without padding; logits: float32[>= n, V]; rows: their place in the plan;
+    space: with slots and positions on the device. fixed: the space is a graph's, whose addresses stay."""
+
+    slots: I32
+    rows: NDArray[np.int64]
+    logits: Tensor
+    space: SampleSpace
+    fixed: bool
+
+
+@dataclass(slots=True)
+class Launched:
+    """What is on its way, and for whom. pasts: index of a row, and what takes note of its token."""
+
+    batch: Batch
+    readback: Readback
+    wish: OutputWish | None
+    pasts: list[tuple[int, Past]]
+    broken: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """tokens: int32[n]. faults, logprobs: by index into the rows."""
+
+    tokens: I32
+    faults: dict[int, RowFault]
+    logprobs: dict[int, RowLogprobs]
+
+
+class DeviceSampler:
+    """relay: int64[slots], see FutureMap. Host state belongs to the thread that launches steps."""
+
+    def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels, streams: Streams, relay: Tensor) -> None:
+        self.max_slots = max_slots
+        self._vocab_size, self._kernels, self._streams, self._relay = vocab_size, kernels, streams, relay
+        device = streams.device
+        self._slots = DeviceSlots(max_slots, vocab_size, device)
+        self._past = PastTokens(vocab_size)
+        self._wishes = LogprobWishes(max_slots, vocab_size, kernels, device)
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self._edited = torch.empty((min(max_slots, EDITED_ROWS), vocab_size), dtype=torch.float32, device=device)
+        self._ring = UploadRing(streams, 4 * max_slots + self._num_words)
+        self._broken: set[int] = set()  # slots whose parameters could not be applied, until their next admission
+        self._unsettled: list[Launched] = []
+        self._dirty: set[int] = set()  # ids of spaces whose masks or losses are not empty
+
+    @property
+    def wishes(self) -> LogprobWishes:
+        return self._wishes
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return self._num_words
+
+    @property
+    def ring(self) -> UploadRing:
+        return self._ring
+
+    # Admission
+
+    def admission(self, admitted: Sequence[SlotParams]) -> Admission:
+        """What admit() takes once it is on the device. A slot whose parameters cannot be applied is left out: its rows fault."""
+        self._broken.difference_update(slot.slot for slot in admitted)
+        sound = [slot for slot in admitted if self._applies(slot, self._take_in)]
+        try:
+            return self._slots.admission(sound)
+        except Exception:  # of any kind: whose it is shows by itself
+            return self._slots.admission([slot for slot in sound if self._applies(slot, self._try_alone)])
+
+    def _applies(self, slot: SlotParams, apply: Callable[[SlotParams], None]) -> bool:
+        try:
+            apply(slot)
+        except Exception:  # of any kind: one slot's parameters concern that slot alone
+            logger.exception("the sampling parameters of slot %d could not be applied", slot.slot)
+            self._broken.add(slot.slot)
+            return False
+        return True
+
+    def _take_in(self, slot: SlotParams) -> None:
+        self._wishes.admit(slot)
+        self._past.admit(slot)
+
+    def _try_alone(self, slot: SlotParams) -> None:
+        self._slots.admission([slot])
+
+    def admit(self, views: Mapping[str, Tensor]) -> None:
+        self._slots.admit(views)
+
+    # Spaces
+
+    def fixed_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
+        """For a graph: nothing masked, nothing lost."""
+        size, device = len(slots), self._streams.device
+        rows = SampleRows(
+            slots=slots,
+            positions=positions,
+            mask_rows=torch.full((size,), -1, dtype=torch.int32, device=device),
+            masks=torch.zeros((size, self._num_words), dtype=torch.int32, device=device),
+            loss_offsets=torch.zeros(size + 1, dtype=torch.int32, device=device),
+            loss_ids=torch.zeros(MAX_LOSSES, dtype=torch.int32, device=device),
+            losses=torch.zeros(MAX_LOSSES, dtype=torch.float32, device=device),
+        )
+        return self._space(rows)
+
+    def passing_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
+        """For one step."""
+        size, device = len(slots), self._streams.device
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        rows = SampleRows(
+            slots=slots,
+            positions=positions,
+            mask_rows=torch.full((size,), -1, dtype=torch.int32, device=device),
+            masks=nothing.view(0, self._num_words),
+            loss_offsets=torch.zeros(size + 1, dtype=torch.int32, device=device),
+            loss_ids=nothing,
+            losses=nothing.view(torch.float32),
+        )
+        return self._space(rows)
+
+    def _space(self, rows: SampleRows) -> SampleSpace:
+        out = torch.zeros((2, len(rows.slots)), dtype=torch.int32, device=self._streams.device)
+        return SampleSpace(rows, out)
+
+    # A step
+
+    def follow(self, plan: BatchPlan) -> None:
+        """To be called for each plan, before its first batch is launched: its input counts for penalties."""
+        if not self._past.follows(plan):
+            return
+        self.settle()
+        slots, ids, changes = merged_changes(self._past.follow(plan))
+        if len(slots):
+            views = self._ring.send([("slots", slots), ("ids", ids), ("changes", changes)])
+            self._streams.forward_after_schedule()
+            with self._streams.on_forward():
+                self._slots.adjust_counts(views["slots"], views["ids"], views["changes"])
+
+    def launch(self, batch: Batch, masks: Mapping[int, Words], replay: Callable[[], None] | None = None) -> Launched:
+        """masks: by row of the plan. replay: runs the captured kernels of a fixed space; None to launch them here."""
+        index_of = {row: index for index, row in enumerate(batch.rows.tolist())} if masks else {}
+        masked = {index_of[row]: mask for row, mask in masks.items() if row in index_of}
+        wish = self._wishes.of_rows(batch.slots)
+        pasts = self._past.of_rows(batch.slots)
+        lossy = any(past.repeats is not None for _, past in pasts)
+        if lossy:
+            self.settle()
+        views = self._send(batch, masked, lossy, wish)
+        readback = Readback(self._streams)
+        if views:
+            self._streams.forward_after_schedule()
+        self._streams.forward_after_copy()  # the last results of this space are on their way out of it
+        with self._streams.on_forward():
+            space = self._filled(batch, views)
+            if replay is None or space is not batch.space:
+                self.run_kernels(batch.logits, space)
+            else:
+                replay()
+            readback.add("sampled", space.out)
+            if wish is not None:
+                self._wishes.measure_outputs(wish, views, batch.logits, space.tokens, readback)
+        launched = Launched(batch, readback, wish, pasts, frozenset(self._broken))
+        self._ring.release(readback.launch())
+        if pasts:
+            self._unsettled.append(launched)
+        return launched
+
+    def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
+        """On the current stream; can be captured. logits: float32[>= n, V]."""
+        rows, table = space.rows, self._slots.table
+        for first in range(0, len(rows.slots), EDITED_ROWS):
+            part = slice(first, first + EDITED_ROWS)
+            offsets = rows.loss_offsets[first : first + EDITED_ROWS + 1]
+            piece = SampleRows(
+                rows.slots[part], rows.positions[part], rows.mask_rows[part], rows.masks, offsets, rows.loss_ids, rows.losses
+            )
+            count = len(piece.slots)
+            values, edited = logits[first : first + count], self._edited[:count]
+            self._kernels.edit_logits(edited, values, piece, table)
+            self._kernels.select_tokens(space.out[0, part], space.out[1, part], values, edited, piece, table, self._relay)
+
+    def outcome(self, launched: Launched) -> Outcome:
+        """Waits for it."""
+        self.settle()
+        host, count = launched.readback.host(), len(launched.batch.slots)
+        tokens, codes = host["sampled"].numpy()[:, :count]
+        tokens = tokens.copy()
+        faults = {index: RowFault(int(codes[index])) for index in np.flatnonzero(codes).tolist()}
+        for index, slot in enumerate(launched.batch.slots.tolist() if launched.broken else ()):
+            if slot in launched.broken:
+                faults[index] = RowFault.FAILED
+        tokens[list(faults)] = 0
+        logprobs = self._wishes.outputs(launched.wish, host, faults) if launched.wish is not None else {}
+        return Outcome(tokens, faults, logprobs)
+
+    def settle(self) -> None:
+        """Lets the pasts take note of every token launched so far; waits where one is not here yet."""
+        while self._unsettled:
+            launched = self._unsettled.pop(0)  # before anything can fail: no token counts twice
+            tokens, faults = launched.readback.host()["sampled"].tolist()
+            for index, past in launched.pasts:
+                if not faults[index]:
+                    past.add(tokens[index])
+
+    def _send(self, batch: Batch, masked: Mapping[int, Words], lossy: bool, wish: OutputWish | None) -> dict[str, Tensor]:
+        sections: list[tuple[str, NDArray[np.generic]]] = []
+        size = len(batch.space.rows.slots)
+        if masked:
+            mask_rows = np.full(size, -1, dtype=np.int32)
+            mask_rows[list(masked)] = np.arange(len(masked))
+            sections += [("mask_rows", mask_rows), ("masks", np.stack(list(masked.values())))]
+        if lossy:
+            slots = np.full(size, -1, dtype=np.int32)
+            slots[: len(batch.slots)] = batch.slots
+            losses = self._past.losses(slots)
+            sections += [("loss_offsets", losses.offsets), ("loss_ids", losses.ids), ("losses", losses.values)]
+        if wish is not None:
+            sections += self._wishes.sections(wish)
+        return self._ring.send(sections) if sections else {}
+
+    def _filled(self, batch: Batch, views: Mapping[str, Tensor]) -> SampleSpace:
+        """The batch's space with its masks and losses: itself, where they fit in; another one, if not."""
+        space, space_id = batch.space, id(batch.space)
+        masks = views["masks"].view(-1, self._num_words) if "masks" in views else None
+        rows = space.rows
+        if batch.fixed and space_id in self._dirty:
+            rows.mask_rows.fill_(-1)
+            rows.loss_offsets.zero_()
+            self._dirty.discard(space_id)
+        if not batch.fixed or ("loss_ids" in views and len(views["loss_ids"]) > MAX_LOSSES):
+            return self._with(space, views, masks)
+        if masks is not None:
+            rows.mask_rows.copy_(views["mask_rows"])
+            rows.masks[: len(masks)].copy_(masks)
+            self._dirty.add(space_id)
+        if "loss_ids" in views:
+            count = len(views["loss_ids"])
+            rows.loss_offsets.copy_(views["loss_offsets"])
+            rows.loss_ids[:count].copy_(views["loss_ids"])
+            rows.losses[:count].copy_(views["losses"].view(torch.float32))
+            self._dirty.add(space_id)
+        return space
+
+    def _with(self, space: SampleSpace, views: Mapping[str, Tensor], masks: Tensor | None) -> SampleSpace:
+        rows = space.rows
+        if masks is None and "loss_ids" not in views:
+            return space
+        changed = SampleRows(
+            slots=rows.slots,
+            positions=rows.positions,
+            mask_rows=rows.mask_rows if masks is None else views["mask_rows"],
+            masks=rows.masks if masks is None else masks,
+            loss_offsets=views.get("loss_offsets", rows.loss_offsets),
+            loss_ids=views.get("loss_ids", rows.loss_ids),
+            losses=views["losses"].view(torch.float32) if "losses" in views else rows.losses,
+        )
+        return SampleSpace(changed, space.out)

@@ -1,0 +1,150 @@
+"""One pass's rows as columns on the host, and where they lie once they are on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.core.contracts.plan import BatchPlan
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+NOBODY = -1  # the slot of a padding row
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """R rows, padding last. rows: int64[n], of the plan, that sample a token; sample_*: of these, padded to R where R is a
+    graph's: slot, absolute position of the token, index into the pass's tokens. max_tokens: of one row."""
+
+    num_extend: int
+    slots: I32
+    starts: I32
+    num_tokens: I32
+    offsets: I32
+    rows: I64
+    sample_slots: I32
+    sample_positions: I32
+    sample_indices: I32
+    max_context: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> StepColumns:
+        """samples: bool[rows]. capacity: positions that a slot's table maps; stale rows beyond it are moved inside."""
+        counts = plan.num_tokens
+        starts = np.minimum(plan.starts, capacity - counts)
+        rows = np.flatnonzero(samples)
+        ends = np.cumsum(counts)
+        return cls(
+            num_extend=plan.num_extend,
+            slots=plan.slots,
+            starts=starts,
+            num_tokens=counts,
+            offsets=(ends - counts).astype(np.int32),
+            rows=rows,
+            sample_slots=plan.slots[rows],
+            sample_positions=(plan.starts + counts)[rows],
+            sample_indices=(ends - 1)[rows].astype(np.int32),
+            max_context=int((starts + counts).max()),
+            max_tokens=int(counts.max()),
+        )
+
+    @classmethod
+    def of_decode(cls, plan: BatchPlan, capacity: int, size: int) -> StepColumns:
+        """The rows of a plan that decodes alone, all of which sample, padded to size. What depends on size alone is the same
+        for all plans."""
+        count, order = plan.num_rows, np.arange(size, dtype=np.int32)
+        slots = np.full(size, NOBODY, dtype=np.int32)
+        starts, positions = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.int32)
+        slots[:count] = plan.slots
+        starts[:count] = np.minimum(plan.starts, capacity - 1)
+        positions[:count] = plan.starts + 1
+        return cls(
+            num_extend=0,
+            slots=slots,
+            starts=starts,
+            num_tokens=np.ones(size, dtype=np.int32),
+            offsets=order,
+            rows=np.arange(count),
+            sample_slots=slots,
+            sample_positions=positions,
+            sample_indices=order,
+            max_context=capacity,
+            max_tokens=1,
+        )
+
+    @classmethod
+    def of_known(cls, plan: BatchPlan, capacity: int, size: int) -> tuple[StepColumns, I32]:
+        """A plan whose extend rows are few tokens each, as if every token were a row that decodes: those that are sampled after
+        first, in the order of their rows, then padding up to size. With int32[size]: the ids that the plan gives, -1 where the
+        relay has them."""
+        counts, order = plan.num_tokens, np.arange(size, dtype=np.int32)
+        rows = np.repeat(np.arange(plan.num_rows), counts)
+        count = len(rows)
+        ahead = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
+        sampled = (ahead == counts[rows] - 1) & plan.sample[rows]
+        placed = np.argsort(~sampled, kind="stable")
+        num_sampled = int(sampled.sum())
+        slots, sample_slots = np.full((2, size), NOBODY, dtype=np.int32)
+        starts, positions = np.zeros((2, size), dtype=np.int32)
+        known = np.full(size, -1, dtype=np.int32)
+        slots[:count] = plan.slots[rows][placed]
+        sample_slots[:num_sampled] = slots[:num_sampled]
+        starts[:count] = np.minimum((plan.starts[rows] + ahead)[placed], capacity - 1)
+        positions[:num_sampled] = (plan.starts + counts)[plan.sample]
+        given = np.full(count, -1, dtype=np.int32)
+        given[: len(plan.input_ids)] = plan.input_ids
+        known[:count] = given[placed]
+        columns = cls(
+            num_extend=0,
+            slots=slots,
+            starts=starts,
+            num_tokens=np.ones(size, dtype=np.int32),
+            offsets=order,
+            rows=np.flatnonzero(plan.sample),
+            sample_slots=sample_slots,
+            sample_positions=positions,
+            sample_indices=order,
+            max_context=capacity,
+            max_tokens=1,
+        )
+        return columns, known
+
+    @classmethod
+    def idle(cls, capacity: int, size: int) -> StepColumns:
+        """Padding alone, for captures."""
+        nobody, zeros, ones = (np.full(size, value, dtype=np.int32) for value in (NOBODY, 0, 1))
+        order = np.arange(size, dtype=np.int32)
+        return cls(0, nobody, zeros, ones, order, np.arange(0), nobody, zeros, order, capacity, 1)
+
+    @property
+    def total(self) -> int:
+        """Tokens of the pass."""
+        return int(self.offsets[-1] + self.num_tokens[-1]) if len(self.offsets) else 0
+
+    def words(self) -> I32:
+        """What DeviceColumns.of reads."""
+        parts = (self.slots, self.starts, self.num_tokens, self.offsets)
+        return np.concatenate((*parts, self.sample_slots, self.sample_positions, self.sample_indices))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceColumns:
+    """StepColumns.words() on the device: int32[R] and int32[n]."""
+
+    slots: Tensor
+    starts: Tensor
+    num_tokens: Tensor
+    offsets: Tensor
+    sample_slots: Tensor
+    sample_positions: Tensor
+    sample_indices: Tensor
+
+    @classmethod
+    def of(cls, words: Tensor, num_rows: int) -> DeviceColumns:
+        per_row, sampled = words[: 4 * num_rows].view(4, num_rows), words[4 * num_rows :].view(3, -1)
+        return cls(*per_row.unbind(0), *sampled.unbind(0))

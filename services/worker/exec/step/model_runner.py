@@ -1,0 +1,322 @@
+"""What the executor launches for each step: tables and slots brought up to date, the forward pass, then sampling.
+
+Everything is launched from one thread and ordered by the forward stream; the host waits in result() alone, and where the
+device had no room for a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.contracts.step_ops import StepKernels, TableUpdates
+from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs, StepResult
+from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
+from services.worker.exec.contracts.executor_stats import ExecutorStats
+from services.worker.exec.contracts.protocol import Masks
+from services.worker.exec.future_map import POISON, UnwrittenToken
+from services.worker.exec.pools.embedding_pool import EmbeddingPool, embedded
+from services.worker.exec.sampling.logprob_requests import PromptPiece
+from services.worker.exec.sampling.sampler import Batch, DeviceSampler, Launched, SampleSpace
+from services.worker.exec.step.cuda_graph_runner import DecodeGraph, DecodeGraphs
+from services.worker.exec.step.forward_batch import DeviceColumns, StepColumns
+from services.worker.exec.step.passes import ForwardPass
+from services.worker.exec.step.plan_pieces import Piece, halves, select, whole
+from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.streams.readback import Readback
+from services.worker.exec.streams.upload import UploadRing
+
+logger = logging.getLogger(__name__)
+
+I64 = NDArray[np.int64]
+UPLOAD_WORDS = 1 << 16  # of a step beside its tokens; more costs a larger buffer, once
+
+
+@dataclass(slots=True)
+class DeviceRun:
+    """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it.
+    readback: of what the forward pass gave beside logits. faults: of rows that were given up, by row of the plan."""
+
+    plan: BatchPlan
+    readback: Readback
+    batches: list[Batch] = field(default_factory=list)
+    graph: DecodeGraph | None = None
+    prompts: list[PromptPiece] = field(default_factory=list)
+    embeddings: list[int] = field(default_factory=list)
+    faults: dict[int, RowFault] = field(default_factory=dict)
+    launched: list[Launched] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class DeviceRunner:
+    """reclaim: gives memory that is free inside the process back to the device, before a step is tried in pieces. max_tokens:
+    of one pass, for which buffers are reserved; a step with more is computed in pieces. cut_rows: a row may be computed in
+    pieces too; a model whose tokens see later ones (an encoder) needs it whole. max_wanted: tokens whose states or logits may be
+    asked for at once."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        passes: ForwardPass,
+        attention: AttentionBackend,
+        kernels: StepKernels,
+        sampler: DeviceSampler,
+        embeddings: EmbeddingPool,
+        relay: Tensor,
+        unwritten: Tensor | None,
+        reclaim: Callable[[], None],
+        max_tokens: int,
+        max_wanted: int,
+        cut_rows: bool = True,
+    ) -> None:
+        self.streams, self.passes, self.attention, self.sampler = streams, passes, attention, sampler
+        self._kernels, self._embeddings, self._relay, self._unwritten = kernels, embeddings, relay, unwritten
+        self._reclaim = reclaim
+        self._max_tokens = max_tokens
+        self._max_wanted = max_wanted
+        self._cut_rows = cut_rows
+        self._ring = UploadRing(streams, 2 * max_tokens + UPLOAD_WORDS)
+        self.graphs: DecodeGraphs | None = None
+        self.graph_limits = GraphLimits()
+        self.stats = ExecutorStats()
+
+    def forward(self, plan: BatchPlan) -> DeviceRun:
+        run = DeviceRun(plan, Readback(self.streams))
+        graph = self._graph_for(plan)
+        samples = plan.sample & ~self._embeddings_after(plan)
+        columns, given = self._columns(plan, graph, samples)
+        views = self._ring.send(self._sections(plan, columns, given))
+        self.streams.forward_after_schedule()
+        with self.streams.on_forward():
+            self._begin(plan, views)
+            if columns is None:
+                return run
+            if graph is not None:
+                self._replay(run, graph, columns, views)
+            else:
+                self._eager(run, plan, columns, views)
+        return run
+
+    def sample(self, run: DeviceRun, masks: Masks) -> None:
+        """Launches what is left of the step, and its way back to the host."""
+        self.sampler.follow(run.plan)
+        replay = run.graph.sample.replay if run.graph is not None else None
+        run.launched = [self.sampler.launch(batch, masks, replay) for batch in run.batches]
+        if self._unwritten is not None:
+            with self.streams.on_forward():
+                run.readback.add("unwritten", self._unwritten.clone())
+        self.release(run)
+
+    def free_uploads(self) -> None:
+        """Once the device has done everything: all that was sent may be overwritten."""
+        mark = self.streams.mark_copy()
+        self._ring.release(mark)
+        self.sampler.ring.release(mark)
+
+    def drop(self) -> None:
+        """Lets graphs and memory go; no call may follow."""
+        if self.graphs is not None:
+            self.graphs.release()
+
+    def release(self, run: DeviceRun) -> None:
+        """What the step has sent may be overwritten once the device is past this point: the last results' on the copy stream, or
+        one more."""
+        last = run.launched[-1].readback.mark if run.launched and run.readback.empty else None
+        mark = last or run.readback.launch()
+        self._ring.release(mark)
+        self.sampler.ring.release(mark)
+
+    def result(self, run: DeviceRun) -> StepResult:
+        """Waits. Raises UnwrittenToken where relayed tokens are checked."""
+        plan, tokens = run.plan, np.zeros(run.plan.num_rows, dtype=np.int32)
+        host = run.readback.host()
+        if "unwritten" in host and int(host["unwritten"][0]):
+            raise UnwrittenToken(f"no token was written for one of the slots {plan.slots[plan.num_extend :].tolist()}")
+        prompts, faults = self.sampler.wishes.prompts(run.prompts, host)
+        vectors = embedded({row: host[f"embedding_{row}"] for row in run.embeddings})
+        faults |= vectors.faults
+        logprobs: dict[int, RowLogprobs] = {}
+        for launched in run.launched:
+            outcome, rows = self.sampler.outcome(launched), launched.batch.rows
+            tokens[rows] = outcome.tokens
+            faults |= {int(rows[index]): fault for index, fault in outcome.faults.items()}
+            logprobs |= {int(rows[index]): values for index, values in outcome.logprobs.items()}
+        faults |= run.faults
+        return StepResult(plan.step_id, tokens, faults, logprobs, prompts, vectors.vectors)
+
+    # What a step needs on the device
+
+    def _embeddings_after(self, plan: BatchPlan) -> NDArray[np.bool_]:
+        """bool[rows]: those that want a vector and no token, once the plan's slots are admitted."""
+        for slot in plan.admitted:
+            self._embeddings.admit(slot)
+        return self._embeddings.wanted(plan.slots)
+
+    def _graph_for(self, plan: BatchPlan) -> DecodeGraph | None:
+        """For decode rows, which all sample, and beside them what is known of begun requests, if it is little."""
+        if self.graphs is None or not plan.sample[plan.num_extend :].all():
+            return None
+        if plan.num_extend and not self._extends_in_graph(plan):
+            return None
+        return self.graphs.for_rows(int(plan.num_tokens.sum()))
+
+    def _extends_in_graph(self, plan: BatchPlan) -> bool:
+        """A graph gives nothing but the logits of sampled rows."""
+        if plan.admitted or len(plan.prompt_logprob_rows) or self._embeddings.wanted(plan.slots[: plan.num_extend]).any():
+            return False
+        return self.graph_limits.hold(plan.starts, plan.num_tokens)
+
+    def _columns(
+        self, plan: BatchPlan, graph: DecodeGraph | None, samples: NDArray[np.bool_]
+    ) -> tuple[StepColumns | None, NDArray[np.int32]]:
+        """With the ids that the plan gives, as the pass reads them: of the extend rows, or of all tokens where a graph needs
+        them."""
+        if not plan.num_rows:
+            return None, plan.input_ids
+        if graph is None:
+            return StepColumns.of(plan, samples, self.passes.capacity), plan.input_ids
+        if plan.num_extend:
+            return StepColumns.of_known(plan, self.passes.capacity, graph.size)
+        return StepColumns.of_decode(plan, self.passes.capacity, graph.size), plan.input_ids
+
+    def _sections(
+        self, plan: BatchPlan, columns: StepColumns | None, given: NDArray[np.int32]
+    ) -> list[tuple[str, NDArray[np.generic]]]:
+        sections: list[tuple[str, NDArray[np.generic]]] = []
+        if columns is not None:
+            sections += [("columns", columns.words()), ("given", given)]
+        if len(plan.table_slots):
+            offsets = np.cumsum(plan.table_counts) - plan.table_counts
+            sections += [("table_slots", plan.table_slots), ("table_firsts", plan.table_firsts)]
+            sections += [("table_counts", plan.table_counts), ("table_offsets", offsets), ("table_pages", plan.table_pages)]
+        if plan.admitted:
+            sections += self.sampler.admission(plan.admitted).sections()
+            sections.append(("admitted", np.array([slot.slot for slot in plan.admitted], dtype=np.int32)))
+        return sections
+
+    def _begin(self, plan: BatchPlan, views: Mapping[str, Tensor]) -> None:
+        if len(plan.table_slots):
+            names = ("table_slots", "table_firsts", "table_counts", "table_offsets", "table_pages")
+            self._kernels.update_page_table(self.passes.table, TableUpdates(*(views[name] for name in names)))
+        if plan.admitted:
+            self.sampler.admit(views)
+            self._relay.index_fill_(0, views["admitted"].long(), POISON)
+        if self._unwritten is not None:
+            self._unwritten.zero_()
+
+    # The forward pass
+
+    def _replay(self, run: DeviceRun, graph: DecodeGraph, columns: StepColumns, views: Mapping[str, Tensor]) -> None:
+        assert self.graphs is not None, "a graph is one of these"
+        self.stats.graph_steps += 1
+        graph.words.copy_(views["columns"])
+        self.graphs.tell(graph, views["given"] if run.plan.num_extend else None)
+        self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, graph.rows, graph=graph.size))
+        graph.forward.replay()
+        run.graph = graph
+        slots = run.plan.slots if len(columns.rows) == run.plan.num_rows else run.plan.slots[columns.rows]
+        run.batches = [Batch(slots, columns.rows, graph.logits, graph.space, fixed=True)] if len(slots) else []
+
+    def _eager(self, run: DeviceRun, plan: BatchPlan, columns: StepColumns, views: Mapping[str, Tensor]) -> None:
+        self.stats.eager_steps += 1
+        if columns.total > self._max_tokens:
+            self._in_pieces(run, plan)
+            return
+        try:
+            self._compute(run, whole(plan), columns, views, kept=False)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for step %d of %d tokens, computed in pieces: %s", plan.step_id, columns.total, error)
+            run.readback, run.batches, run.prompts, run.embeddings = Readback(self.streams), [], [], []
+        else:
+            return
+        self._in_pieces(run, plan)  # outside of the handler, whose traceback holds tensors
+
+    def _compute(self, run: DeviceRun, piece: Piece, columns: StepColumns, views: Mapping[str, Tensor], kept: bool) -> None:
+        """kept: other passes follow before sampling, so what it reads must be copied out of their way."""
+        plan, device = piece.plan, DeviceColumns.of(views["columns"], piece.plan.num_rows)
+        ids, rows = self.passes.fresh_rows(columns, device)
+        self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
+        self.passes.run(ids, rows, columns, views["given"])
+        prompts = self.sampler.wishes.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
+        vectors = self._embeddings.pool(plan, self._states)
+        batch = self._batch(piece, columns, device, kept)
+        for row, vector in vectors.items():
+            run.readback.add(f"embedding_{int(piece.rows[row])}", vector)
+        run.embeddings += [int(piece.rows[row]) for row in vectors]
+        run.prompts += [replace(prompt, row=int(piece.rows[prompt.row])) for prompt in prompts]
+        run.batches += [batch] if batch is not None else []
+
+    def _states(self, wanted: Tensor) -> Tensor:
+        """See TokenModel.states. A mean wants those of a whole prompt."""
+        model = self.passes.model
+        if len(wanted) <= self._max_wanted:
+            return model.states(wanted)
+        return torch.cat([model.states(part).clone() for part in wanted.split(self._max_wanted)])
+
+    def _batch(self, piece: Piece, columns: StepColumns, device: DeviceColumns, kept: bool) -> Batch | None:
+        """Asks for the logits last: each request for logits overwrites the one before."""
+        if not len(columns.rows):
+            return None
+        logits = self.passes.model.logits(device.sample_indices.long())
+        slots, positions = device.sample_slots, device.sample_positions
+        if kept:
+            logits, slots, positions = logits.clone(), slots.clone(), positions.clone()
+        space: SampleSpace = self.sampler.passing_space(slots, positions)
+        return Batch(columns.sample_slots, piece.rows[columns.rows], logits, space, fixed=False)
+
+    # Out of memory
+
+    def _in_pieces(self, run: DeviceRun, plan: BatchPlan) -> None:
+        """Halves what does not fit until it does. Where one token (or a row that stays whole) does not, the row with the longest
+        context ends, and the others are tried again."""
+        pending = list(halves(whole(plan), self._cut_rows) or (whole(plan),))
+        while pending:
+            piece = pending.pop(0)
+            if self._fits(run, piece):
+                self.stats.pieces += 1
+            elif (cut := halves(piece, self._cut_rows)) is not None:
+                pending[:0] = cut
+            else:
+                pending = self._without_largest(run, [piece, *pending])
+
+    def _fits(self, run: DeviceRun, piece: Piece) -> bool:
+        if piece.num_tokens > self._max_tokens:
+            return False
+        done = (len(run.prompts), len(run.embeddings), len(run.batches))
+        self._make_room()
+        try:
+            columns, given = self._columns(piece.plan, None, piece.plan.sample & ~self._embeddings.wanted(piece.plan.slots))
+            assert columns is not None
+            views = self._ring.send(self._sections(piece.plan, columns, given))
+            self.streams.forward_after_schedule()
+            self._compute(run, piece, columns, views, kept=True)
+        except torch.OutOfMemoryError:
+            del run.prompts[done[0] :], run.embeddings[done[1] :], run.batches[done[2] :]
+            return False
+        return True
+
+    def _make_room(self) -> None:
+        self.streams.synchronize()
+        self._ring.release(self.streams.mark_copy())
+        self._reclaim()
+
+    def _without_largest(self, run: DeviceRun, pending: Sequence[Piece]) -> list[Piece]:
+        lengths = {
+            int(row): int(start + count)
+            for piece in pending
+            for row, start, count in zip(piece.rows, piece.plan.starts, piece.plan.num_tokens, strict=True)
+        }
+        largest = max(lengths, key=lambda row: lengths[row])
+        run.faults[largest] = RowFault.OUT_OF_MEMORY
+        self.stats.given_up += 1
+        self._relay[int(run.plan.slots[largest])].fill_(0)  # a step that is planned already may gather it
+        logger.error("no memory for a row of %d tokens of step %d: its request ends", lengths[largest], run.plan.step_id)
+        rest = [select(piece, np.flatnonzero(piece.rows != largest)) for piece in pending]
+        return [piece for piece in rest if piece.plan.num_rows]

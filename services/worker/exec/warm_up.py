@@ -1,0 +1,98 @@
+"""Launches one of every kind of step before there are requests, so that kernels are compiled and libraries have chosen theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from services.shared.limits import MAX_TOP_LOGPROBS
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
+from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
+from services.worker.exec.attention.backend import AttentionBatch
+from services.worker.exec.sampling.logprob_requests import TOPS
+from services.worker.exec.sizing import StepBounds, largest_step
+from services.worker.exec.step.forward_batch import DeviceColumns, StepColumns
+from services.worker.exec.step.model_runner import DeviceRunner
+from services.worker.exec.step.plan_pieces import NOTHING
+
+PROMPTS = (1, 20, 100, 1000)  # tokens, beside the most: kernels are chosen by how many there are
+DECODES = (1, 40)  # rows of steps that no graph holds
+EVERYTHING = SamplingParams(
+    max_new_tokens=4,
+    temperature=0.7,
+    min_new_tokens=2,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    banned_token_ids=(0,),
+    dry=DryParams(0.5, allowed_length=1),
+    top_logprobs=MAX_TOP_LOGPROBS,
+    logprob_token_ids=(0,),
+)
+VECTOR = SamplingParams(max_new_tokens=1, embedding=EmbeddingParams())
+
+
+def warm_up(runner: DeviceRunner, bounds: StepBounds) -> None:
+    """On the forward stream. Leaves the page table empty, the pool's first pages undefined, and slot 0 to its next admission."""
+    for tokens in (*PROMPTS, bounds.max_tokens):
+        some = replace(bounds, max_tokens=min(tokens, bounds.max_tokens), max_slots=min(tokens, bounds.max_slots))
+        largest_step(runner, some)
+    for rows in DECODES:
+        idle_decode(runner, min(rows, bounds.max_slots))
+    if bounds.generates:
+        _logprobs(runner)
+    _request(runner, bounds.generates)
+
+
+def idle_decode(runner: DeviceRunner, rows: int) -> DeviceColumns:
+    """The forward pass of a decode step of padding alone, launched kernel by kernel."""
+    passes, columns = runner.passes, StepColumns.idle(runner.passes.capacity, rows)
+    device = DeviceColumns.of(torch.from_numpy(columns.words()).to(passes.device), rows)
+    ids, ragged = passes.fresh_rows(columns, device)
+    runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, ragged))
+    passes.run(ids, ragged, columns, given=None)
+    return device
+
+
+def _logprobs(runner: DeviceRunner) -> None:
+    logits = runner.passes.all_logits(1)
+    rows = torch.zeros(1, dtype=torch.int32, device=runner.passes.device)
+    for num_top in TOPS:
+        runner.sampler.wishes.measure(logits, rows, rows, num_top)
+
+
+def _request(runner: DeviceRunner, generates: bool) -> None:
+    """A request that wants all there is, as steps bring it: a prompt of one token, then one decode step."""
+    for start, given in ((0, 1), (1, 0)) if generates else ((0, 1),):
+        run = runner.forward(_step(start, given, EVERYTHING if generates else VECTOR))
+        masks = {0: np.full(runner.sampler.num_words, ~np.uint32(0), dtype=np.uint32)} if generates else {}
+        runner.sample(run, masks)
+        runner.result(run)
+    runner.passes.table.fill_(-1)
+
+
+def _step(start: int, given: int, params: SamplingParams) -> BatchPlan:
+    """One row of one token, given or relayed, of slot 0; the first one admits it."""
+    zero, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
+    history = zero if params is EVERYTHING else NOTHING
+    return BatchPlan(
+        step_id=start,
+        mode=ForwardMode.EXTEND if given else ForwardMode.DECODE,
+        num_extend=given,
+        slots=zero,
+        starts=zero + start,
+        num_tokens=one,
+        input_ids=zero[:given],
+        sample=np.ones(1, dtype=np.bool_),
+        mask_rows=NOTHING,
+        prompt_logprob_rows=NOTHING,
+        prompt_logprob_offsets=NOTHING,
+        prompt_logprob_nexts=NOTHING,
+        admitted=(SlotParams(0, 1, params, (0,), history),) if start == 0 else (),
+        table_slots=zero,
+        table_firsts=zero,
+        table_counts=one,
+        table_pages=zero,
+    )

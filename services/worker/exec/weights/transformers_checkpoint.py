@@ -1,0 +1,76 @@
+"""Makes a model of transformers from a folder: safetensors alone, no code but the library's, every tensor accounted for."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging as transformers_logging
+
+from services.worker.exec.weights.checkpoint import CheckpointError, named
+from services.worker.exec.weights.families import UnsupportedModel, architecture_of
+
+
+def class_in(names: Any, config: Any) -> str:
+    """The class that one of transformers' tables gives for the config; empty if none."""
+    found = names.get(config.model_type, "")
+    return str(found if isinstance(found, str) else found[0])
+
+
+def is_causal_head(config: Any) -> bool:
+    """Whether the config's architecture is transformers' causal language model for it."""
+    return architecture_of(config) == class_in(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, config)
+
+
+def is_base(config: Any) -> bool:
+    """Whether the config's architecture is transformers' model without a head."""
+    return architecture_of(config) == class_in(modeling_auto.MODEL_MAPPING_NAMES, config)
+
+
+def class_of(auto_class: Any, config: Any) -> Any:
+    """The class that the auto class would make of the config. Raises UnsupportedModel where it chooses among several."""
+    found = auto_class._model_mapping[type(config)]
+    if isinstance(found, tuple):
+        raise UnsupportedModel(f"{config.model_type} stands for several models")
+    return found
+
+
+def load(folder: Path, config: Any, auto_class: Any, dtype: torch.dtype, attention: str) -> Any:
+    """A model in evaluation mode. Raises CheckpointError, also for tensors that the folder lacks or that have other shapes."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, report = auto_class.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **_without_pooler(auto_class, config),
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # the library raises of every kind, from its own to those of the file's reader
+        raise CheckpointError(f"cannot load {folder}: {error}") from error
+    if report["missing_keys"]:
+        raise CheckpointError(f"{folder} lacks {named(sorted(report['missing_keys']))}")
+    if report["mismatched_keys"]:
+        raise CheckpointError(f"{folder} has tensors of other shapes than its config: {report['mismatched_keys']}")
+    return model.eval().requires_grad_(False)
+
+
+def _without_pooler(auto_class: Any, config: Any) -> dict[str, bool]:
+    """BERT's kin make a layer over the first token unless told not to; most checkpoints of embedding models lack it."""
+    takes = "add_pooling_layer" in inspect.signature(class_of(auto_class, config).__init__).parameters
+    return {"add_pooling_layer": False} if takes else {}
+
+
+def num_bytes(model: Any) -> int:
+    """Bytes of distinct storage of parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

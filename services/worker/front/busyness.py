@@ -1,0 +1,141 @@
+"""How busy the worker is, told to every front end: when it has changed, and once a second in any case.
+
+Runs on the asyncio loop, so that front ends hear of a worker whose step takes long, and for how long it has taken. `turned` is
+called on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from rootstock.v1 import worker_pb2
+from services.worker.core.contracts.messages import StepStats
+from services.worker.front.outbox import PeerStream, StreamOutbox
+from services.worker.loop.pulse import Pulse
+from services.worker.loop.step_limit import StepLimit
+
+GAP_S = 0.1
+BEAT_S = 1.0
+
+
+class IndexState(Protocol):
+    """What the prefix index knows of this worker. Read on the asyncio loop."""
+
+    @property
+    def lease_held(self) -> bool: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def seq(self) -> int:
+        """Of the last batch of that generation that Redis has; 0: none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoIndex:
+    """Of a worker without Redis."""
+
+    generation: int
+    lease_held: bool = False
+    seq: int = 0
+
+
+class LoadReport:
+    """page_size in tokens. gap_s, beat_s: between two loads on a stream, at least and at most; a pause is told at once. stats:
+    the scheduler's latest, None before its first turn."""
+
+    def __init__(
+        self,
+        outbox: StreamOutbox,
+        page_size: int,
+        index: IndexState,
+        pulse: Pulse,
+        limit: StepLimit,
+        gap_s: float = GAP_S,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self._outbox = outbox
+        self._page_size = page_size
+        self._index = index
+        self._pulse, self._limit = pulse, limit
+        self._gap_s, self._beat_s = gap_s, beat_s
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._signalled = False
+        self.stats: StepStats | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting, as of the scheduler's latest turn. From any thread."""
+        return 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
+
+    def turned(self, stats: StepStats) -> None:
+        """On the scheduler's thread. Wakes the asyncio loop once for all turns between two tellings."""
+        paused = self.stats is not None and self.stats.paused
+        self.stats = stats
+        if stats.paused != paused:
+            self._loop.call_soon_threadsafe(self.tell)
+        elif not self._signalled:
+            self._signalled = True
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def changed(self) -> None:
+        """Something other than the stats may have changed."""
+        self._changed.set()
+
+    def greet(self, stream: PeerStream) -> None:
+        """A new stream's first load."""
+        self._put(stream, self._unaged(stream), self._loop.time())
+
+    def tell(self) -> float:
+        """Tells every stream whose load has changed or is a beat old. Returns seconds until the next is that old."""
+        self._changed.clear()
+        self._signalled = False  # before stats are read, so that no later ones are missed
+        now, due_s = self._loop.time(), self._beat_s
+        for stream in self._outbox.streams:
+            load = self._unaged(stream)
+            if load != stream.told or now - stream.told_at >= self._beat_s:
+                self._put(stream, load, now)
+            due_s = min(due_s, stream.told_at + self._beat_s - now)
+        return due_s
+
+    async def keep(self) -> None:
+        """For ever."""
+        while True:
+            due_s = self.tell()
+            await asyncio.sleep(self._gap_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(due_s - self._gap_s, 0.0)):
+                    await self._changed.wait()
+
+    def _put(self, stream: PeerStream, load: worker_pb2.WorkerLoad, now: float) -> None:
+        """With the figures that change by themselves: they are no news."""
+        aged = worker_pb2.WorkerLoad()
+        aged.CopyFrom(load)
+        aged.step_age_ms, aged.step_limit_ms = math.ceil(self._pulse.age_s * 1e3), math.ceil(self._limit.seconds * 1e3)
+        stream.put_load(aged, load, now)
+
+    def _unaged(self, stream: PeerStream) -> worker_pb2.WorkerLoad:
+        index = self._index
+        load = worker_pb2.WorkerLoad(
+            num_open=self._outbox.num_open,
+            num_open_here=len(stream.open),
+            draining=bool(self._outbox.closed),
+            lease_held=index.lease_held,
+            index_generation=index.generation,
+            index_seq=index.seq,
+        )
+        stats = self.stats
+        if stats is not None:
+            pinned = stats.pages_cached - stats.pages_evictable
+            load.num_running, load.num_waiting = stats.num_running, stats.num_waiting
+            load.used_tokens = (stats.pages_leased + pinned) * self._page_size + stats.waiting_tokens
+            load.cached_tokens = stats.pages_evictable * self._page_size
+            load.paused = stats.paused
+        return load

@@ -1,0 +1,154 @@
+"""The Worker service: one long-lived stream per front end, one StepOutput per scheduler step on it.
+
+Runs on the asyncio loop. When a stream ends, however it ends, PeerGone goes to the inbox and the scheduler frees everything
+that came over it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import grpc
+
+from rootstock.v1 import worker_pb2, worker_pb2_grpc
+from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_SESSION_ID_CHARS
+from services.shared.observe.log import fields
+from services.shared.observe.tracing import trace_fields
+from services.shared.sampling_defaults import SamplingDefaults
+from services.worker.front.busyness import LoadReport
+from services.worker.front.outbox import PeerStream, ProtocolError, StreamOutbox, unavailable
+from services.worker.front.spans import RequestSpans
+from services.worker.front.wire import InvalidRequest, ModelLimits, refusal_to_pb, submit_from_pb
+from services.worker.identity.model_identity import ModelIdentity
+from services.worker.loop.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """on_arrival(peer, handle) is called for each request before the scheduler can see it."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        outbox: StreamOutbox,
+        info: worker_pb2.WorkerInfo,
+        model: ModelLimits,
+        on_arrival: Callable[[int, int], None],
+        load: LoadReport,
+        spans: RequestSpans | None = None,
+    ) -> None:
+        self._on_arrival = on_arrival
+        self._load = load
+        self._spans = spans
+        self._inbox = inbox
+        self._outbox = outbox
+        self._info = info
+        self._model = model
+        self._peers = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+
+    def weights_replaced(self, identity: ModelIdentity, defaults: SamplingDefaults) -> None:
+        """On the scheduler's thread: its outputs come after this."""
+        self._loop.call_soon_threadsafe(self._announce, identity.revision, defaults)
+
+    def _announce(self, revision: str, defaults: SamplingDefaults) -> None:
+        """To all streams, those that are open too."""
+        info = worker_pb2.WorkerInfo()
+        info.CopyFrom(self._info)
+        info.revision = revision
+        info.sampling_defaults.CopyFrom(worker_pb2.SamplingDefaults(**defaults.as_dict()))
+        self._model = replace(self._model, defaults=defaults)
+        self._info = info
+        for stream in self._outbox.streams:
+            stream.put_hello(info)
+
+    async def Generate(
+        self, request_iterator: AsyncIterator[worker_pb2.GenerateRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        peer = next(self._peers)
+        stream = self._outbox.open(peer)
+        reader = asyncio.create_task(self._read(request_iterator, peer, stream))
+        taking: asyncio.Task[worker_pb2.GenerateResponse | None] | None = None
+        logger.info("front end connected", extra=fields(peer=peer, address=context.peer()))
+        try:
+            yield worker_pb2.GenerateResponse(hello=self._info)
+            self._load.greet(stream)
+            while not reader.done():
+                taking = asyncio.create_task(stream.take())
+                await asyncio.wait((taking, reader), return_when=asyncio.FIRST_COMPLETED)
+                if not taking.done():
+                    break
+                message = taking.result()
+                if message is None:
+                    return
+                yield message
+            await reader
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            reader.cancel()
+            if taking is not None:
+                taking.cancel()
+            self._outbox.close(peer)
+            self._inbox.put(PeerGone(peer))
+            self._load.changed()
+            logger.info("front end gone", extra=fields(peer=peer))
+
+    async def OpenSession(
+        self, request: worker_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.OpenSessionResponse:
+        if len(request.session_id) > MAX_SESSION_ID_CHARS:
+            return worker_pb2.OpenSessionResponse(message=f"session_id: longer than {MAX_SESSION_ID_CHARS} characters")
+        if self._outbox.closed:
+            return worker_pb2.OpenSessionResponse(message=self._outbox.closed)
+        refusal: concurrent.futures.Future[str] = concurrent.futures.Future()
+        self._inbox.put(OpenSession(request.session_id, request.capacity_tokens, request.ttl_ms / 1000.0, refusal))
+        message = await asyncio.wrap_future(refusal)
+        return worker_pb2.OpenSessionResponse(opened=not message, message=message)
+
+    async def CloseSession(
+        self, request: worker_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.CloseSessionResponse:
+        closed: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._inbox.put(CloseSession(request.session_id, closed))
+        return worker_pb2.CloseSessionResponse(closed=await asyncio.wrap_future(closed))
+
+    async def _read(self, requests: AsyncIterator[worker_pb2.GenerateRequest], peer: int, stream: PeerStream) -> None:
+        async for request in requests:
+            for submit in request.submits:
+                self._submit(submit, peer, stream)
+            for handle in request.aborts:
+                self._inbox.put(Abort(peer, handle))
+            self._load.changed()
+
+    def _submit(self, message: worker_pb2.Submit, peer: int, stream: PeerStream) -> None:
+        stream.opened(message.handle)
+        logger.debug("submitted", extra=fields(**_who(message), prompt_tokens=len(message.prompt_ids)))
+        if self._outbox.closed:
+            stream.open.discard(message.handle)
+            stream.put(worker_pb2.StepOutput(finishes=[unavailable(message.handle, self._outbox.closed)]))
+            return
+        try:
+            submit = submit_from_pb(message, peer, self._model, secrets.randbits(64))
+        except InvalidRequest as error:
+            logger.info("refused: %s", error, extra=fields(**_who(message)))
+            stream.open.discard(message.handle)
+            stream.put(worker_pb2.StepOutput(finishes=[refusal_to_pb(message, error)]))
+            return
+        self._on_arrival(peer, message.handle)
+        if self._spans is not None:
+            resumed = len(message.output_ids)
+            self._spans.arrived(peer, message.handle, message.request_id, message.traceparent, resumed)
+        self._inbox.put(submit)
+
+
+def _who(message: worker_pb2.Submit) -> dict[str, str]:
+    """For log lines."""
+    return {"request_id": message.request_id[:MAX_REQUEST_ID_CHARS], **trace_fields(message.traceparent)}

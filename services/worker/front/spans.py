@@ -1,0 +1,183 @@
+"""Spans of traced requests, made when they have ended from times that were noted on their way.
+
+`arrived` is called on the asyncio loop, before the scheduler can see the request; all else on the scheduler's thread, which
+only notes times: spans are made on the asyncio loop. The core knows nothing of this; what it tells is what it tells operators.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, StepOutput
+from services.worker.core.contracts.trace import TraceEvent, TraceKind
+from services.worker.core.step_rows import Extend
+
+if TYPE_CHECKING:
+    from services.shared.observe.spans import Span, Tracing
+
+MAX_TRACED = 16384  # requests at once
+MAX_CHUNKS = 256  # spans of one request; later chunks are counted in its own span
+MAX_EVENTS = 64  # of one request
+_EVENTS = (TraceKind.GATED, TraceKind.UNGATED, TraceKind.RETRACTED, TraceKind.PREEMPTED)
+_ASKED_FOR = (ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT)  # not the worker's failures
+_REFILLS = (TraceKind.RETRACTED, TraceKind.PREEMPTED)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Of a prefill: tokens from position `start` on. cached: tokens that a prefix hit gave with it. ended: 0 until its step is
+    committed."""
+
+    launched: float
+    start: int
+    tokens: int
+    cached: int
+    ended: float = 0.0
+
+
+@dataclass(slots=True)
+class TracedRequest:
+    """Times are the loop's, in seconds; wall_ns is added to them for Unix nanoseconds. first_token: 0 until there is one."""
+
+    request_id: str
+    traceparent: str
+    resumed_tokens: int
+    arrived: float
+    wall_ns: int
+    first_step: float = 0.0
+    first_token: float = 0.0
+    refills: bool = True  # the next chunk is the first since it was admitted
+    num_chunks: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
+
+    def unix_ns(self, at: float) -> int:
+        return int(at * 1e9) + self.wall_ns
+
+
+class RequestSpans:
+    """clock: the loop's."""
+
+    def __init__(self, tracing: Tracing, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tracing = tracing
+        self._loop = loop
+        self._clock = clock
+        self._open: dict[tuple[int, int], TracedRequest] = {}
+        self._flights: dict[int, list[Chunk]] = {}  # chunks of steps that are not committed
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def arrived(self, peer: int, handle: int, request_id: str, traceparent: str, resumed_tokens: int) -> None:
+        """traceparent: "" for a request that is not traced."""
+        if traceparent and traceparent[-1] in "13579bdf" and len(self._open) < MAX_TRACED:
+            now = self._clock()
+            wall_ns = time.time_ns() - int(now * 1e9)
+            self._open[peer, handle] = TracedRequest(request_id, traceparent, resumed_tokens, now, wall_ns)
+
+    def launched(self, step_id: int, extends: Sequence[Extend], at: float) -> None:
+        """A step, with its rows that compute known tokens."""
+        chunks = [self._chunk(self._open[key], extend, at) for extend in extends if (key := extend.key) in self._open]
+        if chunks:
+            self._flights[step_id] = chunks
+
+    @staticmethod
+    def _chunk(request: TracedRequest, extend: Extend, at: float) -> Chunk:
+        chunk = Chunk(at, extend.start, extend.tokens, extend.start if request.refills else 0)
+        request.refills = False
+        request.first_step = request.first_step or at
+        request.num_chunks += 1
+        if len(request.chunks) < MAX_CHUNKS:
+            request.chunks.append(chunk)
+        return chunk
+
+    def committed(self, step_id: int) -> None:
+        """Or failed."""
+        chunks = self._flights.pop(step_id, ())
+        if chunks:
+            now = self._clock()
+            for chunk in chunks:
+                chunk.ended = now
+
+    def happened(self, events: Sequence[TraceEvent]) -> None:
+        """Of all requests, in order, each once."""
+        for event in events:
+            if event.kind in _EVENTS:
+                for request in list(self._open.values()):
+                    if request.request_id == event.request_id and event.at >= request.arrived:
+                        request.refills |= event.kind in _REFILLS
+                        if len(request.events) < MAX_EVENTS:
+                            request.events.append(event)
+
+    def told(self, output: StepOutput) -> None:
+        """What front ends hear of a turn; all of a request's events have been told before its end."""
+        if not self._open:
+            return
+        now = self._clock()
+        for peer in output.peers:
+            for handle in peer.handles:
+                request = self._open.get((peer.peer, handle))
+                if request is not None and not request.first_token:
+                    request.first_token = now
+            for finish in peer.finishes:
+                request = self._open.pop((peer.peer, finish.handle), None)
+                if request is not None:
+                    self._loop.call_soon_threadsafe(self._make, request, finish, now)
+
+    def _make(self, request: TracedRequest, finish: Finish, ended: float) -> None:
+        at = request.unix_ns
+        name = {"rootstock.request_id": request.request_id}
+        span = self._tracing.under("generate", request.traceparent, name, at(request.arrived))
+        if span is None:
+            return
+        queue = span.child("queue", start_ns=at(request.arrived))
+        queue.end(at(request.first_step or ended))
+        for number, chunk in enumerate(request.chunks):
+            _make_chunk(span, number, chunk, request, ended)
+        decode = None
+        if request.first_token:
+            tokens = finish.completion_tokens - request.resumed_tokens
+            counts = {"rootstock.output_tokens": tokens, "rootstock.retractions": finish.retractions}
+            decode = span.child("decode", counts, at(request.first_token))
+        for event in request.events:
+            owner = decode if decode is not None and event.at >= request.first_token else span
+            owner.event(event.kind.value, {"rootstock.tokens": event.detail}, at(event.at))
+        if decode is not None:
+            decode.end(at(ended))
+        _close(span, request, finish)
+        span.end(at(ended))
+
+
+def _make_chunk(parent: Span, number: int, chunk: Chunk, request: TracedRequest, ended: float) -> None:
+    attributes = {
+        "rootstock.chunk.number": number,
+        "rootstock.chunk.start": chunk.start,
+        "rootstock.chunk.tokens": chunk.tokens,
+        "rootstock.cached_tokens": chunk.cached,
+    }
+    span = parent.child("prefill", attributes, request.unix_ns(chunk.launched))
+    span.end(request.unix_ns(chunk.ended or ended))
+
+
+def _close(span: Span, request: TracedRequest, finish: Finish) -> None:
+    span.set(
+        {
+            "rootstock.finish_reason": finish.reason.name.lower(),
+            "rootstock.prompt_tokens": finish.prompt_tokens,
+            "rootstock.cached_tokens": finish.cached_tokens,
+            "rootstock.output_tokens": finish.completion_tokens,
+            "rootstock.resumed_tokens": request.resumed_tokens,
+            "rootstock.retractions": finish.retractions,
+            "rootstock.chunks": request.num_chunks,
+        }
+    )
+    if finish.reason is FinishReason.ABORT:
+        if finish.error in _ASKED_FOR:
+            span.set({"error.type": finish.error.name})
+        else:
+            span.fail(finish.error.name, finish.message)

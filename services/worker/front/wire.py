@@ -1,0 +1,146 @@
+"""pb ↔ core types, and the worker's own look at every limit: it may have other front ends than the gateway."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.v1 import common_pb2, worker_pb2
+from services.shared import limits
+from services.worker.core.contracts.messages import Finish, PeerOutput, SessionTurn, Submit
+from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.front.sampling_wire import InvalidRequest, ModelLimits, sampling_from_pb, within
+
+__all__ = ["InvalidRequest", "ModelLimits", "output_to_pb", "refusal_to_pb", "submit_from_pb"]
+
+
+def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int) -> Submit:
+    """A checked Submit with every default resolved. random_seed: 64 bits, for a request without a seed.
+
+    Raises InvalidRequest.
+    """
+    within(len(message.request_id), limits.MAX_REQUEST_ID_CHARS, "request_id")
+    within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
+    within(len(message.routing_key), limits.MAX_ROUTING_KEY_CHARS, "routing_key")
+    within(len(message.revision), limits.MAX_REVISION_CHARS, "revision")
+    session = _session_from_pb(message)
+    prompt = _prompt_from_pb(message, model)
+    output = _output_from_pb(message, len(prompt), model)
+    return Submit(
+        peer,
+        message.handle,
+        message.request_id,
+        prompt,
+        sampling_from_pb(message.sampling, len(prompt), session is not None, model, random_seed),
+        message.stream,
+        message.cache_salt,
+        message.priority,
+        message.timeout_ms / 1000.0,
+        routing_key=message.routing_key,
+        session=session,
+        output_ids=output,
+        revision=message.revision,
+    )
+
+
+def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLimits) -> tuple[int, ...]:
+    """Output that was sampled elsewhere."""
+    output = tuple(message.output_ids)
+    if not output:
+        return ()
+    if message.HasField("session"):
+        raise InvalidRequest("output_ids: not in a session")
+    if message.sampling.HasField("embedding"):
+        raise InvalidRequest("output_ids: not for an embedding")
+    if prompt_len + len(output) > model.context_len:
+        raise InvalidRequest(f"output_ids: with the prompt they are more than the context's {model.context_len} tokens")
+    if max(output) >= model.vocab_size:
+        raise InvalidRequest(f"output_ids: a token id is not below the vocabulary's size, {model.vocab_size}")
+    return output
+
+
+def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
+    """int32[n], n >= 1. Cut to leave room for what is to be made where the model's limits say so; never in a session, whose
+    context only the core knows."""
+    prompt = np.array(message.prompt_ids, dtype=np.uint32)
+    if not len(prompt):
+        raise InvalidRequest("prompt_ids: the prompt is empty")
+    if int(prompt.max()) >= model.vocab_size:
+        raise InvalidRequest(f"prompt_ids: a token id is not below the vocabulary's size, {model.vocab_size}")
+    if model.allow_auto_truncate and not message.HasField("session"):
+        prompt = prompt[: model.context_len - (0 if message.sampling.HasField("embedding") else 1)]
+    return prompt.astype(np.int32)
+
+
+def _session_from_pb(message: worker_pb2.Submit) -> SessionTurn | None:
+    if not message.HasField("session"):
+        return None
+    turn = message.session
+    if not turn.session_id:
+        raise InvalidRequest("session: session_id is empty")
+    within(len(turn.session_id), limits.MAX_SESSION_ID_CHARS, "session.session_id")
+    within(len(turn.parent_request_id), limits.MAX_REQUEST_ID_CHARS, "session.parent_request_id")
+    offset = turn.offset if turn.HasField("offset") else -1
+    return SessionTurn(turn.session_id, turn.parent_request_id, offset, turn.replace, turn.drop_previous_output)
+
+
+def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_pb2.Finish:
+    return worker_pb2.Finish(
+        handle=message.handle,
+        reason=common_pb2.FINISH_REASON_ABORT,
+        error=common_pb2.ERROR_CODE_INVALID_ARGUMENT,
+        message=str(error),
+        prompt_tokens=len(message.prompt_ids),
+    )
+
+
+def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:
+    return worker_pb2.StepOutput(
+        handles=output.handles,
+        counts=output.counts,
+        token_ids=output.tokens,
+        finishes=[_finish_to_pb(finish) for finish in output.finishes],
+        logprobs=[_rows_to_pb(handle, rows) for handle, rows in output.logprobs],
+        prompt_logprobs=[_prompt_rows_to_pb(handle, rows) for handle, rows in output.prompt_logprobs],
+    )
+
+
+def _rows_to_pb(handle: int, rows: list[RowLogprobs]) -> worker_pb2.LogprobRows:
+    return worker_pb2.LogprobRows(
+        handle=handle,
+        values=[row.sampled for row in rows],
+        k=len(rows[0].top_ids) if rows else 0,
+        top_ids=[token for row in rows for token in row.top_ids],
+        top_values=[value for row in rows for value in row.top],
+        chosen_values=[value for row in rows for value in row.chosen],
+    )
+
+
+def _prompt_rows_to_pb(handle: int, rows: PromptLogprobs) -> worker_pb2.LogprobRows:
+    return worker_pb2.LogprobRows(
+        handle=handle,
+        values=rows.values.tolist(),
+        k=rows.top_ids.shape[1],
+        top_ids=rows.top_ids.ravel().tolist(),
+        top_values=rows.top.ravel().tolist(),
+        chosen_values=rows.chosen.ravel().tolist(),
+    )
+
+
+def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
+    pb = worker_pb2.Finish(
+        handle=finish.handle,
+        reason=int(finish.reason),  # type: ignore[arg-type]
+        matched_stop=finish.matched_stop,
+        error=int(finish.error),  # type: ignore[arg-type]
+        message=finish.message,
+        prompt_tokens=finish.prompt_tokens,
+        cached_tokens=finish.cached_tokens,
+        completion_tokens=finish.completion_tokens,
+        queue_ms=int(finish.queue_s * 1000),
+        embedding=() if finish.embedding is None else finish.embedding.tolist(),
+        retractions=finish.retractions,
+    )
+    if finish.matched_token >= 0:
+        pb.matched_token = finish.matched_token
+    return pb

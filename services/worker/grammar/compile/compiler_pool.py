@@ -1,0 +1,271 @@
+"""Grammars compiled in processes of their own first, and here once they are known to be good. Owns the compiling process
+and the threads that wait on it.
+
+Two queues keep good grammars from waiting behind bad ones: every grammar is first given quick_s by one of `workers` threads;
+what is not done by then starts over in the slow queue, served by one thread that gives compile_s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.grammar.compile.compiled import Compiled, GrammarCompiler
+from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
+from services.worker.grammar.compile.grammar_limits import GrammarLimits
+from services.worker.grammar.compile.grammar_source import Prepared
+from services.worker.grammar.compile.vocabulary import Vocabulary
+from services.worker.grammar.schema.refusal import GrammarRefused
+
+ROOT = Path(__file__).resolve().parents[4]  # the folder that holds `services`
+START_S = 120.0  # loading xgrammar on a busy machine
+JOIN_S = 2.0
+MARGIN_S = 2.0  # the child's own alarm comes first
+NICENESS = 10
+DYING_S = 0.2
+QUEUE_FULL = "too many grammars are waiting to be compiled, try again later"
+
+Done = Callable[[GrammarSpec, Compiled | None, str, bool], None]
+
+logger = logging.getLogger(__name__)
+
+
+class CompilerGone(Exception):
+    """The compiling process has died; not the grammar's fault."""
+
+
+class _Slow(Exception):
+    """Not done within the time that was given."""
+
+
+class _Nursery:
+    """The process that forks compilers. Thread-safe; started at first use and after its death."""
+
+    def __init__(self, vocabulary: bytes, limits: GrammarLimits, jumps: bool) -> None:
+        self._vocabulary = vocabulary
+        self._setup = {"limits": asdict(limits), "jumps": jumps}
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def is_alive(self, pid: int) -> bool:
+        """Whether the process is still the one that had this id. One that is dying closes its files before its death shows."""
+        with self._lock:
+            if self._process is None or self._process.pid != pid:
+                return False
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(DYING_S)
+            return self._process.poll() is None
+
+    def hand_over(self, link: socket.socket) -> int:
+        """Has a child forked that serves `link`; the id of the forking process. Raises CompilerGone."""
+        with self._lock:
+            if self._closed:
+                raise CompilerGone("the grammar compiler is stopping")
+            for _ in range(2):  # its death shows at the first use after it
+                control = self._running()
+                try:
+                    socket.send_fds(control, [b"g"], [link.fileno()])
+                    assert self._process is not None
+                    return self._process.pid
+                except OSError:
+                    self._kill()
+        raise CompilerGone("the grammar compiler has ended")
+
+    def ensure(self) -> None:
+        """Starts it where it is not running. Raises CompilerGone."""
+        with self._lock:
+            if not self._closed:
+                self._running()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._kill()
+
+    def _running(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("the grammar compiler ended with status %d", self._process.returncode)
+            self._kill()
+        if self._control is None:
+            self._control = self._start()
+        return self._control
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(START_S)
+        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.worker.grammar.compile.compiler_child"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
+                cwd=ROOT,
+                env={"PYTHONPATH": str(ROOT), **single},  # nothing of this process's environment
+                start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
+            )
+        try:
+            send_message(ours, self._setup)
+            send_frame(ours, self._vocabulary)
+            receive_message(ours)
+        except (OSError, EOFError) as error:
+            ours.close()
+            self._kill()
+            raise CompilerGone(f"the grammar compiler does not start: {error}") from None
+        return ours
+
+    def _kill(self) -> None:
+        """With all its children."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)  # not yet reaped, or its group lives on: the number is ours
+            except ProcessLookupError:
+                logger.debug("the grammar compiler's group was empty")
+            self._process.wait()
+        self._control = self._process = None
+
+
+class CompilerPool:
+    """done(spec, compiled, reason, busy) is called on one of the pool's threads for every submitted spec, unless the pool is
+    closed. busy: it was not compiled, and that says nothing about it. jumps: whether grammars are compiled for bytes too."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, done: Done, jumps: bool) -> None:
+        info = vocabulary.info()
+        self._compiler = GrammarCompiler(info, jumps)
+        self._limits = limits
+        self._done = done
+        self._nursery = _Nursery(info.serialize_json().encode(), limits, jumps)
+        self._quick: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
+        self._slow: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
+        self._closed = False
+        lanes = [(self._quick, limits.quick_s)] * limits.workers + [(self._slow, limits.compile_s)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=lane, name=f"grammar-{index}", daemon=True)
+            for index, lane in enumerate(lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def compiler_pid(self) -> int | None:
+        """Of the process that forks compilers; None while there is none."""
+        return self._nursery.pid
+
+    def submit(self, spec: GrammarSpec) -> bool:
+        """Returns at once. False: too many wait, or the pool is closed; done() will not be called."""
+        return not self._closed and _offer(self._quick, spec)
+
+    def warm_up(self) -> None:
+        """Starts the compiling process, which takes seconds, before the first grammar needs it. Returns at once."""
+        _offer(self._quick, None)
+
+    def close(self) -> None:
+        """Kills what is being compiled, and waits a moment for the threads."""
+        self._closed = True
+        self._nursery.close()
+        for lane in (self._quick, self._slow):
+            for _ in self._threads:
+                _offer(lane, None)
+        for thread in self._threads:
+            thread.join(JOIN_S)  # one that is compiling ends with the process
+
+    def _serve(self, lane: queue.Queue[GrammarSpec | None], seconds: float) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread: it compiles
+        while True:
+            spec = lane.get()
+            if self._closed:
+                return
+            if spec is None:
+                self._warm_up()
+            else:
+                self._finish(spec, lane, seconds)
+
+    def _warm_up(self) -> None:
+        try:
+            self._nursery.ensure()
+        except CompilerGone as gone:
+            logger.warning("%s", gone)
+
+    def _finish(self, spec: GrammarSpec, lane: queue.Queue[GrammarSpec | None], seconds: float) -> None:
+        compiled, reason, busy = None, "", False
+        try:
+            compiled = self._compile(spec, min(seconds, self._limits.compile_s))
+        except GrammarRefused as refused:
+            reason = str(refused)
+        except CompilerGone as gone:
+            reason, busy = f"{gone}, try again later", True
+        except _Slow:
+            if lane is self._slow or seconds >= self._limits.compile_s:
+                reason = f"{spec.kind}: compiling it took longer than {self._limits.compile_s:g} s"
+            elif _offer(self._slow, spec):
+                return
+            else:
+                reason, busy = f"{spec.kind}: {QUEUE_FULL}", True
+        except Exception:  # a fault of ours must not end the thread that all grammars wait for
+            logger.exception("compiling a grammar failed")
+            reason = f"{spec.kind}: an internal error, see the worker's log"
+        if not self._closed:
+            self._done(spec, compiled, reason, busy)
+
+    def _compile(self, spec: GrammarSpec, seconds: float) -> Compiled:
+        """Once more if the process that forks compilers was gone."""
+        try:
+            return self._exchange(spec, seconds)
+        except CompilerGone:
+            if self._closed:
+                raise
+            return self._exchange(spec, seconds)
+
+    def _exchange(self, spec: GrammarSpec, seconds: float) -> Compiled:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                forker = self._nursery.hand_over(theirs)
+            started = time.monotonic()
+            ours.settimeout(seconds + MARGIN_S)
+            try:
+                send_message(ours, {"kind": spec.kind, "source": spec.source, "seconds": seconds})
+                reply = receive_message(ours)
+                text = receive_frame(ours).decode() if reply["error"] is None else ""
+            except TimeoutError:
+                raise _Slow from None
+            except (OSError, EOFError):
+                raise self._why_gone(spec, forker, time.monotonic() - started >= seconds) from None
+        if reply["error"] is not None:
+            raise GrammarRefused(reply["error"])
+        return self._compiler.compile(Prepared(reply["is_tag"], text))
+
+    def _why_gone(self, spec: GrammarSpec, forker: int, late: bool) -> Exception:
+        if late:
+            return _Slow()
+        if not self._nursery.is_alive(forker):
+            return CompilerGone("the grammar compiler has ended")
+        return GrammarRefused(f"{spec.kind}: compiling it ended the compiler: too much memory, or nested too deep")
+
+
+def _offer(lane: queue.Queue[GrammarSpec | None], spec: GrammarSpec | None) -> bool:
+    try:
+        lane.put_nowait(spec)
+    except queue.Full:
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""A compiled grammar tried out before it may reach the loop: random walks with the time of each step looked at."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from services.worker.grammar.compile.byte_cursor import ByteCursor, BytesRefused
+from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.grammar_limits import GrammarLimits
+from services.worker.grammar.schema.refusal import GrammarRefused
+from services.worker.text.step_meter import StepMeter
+
+TOKENS = 64  # accepted in each walk
+WALKS = 3
+SEED = 20240607
+
+
+def try_out(compiled: Compiled, tokens: Sequence[bytes], limits: GrammarLimits) -> None:
+    """tokens: the bytes of each token. Raises GrammarRefused if masks, accepts and jumps cost more than the limits allow, or a
+    walk comes to a dead end."""
+    chooser = random.Random(SEED)
+    for _ in range(WALKS):
+        _walk(compiled, tokens, StepMeter(limits.step_ms, limits.burst_ms), chooser)
+
+
+def _walk(compiled: Compiled, tokens: Sequence[bytes], meter: StepMeter, chooser: random.Random) -> None:
+    started = time.thread_time()
+    matcher = xgrammar.GrammarMatcher(compiled.grammar, terminate_without_stop_token=False)
+    cursor = None if compiled.by_bytes is None else ByteCursor(compiled.by_bytes)
+    meter.spend(time.thread_time() - started)
+    stops = set(matcher.stop_token_ids)
+    mask = np.zeros((1, -(-len(tokens) // 32)), np.int32)
+    for step in range(TOKENS):
+        started = time.thread_time()
+        matcher.fill_next_token_bitmask(mask, 0)
+        allowed = [token for token in allowed_ids(mask[0].view(np.uint32), len(tokens)) if token not in stops]
+        if not allowed:
+            if not matcher.is_completed():
+                raise GrammarRefused(f"the grammar allows nothing after {step} tokens, and is not complete there")
+            return
+        token = int(chooser.choice(allowed))
+        if not matcher.accept_token(token):
+            raise GrammarRefused("the grammar's mask allows a token that it then does not accept")
+        if cursor is not None:
+            cursor = _look_ahead(cursor, tokens[token])
+        meter.step()
+        meter.spend(time.thread_time() - started)
+        if meter.overrun:
+            raise GrammarRefused("too expensive: working out which tokens may come next takes too long")
+
+
+def _look_ahead(cursor: ByteCursor, data: bytes) -> ByteCursor | None:
+    """What a matcher does for jumps. None: it goes on without them, as a request would."""
+    try:
+        cursor.advance(data)
+        cursor.forced()
+    except BytesRefused:
+        return None
+    return cursor
+
+
+def allowed_ids(mask: NDArray[np.uint32], vocab_size: int) -> list[int]:
+    """Ids of a mask's set bits. mask: uint32[words]."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
+    found: list[int] = np.flatnonzero(bits).tolist()
+    return found

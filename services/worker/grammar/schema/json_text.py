@@ -1,0 +1,39 @@
+"""JSON as it comes from a client: size and depth are looked at before anything parses it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from services.worker.grammar.schema.refusal import GrammarRefused
+
+MAX_DEPTH = 64  # nested arrays and objects; walking so deep fits Python's stack several times over
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+def parse_json(source: str, what: str) -> Any:
+    """Raises GrammarRefused; `what` begins its message."""
+    if depth_of(source) > MAX_DEPTH:
+        raise GrammarRefused(f"{what}: nested more than {MAX_DEPTH} levels deep")
+    try:
+        return json.loads(source, parse_constant=_no_constant)
+    except ValueError as error:
+        raise GrammarRefused(f"{what}: not JSON: {error}") from None
+
+
+def depth_of(source: str) -> int:
+    """The deepest nesting of brackets outside strings, in one pass without recursion."""
+    depth = deepest = 0
+    for match in _STRUCTURE.finditer(source):
+        mark = match[0]
+        if mark in ("[", "{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif mark in ("]", "}"):
+            depth -= 1
+    return deepest
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")

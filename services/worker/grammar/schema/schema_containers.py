@@ -1,0 +1,297 @@
+"""Objects and arrays of a schema, as rules: one rule for each place in the order of members, and count where counts matter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.worker.grammar.schema import json_rules
+from services.worker.grammar.schema.ebnf import Chars, Node, Ref, Repeat, Seq, Text, choice, without
+from services.worker.grammar.schema.json_rules import COMMA, OBJECT, QUOTE, SAFE, STRING, VALUE, WS, json_chars
+from services.worker.grammar.schema.refusal import GrammarRefused
+from services.worker.grammar.schema.regex_syntax import anywhere, parse
+from services.worker.grammar.schema.schema_support import Schema, bounds, check_keywords, child, listing, mapping, names, refuse
+
+MAX_COUNTED_STATES = 2000
+_COLON = Seq((WS, Text(":"), WS))
+
+
+class Builder(Protocol):
+    """What containers need of the builder of rules: nodes of their members, and rules of their own."""
+
+    def node(self, schema: Any, path: str) -> Node: ...
+
+    def define(self, node: Node) -> Ref: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """pairs: declared properties in order, with whether they are required. extra: any other pair, None for none.
+    low, high: how many pairs in all."""
+
+    pairs: tuple[tuple[Node, bool], ...]
+    extra: Node | None
+    low: int
+    high: int | None
+
+    @property
+    def counted_to(self) -> int:
+        """Counts beyond this make no difference."""
+        return self.low if self.high is None else self.high
+
+
+def object_node(builder: Builder, schema: Schema, path: str) -> Node:
+    members = _members(builder, schema, path)
+    if members is None:
+        return OBJECT
+    if members.counted_to and (len(members.pairs) + 1) * (members.counted_to + 1) > MAX_COUNTED_STATES:
+        raise refuse(path, "too many properties to count")
+    return builder.define(Seq((Text("{"), WS, _PairStates(builder, members).first())))
+
+
+def array_node(builder: Builder, schema: Schema, path: str) -> Node:
+    if schema.get("uniqueItems", False) is not False:
+        raise refuse(child(path, "uniqueItems"), "this keyword is not supported")
+    low, high = bounds(schema, "minItems", "maxItems", path)
+    prefix_schemas = listing(schema, "prefixItems", path)[:high]
+    where = child(path, "prefixItems")
+    prefix = [builder.node(item, child(where, index)) for index, item in enumerate(prefix_schemas)]
+    rest = _rest_items(builder, schema, path, len(prefix), low)
+    if rest is None and low > len(prefix):
+        raise refuse(child(path, "minItems"), "more than there may be items")
+    end = Seq((WS, Text("]")))
+    state = _rest_of_array(rest, end, max(low - len(prefix), 0), None if high is None else high - len(prefix), not prefix)
+    for index in reversed(range(len(prefix))):
+        item = prefix[index] if index == 0 else Seq((COMMA, prefix[index]))
+        follows: Node = Seq((item, state))
+        if index >= low:
+            follows = choice([follows, Text("]") if index == 0 else end])
+        state = builder.define(follows)
+    return builder.define(Seq((Text("["), WS, state)))
+
+
+def _rest_items(builder: Builder, schema: Schema, path: str, num_prefix: int, low: int) -> Node | None:
+    """The node of items behind the prefix; None where there are none."""
+    if schema.get("items", True) is False:
+        return None
+    if "items" not in schema:  # a tuple is closed unless its length says otherwise
+        return None if num_prefix and low <= num_prefix else VALUE
+    if isinstance(schema["items"], list):
+        raise refuse(child(path, "items"), "an array of schemas is not supported: prefixItems is its name")
+    return builder.node(schema["items"], child(path, "items"))
+
+
+def _rest_of_array(rest: Node | None, end: Node, low: int, high: int | None, first: bool) -> Node:
+    if rest is None or high == 0:
+        return Text("]") if first else end
+    more = Seq((COMMA, rest))
+    if not first:
+        return Seq((Repeat(more, low, high), end))
+    some = Seq((rest, Repeat(more, max(low - 1, 0), None if high is None else high - 1), end))
+    return some if low else choice([some, Text("]")])
+
+
+def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
+    """None: any object will do."""
+    low, high = bounds(schema, "minProperties", "maxProperties", path)
+    properties = mapping(schema, "properties", path)
+    required = set(names(schema, "required", path))
+    extra = _extra_pair(builder, schema, path, properties)
+    if extra is not None and low > 1:
+        raise refuse(child(path, "minProperties"), "above 1 supported for objects without additional properties only")
+    where = child(path, "properties")
+    pairs = []
+    for name, member in properties.items():
+        if member is not False:
+            pairs.append((_pair(_key(name, where), builder.node(member, child(where, name))), name in required))
+        elif name in required:
+            raise refuse(child(where, name), "required, and false allows nothing")
+    for name in dict.fromkeys(names(schema, "required", path)):
+        if name not in properties:
+            pairs.append((_pair(_key(name, where), _undeclared(builder, schema, path, name)), True))
+    if not (pairs or low or high is not None or _is_narrow(schema)):
+        return None
+    if low > len(pairs) and extra is None:
+        raise refuse(child(path, "minProperties"), "more than there may be properties")
+    if high is not None and high < sum(needed for _, needed in pairs):
+        raise refuse(child(path, "maxProperties"), "fewer than are required")
+    return _Members(tuple(pairs), extra, low, high)
+
+
+def _is_narrow(schema: Schema) -> bool:
+    open_ended = ("additionalProperties", "unevaluatedProperties")
+    return any(schema.get(key, True) is not True for key in open_ended) or "properties" in schema or _key_limits(schema) != []
+
+
+def _key_limits(schema: Schema) -> list[str]:
+    return [key for key in ("patternProperties", "propertyNames") if schema.get(key)]
+
+
+def _additional(schema: Schema) -> Any:
+    """The schema of undeclared properties; None where nothing is said."""
+    return schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+
+
+def _undeclared(builder: Builder, schema: Schema, path: str, name: str) -> Node:
+    """The value of a property that is required and not declared."""
+    additional = _additional(schema)
+    if additional is False or _key_limits(schema):
+        raise refuse(child(path, "required"), f"'{name}' is not among the properties")
+    return VALUE if additional is None else builder.node(additional, child(path, "additionalProperties"))
+
+
+def _extra_pair(builder: Builder, schema: Schema, path: str, properties: Mapping[str, Any]) -> Node | None:
+    """The pair of an undeclared property; None where there is none. Its key has one spelling, never a declared one's."""
+    additional = _additional(schema)
+    limits = _key_limits(schema)
+    if len(limits) > 1:
+        raise refuse(child(path, limits[1]), f"not supported together with {limits[0]}")
+    if "patternProperties" in limits:
+        return _pattern_pair(builder, schema, path, properties, additional)
+    declared = [*properties, *names(schema, "required", path)]
+    closed = declared and additional is None and not limits
+    if additional is False or closed:
+        return None
+    value = VALUE if additional is None else builder.node(additional, child(path, "additionalProperties"))
+    if "propertyNames" in limits:
+        if declared:
+            raise refuse(child(path, "propertyNames"), "not supported together with properties")
+        return _pair(_named(schema["propertyNames"], child(path, "propertyNames")), value)
+    return _pair(_key_except(builder, set(declared)) if declared else STRING, value)
+
+
+def _pattern_pair(builder: Builder, schema: Schema, path: str, properties: Mapping[str, Any], additional: Any) -> Node:
+    patterns = mapping(schema, "patternProperties", path)
+    where = child(path, "patternProperties")
+    if additional not in (None, False):
+        raise refuse(child(path, "additionalProperties"), "must be false, or absent, beside patternProperties")
+    if len(patterns) > 1:
+        raise refuse(where, "supported with a single pattern only")
+    for pattern, member in patterns.items():
+        at = child(where, pattern)
+        key = Seq((QUOTE, _parsed(pattern, at), QUOTE))
+        for name in (*properties, *names(schema, "required", path)):
+            if _found(pattern, name, at):
+                raise refuse(at, f"matches the declared property '{name}'")
+        return _pair(builder.define(key), builder.node(member, at))
+    raise AssertionError("patternProperties is not empty here")
+
+
+def _parsed(pattern: str, path: str) -> Node:
+    try:
+        return anywhere(parse(pattern, json_chars), SAFE)
+    except GrammarRefused as error:
+        raise refuse(path, str(error)) from None
+
+
+def _found(pattern: str, name: str, path: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error as error:
+        raise refuse(path, f"pattern: {error}") from None
+
+
+def _named(schema: Any, path: str) -> Node:
+    """A key that satisfies `propertyNames`."""
+    found = check_keywords(schema, path)
+    if "enum" in found or "const" in found:
+        values = listing(found, "enum", path) if "enum" in found else [found["const"]]
+        keys = [_key(value, path) for value in values if isinstance(value, str)]
+        if keys:
+            return choice(keys)
+        raise refuse(path, "no string among the names")
+    limits = [key for key in found if key in ("minLength", "maxLength", "pattern")]
+    if not limits or found.get("type", "string") != "string" or set(limits) >= {"pattern", "minLength"} or len(limits) > 2:
+        raise refuse(path, "supported with enum, const, pattern, or minLength and maxLength")
+    if "pattern" in found:
+        if limits != ["pattern"] or not isinstance(found["pattern"], str):
+            raise refuse(child(path, "pattern"), "must be a string, and stand alone")
+        return Seq((QUOTE, _parsed(found["pattern"], child(path, "pattern")), QUOTE))
+    return json_rules.string_of(*bounds(found, "minLength", "maxLength", path))
+
+
+def _key(name: str, path: str) -> Node:
+    return json_rules.literal(name, f"json_schema: {path}")
+
+
+def _pair(key: Node, value: Node) -> Node:
+    return Seq((key, _COLON, value))
+
+
+def _key_except(builder: Builder, declared: set[str]) -> Ref:
+    """A key without escapes that is none of the declared ones: a declared key written twice would be read as its second
+    value. One rule for each beginning of a declared key: what may follow there."""
+    following: dict[str, set[str]] = {"": set()}
+    for name in sorted(declared):
+        for index, char in enumerate(name):
+            following.setdefault(name[:index], set()).add(char)
+            following.setdefault(name[: index + 1], set())
+    rules: dict[str, Ref] = {}
+    for beginning in sorted(following, key=lambda text: (-len(text), text)):
+        next_chars = sorted(following[beginning])
+        others = without(SAFE.ranges, tuple((ord(char), ord(char)) for char in next_chars))
+        options: list[Node] = [Seq((Chars(others), Repeat(SAFE, 0, None), QUOTE))]
+        options += [Seq((Text(char), rules[beginning + char])) for char in next_chars if _is_safe(char)]
+        options += [QUOTE] if beginning not in declared else []
+        rules[beginning] = builder.define(choice(options))
+    return builder.define(Seq((QUOTE, rules[""])))
+
+
+def _is_safe(char: str) -> bool:
+    return any(low <= ord(char) <= high for low, high in SAFE.ranges)
+
+
+class _PairStates:
+    """Rules for what may follow after some of the declared pairs, and so many pairs in all."""
+
+    def __init__(self, builder: Builder, members: _Members) -> None:
+        self._builder = builder
+        self._members = members
+        self._rules: dict[tuple[int, int, bool], Ref | None] = {}  # None: nothing may follow
+
+    def first(self) -> Node:
+        """Builds from the last place backwards, so that nothing recurses."""
+        members = self._members
+        for place in range(len(members.pairs), -1, -1):
+            for pairs in range(members.counted_to, -1, -1):
+                for is_first in (False, True) if pairs == 0 else (False,):
+                    options = self._options(place, pairs, is_first)
+                    self._rules[place, pairs, is_first] = self._builder.define(choice(options)) if options else None
+        start = self._rules[0, 0, True]
+        assert start is not None, "the counts were checked against the properties"
+        return start
+
+    def _options(self, place: int, pairs: int, is_first: bool) -> list[Node]:
+        members = self._members
+        room = members.high is None or pairs < members.high
+        after = min(pairs + 1, members.counted_to)
+        if place == len(members.pairs):
+            return self._last(pairs, is_first, room)
+        pair, required = members.pairs[place]
+        options: list[Node] = []
+        taken, left_out = self._rules[place + 1, after, False], self._rules[place + 1, pairs, is_first]
+        if room and taken is not None:
+            options.append(Seq((_joined(pair, is_first), taken)))
+        if not required and left_out is not None:
+            options.append(left_out)
+        return options
+
+    def _last(self, pairs: int, is_first: bool, room: bool) -> list[Node]:
+        """Behind all declared pairs: undeclared ones, or the end."""
+        members = self._members
+        end: Node = Text("}") if is_first else Seq((WS, Text("}")))
+        left = None if members.high is None else members.high - pairs
+        needed = max(members.low - pairs, 0)
+        if members.extra is None or not room:
+            return [] if needed else [end]
+        if not is_first:
+            return [Seq((Repeat(_joined(members.extra, False), needed, left), end))]
+        rest = Repeat(_joined(members.extra, False), max(needed - 1, 0), None if left is None else left - 1)
+        some = Seq((members.extra, rest, Seq((WS, Text("}")))))
+        return [some] if needed else [some, end]
+
+
+def _joined(pair: Node, is_first: bool) -> Node:
+    return pair if is_first else Seq((COMMA, pair))

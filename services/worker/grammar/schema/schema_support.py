@@ -1,0 +1,177 @@
+"""Which JSON Schema keywords are enforced, and the refusal of all others with their place in the schema.
+
+A keyword that would be dropped in silence is an output that breaks the client: so what is not in these tables is refused.
+Draft 2020-12, with `definitions` of the older drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from services.worker.grammar.schema.refusal import GrammarRefused
+
+Schema = Mapping[str, Any]
+
+ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions"),
+    }
+)
+KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = {
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
+    "object": frozenset(
+        {
+            *("properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"),
+            *("propertyNames", "minProperties", "maxProperties"),
+        }
+    ),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+TYPES = (*KEYWORDS_OF_TYPE, "integer")
+COMBINERS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+_TYPED = frozenset().union(*KEYWORDS_OF_TYPE.values())
+_KNOWN = ANNOTATIONS | _TYPED | {"type", *COMBINERS}
+MAX_REFERENCES = 64  # followed from one schema to the next before anything else is said
+
+
+def refuse(path: str, why: str) -> GrammarRefused:
+    return GrammarRefused(f"json_schema: {path}: {why}")
+
+
+def child(path: str, key: str | int) -> str:
+    """The JSON pointer of a member."""
+    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
+
+
+def check_keywords(schema: Any, path: str) -> Schema:
+    """The schema, if every keyword in it is known and goes with the others. Raises GrammarRefused."""
+    if not isinstance(schema, dict):
+        raise refuse(path, "no schema" if schema is not False else "false allows nothing")
+    for key in schema:
+        if key not in _KNOWN and not key.startswith("x-"):
+            raise refuse(child(path, key), "this keyword is not supported")
+    if "$id" in schema and path != "#":
+        raise refuse(child(path, "$id"), "supported at the root only")
+    combiners = [key for key in COMBINERS if key in schema]
+    beside = [key for key in schema if key in _TYPED or key in COMBINERS or key == "type"]
+    if combiners:
+        allowed = {combiners[0], "type"} if combiners[0] in ("enum", "const") else {combiners[0]}
+        for key in beside:
+            if key not in allowed:
+                raise refuse(child(path, key), f"not supported beside '{combiners[0]}'")
+    return schema
+
+
+def types_of(schema: Schema, path: str) -> tuple[str, ...]:
+    """The types that the schema allows, from `type` or, without it, from keywords of one type. Empty: any value."""
+    declared = schema.get("type")
+    if declared is not None or "type" in schema:
+        names = declared if isinstance(declared, list) else [declared]
+        if not names or any(not isinstance(name, str) or name not in TYPES for name in names):
+            raise refuse(child(path, "type"), f"must be one or more of {', '.join(TYPES)}")
+        found = tuple(dict.fromkeys(names))
+        return tuple(name for name in found if name != "integer") if "number" in found else found
+    implied = [name for name, keywords in KEYWORDS_OF_TYPE.items() if keywords & schema.keys()]
+    if len(implied) > 1:
+        raise refuse(path, f"'type' is needed with keywords of {' and '.join(implied)}")
+    return tuple(implied)
+
+
+def type_of_value(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def is_of(value: Any, types: tuple[str, ...]) -> bool:
+    found = type_of_value(value)
+    return not types or found in types or (found == "integer" and "number" in types)
+
+
+def count(schema: Schema, key: str, path: str, default: int | None) -> int | None:
+    """A whole number >= 0."""
+    value = schema.get(key, default)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if key in schema and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise refuse(child(path, key), "must be a whole number, 0 or more")
+    found: int | None = value
+    return found
+
+
+def bounds(schema: Schema, low_key: str, high_key: str, path: str) -> tuple[int, int | None]:
+    low, high = count(schema, low_key, path, 0) or 0, count(schema, high_key, path, None)
+    if high is not None and low > high:
+        raise refuse(child(path, low_key), f"greater than {high_key}")
+    return low, high
+
+
+def number(schema: Schema, key: str, path: str) -> float | int | None:
+    value = schema.get(key)
+    if key in schema and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+        raise refuse(child(path, key), "must be a number")
+    return value
+
+
+def mapping(schema: Schema, key: str, path: str) -> Mapping[str, Any]:
+    value = schema.get(key, {})
+    if not isinstance(value, dict):
+        raise refuse(child(path, key), "must be an object")
+    return value
+
+
+def listing(schema: Schema, key: str, path: str) -> list[Any]:
+    value = schema.get(key, [])
+    if not isinstance(value, list):
+        raise refuse(child(path, key), "must be an array")
+    return value
+
+
+def names(schema: Schema, key: str, path: str) -> list[str]:
+    value = listing(schema, key, path)
+    if any(not isinstance(name, str) for name in value):
+        raise refuse(child(path, key), "must be an array of strings")
+    return value
+
+
+def resolve(document: Any, reference: Any, path: str) -> tuple[str, Any]:
+    """(pointer, schema) that a local `$ref` names. Raises GrammarRefused for any other."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise refuse(child(path, "$ref"), "only references within the schema, '#' or '#/…', are supported")
+    target = document
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        inside = target.get(key) if isinstance(target, dict) else None
+        if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            inside = target[int(key)]
+        if inside is None:
+            raise refuse(child(path, "$ref"), f"'{reference}' leads nowhere")
+        target = inside
+    return reference, target
+
+
+def follow(document: Any, schema: Any, path: str) -> Any:
+    """The schema behind a chain of references."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        path, schema = resolve(document, schema["$ref"], path)
+    raise refuse(child(path, "$ref"), "refers to itself")

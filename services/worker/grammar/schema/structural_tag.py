@@ -1,0 +1,123 @@
+"""Structural tags: text with parts that follow a schema, pattern or grammar of their own.
+
+The tag's layout is xgrammar's; schemas and patterns inside it become our own grammars, so that they hold what they hold
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.worker.grammar.schema.json_text import parse_json
+from services.worker.grammar.schema.refusal import GrammarRefused
+from services.worker.grammar.schema.regex_rules import regex_ebnf
+from services.worker.grammar.schema.schema_rules import schema_grammar
+from services.worker.grammar.schema.schema_support import child
+
+KIND = "structural_tag"
+_FIELDS: Mapping[str, frozenset[str]] = {
+    "const_string": frozenset({"value"}),
+    "any_text": frozenset({"excludes"}),
+    "json_schema": frozenset({"json_schema"}),
+    "regex": frozenset({"pattern"}),
+    "grammar": frozenset({"grammar"}),
+    "sequence": frozenset({"elements"}),
+    "or": frozenset({"elements"}),
+    "tag": frozenset({"begin", "content", "end"}),
+    "triggered_tags": frozenset({"triggers", "tags", "at_least_one", "stop_after_first", "excludes"}),
+    "tags_with_separator": frozenset({"tags", "separator", "at_least_one", "stop_after_first"}),
+    "optional": frozenset({"content"}),
+    "plus": frozenset({"content"}),
+    "star": frozenset({"content"}),
+    "repeat": frozenset({"content", "min", "max"}),
+}
+_LISTS = ("elements", "tags")
+
+
+def structural_tag(source: str) -> str:
+    """The tag as xgrammar takes it. Raises GrammarRefused."""
+    document = parse_json(source, KIND)
+    if not isinstance(document, dict):
+        raise _refuse("#", "must be an object")
+    layout = document.get("format") if "format" in document else _legacy(document)
+    known = {"type", "format"} if "format" in document else {"type", "structures", "triggers"}
+    _no_others(document, known, "#")
+    return json.dumps({"type": KIND, "format": _format(layout, "#/format")})
+
+
+def _legacy(document: dict[str, Any]) -> Any:
+    """The older form: `structures` of begin, schema and end, and `triggers`."""
+    structures, triggers = document.get("structures"), document.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise _refuse("#", "needs 'format', or 'structures' and 'triggers'")
+    tags = []
+    for index, structure in enumerate(structures):
+        where = child("#/structures", index)
+        if not isinstance(structure, dict) or not {"begin", "end"} <= structure.keys():
+            raise _refuse(where, "needs begin, schema and end")
+        _no_others(structure, {"begin", "schema", "end"}, where)
+        schema = structure.get("schema", True)
+        content = {"type": "json_schema", "json_schema": schema if schema != {} else True}
+        tags.append({"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]})
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+def _format(layout: Any, path: str) -> dict[str, Any]:
+    """Recursion follows the document's nesting, which is bounded."""
+    kind = layout.get("type") if isinstance(layout, dict) else None
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise _refuse(path, f"must be a format of one of the types {', '.join(_FIELDS)}")
+    _no_others(layout, _FIELDS[kind] | {"type"}, path)
+    if kind == "json_schema":
+        return {"type": "grammar", "grammar": _schema(layout, path)}
+    if kind == "regex":
+        return {"type": "grammar", "grammar": _inside(lambda: regex_ebnf(_text(layout, "pattern", path)), path)}
+    if kind == "tag":
+        _tag_ends(layout, path)
+    changed = dict(layout)
+    for key in _LISTS:
+        if key in layout:
+            items = layout[key] if isinstance(layout[key], list) else []
+            changed[key] = [_format(item, child(child(path, key), index)) for index, item in enumerate(items)]
+    if "content" in layout:
+        changed["content"] = _format(layout["content"], child(path, "content"))
+    return changed
+
+
+def _schema(layout: dict[str, Any], path: str) -> str:
+    schema = layout.get("json_schema")
+    return _inside(lambda: schema_grammar(schema).render(), path)
+
+
+def _inside(build: Callable[[], str], path: str) -> str:
+    try:
+        return build()
+    except GrammarRefused as error:
+        raise _refuse(path, str(error)) from None
+
+
+def _tag_ends(layout: dict[str, Any], path: str) -> None:
+    """Ends are text; token ids as marks are not served."""
+    _text(layout, "begin", path)
+    ends = layout.get("end")
+    if not isinstance(ends, str) and not (isinstance(ends, list) and all(isinstance(end, str) for end in ends)):
+        raise _refuse(child(path, "end"), "must be a string or an array of strings")
+
+
+def _text(layout: dict[str, Any], key: str, path: str) -> str:
+    value = layout.get(key)
+    if not isinstance(value, str):
+        raise _refuse(child(path, key), "must be a string")
+    return value
+
+
+def _no_others(found: dict[str, Any], known: frozenset[str] | set[str], path: str) -> None:
+    for key in found:
+        if key not in known:
+            raise _refuse(child(path, key), "is not supported")
+
+
+def _refuse(path: str, why: str) -> GrammarRefused:
+    return GrammarRefused(f"{KIND}: {path}: {why}")

@@ -1,0 +1,67 @@
+"""The executor's first steps, on the loop's own thread before anybody is served: what a step takes is known from the start.
+
+They are planned by a scheduler of their own, whose memory is forgotten with it: what they leave on the device is nobody's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.core.queue.finish import TextRules
+from services.worker.core.scheduler import Scheduler
+from services.worker.exec.contracts.protocol import Executor, ExecutorError
+
+logger = logging.getLogger(__name__)
+
+SHORT_TOKENS, LONG_TOKENS = 32, 256  # of the prompts
+SLOW_S = 0.5  # for a short prompt: a long one would keep those waiting who come first
+MAX_NEW_TOKENS = 2
+Took = Callable[[BatchPlan, float], None]
+
+
+def run_first_steps(
+    executor: Executor,
+    config: SchedulerConfig,
+    rules: TextRules,
+    generates: bool,
+    took: Took,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Two prompts, one after the other, the second one long where the first was quick; `took` hears of the second one's steps,
+    with their seconds: what the first one waits for is loaded or compiled once. A step that fails is logged, and then no more
+    is measured."""
+    most = min(config.context_len - MAX_NEW_TOKENS, config.num_pages * config.page_size // 4)
+    embedding = None if generates else EmbeddingParams()
+    params = SamplingParams(MAX_NEW_TOKENS if generates else 1, temperature=0.0, ignore_eos=True, embedding=embedding)
+    core = Scheduler(replace(config, retract_interval=0), rules)
+
+    def serve(number: int, length: int, heard: Took) -> None:
+        ids = ((np.arange(max(1, min(length, most))) + number) % config.vocab_size).astype(np.int32)
+        core.submit(Submit(0, number, "first-steps", ids, params), 0.0)
+        _run(core, executor, heard, clock)
+
+    try:
+        began = clock()
+        serve(0, SHORT_TOKENS, lambda plan, seconds: None)
+        serve(1, SHORT_TOKENS if clock() - began > SLOW_S else LONG_TOKENS, took)
+    except ExecutorError as error:
+        logger.warning("the first steps failed, and nothing is known of what a step takes: %s", error)
+
+
+def _run(core: Scheduler, executor: Executor, took: Took, clock: Callable[[], float]) -> None:
+    while (plan := core.plan(0.0)) is not None:
+        began = clock()
+        run = executor.forward(plan)
+        executor.sample(run, {})
+        core.commit(executor.wait(run), 0.0)
+        core.take_output()
+        took(plan, clock() - began)

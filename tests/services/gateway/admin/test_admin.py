@@ -1,0 +1,429 @@
+"""The operators' HTTP API over real sockets, in front of control services that do what a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.protobuf.message import Message
+
+from rootstock.v1 import control_pb2 as pb
+from rootstock.v1 import control_pb2_grpc
+from services.gateway.admin.listener import admin_listener
+from services.gateway.admin.operations import CONTROL, ROUTES
+from services.gateway.admin.worker_directory import WorkerDirectory
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.gateway import Gateway
+from services.gateway.http import http_server
+from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
+from services.gateway.request.errors import ApiError
+from services.local.ports import free_ports
+from services.shared.control_values import put_values
+from services.shared.rpc.control_token import read_token
+from tests.services.gateway.http.test_process import Process
+from tests.services.gateway.system import System
+
+TOKEN = "an operators' token"
+STATE = pb.InternalState(worker_id="w", released=[pb.MEMORY_TAG_KV_CACHE])
+put_values(STATE.tunables, {"policy": "lpm", "chunk": 1 << 40})
+CHANGE = pb.SetInternalStateRequest()
+put_values(CHANGE.tunables, {"policy": "lpm", "chunk": 64, "ratio": 0.5, "mixed": True})
+ANSWERS: dict[str, Message] = {
+    "FlushCache": pb.FlushCacheResponse(pages=12),
+    "GetInternalState": STATE,
+    "SetInternalState": STATE,
+    "SlowDown": pb.SlowDownResponse(),
+    "Pause": pb.PauseResponse(),
+    "Continue": pb.ContinueResponse(),
+    "StartProfile": pb.StartProfileResponse(path="/x"),
+    "StopProfile": pb.StopProfileResponse(path="/x"),
+    "FreezeGc": pb.FreezeGcResponse(objects=5),
+    "ReleaseMemory": pb.ReleaseMemoryResponse(released=[pb.MEMORY_TAG_WEIGHTS]),
+    "ResumeMemory": pb.ResumeMemoryResponse(),
+    "SetLogLevel": pb.SetLogLevelResponse(previous="info"),
+    "TraceRequest": pb.TraceRequestResponse(events=[pb.TraceEvent(kind="queued", detail=3)]),
+}
+
+
+@dataclass
+class FakeControl:
+    """refusal: status and message of every answer. calls: (method, request, seconds left, authorization)."""
+
+    refusal: tuple[grpc.StatusCode, str] | None = None
+    calls: list[tuple[str, Message, float, str]] = field(default_factory=list)
+
+    def method(self, name: str) -> Callable[[Message, grpc.aio.ServicerContext], Awaitable[Message]]:
+        async def answer(request: Message, context: grpc.aio.ServicerContext) -> Message:
+            given = dict(context.invocation_metadata()).get("authorization", "")
+            self.calls.append((name, request, context.time_remaining() or 0.0, given))
+            if self.refusal is not None:
+                await context.abort(*self.refusal)
+            return ANSWERS[name]
+
+        return answer
+
+    async def start(self) -> tuple[grpc.aio.Server, str]:
+        servicer = type("Servicer", (), {name: staticmethod(self.method(name)) for name in ANSWERS})()
+        server = grpc.aio.server()
+        control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, f"127.0.0.1:{port}"
+
+
+@dataclass
+class FakeRequests:
+    """What is open at this gateway, and at others: a number of answers that an abort ends. scopes: of the aborts."""
+
+    here: int = 2
+    others: tuple[PeerAnswer, ...] = ()
+    scopes: list[AbortScope] = field(default_factory=list)
+
+    def abort_here(self, scope: AbortScope, error: ApiError) -> int:
+        self.scopes.append(scope)
+        return self.here
+
+    async def abort_there(self, scope: AbortScope) -> tuple[PeerAnswer, ...]:
+        return self.others
+
+    def aborter(self) -> Aborter:
+        here = type("Here", (), {"abort": staticmethod(self.abort_here)})()
+        return Aborter(here, type("There", (), {"abort": staticmethod(self.abort_there)})())
+
+
+def listening(config: GatewaySettings, requests: FakeRequests | None = None) -> AbstractAsyncContextManager[None]:
+    """Over the workers that the settings name."""
+    token = read_token(config.control_token, config.control_token_file)
+    directory = WorkerDirectory(list, config.worker_control_addresses)
+    return admin_listener(config, token, directory, (requests or FakeRequests()).aborter())
+
+
+@asynccontextmanager
+async def admin(
+    *workers: FakeControl, down: int = 0, requests: FakeRequests | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """`down` more addresses are configured at which nothing listens."""
+    started = [await worker.start() for worker in workers]
+    port, *unused = free_ports(1 + down)
+    addresses = [address for _, address in started] + [f"127.0.0.1:{number}" for number in unused]
+    config = GatewaySettings(admin_port=port, worker_control_addresses=",".join(addresses), **settings)
+    try:
+        async with listening(config, requests), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            yield client
+    finally:
+        for server, _ in started:
+            await server.stop(0)
+
+
+def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[httpx.Response, FakeControl]:
+    """One request to an admin API with one worker that does everything."""
+
+    async def run() -> tuple[httpx.Response, FakeControl]:
+        worker = FakeControl()
+        async with admin(worker, **kwargs.pop("settings", {})) as client:
+            return await client.request(method, path, content=content, **kwargs), worker
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "rpc", "request_"),
+    [
+        ("POST", "/flush_cache", "", "FlushCache", pb.FlushCacheRequest()),
+        ("POST", "/flush_cache", '{"empty_cache": true}', "FlushCache", pb.FlushCacheRequest()),
+        ("GET", "/get_server_info", "", "GetInternalState", pb.GetInternalStateRequest()),
+        ("GET", "/server_info", "", "GetInternalState", pb.GetInternalStateRequest()),
+        ("GET", "/set_internal_state", "", "GetInternalState", pb.GetInternalStateRequest()),
+        (
+            "POST",
+            "/set_internal_state",
+            '{"server_args": {"policy": "lpm", "chunk": 64, "ratio": 0.5, "mixed": true}}',
+            "SetInternalState",
+            CHANGE,
+        ),
+        ("POST", "/slow_down", '{"forward_sleep_time": 0.25}', "SlowDown", pb.SlowDownRequest(step_delay_s=0.25)),
+        ("POST", "/slow_down", '{"forward_sleep_time": null}', "SlowDown", pb.SlowDownRequest()),
+        ("POST", "/pause_generation", "", "Pause", pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT)),
+        ("POST", "/pause_generation", '{"mode": "retract"}', "Pause", pb.PauseRequest(mode=pb.PAUSE_MODE_RETRACT)),
+        ("POST", "/pause_generation", '{"mode": "in_place"}', "Pause", pb.PauseRequest(mode=pb.PAUSE_MODE_IN_PLACE)),
+        ("POST", "/continue_generation", "{}", "Continue", pb.ContinueRequest()),
+        ("POST", "/start_profile", "", "StartProfile", pb.StartProfileRequest()),
+        ("POST", "/start_profile", '{"name": "slow"}', "StartProfile", pb.StartProfileRequest(name="slow")),
+        ("POST", "/stop_profile", "", "StopProfile", pb.StopProfileRequest()),
+        ("POST", "/freeze_gc", "", "FreezeGc", pb.FreezeGcRequest()),
+        ("POST", "/release_memory_occupation", "", "ReleaseMemory", pb.ReleaseMemoryRequest()),
+        (
+            "POST",
+            "/release_memory_occupation",
+            '{"tags": ["kv_cache", "weights"]}',
+            "ReleaseMemory",
+            pb.ReleaseMemoryRequest(tags=[pb.MEMORY_TAG_KV_CACHE, pb.MEMORY_TAG_WEIGHTS]),
+        ),
+        (
+            "POST",
+            "/resume_memory_occupation",
+            '{"tags": ["weights"]}',
+            "ResumeMemory",
+            pb.ResumeMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS]),
+        ),
+        ("POST", "/configure_logging", '{"log_level": "debug"}', "SetLogLevel", pb.SetLogLevelRequest(level="debug")),
+        ("POST", "/trace_request", '{"request_id": "r"}', "TraceRequest", pb.TraceRequestRequest(request_id="r")),
+    ],
+)
+def test_a_route_is_an_operation(method: str, path: str, body: str, rpc: str, request_: Message) -> None:
+    response, worker = one(method, path, body.encode())
+    assert response.status_code == 200, response.text
+    ((called, sent, _, _),) = worker.calls
+    assert (called, sent) == (rpc, request_)
+    assert response.json()["success"] and response.json()["workers"][0]["ok"]
+
+
+def test_every_operation_has_a_route() -> None:
+    methods = pb.DESCRIPTOR.services_by_name["Control"].methods
+    assert {operation.rpc for operation in CONTROL.values()} == {method.name for method in methods}
+
+
+def test_the_page_shows_every_route() -> None:
+    page = (Path(__file__).parents[4] / "docs/control.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("| ")]
+    for (method, path), operation in ROUTES.items():
+        (row,) = [row for row in rows if f"{path}`" in row and f"`{method} " in row]
+        assert row.startswith(f"| `{operation.rpc}`") or not operation.rpc
+
+
+def test_what_the_worker_says_is_plain_json() -> None:
+    response, _ = one("GET", "/server_info")
+    (worker,) = response.json()["workers"]
+    assert worker["result"]["tunables"] == {"policy": "lpm", "chunk": 1 << 40}
+    assert worker["result"]["released"] == ["kv_cache"]
+    assert worker["result"]["stats"] == {}
+    response, _ = one("POST", "/flush_cache")
+    assert response.json()["workers"][0]["result"] == {"pages": 12}
+
+
+REFUSED = FakeControl((grpc.StatusCode.FAILED_PRECONDITION, "2 requests run"))
+WRONG = FakeControl((grpc.StatusCode.INVALID_ARGUMENT, "chunk: is below a page"))
+BROKEN = FakeControl((grpc.StatusCode.INTERNAL, "fault"))
+STRANGER = FakeControl((grpc.StatusCode.UNAUTHENTICATED, "a valid token is required"))
+
+
+@pytest.mark.parametrize(
+    ("workers", "down", "status", "codes"),
+    [
+        ([FakeControl(), FakeControl()], 0, 200, [None, None]),
+        ([FakeControl(), REFUSED], 0, 409, [None, "FAILED_PRECONDITION"]),
+        ([WRONG, WRONG], 0, 400, ["INVALID_ARGUMENT", "INVALID_ARGUMENT"]),
+        ([WRONG, REFUSED], 0, 409, ["INVALID_ARGUMENT", "FAILED_PRECONDITION"]),
+        ([BROKEN, REFUSED, FakeControl()], 0, 502, ["INTERNAL", "FAILED_PRECONDITION", None]),
+        ([FakeControl(), STRANGER], 0, 502, [None, "UNAUTHENTICATED"]),
+        ([FakeControl()], 1, 502, [None, "UNAVAILABLE"]),
+    ],
+)
+def test_each_worker_is_asked_and_answers_for_itself(
+    workers: list[FakeControl], down: int, status: int, codes: list[str | None]
+) -> None:
+    async def run() -> httpx.Response:
+        async with admin(*workers, down=down) as client:
+            return await client.post("/flush_cache")
+
+    response = asyncio.run(run())
+    body = response.json()
+    assert (response.status_code, body["success"]) == (status, status == 200)
+    assert [worker.get("error", {}).get("code") for worker in body["workers"]] == codes
+    for worker, code, fake in zip(body["workers"], codes, [*workers, None], strict=False):
+        assert worker["ok"] == (code is None)
+        if fake is not None and fake.refusal is not None:
+            assert worker["error"]["message"] == fake.refusal[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/pause_generation", '{"mode": "sleep"}', "mode"),
+        ("/pause_generation", '{"modus": "abort"}', "modus"),
+        ("/pause_generation", "[]", None),
+        ("/pause_generation", "{", None),
+        ("/slow_down", '{"forward_sleep_time": "1"}', "forward_sleep_time"),
+        ("/slow_down", '{"forward_sleep_time": true}', "forward_sleep_time"),
+        ("/set_internal_state", "{}", "server_args"),
+        ("/set_internal_state", '{"server_args": {}}', "server_args"),
+        ("/set_internal_state", '{"server_args": {"a": null}}', None),
+        ("/set_internal_state", '{"server_args": {"a": [1]}}', None),
+        ("/release_memory_occupation", '{"tags": ["kv"]}', "tags.0"),
+        ("/release_memory_occupation", '{"tags": "weights"}', "tags"),
+        ("/start_profile", '{"output_dir": "/etc"}', "output_dir"),
+        ("/configure_logging", "{}", "log_level"),
+        ("/flush_cache", '{"timeout_s": 0}', "timeout_s"),
+        ("/flush_cache", '{"timeout_s": 3601}', "timeout_s"),
+    ],
+)
+def test_a_wrong_body_is_400_and_reaches_no_worker(path: str, body: str, param: str | None) -> None:
+    response, worker = one("POST", path, body.encode())
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"] == param
+    assert not worker.calls
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/flush_cache", 405), ("POST", "/server_info", 405), ("GET", "/", 404), ("POST", "/v1/chat/completions", 404)],
+)
+def test_other_routes_are_no_routes(method: str, path: str, status: int) -> None:
+    response, worker = one(method, path)
+    assert response.status_code == status and response.json()["error"]["code"] and not worker.calls
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN} x"])
+def test_without_the_token_nothing_is_asked(given: str | None) -> None:
+    headers = {} if given is None else {"authorization": given}
+    response, worker = one("POST", "/flush_cache", headers=headers, settings={"control_token": TOKEN})
+    assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+    assert not worker.calls
+
+
+def test_the_token_goes_on_to_the_workers(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    for settings in ({"control_token": TOKEN}, {"control_token_file": str(tmp_path / "token")}):
+        response, worker = one("POST", "/flush_cache", headers={"authorization": f"Bearer {TOKEN}"}, settings=settings)
+        assert response.status_code == 200
+        assert worker.calls[0][3] == f"Bearer {TOKEN}"
+
+
+@pytest.mark.parametrize("by", ["body", "url"])
+def test_one_worker_can_be_named(by: str) -> None:
+    workers = [FakeControl(), FakeControl()]
+
+    async def run() -> list[httpx.Response]:
+        async with admin(*workers) as client:
+            everybody = (await client.post("/flush_cache")).json()["workers"]
+            name = everybody[1]["worker"]
+            sent = {"json": {"worker": name}} if by == "body" else {"params": {"worker": name}}
+            stranger = await client.post("/flush_cache", json={"worker": "nobody"})
+            twice = await client.post("/flush_cache", json={"worker": name}, params={"worker": "another"})
+            other = await client.post("/flush_cache", params={"wroker": name})
+            return [await client.post("/flush_cache", **sent), stranger, twice, other]
+
+    answer, stranger, twice, other = asyncio.run(run())
+    assert [entry["ok"] for entry in answer.json()["workers"]] == [True]
+    assert [len(worker.calls) for worker in workers] == [1, 2]
+    assert (stranger.status_code, stranger.json()["error"]["code"]) == (404, "worker_not_found")
+    assert [(each.status_code, each.json()["error"]["param"]) for each in (twice, other)] == [(400, "worker"), (400, "wroker")]
+
+
+def test_aborts_are_over_all_gateways() -> None:
+    down = PeerAnswer("10.0.0.9:7005", message="UNAVAILABLE: no")
+    peers = (PeerAnswer("10.0.0.7:7005", b"x", 3), PeerAnswer("10.0.0.8:7005", b"y", 0))
+
+    async def run(requests: FakeRequests, body: Any) -> httpx.Response:
+        async with admin(FakeControl(), requests=requests) as client:
+            return await client.post("/abort_request", json=body)
+
+    requests = FakeRequests(2, peers)
+    answer = asyncio.run(run(requests, {"abort_all": True}))
+    assert answer.status_code == 200 and requests.scopes == [AbortScope(None, None)]
+    assert answer.json() == {"success": True, "aborted": 5, "gateways": 3, "unreached": []}
+    requests = FakeRequests(2, (*peers, down))
+    answer = asyncio.run(run(requests, {"rid": "r"}))
+    assert answer.status_code == 502 and requests.scopes == [AbortScope("r", None)]
+    assert answer.json()["unreached"] == [{"gateway": down.address, "message": down.message}]
+    for wrong in ({}, {"rid": ""}, {"rid": "r", "abort_all": True}, {"abort_all": False}):
+        assert asyncio.run(run(requests, wrong)).status_code == 400
+
+
+def test_an_abort_on_a_worker_that_nobody_has_met_is_refused() -> None:
+    """Requests are known by their worker's id, of which nothing is known here: none would be found."""
+
+    async def run() -> httpx.Response:
+        async with admin(FakeControl(), requests=requests) as client:
+            (known,) = (await client.post("/flush_cache", json={})).json()["workers"]
+            return await client.post("/abort_request", json={"rid": "r", "worker": known["address"]})
+
+    requests = FakeRequests()
+    answer = asyncio.run(run())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_unknown") and not requests.scopes
+
+
+def test_a_web_page_is_refused() -> None:
+    response, worker = one("POST", "/flush_cache", headers={"origin": "http://example.com"})
+    assert response.status_code == 403 and not worker.calls
+
+
+def test_the_time_that_a_worker_gets_is_the_bodys_or_the_settings() -> None:
+    _, worker = one("POST", "/flush_cache", settings={"control_timeout_s": 30})
+    assert 20 < worker.calls[0][2] <= 31  # gRPC rounds up what it sends
+    _, worker = one("POST", "/flush_cache", b'{"timeout_s": 300}', settings={"control_timeout_s": 30})
+    assert 200 < worker.calls[0][2] <= 302
+
+
+def test_a_body_beyond_the_limit_is_413() -> None:
+    response, worker = one("POST", "/set_internal_state", json.dumps({"server_args": {"a": "x" * (1 << 20)}}).encode())
+    assert response.status_code == 413 and not worker.calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"admin_host": "0.0.0.0"}, "set control_token"),
+        ({"control_token_file": "/nowhere/token"}, "/nowhere/token"),
+        ({"control_token": "a", "control_token_file": "b"}, "one is enough"),
+    ],
+)
+def test_settings_that_would_let_strangers_in_are_refused_at_the_start(settings: dict[str, Any], message: str) -> None:
+    config = GatewaySettings(**{"admin_port": 1, "worker_control_addresses": "127.0.0.1:1", **settings})
+
+    async def run() -> None:
+        gateway = Gateway(config)
+        async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter):
+            raise AssertionError("started")
+
+    with pytest.raises(http_server.CannotListen, match=message):
+        asyncio.run(run())
+
+
+def test_without_a_port_there_is_no_admin_api() -> None:
+    async def run() -> None:
+        async with listening(GatewaySettings()):
+            assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+def test_the_gateways_process_serves_it_beside_the_api(system: System) -> None:
+    async def start() -> tuple[grpc.aio.Server, str]:
+        return await FakeControl().start()
+
+    server, address = system.call(start())
+    (port,) = free_ports(1)
+    process = Process(
+        system, "--admin-port", str(port), "--worker-control-addresses", address, "--control-token", TOKEN, "--log-level", "debug"
+    )
+    try:
+        process.wait_ready()
+        url = f"http://127.0.0.1:{port}/flush_cache"
+        assert httpx.post(url).status_code == 401
+        assert httpx.post(url, headers={"authorization": f"Bearer {TOKEN}"}).json()["workers"][0]["result"] == {"pages": 12}
+        assert httpx.post(f"http://127.0.0.1:{process.port}/flush_cache").status_code == 404, "not on the port of the traffic"
+        process.terminate()
+        code, log = process.wait()
+        assert code == 0 and TOKEN not in json.dumps(log)
+    finally:
+        process.kill()
+        system.call(server.stop(0))
+
+
+@pytest.mark.parametrize("flags", [["--admin-host", "0.0.0.0"], ["--control-token-file", "/nowhere"]])
+def test_a_gateway_that_strangers_could_operate_does_not_start(system: System, flags: list[str]) -> None:
+    process = Process(system, "--admin-port", str(free_ports(1)[0]), "--worker-control-addresses", "127.0.0.1:1", *flags)
+    code, log = process.wait()
+    problems = [line for line in log if line["level"] == "error"]
+    assert code == 1 and len(problems) == 1 and "control_token" in problems[0]["msg"] and "exception" not in problems[0]

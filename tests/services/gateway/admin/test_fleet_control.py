@@ -1,0 +1,223 @@
+"""Operating the workers that discovery finds: two real workers with their control services behind a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from rootstock.v1 import worker_pb2, worker_pb2_grpc
+from services.gateway.admin.listener import admin_listener
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.gateway import Gateway
+from services.gateway.http import http_server
+from services.local.ports import HOST, free_ports
+from services.worker.control.server import start_control
+from services.worker.loop import step_limit
+from services.worker.settings import WorkerSettings
+from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, Host
+from tests.services.worker.conftest import CONFIG, Serving, serving
+
+GUARD_S = 60.0
+SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # so that their limit is the least that there is
+
+
+class Operated:
+    """clients: of the admin port and of the port of the traffic."""
+
+    def __init__(self, admin: httpx.AsyncClient, api: httpx.AsyncClient, workers: list[Serving], gateway: Gateway) -> None:
+        self.admin, self.api, self.workers, self.gateway = admin, api, workers, gateway
+
+    async def loads(self) -> dict[str, dict[str, Any]]:
+        answer = await self.admin.get("/get_load")
+        return {entry["worker"]: entry.get("result", entry) for entry in answer.json()["workers"]}
+
+    async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(15):
+            while not await holds():
+                await asyncio.sleep(0.01)
+
+    def start(self, rid: str, tokens: int = 200) -> asyncio.Task[httpx.Response]:
+        body = {"text": "Hi", "rid": rid, "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+        return asyncio.create_task(self.api.post("/generate", json=body))
+
+
+@asynccontextmanager
+async def operated(step_s: float = 0.005) -> AsyncIterator[Operated]:
+    async with AsyncExitStack() as stack:
+        admin_port, *controls = free_ports(3)
+        workers, addresses = [], []
+        for number, control_port in enumerate(controls):
+            info = worker_pb2.WorkerInfo(
+                worker_id=f"w{number}", control_port=control_port, max_running_requests=8, generates=True
+            )
+            worker = await stack.enter_async_context(serving(step_s=step_s, gap_s=0.01, info=info, config=SMALL_STEPS))
+            control = await start_control(WorkerSettings(control_port=control_port), worker.inbox.put, info.worker_id, "fake")
+            assert control is not None
+            stack.push_async_callback(control.stop, 0)
+            workers.append(worker)
+            addresses.append(worker.address)
+        fronts = [Host(FakeDetokenizer()), Host(FakeTokenizer())]
+        for host in fronts:
+            await host.start()
+            stack.push_async_callback(host.stop)
+        config = GatewaySettings(
+            port=0, health_port=0, admin_port=admin_port, routing_policy="round_robin", workers=",".join(addresses),
+            detokenizers=fronts[0].address, tokenizers=fronts[1].address, grace_s=0.1,
+        )  # fmt: skip
+        listener, stop, gateway = http_server.bind(HOST, 0), asyncio.Event(), Gateway(config)
+        await stack.enter_async_context(admin_listener(config, gateway.token, gateway.directory, gateway.aborter))
+        serving_gateway = asyncio.create_task(gateway.run(listener, stop))
+        admin = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{HOST}:{admin_port}", timeout=20))
+        url = f"http://{HOST}:{listener.getsockname()[1]}"
+        api = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
+        at = Operated(admin, api, workers, gateway)
+        try:
+            await at.until(lambda: connected(at))
+            yield at
+        finally:
+            stop.set()
+            await serving_gateway
+
+
+async def connected(at: Operated) -> bool:
+    links = at.gateway.dispatcher.fleet.links.values()
+    return len(links) == 2 and all(link.load is not None for link in links)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def guarded() -> None:
+        async with asyncio.timeout(GUARD_S):
+            await test()
+
+    asyncio.run(guarded())
+
+
+def test_workers_are_found_by_discovery_and_each_can_be_meant() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            everybody = (await at.admin.post("/flush_cache")).json()
+            assert everybody["success"] and [entry["worker"] for entry in everybody["workers"]] == ["w0", "w1"]
+            assert [entry["address"] for entry in everybody["workers"]] == [worker.address for worker in at.workers]
+            for name in ("w1", at.workers[1].address):
+                (entry,) = (await at.admin.get("/server_info", params={"worker": name})).json()["workers"]
+                assert (entry["worker"], entry["result"]["worker_id"]) == ("w1", "w1")
+            loads = await at.loads()
+            assert {name: (load["model"], load["usable"], load["paused"]) for name, load in loads.items()} == {
+                "w0": ("fake", True, False),
+                "w1": ("fake", True, False),
+            }
+
+    run(check)
+
+
+def test_a_worker_that_is_paused_gets_nothing_new_and_an_abort_of_all_ends_what_is_there() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            first = [at.start(f"a{number}") for number in range(2)]
+            await at.until(lambda: running(at, 1, 1))
+            assert (await at.admin.post("/pause_generation", json={"mode": "in_place", "worker": "w0"})).status_code == 200
+            await at.until(lambda: told(at, "w0", paused=True, usable=False))
+            others = [at.start(f"b{number}") for number in range(3)]
+            await at.until(lambda: running(at, 1, 4))
+            assert (await at.api.get("/health_generate")).status_code == 200
+            ended = (await at.admin.post("/abort_request", json={"abort_all": True, "worker": "w1"})).json()
+            assert (ended["aborted"], ended["gateways"]) == (4, 1)
+            await at.until(lambda: running(at, 1, 0))
+            assert (await at.admin.post("/continue_generation", json={"worker": "w0"})).status_code == 200
+            answers = [task.result().json() for task in [*first, *others] if await ended_by(task)]
+            reasons = sorted(answer["meta_info"]["finish_reason"]["type"] for answer in answers)
+            assert reasons == ["abort"] * 4 + ["length"]
+
+    run(check)
+
+
+async def ended_by(task: asyncio.Task[httpx.Response]) -> bool:
+    await task
+    return True
+
+
+async def running(at: Operated, *counts: int) -> bool:
+    return [load["open_here"] for load in (await at.loads()).values()] == list(counts)
+
+
+async def told(at: Operated, worker: str, **fields: Any) -> bool:
+    load = (await at.loads())[worker]
+    return all(load[name] == value for name, value in fields.items())
+
+
+def test_an_executor_that_never_returns_is_noticed_within_the_limit_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_limit, "FLOOR_S", 1.0)
+
+    async def check() -> None:
+        async with operated() as at:
+            await asyncio.gather(at.start("a", 4), at.start("b", 4))  # a step has been measured on each
+            returns, waits = threading.Event(), [worker.executor.wait for worker in at.workers]
+            for worker, wait in zip(at.workers, waits, strict=True):
+                worker.executor.wait = lambda run, wait=wait: returns.wait(60) and wait(run)  # type: ignore[method-assign]
+            try:
+                hung = [at.start("c"), at.start("d")]
+                await at.until(lambda: running(at, 1, 1))
+                seen: list[tuple[int, int]] = []  # the youngest step's age in ms, the status
+
+                async def unhealthy() -> bool:
+                    status = (await at.api.get("/health_generate")).status_code
+                    seen.append((min(load["step_age_ms"] for load in (await at.loads()).values()), status))
+                    return status == 503
+
+                await at.until(unhealthy)
+                assert seen[0][1] == 200 and seen[-1][0] > 1000
+                assert {status for age, status in seen if age <= 1000} == {200}
+            finally:
+                returns.set()
+            await asyncio.gather(*hung)
+            assert (await at.api.get("/health_generate")).status_code == 200
+
+    run(check)
+
+
+def test_a_worker_that_is_away_or_has_no_control_service_is_told_of() -> None:
+    async def check() -> None:
+        async with operated() as at, bare_worker() as address:
+            appeared = dict.fromkeys([*(worker.address for worker in at.workers), address, "127.0.0.1:1"], True)
+            at.gateway.dispatcher.fleet._endpoints_changed(appeared)
+            await at.until(lambda: told_of(at, "bare"))
+            answer = await at.admin.post("/flush_cache")
+            assert answer.status_code == 502
+            entries = {entry["worker"]: entry for entry in answer.json()["workers"]}
+            assert entries["w0"]["ok"] and entries["w1"]["ok"]
+            assert "control_port" in entries["bare"]["error"]["message"]
+            assert "never been connected" in entries["127.0.0.1:1"]["error"]["message"]
+            assert (await at.admin.post("/flush_cache", json={"worker": "w0"})).status_code == 200
+
+    run(check)
+
+
+async def told_of(at: Operated, worker: str) -> bool:
+    return worker in await at.loads()
+
+
+@asynccontextmanager
+async def bare_worker() -> AsyncIterator[str]:
+    """Says hello, and has no control service."""
+
+    class Servicer(worker_pb2_grpc.WorkerServicer):
+        async def Generate(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
+            yield worker_pb2.GenerateResponse(hello=worker_pb2.WorkerInfo(worker_id="bare", model="fake", context_len=64))
+            await asyncio.get_running_loop().create_future()
+
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(Servicer(), server)
+    port = server.add_insecure_port(f"{HOST}:0")
+    await server.start()
+    try:
+        yield f"{HOST}:{port}"
+    finally:
+        await server.stop(0)

@@ -1,0 +1,322 @@
+"""Every bad request gets a 4xx in OpenAI's form that names the field, repeats nothing of the input and reaches no worker."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from services.shared import limits
+from tests.services.gateway.fakes import CONTEXT_LEN, EMBEDDING_SIZE, MODEL, VOCAB_SIZE
+from tests.services.gateway.system import System, chat_body
+
+SECRET = "s3cr3t-input"
+USER = [{"role": "user", "content": SECRET}]
+
+CHAT: dict[str, tuple[dict[str, Any], str]] = {
+    "no messages": ({"messages": None}, "messages"),
+    "messages empty": ({"messages": []}, "messages"),
+    "messages a string": ({"messages": SECRET}, "messages"),
+    "messages an object": ({"messages": {"role": "user"}}, "messages"),
+    "too many messages": ({"messages": USER * (limits.MAX_CHAT_MESSAGES + 1)}, "messages"),
+    "message a string": ({"messages": [SECRET]}, "messages[0]"),
+    "message without role": ({"messages": [{"content": SECRET}]}, "messages[0].role"),
+    "unknown role": ({"messages": [*USER, {"role": SECRET, "content": "x"}]}, "messages[1].role"),
+    "role a number": ({"messages": [{"role": 1, "content": SECRET}]}, "messages[0].role"),
+    "content missing": ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    "content a number": ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    "content part a string": ({"messages": [{"role": "user", "content": [SECRET]}]}, "messages[0].content[0]"),
+    "image part": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    "text part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    "prompt over the context": ({"messages": [{"role": "user", "content": "x" * CONTEXT_LEN}]}, "messages"),
+    "max_completion_tokens 0": ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    "tools not a list": ({"tools": {"name": SECRET}}, "tools"),
+    "tools of strings": ({"tools": [SECRET]}, "tools.0"),
+    "tool_choice required": ({"tool_choice": "required"}, "tool_choice"),
+    "tool_choice named": ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    "both ways to begin": ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    "template kwargs a list": ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    "logprobs a number": ({"logprobs": 1}, "logprobs"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "too many top_logprobs": ({"logprobs": True, "top_logprobs": limits.MAX_TOP_LOGPROBS + 1}, "top_logprobs"),
+    "top_logprobs negative": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    "audio": ({"modalities": ["text", "audio"]}, "modalities"),
+}
+TOO_LARGE = "x" * (limits.MAX_GRAMMAR_BYTES + 1)
+CONSTRAINTS: dict[str, tuple[dict[str, Any], str]] = {
+    "response_format a string": ({"response_format": "json"}, "response_format.type"),
+    "response_format without type": ({"response_format": {}}, "response_format.type"),
+    "response_format unknown": ({"response_format": {"type": SECRET}}, "response_format.type"),
+    "json_schema missing": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    "json_schema without name": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+    ),
+    "json_schema without schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+    ),
+    "json_schema a list": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": [SECRET]}}},
+        "response_format.json_schema.schema",
+    ),
+    "guided_json no JSON": ({"guided_json": SECRET}, "guided_json"),
+    "guided_json a list": ({"guided_json": [1]}, "guided_json"),
+    "guided_json too large": ({"guided_json": TOO_LARGE}, "guided_json"),
+    "guided_regex empty": ({"guided_regex": ""}, "guided_regex"),
+    "guided_regex too large": ({"guided_regex": TOO_LARGE}, "guided_regex"),
+    "guided_grammar a number": ({"guided_grammar": 1}, "guided_grammar"),
+    "guided_choice empty": ({"guided_choice": []}, "guided_choice"),
+    "guided_choice with an empty text": ({"guided_choice": ["a", ""]}, "guided_choice"),
+    "too many choices": ({"guided_choice": ["a"] * (limits.MAX_GUIDED_CHOICES + 1)}, "guided_choice"),
+    "structural_tag no JSON": ({"structural_tag": SECRET}, "structural_tag"),
+    "structured_outputs a list": ({"structured_outputs": []}, "structured_outputs"),
+    "structured choice of numbers": ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+    "structured json_object a string": ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object"),
+    "structured whitespace": (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+    ),
+    "two in structured_outputs": ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+    "two constraints": ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
+}
+BOTH: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, "model"),
+    "model a number": ({"model": 7}, "model"),
+    "temperature negative": ({"temperature": -0.1}, "temperature"),
+    "temperature too high": ({"temperature": 1e9}, "temperature"),
+    "temperature a string": ({"temperature": "0.5"}, "temperature"),
+    "temperature a bool": ({"temperature": True}, "temperature"),
+    "top_p 0": ({"top_p": 0}, "top_p"),
+    "top_p below float32": ({"top_p": 1e-40}, "top_p"),
+    "top_p over 1": ({"top_p": 1.01}, "top_p"),
+    "top_k negative": ({"top_k": -2}, "top_k"),
+    "top_k a float": ({"top_k": 2.5}, "top_k"),
+    "top_k huge": ({"top_k": 1 << 40}, "top_k"),
+    "min_p over 1": ({"min_p": 2}, "min_p"),
+    "frequency_penalty": ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    "presence_penalty": ({"presence_penalty": -2.5}, "presence_penalty"),
+    "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "repetition_penalty below float32": ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+    "n 0": ({"n": 0}, "n"),
+    "n too large": ({"n": limits.MAX_N + 1}, "n"),
+    "n a string": ({"n": "2"}, "n"),
+    "max_tokens 0": ({"max_tokens": 0}, "max_tokens"),
+    "max_tokens negative": ({"max_tokens": -1}, "max_tokens"),
+    "max_tokens beyond 64 bits": ({"max_tokens": 1e30}, "max_tokens"),
+    "min_tokens negative": ({"min_tokens": -1}, "min_tokens"),
+    "min_tokens over max_tokens": ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    "seed beyond 64 bits": ({"seed": 1 << 63}, "seed"),
+    "seed a float": ({"seed": 1.5}, "seed"),
+    "stop a number": ({"stop": 5}, "stop"),
+    "stop with a number": ({"stop": ["a", 5]}, "stop"),
+    "stop empty string": ({"stop": ""}, "stop"),
+    "too many stops": ({"stop": ["a"] * (limits.MAX_STOP_STRINGS + 1)}, "stop"),
+    "stop too long": ({"stop": "a" * (limits.MAX_STOP_STRING_CHARS + 1)}, "stop"),
+    "stop_token_ids strings": ({"stop_token_ids": ["1"]}, "stop_token_ids.0"),
+    "stop_token_ids outside": ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+    "stop_token_ids negative": ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    "too many stop_token_ids": ({"stop_token_ids": [1] * (limits.MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
+    "logit_bias a list": ({"logit_bias": [1]}, "logit_bias"),
+    "logit_bias key no id": ({"logit_bias": {SECRET: 1}}, "logit_bias"),
+    "logit_bias key negative": ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    "logit_bias key outside": ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+    "logit_bias value too large": ({"logit_bias": {"1": 101}}, "logit_bias"),
+    "logit_bias value a string": ({"logit_bias": {"1": SECRET}}, "logit_bias"),
+    "too many logit_bias": ({"logit_bias": {str(i): 1 for i in range(limits.MAX_LOGIT_BIAS_ENTRIES + 1)}}, "logit_bias"),
+    "stream a string": ({"stream": "yes"}, "stream"),
+    "stream_options without stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "include_usage a string": ({"stream": True, "stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
+    "cache_salt empty": ({"cache_salt": ""}, "cache_salt"),
+    "cache_salt too long": ({"cache_salt": "x" * (limits.MAX_CACHE_SALT_CHARS + 1)}, "cache_salt"),
+    "priority beyond 32 bits": ({"priority": 1 << 31}, "priority"),
+    "routing_key too long": ({"routing_key": "x" * (limits.MAX_ROUTING_KEY_CHARS + 1)}, "routing_key"),
+    "stop_regex a number": ({"stop_regex": 5}, "stop_regex"),
+    "stop_regex empty": ({"stop_regex": [""]}, "stop_regex"),
+    "too many stop_regex": ({"stop_regex": ["a"] * (limits.MAX_STOP_REGEXES + 1)}, "stop_regex"),
+    "stop_regex too long": ({"stop_regex": "a" * (limits.MAX_STOP_REGEX_CHARS + 1)}, "stop_regex"),
+    "allowed_token_ids empty": ({"allowed_token_ids": []}, "allowed_token_ids"),
+    "allowed_token_ids outside": ({"allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids"),
+    "too many allowed_token_ids": ({"allowed_token_ids": [1] * (limits.MAX_TOKEN_ID_SET + 1)}, "allowed_token_ids"),
+    "banned_token_ids outside": ({"banned_token_ids": [-1]}, "banned_token_ids"),
+    "banned_token_ids strings": ({"banned_token_ids": ["1"]}, "banned_token_ids.0"),
+    "logprob_token_ids alone": ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    "logprob_token_ids outside": ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
+    "too many logprob_token_ids": ({"logprob_token_ids": [1] * (limits.MAX_LOGPROB_TOKEN_IDS + 1)}, "logprob_token_ids"),
+    "dry_multiplier negative": ({"dry_multiplier": -1}, "dry_multiplier"),
+    "dry_base below 1": ({"dry_multiplier": 1, "dry_base": 0.5}, "dry_base"),
+    "dry_allowed_length 0": ({"dry_allowed_length": 0}, "dry_allowed_length"),
+    "dry_allowed_length large": ({"dry_allowed_length": limits.MAX_DRY_ALLOWED_LENGTH + 1}, "dry_allowed_length"),
+    "dry_penalty_last_n large": ({"dry_penalty_last_n": limits.MAX_DRY_WINDOW + 1}, "dry_penalty_last_n"),
+    "dry_penalty_last_n": ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"),
+    "dry breakers a string": ({"dry_sequence_breakers": SECRET}, "dry_sequence_breakers"),
+    "dry breaker empty": ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+    "too many dry breakers": ({"dry_sequence_breakers": ["a"] * (limits.MAX_DRY_BREAKERS + 1)}, "dry_sequence_breakers"),
+    "bad_words": ({"bad_words": [SECRET]}, "bad_words"),
+    **CONSTRAINTS,
+}
+COMPLETION: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": ({"prompt": None}, "prompt"),
+    "prompt empty list": ({"prompt": []}, "prompt"),
+    "prompt empty": ({"prompt": ""}, "prompt"),
+    "prompt a number": ({"prompt": 5}, "prompt"),
+    "prompt an object": ({"prompt": {"text": SECRET}}, "prompt"),
+    "prompt mixed": ({"prompt": [SECRET, 5]}, "prompt"),
+    "prompt ids mixed": ({"prompt": [5, SECRET]}, "prompt"),
+    "prompt of empty ids": ({"prompt": [[]]}, "prompt"),
+    "prompt of bools": ({"prompt": [True]}, "prompt"),
+    "prompt id negative": ({"prompt": [-1]}, "prompt"),
+    "prompt id outside": ({"prompt": [[1], [VOCAB_SIZE]]}, "prompt[1]"),
+    "prompt id a float": ({"prompt": [1, 2.0]}, "prompt"),
+    "prompt id beyond 64 bits": ({"prompt": [1 << 63]}, "prompt"),
+    "prompt ids over the context": ({"prompt": [1] * CONTEXT_LEN}, "prompt"),
+    "too many prompts": ({"prompt": ["x"] * (limits.MAX_BATCH_PROMPTS + 1)}, "prompt"),
+    "prompts times n": ({"prompt": ["x"] * limits.MAX_BATCH_PROMPTS, "n": 2}, "n"),
+    "suffix": ({"suffix": SECRET}, "suffix"),
+    "logprobs true": ({"logprobs": True}, "logprobs"),
+    "too many logprobs": ({"logprobs": limits.MAX_TOP_LOGPROBS + 1}, "logprobs"),
+    "logprobs negative": ({"logprobs": -1}, "logprobs"),
+    "best_of": ({"best_of": 3}, "best_of"),
+    "echo a string": ({"echo": "yes"}, "echo"),
+}
+EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, "model"),
+    "no input": ({"input": None}, "input"),
+    "input empty": ({"input": ""}, "input"),
+    "input empty list": ({"input": []}, "input"),
+    "input a number": ({"input": 5}, "input"),
+    "input mixed": ({"input": [SECRET, 5]}, "input"),
+    "input id outside": ({"input": [[1], [VOCAB_SIZE]]}, "input[1]"),
+    "input over the context": ({"input": [1] * (CONTEXT_LEN + 1)}, "input"),
+    "too many inputs": ({"input": ["x"] * (limits.MAX_BATCH_PROMPTS + 1)}, "input"),
+    "encoding_format": ({"encoding_format": "hex"}, "encoding_format"),
+    "dimensions 0": ({"dimensions": 0}, "dimensions"),
+    "dimensions beyond the model's": ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
+    "normalize a string": ({"normalize": "yes"}, "normalize"),
+}
+
+
+CASES = [
+    *((f"embedding: {name}", "/v1/embeddings", *case) for name, case in EMBEDDING.items()),
+    *((f"chat: {name}", "/v1/chat/completions", *case) for name, case in (CHAT | BOTH).items()),
+    *((f"completion: {name}", "/v1/completions", *case) for name, case in (COMPLETION | BOTH).items()),
+]
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": SECRET},
+    "/v1/embeddings": {"input": SECRET},
+}
+
+
+@pytest.mark.parametrize(("path", "change", "param"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_bad_field(shared: System, path: str, change: dict[str, Any], param: str) -> None:
+    before = len(shared.worker.submits)
+    own = OWN[path]
+    body = {key: value for key, value in {"model": MODEL, **own, **change}.items() if value is not None}
+    answer = shared.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param and error["type"] == "invalid_request_error" and error["message"] and error["code"]
+    assert SECRET not in answer.text
+    assert len(shared.worker.submits) == before
+
+
+BODIES = {
+    "empty": b"",
+    "cut off": b'{"model": "x"',
+    "not an object": b"[1]",
+    "NaN": b'{"temperature": NaN}',
+    "Infinity": b'{"temperature": Infinity}',
+    "number out of range": b'{"temperature": 1e999}',
+    "lone surrogate": b'{"model": "\\ud800"}',
+    "not UTF-8": b'{"model": "\xff\xfe"}',
+    "nested 5000 deep": b'{"model":' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "form data": b"model=x&prompt=y",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_bad_json(shared: System, path: str, body: bytes) -> None:
+    answer = shared.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_messages_nested_600_deep(shared: System) -> None:
+    deep = b"[" * 600 + b"]" * 600
+    body = b'{"model":"%s","messages":[{"role":"user","content":"x","d":%s}]}' % (MODEL.encode(), deep)
+    answer = shared.post("/v1/chat/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405), ("DELETE", "/v1/models", 405), ("GET", "/", 404)],
+)
+def test_unknown_routes_and_methods(shared: System, method: str, path: str, status: int) -> None:
+    answer = httpx.request(method, shared.url(path))
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_unknown_fields_are_ignored(shared: System) -> None:
+    assert shared.chat(service_tier="auto", metadata={"a": 1}, user="u", parallel_tool_calls=True).status_code == 200
+
+
+def test_harmless_values_of_unsupported_fields(shared: System) -> None:
+    nulls = dict.fromkeys(("top_logprobs", "n", "stop", "temperature", "stream", "max_tokens"))
+    answer = shared.chat(logprobs=False, response_format={"type": "text"}, tool_choice="auto", **nulls)
+    assert answer.status_code == 200
+    assert shared.complete(logprobs=False, best_of=1, suffix="").status_code == 200
+
+
+def test_errors_before_a_stream_are_plain_http(shared: System) -> None:
+    answer = shared.chat(stream=True, temperature=-1)
+    assert answer.status_code == 400 and answer.headers["content-type"] == "application/json"
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[System]:
+    with System(max_body_bytes=1000) as system:
+        yield system
+
+
+class TestBodySize:
+    def test_declared(self, small: System) -> None:
+        answer = small.post("/v1/completions", {"model": MODEL, "prompt": "x" * 2000})
+        assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
+
+    def test_chunked(self, small: System) -> None:
+        with socket.create_connection(("127.0.0.1", small.port), timeout=10) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range(3):
+                raw.sendall(b"1f4\r\n" + b"x" * 500 + b"\r\n")
+            assert raw.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+    def test_just_below(self, small: System) -> None:
+        assert small.complete(prompt="x" * 400).status_code == 200
+
+    def test_slow_body_is_given_up(self) -> None:
+        with System(body_timeout_s=0.1) as system, socket.create_connection(("127.0.0.1", system.port), timeout=10) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            assert raw.recv(65536).startswith(b"HTTP/1.1 408 ")
+
+
+def test_tokenizer_refusal_names_the_field(system: System) -> None:
+    system.do(lambda: system.tokenizer.failures.append((grpc.StatusCode.INVALID_ARGUMENT, "roles must alternate")))
+    answer = system.post("/v1/chat/completions", {"model": MODEL, **chat_body()})
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "roles must alternate",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "invalid_value",
+    }

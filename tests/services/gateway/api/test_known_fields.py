@@ -1,0 +1,318 @@
+"""No field that changes the answer is dropped: each name that openai's types, SGLang and vLLM know is served, asks for nothing,
+or gets 400 with its name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import orjson
+import pytest
+from openai.types.shared_params import ReasoningEffort
+
+from services.gateway.api import known_fields
+from services.gateway.api.known_fields import KnownFields
+from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
+from tests.services.gateway.api.test_sglang import Waiting
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.foreign_fields import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    SGLANG_GENERATE,
+    SGLANG_SAMPLING,
+    STREAM_OPTIONS,
+    known_to,
+)
+from tests.services.gateway.system import System, wait_until
+
+TYPES = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest, EMBEDDINGS: EmbeddingRequest}
+KNOWN: dict[str, KnownFields] = {
+    CHAT: known_fields.CHAT,
+    COMPLETIONS: known_fields.COMPLETION,
+    EMBEDDINGS: known_fields.EMBEDDING,
+}
+REQUIRED = {"model", "messages", "prompt", "input"}
+USER = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": USER, "seed": 5, "temperature": 0.5, "max_tokens": 5},
+    COMPLETIONS: {"model": MODEL, "prompt": "Hi", "seed": 5, "temperature": 0.5, "max_tokens": 5},
+    EMBEDDINGS: {"model": MODEL, "input": "Hi"},
+}
+SCHEMA = {"type": "object"}
+# What is sent beside a field, and the value that must make a difference.
+SERVED: dict[str, tuple[dict[str, Any], Any]] = {
+    "add_generation_prompt": ({}, False),
+    "add_special_tokens": ({}, False),
+    "allowed_token_ids": ({}, [72, 101]),
+    "cache_salt": ({}, "salt"),
+    "chat_template_kwargs": ({}, {"a": 1}),
+    "continue_final_message": ({}, True),
+    "dimensions": ({}, 2),
+    "documents": ({}, [{"title": "a", "text": "b"}]),
+    "ebnf": ({}, 'root ::= "a"'),
+    "echo": ({}, True),
+    "encoding_format": ({}, "base64"),
+    "extra_key": ({}, "key"),
+    "frequency_penalty": ({}, 1),
+    "guided_choice": ({}, ["a"]),
+    "guided_grammar": ({}, 'root ::= "a"'),
+    "guided_json": ({}, SCHEMA),
+    "guided_regex": ({}, "a"),
+    "ignore_eos": ({}, True),
+    "include_stop_str_in_output": ({"stop": "lo"}, True),
+    "json_schema": ({}, SCHEMA),
+    "logit_bias": ({}, {"5": 1}),
+    "logprob_token_ids": ({"logprobs": True}, [72]),
+    "logprobs": ({}, True),
+    "max_completion_tokens": ({}, 3),
+    "max_tokens": ({}, 3),
+    "min_p": ({}, 0.25),
+    "min_tokens": ({}, 3),
+    "n": ({}, 2),
+    "no_stop_trim": ({"stop": "lo"}, True),
+    "normalize": ({}, True),
+    "presence_penalty": ({}, 1),
+    "priority": ({}, 3),
+    "reasoning_effort": ({}, "low"),
+    "regex": ({}, "a"),
+    "repetition_penalty": ({}, 1.5),
+    "request_id": ({}, "mine"),
+    "response_format": ({}, {"type": "json_object"}),
+    "return_token_ids": ({}, True),
+    "rid": ({}, "mine"),
+    "seed": ({}, 6),
+    "session_params": ({}, {"id": "s"}),
+    "skip_special_tokens": ({"ignore_eos": True, "max_tokens": 15}, False),
+    "stop": ({}, "world"),
+    "stop_regex": ({}, "w.r"),
+    "stop_token_ids": ({}, [108]),
+    "stream": ({}, True),
+    "stream_interval": ({}, 4),
+    "stream_options": ({"stream": True}, {"include_usage": True}),
+    "structural_tag": ({}, {"structures": []}),
+    "structured_outputs": ({}, {"regex": "a"}),
+    "temperature": ({}, 0.25),
+    "tools": ({}, [{"type": "function"}]),
+    "top_k": ({}, 3),
+    "top_logprobs": ({"logprobs": True}, 2),
+    "top_p": ({}, 0.5),
+}
+SERVED_BY_PATH = {(COMPLETIONS, "logprobs"): ({}, 1), (COMPLETIONS, "logprob_token_ids"): ({"logprobs": 0}, [72])}
+
+
+def evidence(system: System, path: str, body: dict[str, Any]) -> list[Any]:
+    """All that a request makes of its fields: what tokenizer, worker and detokenizer are asked, and the answer."""
+    worker, tokenizer, detokenizer = system.worker, system.tokenizer, system.detokenizer
+    before = len(worker.submits), len(tokenizer.calls), len(detokenizer.batches)
+    answer = system.post(path, body, headers={"x-request-id": "walk"})
+    assert answer.status_code == 200, f"{body}: {answer.text}"
+    submits = worker.submits[before[0] :]
+    for submit in submits:
+        submit.ClearField("handle")
+        submit.ClearField("timeout_ms")
+    opens = [o for batch in detokenizer.batches[before[2] :] for o in batch.opens]
+    for one in opens:
+        one.ClearField("handle")
+    return [submits, tokenizer.calls[before[1] :], opens, re.sub(r'"created":\d+', "", answer.text)]
+
+
+def served_at(path: str) -> list[str]:
+    known = KNOWN[path]
+    return sorted(set(known_to(path)) & TYPES[path].model_fields.keys() - known.unused - known.neutral.keys() - REQUIRED)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_name_is_served_or_unused_or_refused(path: str) -> None:
+    known, fields = KNOWN[path], TYPES[path].model_fields.keys()
+    nowhere = [name for name in known_to(path) if not (name in fields or name in known.unused or name in known.neutral)]
+    assert not nowhere, f"{path} drops {nowhere}"
+    assert not known.unused & known.neutral.keys()
+    assert not set(served_at(path)) - SERVED.keys(), "no proof that they are served"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_served_makes_a_difference(shared: System, path: str) -> None:
+    seen: dict[str, list[Any]] = {}
+    for name in served_at(path):
+        beside, value = SERVED_BY_PATH.get((path, name), SERVED[name])
+        plain, key = {**BODIES[path], **beside}, str(beside)
+        if key not in seen:
+            seen[key] = evidence(shared, path, plain)
+            assert evidence(shared, path, plain) == seen[key], "the evidence is the same for the same body"
+        assert evidence(shared, path, {**plain, name: value}) != seen[key], f"{path} drops {name}"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_asks_for_nothing_makes_none(shared: System, path: str) -> None:
+    known = KNOWN[path]
+    body = {**BODIES[path], "rid": "walk"}
+    plain = evidence(shared, path, body)
+    nothing = dict.fromkeys(known.neutral) | dict.fromkeys(known.unused, "x")
+    assert evidence(shared, path, {**body, **nothing}) == plain
+    for place in range(max(map(len, known.neutral.values()))):
+        neutral = {name: values[place] for name, values in known.neutral.items() if place < len(values)}
+        assert evidence(shared, path, {**body, **neutral}) == plain, neutral
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_not_served_is_refused_by_name(shared: System, path: str) -> None:
+    before = len(shared.worker.submits)
+    for name in KNOWN[path].neutral:
+        answer = shared.post(path, {**BODIES[path], name: {"x": 1}})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter"), answer.text
+    assert len(shared.worker.submits) == before
+
+
+def test_members_of_stream_options(shared: System) -> None:
+    assert {"include_usage", *known_fields.STREAM_OPTIONS} == STREAM_OPTIONS
+    for name in known_fields.STREAM_OPTIONS:
+        assert shared.chat(stream=True, stream_options={name: False}).status_code == 200
+        answer = shared.chat(stream=True, stream_options={name: True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"stream_options.{name}")
+
+
+def test_names_of_generate(shared: System) -> None:
+    """What is no field of ours is taken at null and refused by name at a value that asks for something."""
+    before = len(shared.worker.submits)
+    others = set(SGLANG_GENERATE.split()) - NativeGenerateRequest.model_fields.keys() - known_fields.NATIVE.unused
+    for name in others:
+        refused = shared.post("/generate", {"text": "Hi", name: {"x": 1}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert len(shared.worker.submits) == before
+    assert shared.post("/generate", {"text": "Hi", **dict.fromkeys(others)}).status_code == 200
+
+
+def test_names_of_sampling_params(shared: System) -> None:
+    for name in set(SGLANG_SAMPLING.split()) - NativeSampling.model_fields.keys():
+        refused = shared.post("/generate", {"text": "Hi", "sampling_params": {name: {"x": 1}}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"sampling_params.{name}")
+
+
+def test_reasoning_effort_is_the_templates(shared: System) -> None:
+    def variables(**body: Any) -> Any:
+        answer = shared.chat(**body)
+        assert answer.status_code == 200, answer.text
+        return orjson.loads(shared.tokenizer.calls[-1].template_kwargs_json or b"{}")
+
+    for level in get_args(get_args(ReasoningEffort)[0]):
+        assert variables(reasoning_effort=level)["reasoning_effort"] == level
+    off = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    assert variables(reasoning_effort="none") == off
+    assert variables(reasoning_effort="none", chat_template_kwargs={"thinking": True}) == off | {"thinking": True}
+    assert variables(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"}) == {"reasoning_effort": "low"}
+    assert variables() == {}
+    both = shared.chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+    for answer in (both, shared.chat(reasoning_effort="utmost"), shared.chat(reasoning_effort=0.5)):
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
+
+
+class TestTheSameAsGenerate:
+    def test_a_key_alone_is_the_same_namespace_everywhere(self, shared: System) -> None:
+        for path, body in {**BODIES, "/generate": {"text": "Hi"}, "/encode": {"text": "Hi"}}.items():
+            assert shared.post(path, {**body, "extra_key": "key"}).status_code == 200
+            assert shared.worker.submits[-1].cache_salt == "key", path
+
+    def test_salt_and_key_together_are_one_of_their_own(self, shared: System) -> None:
+        seen = set()
+        for salt, key in (("a", "bc"), ("ab", "c"), ("x" * 256, "y" * 256), (None, "abc"), ("abc", None)):
+            assert shared.complete(cache_salt=salt, extra_key=key).status_code == 200
+            seen.add(shared.worker.submits[-1].cache_salt)
+        assert len(seen) == 4 and all(len(name) <= 256 for name in seen)
+
+    def test_a_stop_string_that_stays(self, shared: System) -> None:
+        def text(**body: Any) -> str:
+            return str(shared.complete(stop="world", max_tokens=16, **body).json()["choices"][0]["text"])
+
+        assert text() == text(no_stop_trim=False) == "Hello, "
+        assert text(no_stop_trim=True) == text(no_stop_trim=True, include_stop_str_in_output=True) == "Hello, world"
+        answer = shared.complete(stop="x", no_stop_trim=True, include_stop_str_in_output=False)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "no_stop_trim")
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+    def test_a_turn_of_a_session(self, shared: System, path: str) -> None:
+        params = {"id": "s", "rid": "before", "offset": 4, "replace": True, "drop_previous_output": True}
+        answer = shared.post(path, {**BODIES[path], "session_params": params}, headers={"x-request-id": "walk"})
+        assert answer.status_code == 200, answer.text
+        submit, call = shared.worker.submits[-1], shared.tokenizer.calls[-1]
+        turn = submit.session
+        assert (turn.session_id, turn.parent_request_id, turn.offset) == ("s", "before", 4)
+        assert turn.replace and turn.drop_previous_output
+        assert submit.request_id == "walk", "a later turn names it so"
+        if path == COMPLETIONS:
+            assert not call.add_special_tokens, "it goes on in the middle of a context"
+
+    @pytest.mark.parametrize(
+        ("path", "change", "param"),
+        [
+            (CHAT, {"n": 2}, "session_params"),
+            (COMPLETIONS, {"prompt": ["a", "b"]}, "session_params"),
+            (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo"),
+            (CHAT, {"session_params": {"id": "s", "surprise": 1}}, "session_params.surprise"),
+            (CHAT, {"session_params": "s"}, "session_params"),
+        ],
+    )
+    def test_a_turn_that_cannot_be(self, shared: System, path: str, change: dict[str, Any], param: str) -> None:
+        before = len(shared.worker.submits)
+        answer = shared.post(path, {**BODIES[path], "session_params": {"id": "s"}, **change})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        assert len(shared.worker.submits) == before
+
+    def test_a_name_for_each_prompt(self, shared: System) -> None:
+        assert shared.complete(prompt=["a", "b"], rid="mine").status_code == 200
+        assert [submit.request_id for submit in shared.worker.submits[-2:]] == ["mine_0", "mine_1"]
+        answer = shared.complete(rid="mine", request_id="yours")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+
+
+def test_an_abort_finds_a_request_by_its_name(system: System) -> None:
+    """While its prompt is made, and while it runs."""
+    system.do(system.tokenizer.gate.clear)
+    for path in (CHAT, EMBEDDINGS):
+        waiting = Waiting(system, path, {**BODIES[path], "rid": path})
+        wait_until(lambda: bool(system.tokenizer.calls), "its tokenizer")
+        assert system.post("/abort_request", {"rid": path}).json()["aborted"] == 1
+        system.do(system.tokenizer.gate.set)
+        assert waiting.result().json()["error"]["code"] == "aborted"
+        system.do(system.tokenizer.gate.clear)
+        system.do(system.tokenizer.calls.clear)
+    batch = Waiting(system, COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": ["a", "b"], "rid": "batch"})
+    wait_until(lambda: bool(system.tokenizer.calls), "its tokenizer")
+    assert system.post("/abort_request", {"rid": "batch_1"}).json()["aborted"] == 1
+    assert batch.result().json()["error"]["code"] == "aborted"
+    assert not system.worker.submits
+    system.do(system.tokenizer.gate.set)
+    system.do(lambda: system.worker.allow(0))
+    running = Waiting(system, COMPLETIONS, {**BODIES[COMPLETIONS], "request_id": "mine"})
+    wait_until(lambda: bool(system.worker.running), "its worker")
+    assert system.post("/abort_request", {"rid": "mine"}).status_code == 200
+    assert running.result().json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/generate", "/encode"])
+def test_priority_is_one_thing_everywhere(shared: System, path: str) -> None:
+    """It orders and does not change an answer: without priority scheduling it is taken, handed on and orders nothing."""
+    body = BODIES.get(path, {"text": "Hi"})
+    for value in (-5, 0, 7, None):
+        assert shared.post(path, {**body, "priority": value}).status_code == 200
+        assert shared.worker.submits[-1].priority == (value or 0)
+
+
+def test_parts_of_messages_that_cannot_be_served(shared: System) -> None:
+    said = {"role": "assistant", "content": "x"}
+    assert shared.chat(messages=[*USER, {**said, "audio": None}, *USER]).status_code == 200
+    answer = shared.chat(messages=[*USER, {**said, "audio": {"id": "a"}}, *USER])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].audio")
+
+
+def test_the_page_lists_what_is_not_served() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs/api.md").read_text()
+    names = {f"stream_options.{name}" for name in known_fields.STREAM_OPTIONS}
+    for known in KNOWN.values():
+        names |= known.unused | known.neutral.keys()
+    for path, fields in TYPES.items():
+        names |= fields.model_fields.keys() & set(known_to(path)) - REQUIRED
+    assert not [name for name in sorted(names) if not re.search(rf"`{name}[`:.]", page)]

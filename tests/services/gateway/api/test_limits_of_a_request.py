@@ -1,0 +1,256 @@
+"""What one request may take of the gateway: memory for log probabilities and sets of tokens, and time on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.api import constraints
+from services.gateway.api.logprob_slices import SLICE_VALUES, Slices
+from services.gateway.api.openai.types import CompletionRequest
+from services.gateway.api.openai.validation import completion_generation
+from services.gateway.peers.reconnect import StreamBroken
+from services.gateway.request.budgets import check_logprobs, logprob_values
+from services.gateway.request.errors import ApiError
+from services.gateway.request.generation import Part, Prompt
+from services.gateway.request.logprobs import LogprobTable, TokenLogprob
+from services.shared import limits
+from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, VOCAB_SIZE, logprob_rows
+from tests.services.gateway.system import System
+
+GENERATE = "/generate"
+CONTEXT = 1000
+
+
+def error_of(answer: Any) -> Any:
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+WIDE: dict[str, Any] = {"logprob_token_ids": list(range(256)), "n": 32, "max_tokens": CONTEXT_LEN}
+
+
+class TestLogprobValues:
+    @staticmethod
+    def part(prompt_tokens: int, **body: Any) -> Part:
+        request = CompletionRequest(model=MODEL, prompt="", **body)
+        return Part(Prompt([1] * prompt_tokens, None), completion_generation(request, VOCAB_SIZE))
+
+    @pytest.mark.parametrize(
+        ("body", "values"),
+        [
+            ({"logprobs": 0, "max_tokens": 7}, 7),
+            ({"logprobs": 3, "max_tokens": 7}, 28),
+            ({"logprobs": 3, "max_tokens": 7, "logprob_token_ids": [1, 2]}, 42),
+            ({"logprobs": 0, "max_tokens": 7, "echo": True}, 106),
+            ({"logprobs": 1, "max_tokens": 5000}, 1800),
+        ],
+        ids=["own", "top", "chosen", "echo, without the first token", "no more than the context leaves"],
+    )
+    def test_of_one_choice(self, body: dict[str, Any], values: int) -> None:
+        assert logprob_values(self.part(100, **body).generation, 100, CONTEXT) == values
+
+    def test_a_request_may_reach_the_limit_and_not_pass_it(self) -> None:
+        most = limits.MAX_LOGPROB_VALUES // 32  # 32 values per choice
+        part = self.part(100, logprobs=1, max_tokens=16)
+        check_logprobs([part] * most, CONTEXT)
+        with pytest.raises(ApiError) as error:
+            check_logprobs([part] * (most + 1), CONTEXT)
+        assert error.value.param == "logprobs"
+
+    def test_without_logprobs_nothing_is_counted(self) -> None:
+        check_logprobs([self.part(100, max_tokens=900)] * 10_000, CONTEXT)
+
+    @pytest.mark.parametrize("echo", [False, True])
+    def test_completions(self, shared: System, echo: bool) -> None:
+        before = len(shared.worker.submits)
+        error = error_of(shared.complete(logprobs=20, echo=echo, **WIDE))
+        assert error["param"] == "logprobs" and str(limits.MAX_LOGPROB_VALUES) in error["message"]
+        assert len(shared.worker.submits) == before
+
+    def test_chat(self, shared: System) -> None:
+        assert error_of(shared.chat(logprobs=True, top_logprobs=20, **WIDE))["param"] == "logprobs"
+
+    def test_generate(self, shared: System) -> None:
+        body = {"text": ["Hi"] * 32, "return_logprob": True, "top_logprobs_num": 20, "token_ids_logprob": list(range(256))}
+        answer = shared.post(GENERATE, {**body, "sampling_params": {"max_new_tokens": None}})
+        assert error_of(answer)["param"] == "return_logprob"
+
+    def test_a_stream_that_repeats_itself_may_have_fewer(self, shared: System) -> None:
+        body = {"text": "Hi", "return_logprob": True, "token_ids_logprob": list(range(256)), "sampling_params": {"n": 4}}
+        assert shared.post(GENERATE, body).status_code == 200
+        wide = {**body, "sampling_params": {"n": 8}}
+        assert shared.post(GENERATE, wide).status_code == 200
+        assert error_of(shared.post(GENERATE, {**wide, "stream": True}))["param"] == "return_logprob"
+
+
+class TestLogprobTable:
+    WANTED = pb.Logprobs(top=2, token_ids=[66])
+
+    def test_rows_come_back_as_they_went_in(self) -> None:
+        table = LogprobTable()
+        for tokens in ([10, 11], [12]):
+            table.extend(logprob_rows(1, tokens, self.WANTED))
+        assert len(table) == 3
+        for token, row in zip([11, 12], table.span(1, 3), strict=True):
+            expected = logprob_rows(1, [token], self.WANTED)
+            assert row.value == expected.values[0] and list(row.chosen_values) == list(expected.chosen_values)
+            assert (list(row.top_ids), list(row.top_values)) == (list(expected.top_ids), list(expected.top_values))
+
+    def test_a_span_ends_where_the_rows_end(self) -> None:
+        table = LogprobTable()
+        table.extend(logprob_rows(1, [10, 11], self.WANTED))
+        assert (len(table.span(1, 9)), len(table.span(5, 9)), list(table.span(1, 0))) == (1, 0, [])
+
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            worker_pb2.LogprobRows(values=[0.0], k=1),
+            worker_pb2.LogprobRows(values=[0.0], k=1, top_ids=[1], top_values=[0.0, 0.0]),
+            worker_pb2.LogprobRows(values=[0.0, 0.0], chosen_values=[0.0, 0.0, 0.0]),
+        ],
+        ids=["no top ones", "more values than ids", "chosen that do not divide"],
+    )
+    def test_arrays_that_do_not_fit_are_the_workers_fault(self, rows: worker_pb2.LogprobRows) -> None:
+        with pytest.raises(StreamBroken):
+            LogprobTable().extend(rows)
+
+    def test_rows_of_another_shape_are_too(self) -> None:
+        table = LogprobTable()
+        table.extend(logprob_rows(1, [10], self.WANTED))
+        with pytest.raises(StreamBroken):
+            table.extend(logprob_rows(1, [10], pb.Logprobs(top=1, token_ids=[66])))
+
+    def test_a_number_takes_four_bytes(self) -> None:
+        tokens, top = 2000, 20
+        rows = logprob_rows(1, list(range(tokens)), pb.Logprobs(top=top))
+        tracemalloc.start()
+        try:
+            table = LogprobTable()
+            table.extend(rows)
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held < 1.5 * 4 * tokens * (1 + 2 * top)
+        assert len(table) == tokens
+
+
+class KnownTexts:
+    """Of every token the same, at once."""
+
+    async def of(self, ids: Collection[int]) -> Mapping[int, bytes]:
+        return dict.fromkeys(ids, b"x")
+
+
+def test_others_have_their_turn_between_slices() -> None:
+    slices = 5
+    entries = [(token, TokenLogprob(0.0, (), (), ())) for token in range(slices * SLICE_VALUES)]
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> list[int]:
+        task = asyncio.create_task(other())
+        sizes = [len(batch) async for batch, _ in Slices(0, (), KnownTexts()).of(entries)]  # type: ignore[arg-type]
+        task.cancel()
+        return sizes
+
+    assert asyncio.run(run()) == [SLICE_VALUES] * slices
+    assert turns >= slices
+
+
+def test_a_slice_has_fewer_tokens_where_each_has_more_values() -> None:
+    async def run() -> list[int]:
+        entries = [(token, None) for token in range(100)]
+        return [len(batch) async for batch, _ in Slices(20, range(256), None).of(entries)]
+
+    assert max(asyncio.run(run())) == SLICE_VALUES // 277
+
+
+FULL_SET = list(range(limits.MAX_TOKEN_ID_SET))
+CHOICES = limits.MAX_REQUEST_SET_IDS // limits.MAX_TOKEN_ID_SET  # that may each have a full set
+
+
+class TestSets:
+    def test_each_id_goes_on_once_and_in_order(self, shared: System) -> None:
+        assert shared.chat(allowed_token_ids=[9, 7, 9, 0], banned_token_ids=[5, 5]).status_code == 200
+        sampling = shared.worker.submits[-1].sampling
+        assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([0, 7, 9], [5])
+        params = {"allowed_token_ids": [9, 7, 9, 0], "banned_token_ids": [5, 5]}
+        assert shared.post(GENERATE, {"text": "Hi", "sampling_params": params}).status_code == 200
+        sampling = shared.worker.submits[-1].sampling
+        assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([0, 7, 9], [5])
+
+    def test_chat(self, shared: System) -> None:
+        assert error_of(shared.chat(banned_token_ids=FULL_SET, n=CHOICES + 1))["param"] == "banned_token_ids"
+
+    def test_completions(self, shared: System) -> None:
+        body = {"allowed_token_ids": FULL_SET, "max_tokens": 1}
+        assert error_of(shared.complete(prompt=["a"] * (CHOICES + 1), **body))["param"] == "allowed_token_ids"
+        assert shared.complete(prompt=["a"] * CHOICES, **body).status_code == 200
+
+    def test_generate(self, shared: System) -> None:
+        body = {"text": ["a"] * (CHOICES + 1), "sampling_params": {"allowed_token_ids": FULL_SET}}
+        assert error_of(shared.post(GENERATE, body))["param"] == "sampling_params.allowed_token_ids"
+
+    def test_generate_with_parameters_for_each(self, shared: System) -> None:
+        count = CHOICES + 1
+        body = {"text": ["a"] * count, "sampling_params": [{"banned_token_ids": FULL_SET}] * count}
+        assert error_of(shared.post(GENERATE, body))["param"] == f"sampling_params[{count - 1}].banned_token_ids"
+
+
+class TestRefusedBeforeItIsWalked:
+    """The cheap check comes first: what is wrong further on is not what the answer says."""
+
+    LONG: list[Any] = [1] + ["x"] * CONTEXT_LEN
+
+    @pytest.mark.parametrize("prompt", [LONG, [[1], LONG, [VOCAB_SIZE]]], ids=["ids", "lists of ids"])
+    def test_ids_longer_than_the_context(self, shared: System, prompt: Any) -> None:
+        assert error_of(shared.complete(prompt=prompt))["code"] == "context_length_exceeded"
+        assert error_of(shared.post(GENERATE, {"input_ids": prompt}))["code"] == "context_length_exceeded"
+        answer = shared.post("/v1/embeddings", {"model": MODEL, "input": prompt})
+        assert error_of(answer)["code"] == "context_length_exceeded"
+
+    def test_content_parts_of_a_message(self, shared: System) -> None:
+        message = {"role": "user", "content": [5] * (limits.MAX_CONTENT_PARTS + 1)}
+        assert error_of(shared.chat(messages=[message]))["param"] == "messages[0].content"
+
+    def test_content_parts_of_all_messages(self, shared: System) -> None:
+        part = {"type": "text", "text": ""}
+        count = limits.MAX_REQUEST_CONTENT_PARTS // limits.MAX_CONTENT_PARTS
+        full = [{"role": "user", "content": [part] * limits.MAX_CONTENT_PARTS}] * count
+        error = error_of(shared.chat(messages=[*full, {"role": "user", "content": [5]}]))
+        assert error["param"] == "messages" and "parts" in error["message"]
+
+    def test_choices_that_are_too_large_are_not_written_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        written: list[str] = []
+        monkeypatch.setattr(constraints, "_literal", lambda text: written.append(text) or '""')
+        half = "a" * (limits.MAX_GRAMMAR_BYTES // 2 + 1)
+        with pytest.raises(ApiError) as error:
+            constraints.choice([half, half + "b"], "guided_choice")
+        assert error.value.param == "guided_choice" and not written
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("text", ["x"] * limits.MAX_BATCH_PROMPTS + [5]),
+            ("input_ids", [[1]] * limits.MAX_BATCH_PROMPTS + [5]),
+        ],
+    )
+    def test_too_many_prompts(self, shared: System, field: str, value: Any) -> None:
+        error = error_of(shared.post(GENERATE, {field: value}))
+        assert error["param"] == field and str(limits.MAX_BATCH_PROMPTS) in error["message"]
+
+    def test_names_for_other_prompts(self, shared: System) -> None:
+        error = error_of(shared.post(GENERATE, {"text": "Hi", "rid": ["a", 5]}))
+        assert "one entry for each prompt" in error["message"]

@@ -1,0 +1,180 @@
+"""Log probabilities over HTTP: OpenAI's two forms, aligned with the text that they come with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.services.gateway.fakes import EOS, MODEL, chosen_of, ids_of, logprob_of, tops_of
+from tests.services.gateway.system import System, chat_body, events, wait_until
+
+ANSWER = "Hello, world!"
+TOKENS = [*ids_of(ANSWER), EOS]
+NAMES = [*ANSWER, "<eos>"]
+
+
+def named(token: int, value: float) -> dict[str, Any]:
+    text = "<eos>" if token == EOS else chr(token)
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+
+def chat_entries(chunks: list[Any]) -> list[Any]:
+    return [entry for c in chunks if c["choices"][0]["logprobs"] for entry in c["choices"][0]["logprobs"]["content"]]
+
+
+@pytest.fixture
+def half_characters(shared: System) -> Iterator[dict[int, bytes]]:
+    """Tokens whose texts are parts of a character."""
+    halves = {ord("H"): "é".encode()[:1], ord("e"): "é".encode()[1:]}
+    before = dict(shared.detokenizer.bytes_of)
+    shared.do(lambda: shared.detokenizer.bytes_of.update(halves))
+    shared.do(lambda: shared.gateway.generator.token_texts._known.clear())
+    yield halves
+    shared.do(lambda: setattr(shared.detokenizer, "bytes_of", before))
+    shared.do(lambda: shared.gateway.generator.token_texts._known.clear())
+
+
+class TestChat:
+    def test_every_token_has_its_own_and_the_top_ones(self, shared: System) -> None:
+        choice = shared.openai().chat.completions.create(model=MODEL, **chat_body(logprobs=True, top_logprobs=2)).choices[0]
+        content = choice.logprobs.content
+        assert [entry.model_dump(exclude={"top_logprobs"}) for entry in content] == [named(t, logprob_of(t)) for t in TOKENS]
+        for token, entry in zip(TOKENS, content, strict=True):
+            assert [top.model_dump() for top in entry.top_logprobs] == [named(*top) for top in tops_of(token, 2)]
+
+    def test_without_top_ones_the_list_is_empty(self, shared: System) -> None:
+        content = shared.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+        assert [entry["top_logprobs"] for entry in content] == [[]] * len(TOKENS)
+
+    def test_none_unless_asked(self, shared: System) -> None:
+        assert shared.chat().json()["choices"][0]["logprobs"] is None
+        assert not shared.worker.submits[-1].sampling.HasField("logprobs")
+
+    def test_chosen_ids(self, shared: System) -> None:
+        content = shared.chat(logprobs=True, logprob_token_ids=[70, 66]).json()["choices"][0]["logprobs"]["content"]
+        expected = [{"token_id": i, **named(i, chosen_of(i))} for i in (70, 66)]
+        assert all(entry["requested_logprobs"] == expected for entry in content)
+
+    def test_stream_gives_the_same_as_the_whole(self, shared: System) -> None:
+        whole = shared.chat(logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
+        chunks = events(shared.chat(logprobs=True, top_logprobs=1, stream=True).text)
+        assert chat_entries(chunks) == whole
+
+    def test_a_chunk_carries_the_tokens_of_its_own_text(self, shared: System) -> None:
+        """Text that is held back for a stop string keeps its tokens' log probabilities back with it."""
+        chunks = events(shared.chat(logprobs=True, stream=True, stop="o, earth").text)
+        for chunk in chunks[1:]:
+            choice = chunk["choices"][0]
+            entries = choice["logprobs"]["content"]
+            names = "".join(entry["token"] for entry in entries if entry["token"] != "<eos>")
+            assert names == choice["delta"].get("content", "")
+        assert len(chat_entries(chunks)) == len(TOKENS)
+
+    @pytest.mark.parametrize("merge", [2, 5])
+    def test_steps_that_came_merged_keep_their_order(self, shared: System, merge: int) -> None:
+        shared.worker.merge = merge
+        try:
+            content = chat_entries(events(shared.chat(logprobs=True, stream=True).text))
+        finally:
+            shared.worker.merge = 1
+        assert [entry["token"] for entry in content] == NAMES
+
+    def test_half_a_character(self, shared: System, half_characters: dict[int, bytes]) -> None:
+        content = shared.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+        assert [entry["bytes"] for entry in content[:2]] == [list(text) for text in half_characters.values()]
+        assert content[0]["token"] == "\ufffd"
+
+    def test_n_choices(self, shared: System) -> None:
+        choices = shared.chat(logprobs=True, n=3).json()["choices"]
+        assert [len(choice["logprobs"]["content"]) for choice in choices] == [len(TOKENS)] * 3
+
+
+class TestCompletion:
+    def test_four_columns(self, shared: System) -> None:
+        choice = shared.openai().completions.create(model=MODEL, prompt="Hi", logprobs=1).choices[0]
+        assert choice.logprobs.tokens == NAMES
+        assert choice.logprobs.token_logprobs == [logprob_of(token) for token in TOKENS]
+        assert choice.logprobs.text_offset == list(range(len(TOKENS)))
+        assert choice.logprobs.top_logprobs == [{name: logprob_of(t)} for name, t in zip(NAMES, TOKENS, strict=True)]
+
+    def test_zero_gives_the_tokens_own(self, shared: System) -> None:
+        logprobs = shared.complete(logprobs=0).json()["choices"][0]["logprobs"]
+        assert logprobs["top_logprobs"] == [{name: logprob_of(t)} for name, t in zip(NAMES, TOKENS, strict=True)]
+
+    def test_echo_gives_the_prompts_too(self, shared: System) -> None:
+        choice = shared.complete(prompt="Once", echo=True, logprobs=2, max_tokens=2).json()["choices"][0]
+        assert choice["text"] == "OnceHe"
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == list("OnceHe")
+        assert logprobs["token_logprobs"] == [None, *(logprob_of(ord(char)) for char in "nceHe")]
+        assert logprobs["top_logprobs"][0] is None
+        assert [set(tops) for tops in logprobs["top_logprobs"][1:]] == [{char, chr(ord(char) + 1)} for char in "nceHe"]
+        assert logprobs["text_offset"] == list(range(6))
+        assert shared.worker.submits[-1].sampling.logprobs.prompt_from == 0
+
+    @pytest.mark.parametrize("prompt", ["a", ["a", "bcd"]], ids=["one token", "two prompts"])
+    def test_echo_of_other_prompts(self, shared: System, prompt: Any) -> None:
+        choices = shared.complete(prompt=prompt, echo=True, logprobs=0, max_tokens=1).json()["choices"]
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        assert [choice["logprobs"]["tokens"] for choice in choices] == [[*text, "H"] for text in prompts]
+
+    def test_stream_with_echo(self, shared: System) -> None:
+        body = {"prompt": "Once", "echo": True, "logprobs": 1, "max_tokens": 3}
+        whole = shared.complete(**body).json()["choices"][0]["logprobs"]
+        chunks = events(shared.complete(**body, stream=True).text)
+        assert len(chunks) > 1
+        for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [value for c in chunks for value in c["choices"][0]["logprobs"][column]] == whole[column]
+
+    def test_chosen_ids(self, shared: System) -> None:
+        logprobs = shared.complete(logprobs=0, logprob_token_ids=[70], max_tokens=2).json()["choices"][0]["logprobs"]
+        assert logprobs["requested_logprobs"] == [{"70": chosen_of(70)}] * 2
+
+    def test_half_a_character_is_written_as_bytes(self, shared: System, half_characters: dict[int, bytes]) -> None:
+        logprobs = shared.complete(logprobs=0, max_tokens=3).json()["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "l"]
+        assert logprobs["text_offset"] == [0, 0, 1]
+
+
+def test_an_answer_that_ends_while_token_texts_are_fetched_is_whole(system: System) -> None:
+    system.do(system.detokenizer.text_gate.clear)
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(system.chat, logprobs=True, stream=True)
+        wait_until(lambda: bool(system.detokenizer.text_calls) and not system.worker.running, "the end")
+        system.do(system.detokenizer.text_gate.set)
+        chunks = events(pending.result().text)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert [entry["token"] for entry in chat_entries(chunks)] == NAMES
+
+
+def test_token_texts_are_asked_for_once(system: System) -> None:
+    system.chat(logprobs=True)
+    first = [token for call in system.detokenizer.text_calls for token in call]
+    assert sorted(first) == sorted(set(TOKENS))
+    system.chat(logprobs=True, n=2, stream=True)
+    assert sum(map(len, system.detokenizer.text_calls)) == len(first)
+
+
+def test_no_token_text_is_asked_for_without_logprobs(system: System) -> None:
+    system.chat(stream=True, return_token_ids=True)
+    assert system.detokenizer.text_calls == []
+
+
+def test_impossible_tokens_stay_json(shared: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.services.gateway import fakes
+
+    monkeypatch.setattr(fakes, "logprob_of", lambda token: float("-inf"))
+    answer = shared.chat(logprobs=True)
+    assert all(e["logprob"] == -9999.0 for e in orjson.loads(answer.content)["choices"][0]["logprobs"]["content"])
+
+
+def test_a_worker_that_forgets_them_is_an_error_of_that_request(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.services.gateway import fakes
+
+    monkeypatch.setattr(fakes, "logprob_rows", lambda handle, tokens, wanted: fakes.worker_pb2.LogprobRows(handle=handle))
+    assert system.chat(logprobs=True).status_code == 500
+    assert system.chat().status_code == 200

@@ -1,0 +1,186 @@
+"""The official openai client, unmodified, against the gateway."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, chat_text, ids_of
+from tests.services.gateway.system import System
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+PROMPT_TOKENS = len(chat_text(MESSAGES))
+ANSWER = "Hello, world!"
+ANSWER_TOKENS = len(ANSWER) + 1  # and the end of sequence
+
+
+def test_chat(shared: System) -> None:
+    answer = shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
+    assert answer.model == MODEL and answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (PROMPT_TOKENS, ANSWER_TOKENS)
+    assert usage.total_tokens == PROMPT_TOKENS + ANSWER_TOKENS
+    assert usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_chat_stream_equals_the_whole_answer(shared: System) -> None:
+    chunks = list(shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
+    first = chunks[0].choices[0]
+    assert (first.delta.role, first.delta.content, first.finish_reason) == ("assistant", "", None)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
+    assert all(chunk.usage is None and chunk.object == "chat.completion.chunk" for chunk in chunks)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_stream_usage_comes_last_and_alone(shared: System) -> None:
+    stream = shared.openai().chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (PROMPT_TOKENS, ANSWER_TOKENS)
+
+
+def test_completion(shared: System) -> None:
+    answer = shared.openai().completions.create(model=MODEL, prompt="Once", max_tokens=5)
+    assert answer.choices[0].text == "Hello" and answer.choices[0].finish_reason == "length"
+    assert answer.object == "text_completion" and answer.usage.completion_tokens == 5
+
+
+def test_completion_default_is_16_tokens(shared: System) -> None:
+    shared.openai().completions.create(model=MODEL, prompt="Once")
+    assert shared.worker.submits[-1].sampling.max_new_tokens == 16
+
+
+def test_completion_stream(shared: System) -> None:
+    chunks = list(shared.openai().completions.create(model=MODEL, prompt="Once", stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "cd"], ["ab", "cd"]),
+        (ids_of("ab"), ["ab"]),
+        ([ids_of("ab"), ids_of("cde")], ["ab", "cde"]),
+    ],
+    ids=["string", "strings", "ids", "lists of ids"],
+)
+def test_prompt_forms_and_echo(shared: System, prompt: object, texts: list[str]) -> None:
+    answer = shared.openai().completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=5)
+    assert [choice.text for choice in answer.choices] == [text + "Hello" for text in texts]
+    assert answer.usage.prompt_tokens == sum(map(len, texts))
+
+
+def test_echo_in_a_stream_comes_once(shared: System) -> None:
+    chunks = list(shared.openai().completions.create(model=MODEL, prompt=ids_of("ab"), echo=True, max_tokens=5, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abHello"
+
+
+def test_n_choices_of_several_prompts(shared: System) -> None:
+    shared.worker.answer = lambda submit: f"{len(submit.prompt_ids)}/{submit.sampling.seed}"
+    try:
+        answer = shared.openai().completions.create(model=MODEL, prompt=["a", "bb"], n=3, seed=40, temperature=0)
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        assert [choice.text for choice in answer.choices] == ["1/40", "1/41", "1/42", "2/40", "2/41", "2/42"]
+        assert answer.usage.prompt_tokens == 3  # each prompt once
+        assert answer.usage.completion_tokens == 6 * 5
+        assert answer.usage.prompt_tokens_details.cached_tokens == 3  # of each prompt's first choice: 1 + 2
+    finally:
+        shared.worker.answer = lambda submit: ANSWER
+
+
+def test_n_choices_in_a_stream_interleave_by_index(shared: System) -> None:
+    shared.worker.answer = lambda submit: f"seed {submit.sampling.seed}" + "." * submit.sampling.seed
+    try:
+        texts = {0: "", 1: "", 2: ""}
+        finished = []
+        stream = shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES, n=3, seed=0, stream=True)
+        for chunk in stream:
+            choice = chunk.choices[0]
+            texts[choice.index] += choice.delta.content or ""
+            finished += [choice.index] if choice.finish_reason else []
+        assert texts == {0: "seed 0", 1: "seed 1.", 2: "seed 2.."}
+        assert sorted(finished) == [0, 1, 2]
+    finally:
+        shared.worker.answer = lambda submit: ANSWER
+
+
+def test_unset_sampling_fields_stay_unset(shared: System) -> None:
+    """All but those that models have defaults for: whichever worker goes on with the answer has the same."""
+    shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
+    sampling = shared.worker.submits[-1].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1, 1, -1, 0, 1)
+    assert sampling.max_new_tokens == CONTEXT_LEN - PROMPT_TOKENS
+    for name in ("min_new_tokens", "ignore_eos", "frequency_penalty", "presence_penalty", "stream_interval"):
+        assert not sampling.HasField(name), name
+
+
+def test_fields_of_other_servers_by_the_clients_own_means(shared: System) -> None:
+    answer = shared.openai().chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        reasoning_effort="low",
+        stop="world",
+        max_tokens=20,
+        metadata={"a": "b"},
+        prompt_cache_key="c",
+        store=True,
+        extra_body={"extra_key": "k", "no_stop_trim": True, "session_params": {"id": "s"}, "rid": "mine"},
+    )
+    submit = shared.worker.submits[-1]
+    assert answer.choices[0].message.content == "Hello, world"
+    assert (submit.cache_salt, submit.session.session_id, submit.request_id) == ("k", "s", "mine")
+    assert b'"reasoning_effort":"low"' in shared.tokenizer.calls[-1].template_kwargs_json
+    with pytest.raises(openai.BadRequestError) as error:
+        shared.openai().completions.create(model=MODEL, prompt="Hi", extra_body={"custom_logit_processor": "x"})
+    assert error.value.param == "custom_logit_processor"
+
+
+def test_a_seed_is_made_where_something_is_drawn(shared: System) -> None:
+    """So that another worker can go on with the same draws."""
+    seeds = set()
+    for _ in range(2):
+        shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES, n=2)
+        seeds |= {submit.sampling.seed for submit in shared.worker.submits[-2:]}
+    assert len(seeds) == 4
+    shared.openai().chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
+    assert not shared.worker.submits[-1].sampling.HasField("seed")
+
+
+def test_models(shared: System) -> None:
+    client = shared.openai()
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("another")
+    assert error.value.code == "model_not_found"
+
+
+def test_errors_are_the_clients_own_exceptions(shared: System) -> None:
+    client = shared.openai()
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="another", messages=MESSAGES)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model=MODEL, prompt="x" * CONTEXT_LEN)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1)
+    assert bad.value.param == "temperature"
+
+
+def test_api_keys() -> None:
+    with System(api_keys="first,second") as system:
+        with pytest.raises(openai.AuthenticationError) as error:
+            system.openai(api_key="third").models.list()
+        assert error.value.code == "invalid_api_key"
+        assert system.get("/v1/models").status_code == 401
+        assert [model.id for model in system.openai(api_key="second").models.list()] == [MODEL]
+        assert system.get("/health").status_code == 200

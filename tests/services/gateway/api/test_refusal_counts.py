@@ -1,0 +1,23 @@
+"""What is turned away for want of a worker is counted by its reason, from zero on."""
+
+from __future__ import annotations
+
+from tests.services.gateway.dispatch.test_dispatch_queue import full, send, small
+from tests.services.gateway.system import System
+
+REFUSALS = "rootstock_gateway_refusals_total"
+
+
+def test_each_refusal_is_counted_once_under_its_own_reason() -> None:
+    with System(configure=small, max_waiting_requests=1, queue_timeout_s=1.0) as system:
+        assert [system.metric(REFUSALS, reason=reason) for reason in ("queue_full", "queue_timeout", "no_worker")] == [0, 0, 0]
+        full(system)
+        waiting = send(system, "waits")
+        assert system.complete().json()["error"]["code"] == "queue_full"
+        waiting.read_until(b"queue_timeout")
+        assert [system.metric(REFUSALS, reason=reason) for reason in ("queue_full", "queue_timeout", "no_worker")] == [1, 1, 0]
+
+
+def test_a_gateway_tells_its_grace_period() -> None:
+    with System(grace_s=7.5) as system:
+        assert system.metric("rootstock_gateway_grace_period_seconds") == 7.5

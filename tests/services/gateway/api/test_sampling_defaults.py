@@ -1,0 +1,83 @@
+"""What a request leaves out: the worker's defaults, put into it before any worker gets it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rootstock.v1 import worker_pb2
+from tests.services.gateway.fakes import MODEL, FakeWorker
+from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+
+GIVEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": MODEL, **chat_body()},
+    "/v1/completions": {"model": MODEL, "prompt": "Hi"},
+    "/generate": {"text": "Hi"},
+}
+
+
+def prefer(**values: Any) -> Any:
+    def configure(workers: list[FakeWorker]) -> None:
+        for worker in workers:
+            worker.info.sampling_defaults.CopyFrom(worker_pb2.SamplingDefaults(**values))
+
+    return configure
+
+
+def sampled(system: System, path: str, **params: Any) -> dict[str, float]:
+    body = {**BODIES[path], **({"sampling_params": params} if path == "/generate" else params)}
+    assert system.post(path, body).status_code == 200
+    sampling = system.worker.submits[-1].sampling
+    return {name: getattr(sampling, name) for name in GIVEN}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_request_goes_before_the_server(path: str) -> None:
+    with System(configure=prefer(**GIVEN)) as system:
+        assert sampled(system, path) == pytest.approx(GIVEN)
+        own = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+        assert sampled(system, path, **own) == own
+        assert not system.worker.submits[-1].sampling.HasField("seed"), "greedy by its own word"
+        assert sampled(system, path, top_k=5) == pytest.approx(GIVEN | {"top_k": 5})
+        assert sampled(system, path, temperature=None) == pytest.approx(GIVEN)
+
+
+def test_one_default_leaves_the_others_alone() -> None:
+    with System(configure=prefer(temperature=0.0)) as system:
+        plain = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+        assert sampled(system, "/v1/completions") == plain
+        assert not system.worker.submits[-1].sampling.HasField("seed"), "nothing is drawn"
+        assert sampled(system, "/v1/completions", temperature=0.5)["temperature"] == 0.5
+        assert system.worker.submits[-1].sampling.HasField("seed")
+        assert system.post("/v1/embeddings", {"model": MODEL, "input": "Hi"}).status_code == 200
+        assert not system.worker.submits[-1].sampling.HasField("temperature")
+
+
+def test_what_no_worker_can_mean_is_left_out() -> None:
+    with System(configure=prefer(temperature=float("nan"), top_p=7.0, top_k=-5, min_p=0.25)) as system:
+        plain = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0.25, "repetition_penalty": 1}
+        assert sampled(system, "/v1/completions") == plain
+
+
+def test_clients_are_told() -> None:
+    with System(configure=prefer(**GIVEN)) as system:
+        assert system.get("/v1/models").json()["data"][0]["sampling_defaults"] == GIVEN
+        assert system.get("/get_model_info").json()["preferred_sampling_params"] == GIVEN
+        assert system.openai().models.retrieve(MODEL).sampling_defaults == GIVEN  # type: ignore[attr-defined]
+
+
+def test_a_worker_with_other_defaults_goes_on_with_the_first_ones() -> None:
+    def differ(workers: list[FakeWorker]) -> None:
+        for worker, temperature in zip(workers, (0.25, 0.75), strict=True):
+            prefer(temperature=temperature)([worker])
+
+    with System(workers=2, configure=differ, hedge_after_s=0.05) as system:
+        system.allow(0)
+        client = RawClient(system, "/v1/completions", {"prompt": "Hi", "stream": True})
+        wait_until(lambda: system.submits() == [1, 1], "the copy")
+        first, second = (host.servicer.submits[0].sampling for host in system.workers)
+        assert first == second and first.temperature in (0.25, 0.75)
+        system.allow(None)
+        client.read_to_end_of_stream()

@@ -1,0 +1,182 @@
+"""Every bad value on SGLang's routes gets a 4xx that names its field, repeats nothing of the prompt and reaches no worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from services.shared import limits
+from tests.services.gateway.fakes import CONTEXT_LEN, EMBEDDING_SIZE, VOCAB_SIZE
+from tests.services.gateway.system import System
+
+SECRET = "s3cr3t-input"
+
+GENERATE: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing to go on from": ({"text": None}, "text"),
+    "text and ids": ({"input_ids": [1]}, "text"),
+    "text a number": ({"text": 5}, "text"),
+    "text empty list": ({"text": []}, "text"),
+    "text mixed list": ({"text": [SECRET, 5]}, "text"),
+    "text without tokens": ({"text": ""}, "text"),
+    "text too long": ({"text": "x" * CONTEXT_LEN}, "text"),
+    "second text too long": ({"text": [SECRET, "x" * CONTEXT_LEN]}, "text[1]"),
+    "too many texts": ({"text": ["x"] * (limits.MAX_BATCH_PROMPTS + 1)}, "text"),
+    "ids empty": ({"text": None, "input_ids": []}, "input_ids"),
+    "ids a string": ({"text": None, "input_ids": SECRET}, "input_ids"),
+    "ids mixed": ({"text": None, "input_ids": [[1], 2]}, "input_ids"),
+    "ids outside": ({"text": None, "input_ids": [VOCAB_SIZE]}, "input_ids"),
+    "second ids outside": ({"text": None, "input_ids": [[1], [-1]]}, "input_ids[1]"),
+    "ids not whole": ({"text": None, "input_ids": [1.5]}, "input_ids"),
+    "ids true": ({"text": None, "input_ids": [True]}, "input_ids"),
+    "image": ({"image_data": "x"}, "image_data"),
+    "embeddings as input": ({"input_embeds": [[0.5]]}, "input_embeds"),
+    "adapter": ({"lora_path": "x"}, "lora_path"),
+    "code": ({"custom_logit_processor": "x"}, "custom_logit_processor"),
+    "hidden states": ({"return_hidden_states": True}, "return_hidden_states"),
+    "unknown field": ({"surprise": 1}, "surprise"),
+    "stream a number": ({"stream": 1}, "stream"),
+    "rid a number": ({"rid": 5}, "rid"),
+    "rid empty": ({"rid": ""}, "rid"),
+    "rid long": ({"rid": "x" * 256}, "rid"),
+    "rids for one": ({"rid": ["a", "b"]}, "rid"),
+    "rids twice": ({"text": ["a", "b"], "rid": ["a", "a"]}, "rid"),
+    "priority large": ({"priority": 1 << 31}, "priority"),
+    "extra key empty": ({"extra_key": ""}, "extra_key"),
+    "parameters a string": ({"sampling_params": "x"}, "sampling_params"),
+    "parameters for two": ({"sampling_params": [{}, {}]}, "sampling_params"),
+    "parameters, one a string": ({"text": ["a", "b"], "sampling_params": [{}, "x"]}, "sampling_params[1]"),
+    "parameters, one bad": ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": 0}]}, "sampling_params[1].top_p"),
+    "n differs": ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
+    "n times prompts": ({"text": ["a"] * 1000, "sampling_params": {"n": 2}}, "sampling_params.n"),
+    "return_logprob a string": ({"return_logprob": "yes"}, "return_logprob"),
+    "return_logprob for two": ({"return_logprob": [True, False]}, "return_logprob"),
+    "start past the prompt": ({"return_logprob": True, "logprob_start_len": len(SECRET)}, "logprob_start_len"),
+    "start beyond 31 bits": ({"return_logprob": True, "logprob_start_len": 1 << 31}, "logprob_start_len"),
+    "start beyond 32 bits": ({"return_logprob": True, "logprob_start_len": 1 << 32}, "logprob_start_len"),
+    "turn with max_new_tokens beyond 32 bits": (
+        {"session_params": {"id": "s"}, "sampling_params": {"max_new_tokens": 1 << 32}},
+        "sampling_params.max_new_tokens",
+    ),
+    "start below": ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+    "start not whole": ({"return_logprob": True, "logprob_start_len": 0.5}, "logprob_start_len"),
+    "too many top ones": ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
+    "chosen outside": ({"return_logprob": True, "token_ids_logprob": [VOCAB_SIZE]}, "token_ids_logprob"),
+    "chosen a string": ({"return_logprob": True, "token_ids_logprob": "x"}, "token_ids_logprob"),
+    "too many chosen": ({"return_logprob": True, "token_ids_logprob": [1] * 257}, "token_ids_logprob"),
+    "session a string": ({"session_params": "x"}, "session_params"),
+    "session id a number": ({"session_params": {"id": 1}}, "session_params.id"),
+    "session offset below": ({"session_params": {"id": "s", "offset": -2}}, "session_params.offset"),
+    "session unknown field": ({"session_params": {"id": "s", "x": 1}}, "session_params.x"),
+    "session of many": ({"text": ["a", "b"], "session_params": {"id": "s"}}, "session_params"),
+    "session with answers": ({"sampling_params": {"n": 2}, "session_params": {"id": "s"}}, "session_params"),
+    "session with its prompt's logprobs": (
+        {"session_params": {"id": "s"}, "return_logprob": True, "logprob_start_len": 0},
+        "logprob_start_len",
+    ),
+}
+
+SAMPLING: dict[str, tuple[Any, str]] = {
+    "max_new_tokens below": (-1, "max_new_tokens"),
+    "min_new_tokens above": (129, "min_new_tokens"),
+    "temperature below": (-0.1, "temperature"),
+    "temperature a string": ("1", "temperature"),
+    "top_p zero": (0, "top_p"),
+    "top_p below float32": (1e-40, "top_p"),
+    "repetition_penalty below float32": (1e-40, "repetition_penalty"),
+    "max_new_tokens beyond 32 bits": (1 << 32, "max_new_tokens"),
+    "dry_allowed_length zero": (0, "dry_allowed_length"),
+    "dry_allowed_length large": (limits.MAX_DRY_ALLOWED_LENGTH + 1, "dry_allowed_length"),
+    "dry_penalty_last_n large": (limits.MAX_DRY_WINDOW + 1, "dry_penalty_last_n"),
+    "top_k below": (-2, "top_k"),
+    "min_p above": (1.5, "min_p"),
+    "frequency_penalty above": (2.5, "frequency_penalty"),
+    "presence_penalty below": (-2.5, "presence_penalty"),
+    "repetition_penalty zero": (0, "repetition_penalty"),
+    "n zero": (0, "n"),
+    "stop a number": (5, "stop"),
+    "stop empty": ([""], "stop"),
+    "stop many": (["x"] * 17, "stop"),
+    "stop_regex a number": (5, "stop_regex"),
+    "stop_regex many": (["x"] * 9, "stop_regex"),
+    "stop_regex long": ("x" * 513, "stop_regex"),
+    "stop_token_ids outside": ([VOCAB_SIZE], "stop_token_ids"),
+    "logit_bias a word": ({"x": 1}, "logit_bias"),
+    "logit_bias outside": ({str(VOCAB_SIZE): 1}, "logit_bias"),
+    "logit_bias above": ({"5": 101}, "logit_bias"),
+    "json_schema a number": (5, "json_schema"),
+    "json_schema not JSON": ("{", "json_schema"),
+    "regex a number": (5, "regex"),
+    "regex large": ("x" * (limits.MAX_GRAMMAR_BYTES + 1), "regex"),
+    "ebnf empty": ("", "ebnf"),
+    "structural_tag a list": ([], "structural_tag"),
+    "allowed_token_ids outside": ([VOCAB_SIZE], "allowed_token_ids"),
+    "spaces_between_special_tokens false": (False, "spaces_between_special_tokens"),
+    "stream_interval zero": (0, "stream_interval"),
+    "sampling_seed large": (1 << 63, "sampling_seed"),
+    "custom_params": ({}, "custom_params"),
+}
+
+
+def refused(system: System, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    before = len(system.worker.submits)
+    answer = system.post(path, {key: value for key, value in body.items() if value is not None})
+    assert answer.status_code == 400, answer.text
+    assert SECRET not in answer.text and len(system.worker.submits) == before
+    error: dict[str, Any] = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+@pytest.mark.parametrize(("change", "param"), GENERATE.values(), ids=GENERATE.keys())
+def test_generate(shared: System, change: dict[str, Any], param: str) -> None:
+    assert refused(shared, "/generate", {"text": SECRET, **change})["param"] == param
+
+
+@pytest.mark.parametrize(("value", "field"), SAMPLING.values(), ids=SAMPLING.keys())
+def test_sampling_params(shared: System, value: Any, field: str) -> None:
+    error = refused(shared, "/generate", {"text": SECRET, "sampling_params": {field: value}})
+    assert error["param"] == f"sampling_params.{field}"
+
+
+def test_two_grammars_name_both(shared: System) -> None:
+    error = refused(shared, "/generate", {"text": SECRET, "sampling_params": {"regex": "a", "ebnf": "root ::= [a]"}})
+    assert error["param"] == "sampling_params.ebnf" and "'regex' and 'ebnf'" in error["message"]
+
+
+ENCODE: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({"text": None}, "text"),
+    "too long": ({"text": "x" * (CONTEXT_LEN + 1)}, "text"),
+    "dimensions zero": ({"dimensions": 0}, "dimensions"),
+    "dimensions many": ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
+    "sampling": ({"sampling_params": {}}, "sampling_params"),
+    "image": ({"image_data": "x"}, "image_data"),
+}
+
+
+@pytest.mark.parametrize(("change", "param"), ENCODE.values(), ids=ENCODE.keys())
+def test_encode(shared: System, change: dict[str, Any], param: str) -> None:
+    assert refused(shared, "/encode", {"text": SECRET, **change})["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/generate", "/encode", "/abort_request", "/open_session", "/close_session"])
+@pytest.mark.parametrize("body", [b"", b"[1]", b'{"text": NaN}', b"\xff"], ids=["empty", "a list", "NaN", "not UTF-8"])
+def test_bad_json(shared: System, path: str, body: bytes) -> None:
+    answer = shared.post(path, body)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_another_model(shared: System) -> None:
+    answer = shared.post("/generate", {"text": "Hi", "model": "nobody"})
+    assert answer.status_code == 404 and answer.json()["error"]["param"] == "model"
+
+
+def test_a_small_request_that_is_large(shared: System) -> None:
+    assert shared.post("/abort_request", {"rid": "x" * 100_000}).status_code == 413
+
+
+def test_the_tokenizers_refusal_names_the_text(system: System) -> None:
+    system.do(lambda: system.tokenizer.failures.append((grpc.StatusCode.INVALID_ARGUMENT, "no")))
+    answer = system.post("/generate", {"text": "Hi"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "text"

@@ -1,0 +1,84 @@
+"""Bodies as SGLang's own clients send them: the whole form, most of it at values that ask for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.system import System, events
+
+ANSWER = "Hello, world!"
+
+
+def bench_serving(**fields: Any) -> dict[str, Any]:
+    """Of `python -m sglang.bench_serving --backend sglang`."""
+    return {
+        "text": "Hi",
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 5, "ignore_eos": True},
+        "stream": True,
+        "lora_path": None,
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        **fields,
+    }
+
+
+def test_bench_serving(shared: System) -> None:
+    answer = shared.post("/generate", bench_serving())
+    assert answer.status_code == 200, answer.text
+    last = events(answer.text)[-1]
+    assert last["text"] == ANSWER[:5] and last["meta_info"]["completion_tokens"] == 5
+    sampling = shared.worker.submits[-1].sampling
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.ignore_eos) == (0.0, 5, True)
+
+
+NEUTRAL: dict[str, Any] = {
+    "image_data": None,
+    "video_data": [],
+    "audio_data": None,
+    "input_embeds": None,
+    "modalities": ["text"],
+    "return_hidden_states": False,
+    "return_bytes": False,
+    "return_routed_experts": False,
+    "log_metrics": True,
+    "no_logs": False,
+    "lora_path": [None],
+    "custom_logit_processor": None,
+    "bootstrap_room": None,
+    "background": False,
+    "surprise": None,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), NEUTRAL.items(), ids=NEUTRAL.keys())
+@pytest.mark.parametrize("path", ["/generate", "/encode"])
+def test_what_asks_for_nothing_is_taken(shared: System, path: str, name: str, value: Any) -> None:
+    answer = shared.post(path, {"text": "Hi", name: value})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("name", ["custom_params", "surprise", "temperature", "stop", "regex", "n"])
+def test_null_among_the_sampling_parameters(shared: System, name: str) -> None:
+    answer = shared.post("/generate", {"text": "Hi", "sampling_params": {name: None}})
+    assert answer.status_code == 200 and answer.json()["text"] == ANSWER
+
+
+ASKING: dict[str, Any] = {
+    "return_hidden_states": True,
+    "return_bytes": 0,
+    "return_entropy": [False, True],
+    "lora_path": "x",
+    "image_data": ["x"],
+    "modalities": ["image"],
+    "background": True,
+    "surprise": False,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), ASKING.items(), ids=ASKING.keys())
+def test_what_asks_for_something_is_refused(shared: System, name: str, value: Any) -> None:
+    answer = shared.post("/generate", {"text": "Hi", name: value})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")

@@ -1,0 +1,117 @@
+"""A worker that fails what it gets is left alone for a while, and then tried with one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rootstock.v1 import common_pb2 as pb
+from tests.services.gateway.dispatch.test_faults import Pending
+from tests.services.gateway.fakes import FakeWorker
+from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+
+COOLDOWN_S = 0.4  # where a test waits for it
+
+
+def failing(times: int) -> Callable[[list[FakeWorker]], None]:
+    def configure(workers: list[FakeWorker]) -> None:
+        workers[0].refuse += [(pb.ERROR_CODE_INTERNAL, "fault")] * times
+
+    return configure
+
+
+def breaking(workers: int, times: int, cooldown_s: float = 60.0) -> System:
+    return System(
+        workers=workers,
+        configure=failing(times),
+        routing_policy="round_robin",
+        breaker_faults=2,
+        breaker_cooldown_s=cooldown_s,
+    )
+
+
+def cooled(system: System) -> None:
+    """As if the cooldown, or the time for a probe's result, were over."""
+    breaker = system.links[0].breaker
+    system.do(lambda: setattr(breaker, "_until", 0.0))
+    wait_until(lambda: len(system.gateway.dispatcher.fleet.usable()) == len(system.workers), "the next look at it")
+
+
+def state(system: System) -> str:
+    return system.links[0].breaker.state.value
+
+
+def test_left_alone_tried_and_taken_back() -> None:
+    with breaking(workers=2, times=3) as system:
+        assert [system.chat().status_code for _ in range(8)] == [200] * 8
+        assert state(system) == "open" and system.submits()[0] == 2
+        assert system.metric("rootstock_gateway_breakers", state="open") == 1
+        assert system.metric("rootstock_gateway_breakers", state="closed") == 1
+        assert system.metric("rootstock_gateway_workers", state="unusable") == 1
+        cooled(system)
+        assert [system.chat().status_code for _ in range(4)] == [200] * 4
+        assert state(system) == "open" and system.submits()[0] == 3
+        cooled(system)
+        assert [system.chat().status_code for _ in range(2)] == [200] * 2
+        assert state(system) == "closed"
+        before = system.submits()[0]
+        assert [system.chat().status_code for _ in range(4)] == [200] * 4
+        assert system.submits()[0] == before + 2
+
+
+def test_the_probe_is_one_request() -> None:
+    with breaking(workers=2, times=2) as system:
+        assert [system.chat().status_code for _ in range(4)] == [200] * 4
+        assert state(system) == "open"
+        system.allow(0)
+        cooled(system)
+        client = RawClient(system, "/v1/chat/completions", chat_body(n=8))
+        wait_until(lambda: sum(system.running()) == 8, "the submits")
+        assert system.running() == [1, 7]
+        client.vanish()
+
+
+def test_alone_it_is_used_all_the_same() -> None:
+    """A fault may be the request's: breakers never leave nobody."""
+    with breaking(workers=1, times=2) as system:
+        assert [system.chat().status_code for _ in range(2)] == [500, 500]
+        assert state(system) == "open"
+        assert system.chat().status_code == 200
+        assert system.get("/readiness").status_code == 200
+
+
+def test_what_is_the_clients_fault_is_not_the_workers() -> None:
+    with System(breaker_faults=2) as system:
+        for code in (pb.ERROR_CODE_INVALID_ARGUMENT, pb.ERROR_CODE_OUT_OF_MEMORY, pb.ERROR_CODE_TIMEOUT):
+            system.do(lambda code=code: system.worker.refuse.extend([(code, "no")] * 3))
+            assert all(system.chat().status_code >= 400 for _ in range(3))
+        assert state(system) == "closed" and system.chat().status_code == 200
+
+
+def test_a_probe_whose_client_leaves_does_not_end_it() -> None:
+    """The worker is tried again, though nobody has said how that request ended."""
+    with breaking(workers=2, times=2) as system:
+        assert [system.chat().status_code for _ in range(4)] == [200] * 4
+        system.allow(0)
+        cooled(system)
+        client = RawClient(system, "/v1/chat/completions", chat_body(n=2))
+        wait_until(lambda: system.running() == [1, 1], "the probe")
+        client.vanish()
+        wait_until(lambda: system.running() == [0, 0], "the aborts")
+        system.allow(None)
+        assert state(system) == "half_open"
+        cooled(system)
+        assert [system.chat().status_code for _ in range(2)] == [200] * 2
+        assert state(system) == "closed"
+
+
+def test_a_lost_worker_is_a_fault() -> None:
+    with System(breaker_faults=1) as system:
+        system.allow(0)
+        pending = Pending(system)
+        wait_until(lambda: system.running() == [1], "the submit")
+        system.call(system.workers[0].stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        assert state(system) == "open"
+        system.allow(None)
+        system.call(system.workers[0].start())
+        assert pending.result().status_code == 200, "it is all there is"

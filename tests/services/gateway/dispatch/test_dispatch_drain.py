@@ -1,0 +1,90 @@
+"""Workers that go away on purpose: nothing new, and what they give back goes on elsewhere."""
+
+from __future__ import annotations
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway.dispatch.dispatcher import MAX_CRASHES
+from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
+from tests.services.gateway.dispatch.test_dispatch_queue import send, status_of
+from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of
+from tests.services.gateway.fakes import ids_of
+from tests.services.gateway.system import RawClient, System, wait_until
+
+
+def content(pending: Pending) -> str:
+    text: str = pending.result().json()["choices"][0]["message"]["content"]
+    return text
+
+
+def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has() -> None:
+    with System(workers=2, configure=stopped) as system:
+        pending = Pending(system)
+        first = begun(system, 3)
+        system.do(lambda: first.servicer.tell(draining=True))
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the drain")
+        system.allow(None)
+        assert [system.chat().status_code for _ in range(4)] == [200] * 4
+        assert content(pending) == ANSWER
+        assert len(first.servicer.submits) == 1 and sum(system.submits()) == 5
+        system.do(lambda: first.servicer.tell(draining=False))
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "its return")
+        assert [system.chat().status_code for _ in range(4)] == [200] * 4
+        assert len(first.servicer.submits) > 1
+
+
+def test_with_all_draining_requests_wait_and_the_gateway_is_not_ready() -> None:
+    with System(configure=stopped) as system:
+        system.do(lambda: system.worker.tell(draining=True))
+        wait_until(lambda: system.get("/readiness").json()["missing"] == ["worker"], "the drain")
+        client = send(system, "Hi")
+        assert system.num_waiting == 1 and system.submits() == [0]
+        system.allow(None)
+        system.call(system.workers[0].stop())
+        system.do(lambda: setattr(system.worker, "load", None))
+        system.call(system.workers[0].start())
+        assert status_of(client) == 200
+
+
+def test_what_it_gives_back_goes_on_elsewhere_however_often() -> None:
+    """From one to the other and back, more often than a choice may crash."""
+    with System(workers=2, configure=stopped) as system:
+        pending = Pending(system, stream=True)
+        for hop in range(MAX_CRASHES + 2):
+            wait_until(lambda hop=hop: sum(system.submits()) == hop + 1 and sum(system.running()) == 1, f"submit {hop}")
+            here = next(host.servicer for host in system.workers if host.servicer.running)
+            other = next(host.servicer for host in system.workers if host.servicer is not here)
+            system.do(lambda here=here: here.allow(1))
+            wait_until(lambda here=here: here.steps_left == 0, "a token")
+            system.do(lambda other=other: other.tell(draining=False))
+            wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the other")
+            system.do(lambda here=here: here.end_running(pb.ERROR_CODE_UNAVAILABLE, "draining"))
+        system.allow(None)
+        assert content_of(pending.result().text) == ANSWER
+        last = max((host.servicer.submits[-1] for host in system.workers), key=lambda submit: len(submit.output_ids))
+        assert list(last.output_ids) == ids_of(ANSWER[: MAX_CRASHES + 2])
+        moves = system.metric("rootstock_gateway_moves_total", cause="drain", state="begun")
+        assert moves == MAX_CRASHES + 2
+        assert system.metric("rootstock_gateway_breakers", state="closed") == 2
+
+
+def test_the_end_of_a_draining_worker_is_no_crash() -> None:
+    with System(configure=stopped, breaker_faults=2) as system:
+        pending = Pending(system)
+        for restart in range(MAX_CRASHES + 1):
+            wait_until(lambda restart=restart: system.submits() == [restart + 1], f"submit {restart}")
+            system.do(lambda: system.worker.tell(draining=True))
+            wait_until(lambda: system.links[0].draining, "the drain")
+            system.call(system.workers[0].stop())
+            system.do(lambda: setattr(system.worker, "load", None))
+            system.call(system.workers[0].start())
+        system.allow(None)
+        assert content(pending) == ANSWER
+
+
+def test_a_turn_of_a_session_cannot_go_on_elsewhere() -> None:
+    with System(workers=2, configure=stopped) as system:
+        client = RawClient(system, "/generate", {"text": "Hi", "session_params": {"id": "mine"}})
+        first = begun(system, 5)
+        system.do(lambda: first.servicer.end_running(pb.ERROR_CODE_UNAVAILABLE, "draining"))
+        client.read_until(b"session_unavailable")
+        assert status_of(client) == 503 and sum(system.submits()) == 1

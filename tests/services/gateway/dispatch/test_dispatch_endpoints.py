@@ -1,0 +1,78 @@
+"""Workers that discovery no longer names, or calls not ready."""
+
+from __future__ import annotations
+
+from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
+from tests.services.gateway.dispatch.test_dispatch_queue import send, status_of
+from tests.services.gateway.dispatch.test_faults import Pending
+from tests.services.gateway.system import System, wait_until
+
+
+def discover(system: System, **ready: bool) -> None:
+    """ready: by `w` and the worker's number."""
+    endpoints = {system.workers[int(name[1:])].address: value for name, value in ready.items()}
+    system.do(lambda: system.gateway.dispatcher.fleet._endpoints_changed(endpoints))
+
+
+def test_one_that_is_gone_ends_what_it_has_and_is_closed() -> None:
+    with System(workers=2, configure=stopped, routing_policy="round_robin") as system:
+        pending = Pending(system)
+        first = begun(system, 3)
+        fleet = system.gateway.dispatcher.fleet
+        index = system.workers.index(first)
+        discover(system, **{f"w{1 - index}": True})
+        assert set(fleet.links) == {host.address for host in system.workers}
+        system.do(lambda: system.workers[1 - index].servicer.allow(None))
+        assert [system.chat().status_code for _ in range(3)] == [200] * 3
+        assert len(first.servicer.submits) == 1
+        system.do(lambda: first.servicer.allow(None))
+        assert pending.result().status_code == 200
+        wait_until(lambda: first.address not in fleet.links, "the link's end")
+        wait_until(lambda: first.servicer.ended == 1, "the stream's end")
+        assert len(fleet.pools["test-model"].links) == 1
+
+
+def test_one_that_is_gone_and_breaks_is_not_waited_for() -> None:
+    with System(workers=2, configure=stopped) as system:
+        pending = Pending(system)
+        first = begun(system, 3)
+        index = system.workers.index(first)
+        discover(system, **{f"w{1 - index}": True})
+        system.call(first.stop())
+        system.allow(None)
+        assert pending.result().status_code == 200
+        assert len(system.workers[1 - index].servicer.submits) == 1
+        wait_until(lambda: first.address not in system.gateway.dispatcher.fleet.links, "the link's end")
+
+
+def test_one_that_comes_back_before_it_was_closed() -> None:
+    with System(configure=stopped) as system:
+        pending = Pending(system)
+        begun(system, 3)
+        discover(system)
+        discover(system, w0=True)
+        system.allow(None)
+        assert [pending.result().status_code, system.chat().status_code] == [200, 200]
+        assert len(system.worker.contexts) == 1
+
+
+def test_one_that_comes_back_after_it_was_closed() -> None:
+    with System() as system:
+        discover(system)
+        wait_until(lambda: not system.gateway.dispatcher.fleet.links, "the link's end")
+        assert system.get("/readiness").json()["missing"] == ["worker"]
+        client = send(system, "Hi")
+        discover(system, w0=True)
+        assert status_of(client) == 200
+
+
+def test_one_that_is_not_ready_gets_nothing_new() -> None:
+    with System(workers=2) as system:
+        discover(system, w0=False, w1=True)
+        assert [system.chat().status_code for _ in range(3)] == [200] * 3
+        assert system.submits() == [0, 3]
+        discover(system, w0=False, w1=False)
+        client = send(system, "Hi")
+        assert system.num_waiting == 1
+        discover(system, w0=True, w1=False)
+        assert status_of(client) == 200 and system.submits() == [1, 3]

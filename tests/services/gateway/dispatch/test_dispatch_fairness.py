@@ -1,0 +1,98 @@
+"""Who is next when requests of several API keys wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS, LIMIT, small, status_of
+from tests.services.gateway.fakes import FakeWorker, text_of
+from tests.services.gateway.system import RawClient, System, wait_until
+
+
+class Keyed:
+    """Clients of several keys; a prompt's first letter is its key."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.clients: list[RawClient] = []
+
+    def send(self, key: str, count: int, prompt: Callable[[int], str] = lambda i: str(i), **body: Any) -> RawClient:
+        for i in range(count):
+            before = len(self.system.worker.submits) + self.system.num_waiting
+            self.clients.append(RawClient(self.system, COMPLETIONS, {"prompt": key + prompt(i), "max_tokens": 1, **body}, key))
+            arrived = before + 1
+            wait_until(lambda arrived=arrived: len(self.system.worker.submits) + self.system.num_waiting == arrived, "arrival")
+        return self.clients[-1]
+
+    def served(self) -> str:
+        """Keys in the order of their service, once all have been served."""
+        self.system.allow(None)
+        assert {status_of(client) for client in self.clients} == {200}
+        return "".join(text_of(list(submit.prompt_ids))[0] for submit in self.system.worker.submits)
+
+
+def test_who_comes_late_with_little_does_not_wait_for_who_has_much() -> None:
+    with System(configure=small, api_keys="a,b") as system:
+        keyed = Keyed(system)
+        keyed.send("a", 50)
+        keyed.send("b", 3)
+        assert keyed.served().rindex("b") < LIMIT + 8
+
+
+def test_shares_by_weight() -> None:
+    with System(configure=small, api_keys="a,b,c", key_weights="3,1,1") as system:
+        keyed = Keyed(system)
+        keyed.send("c", LIMIT)
+        keyed.send("a", 24)
+        keyed.send("b", 24)
+        shared = keyed.served()[LIMIT : LIMIT + 16]
+        assert 11 <= shared.count("a") <= 13 and shared.count("b") == 16 - shared.count("a")
+
+
+def test_tokens_count_and_not_requests() -> None:
+    with System(configure=small, api_keys="a,b,c") as system:
+        keyed = Keyed(system)
+        keyed.send("c", LIMIT)
+        keyed.send("a", 4, lambda i: "x" * 200)
+        keyed.send("b", 30, lambda i: "x" * 20)
+        order = keyed.served()[LIMIT:]
+        between = order[order.index("a") + 1 :].partition("a")[0]
+        assert len(between) >= 7, order  # small ones until b has had as much as a's first
+
+
+def test_without_keys_first_come_first_served() -> None:
+    with System(configure=small) as system:
+        keyed = Keyed(system)
+        for key in "abcabcaabb":
+            keyed.send(key, 1)
+        assert keyed.served() == "abcabcaabb"
+
+
+def test_what_no_worker_had_costs_nothing() -> None:
+    with System(configure=small, api_keys="a,b,c") as system:
+        keyed = Keyed(system)
+        keyed.send("c", LIMIT)
+        keyed.send("b", 1)
+        keyed.send("a", 1, lambda i: "x" * 400).vanish()
+        keyed.clients.pop()
+        wait_until(lambda: system.num_waiting == 1, "the place")
+        keyed.send("a", 5)
+        keyed.send("b", 5)
+        assert "a" in keyed.served()[LIMIT : LIMIT + 4]
+
+
+def test_output_counts_too() -> None:
+    """a and b have asked for equal prompts; a has got long answers."""
+
+    def configure(workers: list[FakeWorker]) -> None:
+        small(workers)
+        workers[0].answer = lambda submit: "y" * 100
+
+    with System(configure=configure, api_keys="a,b,c") as system:
+        keyed = Keyed(system)
+        keyed.send("c", LIMIT)
+        keyed.send("a", 8, max_tokens=60)
+        keyed.send("b", 8)
+        order = keyed.served()[LIMIT:]
+        assert order.rindex("b") < order.rindex("a") and "bbb" in order

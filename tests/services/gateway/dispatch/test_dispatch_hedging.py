@@ -1,0 +1,147 @@
+"""A second copy of a request that is slow to begin."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tests.services.gateway.dispatch.test_dispatch_lost import stopped
+from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of
+from tests.services.gateway.fakes import Host, ids_of
+from tests.services.gateway.system import RawClient, System, wait_until
+
+AFTER_S = 0.1
+
+
+def hedged(system: System) -> tuple[Host, Host]:
+    """The worker that got the request and the one that got the copy."""
+    wait_until(lambda: sum(system.submits()) == 1, "the submit")
+    first = next(host for host in system.workers if host.servicer.submits)
+    wait_until(lambda: sum(system.submits()) == 2, "the copy")
+    return first, next(host for host in system.workers if host is not first)
+
+
+def allow(system: System, host: Host, steps: int | None) -> None:
+    system.do(lambda: host.servicer.allow(steps))
+
+
+def test_off_by_default() -> None:
+    with System(workers=2, configure=stopped) as system:
+        pending = Pending(system)
+        wait_until(lambda: sum(system.submits()) == 1, "the submit")
+        time.sleep(0.3)
+        assert sum(system.submits()) == 1
+        system.allow(None)
+        assert pending.result().status_code == 200
+
+
+@pytest.mark.parametrize("copy_wins", [False, True], ids=["the first", "the copy"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_who_speaks_first_keeps_it(copy_wins: bool, stream: bool) -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
+        pending = Pending(system, stream=stream, temperature=1.0)
+        first, second = hedged(system)
+        winner, loser = (second, first) if copy_wins else (first, second)
+        original, copy = first.servicer.submits[0], second.servicer.submits[0]
+        assert (copy.prompt_ids, copy.sampling, copy.request_id) == (original.prompt_ids, original.sampling, original.request_id)
+        allow(system, winner, 3)
+        wait_until(lambda: not loser.servicer.running, "the abort")
+        allow(system, loser, None)
+        allow(system, winner, None)
+        answer = pending.result()
+        assert (content_of(answer.text) if stream else answer.json()["choices"][0]["message"]["content"]) == ANSWER
+        assert system.submits() == [1, 1]
+        assert system.metric("rootstock_gateway_routing_decisions_total", reason="hedge") == 1
+        assert all(not link.open and link.open_tokens == 0 for link in system.links)
+
+
+@pytest.mark.parametrize("copy_dies", [False, True], ids=["the first", "the copy"])
+def test_one_of_them_dies_before_either_has_spoken(copy_dies: bool) -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
+        pending = Pending(system)
+        first, second = hedged(system)
+        system.call((second if copy_dies else first).stop())
+        system.allow(None)
+        assert pending.result().status_code == 200
+        assert system.submits() == [1, 1]
+
+
+def test_both_die() -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
+        pending = Pending(system)
+        first, second = hedged(system)
+        for host in (first, second):
+            system.call(host.stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        system.allow(None)
+        system.call(first.start())
+        assert pending.result().status_code == 200
+
+
+def test_the_winner_dies() -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
+        pending = Pending(system, stream=True)
+        first, second = hedged(system)
+        allow(system, second, 5)
+        wait_until(lambda: not first.servicer.running and second.servicer.steps_left == 0, "the abort")
+        system.call(second.stop())
+        system.allow(None)
+        assert content_of(pending.result().text) == ANSWER
+        assert list(first.servicer.submits[1].output_ids) == ids_of(ANSWER[:5])
+
+
+def test_the_client_leaves() -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
+        client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
+        hedged(system)
+        client.vanish()
+        wait_until(lambda: system.running() == [0, 0], "the aborts")
+        assert all(not link.open for link in system.links)
+
+
+def test_a_request_that_is_gone_gets_no_copy() -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
+        client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
+        wait_until(lambda: sum(system.running()) == 1, "the submit")
+        client.vanish()
+        time.sleep(2 * AFTER_S)
+        assert sum(system.submits()) == 1
+
+
+def test_one_that_has_begun_gets_no_copy() -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=0.4) as system:
+        pending = Pending(system)
+        wait_until(lambda: sum(system.running()) == 1, "the submit")
+        system.allow(1)
+        time.sleep(0.6)
+        assert sum(system.submits()) == 1
+        system.allow(None)
+        assert pending.result().status_code == 200
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["with the first token", "before it"])
+def test_log_probabilities_of_the_prompt_come_once(early: bool) -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
+        for host in system.workers:
+            host.servicer.early_prompt = early
+        body = {"text": "Hello", "return_logprob": True, "logprob_start_len": 0}
+        client = RawClient(system, "/generate", body)
+        wait_until(lambda: sum(system.submits()) >= 1, "the submit")
+        time.sleep(3 * AFTER_S)
+        assert sum(system.submits()) == (1 if early else 2)
+        system.allow(None)
+        client.read_until(b"}}")
+        meta = json.loads(client.received.partition(b"\r\n\r\n")[2])["meta_info"]
+        assert [token for _, token, *_ in meta["input_token_logprobs"]] == ids_of("Hello")
+        assert len(meta["output_token_logprobs"]) == len(ANSWER) + 1
+
+
+def test_nobody_else_has_room() -> None:
+    with System(configure=stopped, hedge_after_s=AFTER_S) as system:
+        pending = Pending(system)
+        wait_until(lambda: system.running() == [1], "the submit")
+        time.sleep(2 * AFTER_S)
+        system.allow(None)
+        assert pending.result().status_code == 200 and system.submits() == [1]

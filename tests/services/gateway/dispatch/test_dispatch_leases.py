@@ -1,0 +1,81 @@
+"""Workers that keep a lease in Redis: without one they get nothing, as long as leases mean anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from services.gateway.index import lease_table, mirror
+from services.shared.index.prefix_index import lease_key, workers_key
+from tests.services.gateway.fakes import MODEL, FakeWorker
+from tests.services.gateway.system import System, wait_until
+from tests.services.redis_server import RedisServer, redis_server
+
+GENERATION = 7
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
+    monkeypatch.setattr(lease_table, "LEASE_TTL_S", 0.1)
+    monkeypatch.setattr(mirror, "POLL_S", 0.1)
+    with redis_server() as server:
+        yield server
+
+
+def leased(workers: list[FakeWorker]) -> None:
+    for worker in workers:
+        worker.info.publishes_index = True
+        worker.tell(index_generation=GENERATION, lease_held=True)
+
+
+def take(server: RedisServer, *workers: str) -> None:
+    for worker in workers:
+        server.client.set(lease_key(worker), GENERATION)
+        server.client.sadd(workers_key(MODEL), worker)
+
+
+def usable(system: System) -> list[bool]:
+    usable = system.gateway.dispatcher.fleet.usable()
+    return [link in usable for link in system.links]
+
+
+def test_without_its_lease_a_worker_gets_nothing(server: RedisServer) -> None:
+    take(server, "worker-0", "worker-1")
+    with System(workers=2, configure=leased, redis_url=server.url) as system:
+        fleet_mirror = system.gateway.dispatcher.fleet.mirror
+        assert fleet_mirror is not None
+        wait_until(lambda: len(fleet_mirror.leases) == 2, "the leases")
+        server.client.delete(lease_key("worker-0"))
+        wait_until(lambda: usable(system) == [False, True], "the loss")
+        assert [system.chat().status_code for _ in range(3)] == [200] * 3
+        assert system.submits() == [0, 3]
+        take(server, "worker-0")
+        wait_until(lambda: usable(system) == [True, True], "the new lease")
+        # Nobody has one: that is Redis's trouble, and not the workers'.
+        server.client.delete(lease_key("worker-0"), lease_key("worker-1"))
+        wait_until(lambda: not fleet_mirror.leases, "the loss of all")
+        assert [system.chat().status_code for _ in range(3)] == [200] * 3
+        assert usable(system) == [True, True]
+
+
+def test_a_worker_that_says_that_redis_refuses_it_needs_none(server: RedisServer) -> None:
+    take(server, "worker-0", "worker-1")
+    with System(workers=2, configure=leased, redis_url=server.url) as system:
+        fleet_mirror = system.gateway.dispatcher.fleet.mirror
+        assert fleet_mirror is not None
+        wait_until(lambda: len(fleet_mirror.leases) == 2, "the leases")
+        server.client.delete(lease_key("worker-0"))
+        wait_until(lambda: usable(system) == [False, True], "the loss")
+        system.do(lambda: system.worker.tell(index_generation=GENERATION, lease_held=False))
+        wait_until(lambda: usable(system) == [True, True], "its word")
+
+
+def test_without_redis_nothing_changes(server: RedisServer) -> None:
+    take(server, "worker-0", "worker-1")
+    with System(workers=2, configure=leased, redis_url=server.url) as system:
+        wait_until(lambda: system.metric("rootstock_gateway_index_up") == 1, "Redis")
+        server.kill()
+        wait_until(lambda: system.metric("rootstock_gateway_index_up") == 0, "its end")
+        assert [system.chat().status_code for _ in range(4)] == [200] * 4
+        assert usable(system) == [True, True]

@@ -1,0 +1,123 @@
+"""Several models behind one gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.services.gateway.dispatch.test_dispatch_queue import status_of
+from tests.services.gateway.fakes import CONTEXT_LEN, FakeWorker
+from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+def serving(*models: str) -> Callable[[list[FakeWorker]], None]:
+    def configure(workers: list[FakeWorker]) -> None:
+        for worker, model in zip(workers, models, strict=True):
+            worker.info.model = model
+            worker.answer = lambda submit, model=model: f"I am {model}"
+
+    return configure
+
+
+def answer_of(system: System, model: str) -> str:
+    text: str = system.chat(model=model).json()["choices"][0]["message"]["content"]
+    return text
+
+
+def ask(system: System, model: str) -> RawClient:
+    """A request that waits for a worker of this model."""
+    before = system.num_waiting
+    client = RawClient(system, CHAT, chat_body(model=model))
+    wait_until(lambda: system.num_waiting == before + 1, "the wait")
+    return client
+
+
+def test_each_request_goes_to_its_model() -> None:
+    with System(workers=3, configure=serving("a", "b", "b")) as system:
+        assert [answer_of(system, model) for model in "abab"] == ["I am a", "I am b"] * 2
+        assert system.submits() == [2, 1, 1]
+        cards = system.get("/v1/models").json()["data"]
+        assert sorted(card["id"] for card in cards) == ["a", "b"]
+        assert [system.get(f"/v1/models/{name}").status_code for name in "abc"] == [200, 200, 404]
+        assert system.metric("rootstock_gateway_workers", model="b", state="usable") == 2
+        unknown = system.chat(model="c")
+        assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_model_that_was_promised_is_waited_for() -> None:
+    with System(configure=serving("a"), models="a,b", queue_timeout_s=0.3) as system:
+        answer = system.chat(model="b")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_worker"
+        assert answer.headers["retry-after"] == "1"
+        assert system.chat(model="c").status_code == 404
+        assert answer_of(system, "a") == "I am a"
+
+
+def test_a_model_appears_while_requests_wait_for_it() -> None:
+    """At the start any worker may name any model."""
+    for promised in ("a,b", ""):
+        with System(workers=2, down=("worker",), configure=serving("a", "b"), models=promised) as system:
+            system.call(system.workers[0].start())
+            wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the first worker")
+            client = ask(system, "b")
+            assert answer_of(system, "a") == "I am a"
+            system.call(system.workers[1].start())
+            assert status_of(client) == 200 and len(system.workers[1].servicer.submits) == 1
+
+
+def test_the_models_of_a_fleet_wait_each_for_itself() -> None:
+    with System(workers=2, configure=serving("a", "b")) as system:
+        system.call(system.workers[1].stop())
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
+        client = ask(system, "b")
+        assert system.metric("rootstock_gateway_queue_length", model="b") == 1
+        assert system.metric("rootstock_gateway_queue_length", model="a") == 0
+        assert answer_of(system, "a") == "I am a"
+        system.call(system.workers[1].start())
+        assert status_of(client) == 200
+
+
+def test_too_many_wait_for_a_model_that_nobody_knows() -> None:
+    with System(configure=serving("a"), models="b", max_waiting_requests=2) as system:
+        clients = [ask(system, "b"), ask(system, "b")]
+        assert system.chat(model="b").json()["error"]["code"] == "queue_full"
+        clients[0].vanish()
+        wait_until(lambda: system.num_waiting == 1, "the place")
+
+
+def test_sglangs_generate_goes_by_its_model_too() -> None:
+    with System(workers=2, configure=serving("a", "b")) as system:
+        assert system.post("/generate", {"text": "Hi", "model": "b"}).json()["text"] == "I am b"
+        assert system.post("/generate", {"text": "Hi"}).status_code == 200
+        assert system.post("/generate", {"text": "Hi", "model": "c"}).status_code == 404
+
+
+def test_one_name_changes_its_model_when_the_old_ones_workers_are_gone() -> None:
+    with System(workers=2, down=("worker",), configure=serving("a", "b"), model_name="ours") as system:
+        for host in system.workers:
+            system.call(host.start())
+            wait_until(lambda host=host: len(host.servicer.contexts) == 1, "a worker")
+        wait_until(lambda: all(link.info is not None for link in system.links), "the hellos")
+        assert [answer_of(system, "ours") for _ in range(3)] == ["I am a"] * 3
+        system.call(system.workers[0].stop())
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the other model")
+        assert answer_of(system, "ours") == "I am b"
+        assert system.get("/readiness").status_code == 200
+        system.call(system.workers[0].start())
+        wait_until(lambda: system.links[0].info is not None, "its return")
+        assert [answer_of(system, "ours") for _ in range(3)] == ["I am b"] * 3
+
+
+def test_the_shortest_context_counts_while_its_worker_is_there() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        workers[0].info.context_len = 100
+
+    with System(workers=2, configure=configure) as system:
+
+        def length() -> int:
+            return int(system.get("/v1/models").json()["data"][0]["max_model_len"])
+
+        assert length() == 100
+        system.call(system.workers[0].stop())
+        wait_until(lambda: length() == CONTEXT_LEN, "the other one's")

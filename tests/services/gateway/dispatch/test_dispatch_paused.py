@@ -1,0 +1,76 @@
+"""A paused worker gets nothing new; what runs there stays, what comes waits here, and goes when the pause ends."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+def tell(system: System, worker: int = 0, **load: Any) -> None:
+    told = system.workers[worker].servicer
+    system.do(lambda: told.tell(**load))
+    wait_until(lambda: system.links[worker].load == told.load, "the load")
+
+
+def test_new_requests_go_to_the_others_and_running_ones_stay() -> None:
+    with System(workers=2, routing_policy="round_robin") as system:
+        system.allow(0)
+        for _ in range(2):
+            RawClient(system, CHAT, chat_body())
+        wait_until(lambda: system.running() == [1, 1], "a request on each")
+        tell(system, 0, paused=True, num_open=1)
+        for _ in range(3):
+            RawClient(system, CHAT, chat_body())
+        wait_until(lambda: system.running() == [1, 4], "all others on the second")
+        assert system.submits() == [1, 4] and system.total("rootstock_gateway_moves_total") == 0
+
+
+def test_while_all_are_paused_requests_wait_here_and_go_when_one_goes_on() -> None:
+    with System() as system, ThreadPoolExecutor() as pool:
+        tell(system, paused=True)
+        answers = [pool.submit(system.chat) for _ in range(3)]
+        wait_until(lambda: system.num_waiting == 3, "three that wait")
+        assert system.submits() == [0] and system.get("/readiness").json()["missing"] == ["worker"]
+        tell(system, paused=False)
+        assert {answer.result(15).status_code for answer in answers} == {200}
+        assert system.get("/readiness").status_code == 200
+
+
+def test_one_whose_breaker_is_open_serves_while_the_other_is_paused() -> None:
+    """Breakers do not count where they would leave nobody."""
+    with System(workers=2) as system:
+        link = system.links[1]
+        system.do(lambda: [link.breaker.failed(asyncio.get_running_loop().time()) for _ in range(100)])
+        tell(system, 0, paused=True)
+        assert [one.address for one in system.gateway.dispatcher.fleet.usable()] == [link.address]
+        tell(system, 0, paused=False)
+        system.do(system.gateway.dispatcher._ticked)
+        assert link not in system.gateway.dispatcher.fleet.usable()
+
+
+def test_their_patience_ends_with_a_word_about_the_pause() -> None:
+    with System(queue_timeout_s=0.1) as system:
+        tell(system, paused=True)
+        answer = system.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "paused") and "retry-after" in answer.headers
+        assert system.metric("rootstock_gateway_refusals_total", reason="paused") == 1
+
+
+def test_a_turn_of_a_session_there_waits_here_too() -> None:
+    with System() as system, ThreadPoolExecutor() as pool:
+        tell(system, paused=True)
+        turn = {"text": "Hi", "session_params": {"id": "s"}}
+        answer = pool.submit(system.post, "/generate", turn)
+        wait_until(lambda: bool(parked(system)), "the turn")
+        assert system.submits() == [0]
+        tell(system, paused=False)
+        assert answer.result(15).status_code == 200
+
+
+def parked(system: System) -> int:
+    return sum(len(pool.parked) for pool in system.gateway.dispatcher.fleet.pools.values())

@@ -1,0 +1,176 @@
+"""Choices that wait at the gateway because no worker has room: order, bounds, deadlines, priorities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.dispatch.test_faults import ANSWER, Pending
+from tests.services.gateway.fakes import MODEL, FakeWorker, text_of
+from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+LIMIT = 3  # requests that a worker of one running request gets
+
+
+def small(workers: list[FakeWorker]) -> None:
+    for worker in workers:
+        worker.info.max_running_requests = 1
+        worker.allow(0)
+
+
+def send(system: System, prompt: str, **body: Any) -> RawClient:
+    """A request that has found its place: on a worker or in the queue."""
+    before = sum(system.submits()) + system.num_waiting
+    client = RawClient(system, COMPLETIONS, {"prompt": prompt, **body})
+    wait_until(lambda: sum(system.submits()) + system.num_waiting > before, f"the place of {prompt}")
+    return client
+
+
+def served(system: System) -> list[str]:
+    """Prompts in the order in which the first worker got them."""
+    return [text_of(list(submit.prompt_ids)) for submit in system.worker.submits]
+
+
+def status_of(client: RawClient) -> int:
+    client.read_until(b"\r\n\r\n")
+    return int(client.received.split()[1])
+
+
+def full(system: System) -> list[RawClient]:
+    """All workers have as many as they may."""
+    return [send(system, f"filler {i}") for i in range(LIMIT * len(system.workers))]
+
+
+def test_first_come_first_served() -> None:
+    with System(configure=small) as system:
+        clients = full(system) + [send(system, str(i)) for i in range(4)]
+        assert system.num_waiting == 4
+        assert system.metric("rootstock_gateway_queue_length", model=MODEL) == 4
+        assert system.metric("rootstock_gateway_queue_time_seconds_count") == 0
+        system.allow(None)
+        assert [status_of(client) for client in clients] == [200] * 7
+        assert served(system)[LIMIT:] == ["0", "1", "2", "3"]
+        assert system.metric("rootstock_gateway_queue_length", model=MODEL) == 0
+        assert system.metric("rootstock_gateway_queue_time_seconds_count") == 4
+
+
+def test_a_worker_never_has_more_than_its_limit() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        for worker in workers:
+            worker.info.max_running_requests = 4
+            worker.allow(0)
+
+    with System(workers=2, configure=configure, worker_queue_slack=1.0) as system:
+        client = RawClient(system, CHAT, chat_body(n=20))
+        wait_until(lambda: system.num_waiting == 4, "the queue")
+        wait_until(lambda: sum(system.running()) == 16, "the submits")
+        assert system.running() == [8, 8]
+        client.vanish()
+
+
+def test_the_deadline() -> None:
+    with System(configure=small, queue_timeout_s=0.3) as system:
+        full(system)
+        answer = system.complete()
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "queue_timeout"
+        assert system.num_waiting == 0 and system.submits() == [LIMIT]
+        assert system.metric("rootstock_gateway_queue_time_seconds_count") == 1
+
+
+def test_the_bound() -> None:
+    with System(configure=small, max_waiting_requests=2) as system:
+        clients = [*full(system), send(system, "0"), send(system, "1")]
+        answer = system.complete()
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "queue_full"
+        system.allow(None)
+        assert [status_of(client) for client in clients] == [200] * 5
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_the_most_urgent_first_and_the_least_urgent_makes_way(low_first: bool) -> None:
+    sign = -1 if low_first else 1
+    with System(
+        configure=small,
+        max_waiting_requests=3,
+        enable_priority_scheduling=True,
+        schedule_low_priority_values_first=low_first,
+    ) as system:
+        full(system)
+        clients = {value: send(system, str(value), priority=sign * value) for value in (2, 1, 3)}
+        displacing = RawClient(system, COMPLETIONS, {"prompt": "5", "priority": 5 * sign})
+        assert status_of(clients.pop(1)) == 503
+        assert system.complete(priority=sign).json()["error"]["code"] == "queue_full"
+        system.allow(None)
+        assert [status_of(client) for client in (*clients.values(), displacing)] == [200] * 3
+        assert served(system)[LIMIT:] == ["5", "3", "2"]
+
+
+def test_priorities_are_not_the_gateways_unless_asked_for() -> None:
+    with System(configure=small, max_waiting_requests=2) as system:
+        clients = [*full(system), send(system, "0"), send(system, "9", priority=9)]
+        assert system.complete(priority=20).json()["error"]["code"] == "queue_full"
+        system.allow(None)
+        assert [status_of(client) for client in clients] == [200] * 5
+        assert served(system)[LIMIT:] == ["0", "9"]
+
+
+def test_a_client_that_leaves_gives_its_place_up() -> None:
+    with System(configure=small) as system:
+        full(system)
+        gone = send(system, "gone", n=1)
+        after = send(system, "after")
+        gone.vanish()
+        wait_until(lambda: system.num_waiting == 1, "the place")
+        system.allow(None)
+        assert status_of(after) == 200 and served(system)[LIMIT:] == ["after"]
+
+
+def test_a_client_that_leaves_makes_room() -> None:
+    with System(configure=small) as system:
+        first, *_ = full(system)
+        after = send(system, "after")
+        first.vanish()
+        wait_until(lambda: system.num_waiting == 0 and len(system.worker.submits) == LIMIT + 1, "the next submit")
+        system.allow(None)
+        assert status_of(after) == 200
+
+
+def test_choices_of_one_request_partly_placed() -> None:
+    with System(configure=small) as system:
+        pending = Pending(system, n=5)
+        wait_until(lambda: system.num_waiting == 2 and system.running() == [LIMIT], "three and two")
+        system.allow(None)
+        answer = pending.result().json()
+        assert [choice["message"]["content"] for choice in answer["choices"]] == [ANSWER] * 5
+        assert answer["usage"]["completion_tokens"] == 5 * (len(ANSWER) + 1)
+
+
+def test_a_request_that_is_partly_placed_ends_as_one() -> None:
+    with System(configure=small, queue_timeout_s=0.3) as system:
+        assert system.chat(n=5).json()["error"]["code"] == "queue_timeout"
+        wait_until(lambda: len(system.worker.aborted) == LIMIT, "the aborts")
+        assert system.num_waiting == 0
+
+
+def test_a_request_with_more_choices_than_may_wait() -> None:
+    with System(configure=small, max_waiting_requests=1) as system:
+        assert system.chat(n=5).json()["error"]["code"] == "queue_full"
+        wait_until(lambda: system.running() == [0], "the aborts")
+        assert system.num_waiting == 0
+
+
+def test_what_other_gateways_have_on_a_worker_counts() -> None:
+    with System(configure=small) as system:
+        system.do(lambda: system.worker.tell(num_open=LIMIT, used_tokens=100))
+        wait_until(lambda: system.links[0].load is not None, "the load")
+        client = send(system, "0")
+        assert system.num_waiting == 1 and system.submits() == [0]
+        system.do(lambda: system.worker.tell(num_open=LIMIT - 1))
+        wait_until(lambda: system.submits() == [1], "the submit")
+        system.allow(None)
+        assert status_of(client) == 200

@@ -1,0 +1,127 @@
+"""What routing makes of a fleet without Redis: the gateway's own picks are all that it knows."""
+
+from __future__ import annotations
+
+from services.gateway.routing.config import RoutingPolicy
+from tests.services.gateway.dispatch.test_dispatch_lost import stopped
+from tests.services.gateway.fakes import MODEL, FakeWorker
+from tests.services.gateway.system import RawClient, System, wait_until
+
+SHARED = "x" * 256
+
+
+def decisions(system: System, reason: str) -> float:
+    return system.metric("rootstock_gateway_routing_decisions_total", reason=reason)
+
+
+def complete(system: System, prompt: str, **body: object) -> None:
+    assert system.complete(prompt=prompt, max_tokens=1, **body).status_code == 200
+
+
+def test_prompts_that_share_a_prefix_meet() -> None:
+    with System(workers=2) as system:
+        for i in range(6):
+            complete(system, SHARED + str(i))
+        assert sorted(system.submits()) == [0, 6]
+        assert (decisions(system, "no_match"), decisions(system, "prefix")) == (1, 5)
+        assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 5 * 256
+
+
+def test_they_do_not_across_salts() -> None:
+    with System(workers=2) as system:
+        for i in range(12):
+            complete(system, SHARED, cache_salt=f"tenant {i}")
+        assert all(system.submits()) and (decisions(system, "no_match"), decisions(system, "prefix")) == (12, 0)
+        complete(system, SHARED, cache_salt="tenant 0")
+        assert decisions(system, "prefix") == 1
+
+
+def test_what_is_too_short_for_a_block_spreads() -> None:
+    with System(workers=2) as system:
+        for _ in range(6):
+            complete(system, "x" * 63)
+        assert system.submits() == [3, 3]
+
+
+def test_a_crowd_with_one_prefix_is_shared_out() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        stopped(workers)
+        for worker in workers:
+            worker.info.max_running_requests = 8
+
+    with System(workers=2, configure=configure) as system:
+        RawClient(system, "/v1/completions", {"prompt": SHARED, "n": 12})
+        wait_until(lambda: sum(system.running()) == 12, "the submits")
+        assert min(system.running()) >= 3
+        assert decisions(system, "prefix_overflow") + decisions(system, "prefix") >= 10
+
+
+def test_round_robin() -> None:
+    with System(workers=3, routing_policy="round_robin") as system:
+        for _ in range(6):
+            complete(system, SHARED)
+        assert system.submits() == [2, 2, 2] and decisions(system, "round_robin") == 6
+
+
+def test_the_other_policies_serve_too() -> None:
+    for policy in (RoutingPolicy.RANDOM, RoutingPolicy.LEAST_TOKENS, RoutingPolicy.POWER_OF_TWO, RoutingPolicy.AFFINITY):
+        with System(workers=2, routing_policy=policy) as system:
+            for _ in range(2):
+                complete(system, "Hi")
+            assert sum(system.submits()) == 2
+
+
+def test_a_routing_key_stays() -> None:
+    with System(workers=3) as system:
+        for i in range(6):
+            answer = system.post("/v1/completions", {"model": MODEL, "prompt": f"Hi {i}"}, headers={"x-smg-routing-key": "u1"})
+            assert answer.status_code == 200
+        assert sorted(system.submits()) == [0, 0, 6] and decisions(system, "affinity") == 6
+
+
+def test_a_worker_that_was_away_has_forgotten() -> None:
+    with System(workers=2) as system:
+        complete(system, SHARED)
+        index = system.gateway.dispatcher.fleet.index
+        assert index is not None and index.num_blocks == 4
+        used = next(host for host in system.workers if host.servicer.submits)
+        system.call(used.stop())
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
+        system.call(used.start())
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "its return")
+        complete(system, SHARED)
+        assert decisions(system, "prefix") == 0
+
+
+def test_a_flush_forgets() -> None:
+    """The worker's new generation makes the old one's blocks void, and its number is free for others."""
+    with System(workers=2) as system:
+        index = system.gateway.dispatcher.fleet.index
+        assert index is not None
+        for generation in range(1, 6):
+            for host in system.workers:
+                system.do(lambda host=host, generation=generation: host.servicer.tell(index_generation=generation))
+            wait_until(lambda g=generation: index.find("worker-0", g) >= 0 and index.find("worker-1", g) >= 0, "the loads")
+            complete(system, SHARED)
+            assert decisions(system, "prefix") == 0
+        wait_until(lambda: index.num_retired == 0, "the sweep")
+        assert [index.find("worker-0", generation) >= 0 for generation in range(6)] == [False] * 5 + [True]
+
+
+def test_one_worker_by_two_addresses() -> None:
+    """Both of its links break with it, and what ran there goes on."""
+
+    def configure(workers: list[FakeWorker]) -> None:
+        stopped(workers)
+        workers[1].info.worker_id = workers[0].info.worker_id
+
+    with System(workers=2, configure=configure) as system:
+        client = RawClient(system, "/v1/completions", {"prompt": "Hi", "n": 4})
+        wait_until(lambda: system.running() == [2, 2], "the submits")
+        for host in system.workers:
+            system.call(host.stop())
+        wait_until(lambda: system.num_waiting == 4, "the wait")
+        system.allow(None)
+        system.call(system.workers[0].start())
+        client.read_until(b'"usage"')
+        assert client.received.count(b'"finish_reason":"stop"') == 4

@@ -1,0 +1,65 @@
+"""Workers whose connection stands and who say nothing."""
+
+from __future__ import annotations
+
+import time
+
+from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
+from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of
+from tests.services.gateway.fakes import FakeWorker
+from tests.services.gateway.system import System, wait_until
+
+SILENCE_S = 0.4
+
+
+def test_a_silent_worker_is_lost() -> None:
+    with System(workers=2, configure=stopped, worker_silence_s=SILENCE_S) as system:
+        pending = Pending(system, stream=True)
+        first = begun(system, 3)
+        system.do(lambda: first.servicer.tell(num_open=1))
+        other = next(host for host in system.workers if host is not first)
+        wait_until(lambda: len(other.servicer.submits) == 1, "the move")
+        system.allow(None)
+        assert content_of(pending.result().text) == ANSWER
+        assert len(other.servicer.submits[0].output_ids) == 3
+        assert not first.servicer.running  # the stream's end aborts it there
+
+
+def test_one_that_never_told_its_load_may_be_silent() -> None:
+    with System(workers=2, configure=stopped, worker_silence_s=0.1) as system:
+        pending = Pending(system, stream=True)
+        begun(system, 3)
+        time.sleep(0.4)
+        assert sum(system.submits()) == 1
+        system.allow(None)
+        assert content_of(pending.result().text) == ANSWER and sum(system.submits()) == 1
+
+
+def test_loads_alone_are_life() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        stopped(workers)
+        workers[0].beat_s = 0.05
+        workers[0].tell()
+
+    with System(configure=configure, worker_silence_s=0.3) as system:
+        pending = Pending(system)
+        begun(system, 3)
+        time.sleep(0.9)
+        system.allow(None)
+        assert pending.result().status_code == 200 and system.submits() == [1]
+
+
+def test_a_pause_of_the_gateway_is_not_the_workers_silence() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        stopped(workers)
+        for worker in workers:
+            worker.beat_s = 0.05
+            worker.tell()
+
+    with System(workers=2, configure=configure, worker_silence_s=0.5) as system:
+        pending = Pending(system)
+        begun(system, 3)
+        for _ in range(2):
+            system.do(lambda: time.sleep(0.7))
+        system.allow(None)
+        assert pending.result().status_code == 200 and sum(system.submits()) == 1

@@ -1,0 +1,224 @@
+"""Answers are made of one set of weights: what has begun goes on with the weights that it began with, or ends and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rootstock.v1 import common_pb2 as pb
+from tests.services.gateway.dispatch.test_dispatch_endpoints import discover
+from tests.services.gateway.dispatch.test_dispatch_hedging import AFTER_S, allow, hedged
+from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
+from tests.services.gateway.dispatch.test_dispatch_paused import tell
+from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of
+from tests.services.gateway.fakes import FakeWorker, Host, ids_of
+from tests.services.gateway.system import RawClient, System, wait_until
+
+GONE = '"code":"weights_not_served"'
+FOR_EVER_S = 600.0  # nothing here ends because time has passed
+
+
+def of(*revisions: str) -> Callable[[list[FakeWorker]], None]:
+    """Workers that make no step, with these weights."""
+
+    def configure(workers: list[FakeWorker]) -> None:
+        stopped(workers)
+        for worker, revision in zip(workers, revisions, strict=True):
+            worker.info.revision = revision
+
+    return configure
+
+
+def leave_only(system: System, host: Host) -> None:
+    """Discovery names no other worker any more."""
+    discover(system, **{f"w{system.workers.index(host)}": True})
+
+
+def refusals(system: System) -> float:
+    return system.metric("rootstock_gateway_refusals_total", reason="weights_not_served")
+
+
+def test_an_answer_goes_on_only_where_its_weights_are() -> None:
+    with System(workers=3, configure=of("old", "new", "old"), queue_timeout_s=FOR_EVER_S) as system:
+        pending = [Pending(system, stream=True) for _ in range(3)]
+        wait_until(lambda: system.running() == [1, 1, 1], "one on each")
+        (pool,) = system.gateway.dispatcher.fleet.pools.values()
+        assert pool.model.revision == "old", "blocks are named by what most workers have"
+        system.allow(5)
+        wait_until(lambda: all(host.servicer.steps_left == 0 for host in system.workers), "five tokens")
+        system.call(system.workers[0].stop())
+        wait_until(lambda: len(system.workers[2].servicer.submits) == 2, "the move")
+        system.allow(None)
+        assert [content_of(one.result().text) for one in pending] == [ANSWER] * 3
+        moved = system.workers[2].servicer.submits[1]
+        assert (moved.revision, list(moved.output_ids)) == ("old", ids_of(ANSWER[:5]))
+        assert len(system.workers[1].servicer.submits) == 1
+
+
+def test_nobody_who_is_left_has_them() -> None:
+    """The worker that is lost might come back with them, for as long as a request may wait."""
+    with System(workers=2, configure=of("old", "new"), queue_timeout_s=0.3) as system:
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        system.call(first.stop())
+        system.allow(None)
+        text = pending.result().text
+        assert GONE in text and "[DONE]" not in text and refusals(system) == 1
+        assert sum(system.submits()) == 1 and system.num_waiting == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_their_worker_comes_back_with_others(stream: bool) -> None:
+    with System(configure=of("old"), queue_timeout_s=FOR_EVER_S) as system:
+        pending = Pending(system, stream=stream)
+        begun(system, 5)
+        system.call(system.workers[0].stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        system.worker.info.revision = "new"
+        system.call(system.workers[0].start())
+        answer = pending.result()
+        assert GONE in answer.text and answer.status_code == (200 if stream else 503)
+        assert system.submits() == [1] and refusals(system) == 1
+
+
+def test_the_address_of_their_worker_goes() -> None:
+    """As in a rollout, whose new pods have other weights."""
+    with System(workers=2, configure=of("old", "new"), queue_timeout_s=FOR_EVER_S) as system:
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        system.call(first.stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        leave_only(system, system.workers[1 - system.workers.index(first)])
+        assert GONE in pending.result().text
+        assert sum(system.submits()) == 1
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["nobody is left", "another model's is left"])
+def test_while_nobody_of_the_model_is_named_it_waits(others: int) -> None:
+    """As in a restart of the only worker: its name stands for nobody until it is back, with the same weights."""
+
+    def another_model(workers: list[FakeWorker]) -> None:
+        of(*["old"] * len(workers))(workers)
+        for worker in workers[1:]:
+            worker.info.model = "another"
+
+    with System(workers=1 + others, configure=another_model, queue_timeout_s=FOR_EVER_S) as system:
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        system.call(first.stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        discover(system, **{f"w{1 + index}": True for index in range(others)})
+        system.do(system.gateway.dispatcher._ticked)
+        assert system.num_waiting == 1 and refusals(system) == 0
+        system.call(first.start())
+        system.allow(None)
+        discover(system, **{f"w{index}": True for index in range(1 + others)})
+        assert content_of(pending.result().text) == ANSWER
+
+
+def test_a_shorter_context_that_cannot_hold_it_does_not_get_it() -> None:
+    """Its worker was away when the answer began: nobody knew of the shorter context."""
+
+    def shorter(workers: list[FakeWorker]) -> None:
+        of("old", "old")(workers)
+        workers[1].info.context_len = 4
+
+    with System(workers=2, configure=shorter, queue_timeout_s=0.3) as system:
+        system.call(system.workers[1].stop())
+        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the break")
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        system.call(system.workers[1].start())
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "its return")
+        system.call(first.stop())
+        assert GONE in pending.result().text and system.submits() == [1, 0]
+
+
+def test_what_is_on_a_paused_worker_is_still_served() -> None:
+    with System(workers=3, configure=of("old", "old", "new"), queue_timeout_s=0.3) as system:
+        tell(system, 2, paused=True)
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        tell(system, 1 - system.workers.index(first), paused=True)
+        tell(system, 2, paused=False)
+        system.call(first.stop())
+        assert '"code":"paused"' in pending.result().text and refusals(system) == 0
+
+
+def test_other_weights_are_heard_of_on_the_open_stream() -> None:
+    with System(workers=2, configure=of("old", "old"), queue_timeout_s=FOR_EVER_S) as system:
+        pending = Pending(system, stream=True)
+        first = begun(system, 5)
+        second = next(host for host in system.workers if host is not first)
+        system.do(lambda: second.servicer.renew("new"))
+        link = system.gateway.dispatcher.fleet.links[second.address]
+        wait_until(lambda: link.info is not None and link.info.revision == "new", "the hello")
+        system.call(first.stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        leave_only(system, second)
+        assert GONE in pending.result().text
+        system.allow(None)
+        assert not any(submit.output_ids for submit in second.servicer.submits)
+        assert system.chat().status_code == 200
+        assert second.servicer.submits[-1].revision == "new" and len(second.servicer.contexts) == 1
+        (pool,) = system.gateway.dispatcher.fleet.pools.values()
+        assert pool.model.revision == "new", "what block hashes begin with"
+
+
+def test_a_second_hello_cannot_make_it_another_worker() -> None:
+    """Sessions are placed by its id."""
+    with System(configure=of("old")) as system:
+        system.allow(None)
+        system.do(lambda: setattr(system.worker.info, "worker_id", "another"))
+        system.do(lambda: system.worker.renew("new"))
+        wait_until(lambda: len(system.worker.contexts) == 2, "a new stream")
+        assert system.chat().status_code == 200
+
+
+def test_a_submit_that_crosses_the_hello_is_sent_again() -> None:
+    with System(configure=of("old")) as system:
+        system.allow(None)
+        system.do(lambda: setattr(system.worker.info, "revision", "new"))  # the hello comes before the refusal
+        assert system.chat().json()["choices"][0]["message"]["content"] == ANSWER
+        assert [submit.revision for submit in system.worker.submits] == ["old", "new"]
+        assert system.metric("rootstock_gateway_moves_total", cause="weights", state="new") == 1
+
+
+def test_a_turn_of_a_session_that_crosses_the_hello() -> None:
+    with System(configure=of("old")) as system:
+        system.allow(None)
+        system.do(lambda: setattr(system.worker.info, "revision", "new"))
+        answer = system.post("/generate", {"text": "Hi", "session_params": {"id": "mine"}})
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "session_unavailable"
+        assert "weights" in answer.json()["error"]["message"] and system.submits() == [1]
+
+
+def test_a_worker_that_refuses_the_weights_that_it_names() -> None:
+    with System(configure=of("old")) as system:
+        system.allow(None)
+        system.do(lambda: system.worker.refuse.extend([(pb.ERROR_CODE_OTHER_WEIGHTS, "others")] * 3))
+        assert system.chat().status_code == 500 and system.submits() == [2]
+
+
+def test_the_copy_that_wins_decides_the_weights() -> None:
+    with System(workers=2, configure=of("old", "new"), hedge_after_s=AFTER_S, queue_timeout_s=0.5) as system:
+        pending = Pending(system, stream=True)
+        first, second = hedged(system)
+        allow(system, second, 5)
+        wait_until(lambda: not first.servicer.running and second.servicer.steps_left == 0, "the abort")
+        system.call(second.stop())
+        system.allow(None)
+        assert GONE in pending.result().text
+        assert len(first.servicer.submits) == 1
+
+
+def test_a_client_that_leaves_while_it_waits_for_its_weights() -> None:
+    with System(workers=2, configure=of("old", "new"), queue_timeout_s=FOR_EVER_S) as system:
+        client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
+        first = begun(system, 5)
+        system.call(first.stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        client.vanish()
+        wait_until(lambda: system.num_waiting == 0, "the end")
+        assert refusals(system) == 0

@@ -1,0 +1,74 @@
+"""A worker names what it refuses as its messages do: the client is told its own field's name, in every API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rootstock.v1 import common_pb2 as pb
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import System, chat_body
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, **chat_body()},
+    COMPLETIONS: {"model": MODEL, "prompt": "Hi"},
+    EMBEDDINGS: {"model": MODEL, "input": "Hi"},
+    "/generate": {"text": "Hi"},
+    "/encode": {"input_ids": [1]},
+}
+CASES = [
+    (CHAT, "top_k", "top_k"),
+    (CHAT, "max_new_tokens", "max_tokens"),
+    (CHAT, "min_new_tokens", "min_tokens"),
+    (CHAT, "logprobs.top", "top_logprobs"),
+    (CHAT, "logprobs.token_ids", "logprob_token_ids"),
+    (CHAT, "prompt_ids", "messages"),
+    (COMPLETIONS, "logprobs.top", "logprobs"),
+    (COMPLETIONS, "logprobs.prompt_from", "echo"),
+    (COMPLETIONS, "prompt_ids", "prompt"),
+    (EMBEDDINGS, "embedding.dimensions", "dimensions"),
+    (EMBEDDINGS, "embedding", "model"),
+    (EMBEDDINGS, "prompt_ids", "input"),
+    ("/generate", "session", "session_params"),
+    ("/generate", "session.session_id", "session_params.id"),
+    ("/generate", "logprobs.top", "top_logprobs_num"),
+    ("/generate", "logprobs.token_ids", "token_ids_logprob"),
+    ("/generate", "logprobs.prompt_from", "logprob_start_len"),
+    ("/generate", "top_k", "sampling_params.top_k"),
+    ("/generate", "dry_base", "sampling_params.dry_base"),
+    ("/generate", "prompt_ids", "text"),
+    ("/encode", "embedding.dimensions", "dimensions"),
+    ("/encode", "prompt_ids", "input_ids"),
+    ("/encode", "cache_salt", "extra_key"),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "param"), CASES, ids=[f"{path} {name}" for path, name, _ in CASES])
+def test_the_field_is_the_clients(shared: System, path: str, name: str, param: str) -> None:
+    shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, f"{name}: is too much")))
+    answer = shared.post(path, BODIES[path])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["message"]) == (400, param, f"{param}: is too much")
+
+
+def test_each_prompts_own_parameters(shared: System) -> None:
+    shared.do(lambda: shared.worker.refuse.extend([(pb.ERROR_CODE_INVALID_ARGUMENT, "top_k: is too much")] * 2))
+    answer = shared.post("/generate", {"text": ["a", "b"], "sampling_params": [{}, {}]})
+    assert answer.json()["error"]["param"] == "sampling_params[0].top_k"
+    shared.do(shared.worker.refuse.clear)
+
+
+def test_an_element_keeps_its_number(shared: System) -> None:
+    shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "stop_regex[1]: is no pattern")))
+    error = shared.post("/generate", {"text": "Hi"}).json()["error"]
+    assert error["message"] == "sampling_params.stop_regex[1]: is no pattern"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_value_that_fits_no_message_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a field's own check may have let through."""
+    monkeypatch.setattr("services.gateway.api.openai.validation.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0})
+    answer = shared.post(path, {**BODIES[path], "logit_bias": {"1": 1}})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_value"

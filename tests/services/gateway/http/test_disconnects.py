@@ -1,0 +1,132 @@
+"""A client that goes away, in each phase: the abort reaches every service at once, and nothing stays behind."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+def idle(system: System) -> bool:
+    """Nothing of any request is left in the gateway."""
+    gateway = system.gateway
+    if any(link.open for link in gateway.dispatcher.fleet.links.values()) or any(link.open for link in gateway.detoks.links):
+        return False
+    parked = any(pool.parked for pool in gateway.dispatcher.fleet.pools.values())
+    return gateway.generator.idle and not parked and system.num_waiting == 0
+
+
+def has_ended(system: System, phase: str) -> bool:
+    """Within the usual wait, the request's end is counted in this phase, and idle()."""
+    wait_until(lambda: gone_in(system, phase), "the end")
+    return True
+
+
+def gone_in(system: System, phase: str) -> bool:
+    return system.metric("rootstock_gateway_aborts_total", phase=phase) == 1.0 and idle(system)
+
+
+def test_while_sending_the_body(system: System) -> None:
+    raw = socket.create_connection(("127.0.0.1", system.port))
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    wait_until(lambda: not system.gateway.generator.idle, "arrival")
+    raw.close()
+    assert has_ended(system, "accepted")
+    assert system.tokenizer.calls == []
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_while_tokenizing(system: System, stream: bool) -> None:
+    system.do(system.tokenizer.gate.clear)
+    client = RawClient(system, CHAT, chat_body(stream=stream))
+    wait_until(lambda: len(system.tokenizer.calls) == 1, "the tokenizer's call")
+    client.vanish()
+    assert has_ended(system, "accepted")
+    wait_until(lambda: system.tokenizer.cancelled == 1, "the call's cancellation")
+    assert system.worker.submits == []
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_while_waiting_for_a_worker(system: System, stream: bool) -> None:
+    system.call(system.workers[0].stop())
+    wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the worker's end")
+    client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
+    wait_until(lambda: system.total("rootstock_gateway_queue_length") == 2, "the queue")
+    client.vanish()
+    assert has_ended(system, "tokenized")
+    system.call(system.workers[0].start())
+    wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the worker")
+    assert system.chat().status_code == 200
+    assert len(system.worker.submits) == 1
+
+
+def test_while_waiting_for_the_first_worker() -> None:
+    with System(down=("worker",)) as system:
+        client = RawClient(system, CHAT, chat_body())
+        wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
+        client.vanish()
+        assert has_ended(system, "accepted")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_before_the_first_token(system: System, stream: bool) -> None:
+    system.do(lambda: system.worker.allow(0))
+    client = RawClient(system, CHAT, chat_body(stream=stream, n=3))
+    wait_until(lambda: len(system.worker.running) == 3, "the submits")
+    client.vanish()
+    assert has_ended(system, "submitted")
+    wait_until(lambda: not system.worker.running, "the aborts")
+    assert sorted(system.worker.aborted) == sorted(submit.handle for submit in system.worker.submits)
+    assert system.detokenizer.batches == []
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_in_the_middle(system: System, stream: bool) -> None:
+    system.do(lambda: system.worker.allow(4))
+    client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
+    if stream:
+        client.read_until(b'"content":"l"')
+    wait_until(lambda: len(system.detokenizer.open) == 2, "the decoding")
+    wait_until(lambda: system.worker.steps_left == 0, "the steps")
+    client.vanish()
+    assert has_ended(system, "streaming")
+    wait_until(lambda: not system.worker.running and not system.detokenizer.open, "the aborts")
+    assert len(system.worker.aborted) == 2
+
+
+def test_while_decoding_an_echo(system: System) -> None:
+    system.do(system.detokenizer.gate.clear)
+    client = RawClient(system, "/v1/completions", {"prompt": [65, 66], "echo": True})
+    wait_until(lambda: len(system.detokenizer.batches) == 1, "the decoding")
+    client.vanish()
+    assert has_ended(system, "accepted")
+    system.do(system.detokenizer.gate.set)
+    assert system.worker.submits == []
+
+
+def test_aborts_of_one_request_share_a_message(system: System) -> None:
+    system.do(lambda: system.worker.allow(0))
+    client = RawClient(system, CHAT, chat_body(n=8))
+    wait_until(lambda: len(system.worker.running) == 8, "the submits")
+    client.vanish()
+    wait_until(lambda: not system.worker.running, "the aborts")
+    assert [(len(m.submits), len(m.aborts)) for m in system.worker.messages] == [(8, 0), (0, 8)]
+
+
+def test_others_go_on(system: System) -> None:
+    system.do(lambda: system.worker.allow(0))
+    leaving, staying = (RawClient(system, CHAT, chat_body(stream=True)) for _ in range(2))
+    wait_until(lambda: len(system.worker.running) == 2, "the submits")
+    system.do(lambda: system.worker.allow(2))
+    for client in (leaving, staying):
+        client.read_until(b'"role":"assistant"')
+    leaving.vanish()
+    wait_until(lambda: len(system.worker.running) == 1, "the abort")
+    system.do(lambda: system.worker.allow(None))
+    staying.read_until(b"data: [DONE]")
+    assert b'"finish_reason":"stop"' in staying.received
+    wait_until(lambda: idle(system), "the end")

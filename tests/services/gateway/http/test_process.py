@@ -1,0 +1,153 @@
+"""python -m services.gateway as an operator sees it: signals, ports, exit codes, logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+
+SECRET = "s3cr3t-prompt"
+CHAT = "/v1/chat/completions"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Process:
+    """A gateway process whose peers are those of a System."""
+
+    def __init__(self, system: System, *flags: str, **ports: int) -> None:
+        self.clients: list[RawClient] = []
+        self.port = ports.get("port") or free_port()
+        self.health_port = ports.get("health_port") or free_port()
+        addresses = {"workers": system.workers, "detokenizers": system.detokenizers, "tokenizers": system.tokenizers}
+        peers = [word for name, hosts in addresses.items() for word in (f"--{name}", ",".join(host.address for host in hosts))]
+        command = [sys.executable, "-m", "services.gateway", "--port", str(self.port), "--health-port", str(self.health_port)]
+        quiet = {**os.environ, "GRPC_VERBOSITY": "NONE"}  # the C core's own lines are not ours
+        self._process = subprocess.Popen([*command, *peers, *flags], stderr=subprocess.PIPE, text=True, env=quiet)
+        self.pid = self._process.pid
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self._status("/readiness") == 200, "readiness")
+
+    def _status(self, path: str) -> int:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}{path}").status_code
+        except httpx.TransportError:
+            return 0
+
+    def terminate(self) -> float:
+        """Sends SIGTERM; the time at which it was sent."""
+        self._process.send_signal(signal.SIGTERM)
+        return time.monotonic()
+
+    def wait(self) -> tuple[int, list[dict[str, Any]]]:
+        """Exit code and log lines."""
+        _, errors = self._process.communicate(timeout=30)
+        return self._process.returncode, [json.loads(line) for line in errors.splitlines()]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def launch(system: System) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(*flags: str, **ports: int) -> Process:
+        started.append(Process(system, *flags, **ports))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def test_serves_and_stops_cleanly(launch: Callable[..., Process]) -> None:
+    process = launch()
+    process.wait_ready()
+    with grpc.insecure_channel(f"127.0.0.1:{process.health_port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        states = [stub.Check(health_pb2.HealthCheckRequest(service=name)).status for name in ("", "gateway")]
+    assert states == [health_pb2.HealthCheckResponse.SERVING] * 2
+    body = {"model": MODEL, "messages": [{"role": "user", "content": SECRET}]}
+    url = f"http://127.0.0.1:{process.port}{CHAT}"
+    answer = httpx.post(url, json=body)
+    assert answer.status_code == 200
+    assert httpx.post(url, json={**body, "temperature": SECRET}).status_code == 400
+    assert psutil.Process(process.pid).memory_info().rss < 200 << 20
+    process.terminate()
+    code, log = process.wait()
+    assert code == 0
+    assert not [line for line in log if line["level"] in ("error", "critical") or "exception" in line]
+    assert answer.headers["x-request-id"] in [line.get("request_id") for line in log]
+    assert SECRET not in json.dumps(log)
+
+
+def test_requests_in_flight_finish_within_the_grace_period(system: System, launch: Callable[..., Process]) -> None:
+    process = launch("--grace-s", "20")
+    process.wait_ready()
+    system.do(lambda: system.worker.allow(3))
+    client = RawClient(process, CHAT, chat_body(stream=True))
+    client.read_until(b'"content":"e"')
+    process.terminate()
+    wait_until(lambda: process._status("/health") == 0, "the listener's end")
+    system.do(lambda: system.worker.allow(None))
+    client.read_until(b"data: [DONE]")
+    assert process.wait()[0] == 0
+
+
+def test_what_outlives_the_grace_period_ends_with_an_error(system: System, launch: Callable[..., Process]) -> None:
+    process = launch("--grace-s", "0.5")
+    process.wait_ready()
+    system.do(lambda: system.worker.allow(3))
+    streaming = RawClient(process, CHAT, chat_body(stream=True))
+    streaming.read_until(b'"content":"l"')
+    whole = RawClient(process, CHAT, chat_body())
+    wait_until(lambda: len(system.worker.submits) == 2, "the second request")
+    system.do(system.tokenizer.gate.clear)
+    tokenizing = RawClient(process, CHAT, chat_body())
+    wait_until(lambda: len(system.tokenizer.calls) == 3, "the third request")
+    began = process.terminate()
+    assert b'"code":"shutting_down"' in streaming.read_to_end_of_stream()
+    for client in (whole, tokenizing):
+        client.read_until(b'"code":"shutting_down"')
+        assert client.received.startswith(b"HTTP/1.1 503 ")
+    code, log = process.wait()
+    assert code == 0 and time.monotonic() - began < 0.5 + 1.0 + 1.0  # grace, its second, and a busy machine
+    assert not [line for line in log if "exception" in line]
+
+
+@pytest.mark.parametrize("which", ["port", "health_port"])
+def test_a_taken_port_is_one_clear_line(launch: Callable[..., Process], which: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, log = launch(**{which: port}).wait()
+    assert code == 1
+    problems = [line for line in log if line["level"] not in ("info", "debug")]
+    assert len(problems) == 1 and str(port) in problems[0]["msg"] and "exception" not in problems[0]
+
+
+def test_a_wrong_flag_is_one_line() -> None:
+    command = [sys.executable, "-m", "services.gateway", "--port", "99999"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "port" in done.stderr

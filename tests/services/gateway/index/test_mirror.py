@@ -1,0 +1,444 @@
+"""The gateway's copy of the prefix index: equal to what workers hold, and harmless when Redis is not as it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from services.gateway.index import index_reader
+from services.gateway.index.lease_table import LeaseTable
+from services.gateway.index.mirror import IndexMirror
+from services.gateway.index.mirrored_owners import Applied, MirroredOwners
+from services.gateway.routing.prefix_index import PrefixIndex
+from services.shared.index.prefix_index import LEASE_TTL_S, IndexEvent, events_key, lease_key, own_key
+from services.shared.index.redis_client import redis_client
+from services.worker.core.kv.cache_events import CacheEvents
+from services.worker.index import publisher as publishing
+from services.worker.index.publisher import IndexPublisher
+from services.worker.index.records import WorkerRecords
+from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
+
+MODEL, WORKER = "m", "worker-1"
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def blocks(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(map(block, numbers))
+
+
+def stored(*numbers: int) -> CacheEvents:
+    return CacheEvents(False, blocks(*numbers), ())
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(one_server: RedisServer) -> RedisServer:
+    one_server.client.flushall()
+    return one_server
+
+
+@pytest.fixture(params=EITHER_SERVER)
+def own_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    """One that the test may break."""
+    with redis_server(request.param) as server:
+        yield server
+
+
+class Copy:
+    def __init__(self, server: RedisServer, *models: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.changes = 0
+        self.index = PrefixIndex()
+        self.mirror = IndexMirror(server.url, self.index, self._changed, clock)
+        for model in models or (MODEL,):
+            self.mirror.watch_model(model)
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def blocks(self, worker: str = WORKER) -> frozenset[bytes] | None:
+        """None: no owner."""
+        number = self.mirror.owner_of(worker)
+        return None if number < 0 else self.index.blocks(number)
+
+
+@asynccontextmanager
+async def running(work: Awaitable[None]) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        assert task.cancelled(), "it ran until it was told to end"
+
+
+@asynccontextmanager
+async def mirrored(server: RedisServer, *models: str) -> AsyncIterator[Copy]:
+    copy = Copy(server, *models)
+    async with running(copy.mirror.run()):
+        yield copy
+
+
+@asynccontextmanager
+async def published(
+    server: RedisServer, generation: int = 1, worker: str = WORKER, model: str = MODEL
+) -> AsyncIterator[IndexPublisher]:
+    publisher = IndexPublisher(server.url, model, worker, generation)
+    async with running(publisher.keep()):
+        yield publisher
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(40):
+            await test()
+
+    asyncio.run(limited())
+
+
+def event(seq: int, add: tuple[bytes, ...], gone: tuple[bytes, ...] = (), generation: int = 1) -> IndexEvent:
+    return IndexEvent(WORKER, generation, seq, seq == 1, add, gone)
+
+
+# Workers and mirrors together
+
+
+def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
+    """One mirror sees all from the start, one comes in the middle and reads the blocks first."""
+
+    async def body() -> None:
+        rng = random.Random(7)
+        async with AsyncExitStack() as stack:
+            early = await stack.enter_async_context(mirrored(server))
+            workers = [await stack.enter_async_context(published(server, n, f"w{n}")) for n in (1, 2, 3)]
+            late: Copy | None = None
+            for turn in range(80):
+                for publisher in workers:
+                    add = tuple({block(rng.randrange(4000)) for _ in range(rng.randrange(120))})
+                    gone = tuple({block(rng.randrange(4000)) for _ in range(rng.randrange(90))} - set(add))
+                    publisher.cached(CacheEvents(turn == 30 and publisher is workers[0], add, gone))
+                if turn == 40:
+                    late = await stack.enter_async_context(mirrored(server))
+                await asyncio.sleep(0.01)
+            assert late is not None
+
+            def agree(copy: Copy) -> bool:
+                return all(copy.blocks(f"w{n}") == workers[n - 1].blocks.held() for n in (1, 2, 3))
+
+            await until(lambda: agree(early) and agree(late) and not any(w.blocks.num_pending for w in workers))
+            assert (
+                dict(early.mirror.leases) == dict(late.mirror.leases) == {f"w{n}": workers[n - 1].generation for n in (1, 2, 3)}
+            )
+            assert workers[0].generation != 1 and workers[1].generation == 2, "the first was flushed"
+            assert early.mirror.counts.gaps == late.mirror.counts.gaps == 0 and late.mirror.counts.loads >= 3
+            assert early.mirror.available and early.mirror.lag_s < 5 and early.changes > 0
+            assert early.mirror.lease_alive("w2", 2) is True and early.mirror.lease_alive("w2") is True
+            assert early.mirror.lease_alive("w2", 99) is None and early.mirror.lease_alive("unheard of") is None
+
+    run(body)
+
+
+def test_a_large_worker_is_read_in_parts(server: RedisServer) -> None:
+    async def body() -> None:
+        client = redis_client(server.url, 5.0)
+        records = WorkerRecords(client, MODEL, WORKER)
+        await records.register(1, 1)
+        names = blocks(*range(7000))
+        for at in range(0, 7000, 500):
+            await records.publish(event(1 + at // 500, names[at : at + 500]))
+        async with mirrored(server) as copy:
+            await until(lambda: copy.blocks() == frozenset(names))
+            await records.publish(event(15, blocks(9000), names[:10]))
+            await until(lambda: copy.blocks() == frozenset((*names[10:], block(9000))))
+            assert copy.mirror.counts.gaps == 0
+        await client.aclose()
+
+    run(body)
+
+
+def test_restart_and_flush_void_everything_older(server: RedisServer) -> None:
+    async def body() -> None:
+        async with mirrored(server) as copy:
+            async with published(server, 1) as first:
+                first.cached(stored(1, 2, 3))
+                await until(lambda: copy.blocks() == {*blocks(1, 2, 3)})
+                old = copy.mirror.owner_of(WORKER)
+                server.client.set("kept", server.client.get(lease_key(WORKER)) or b"")
+            server.client.rename("kept", lease_key(WORKER))  # as if it had been killed
+            async with published(server, 2) as second:
+                await until(lambda: copy.blocks() == frozenset())
+                assert copy.index.blocks(old) == frozenset() and not copy.index.match(blocks(1, 2, 3)).any()
+                second.cached(stored(4))
+                await until(lambda: copy.blocks() == {block(4)})
+                second.cached(CacheEvents(True, blocks(5), ()))
+                await until(lambda: copy.blocks() == {block(5)})
+                assert copy.mirror.leases[WORKER] == second.generation != 2
+                await until(lambda: copy.index.num_blocks == 1), "what is void is swept"
+            await until(lambda: copy.mirror.owner_of(WORKER) == -1 or copy.mirror.lease_alive(WORKER) is not True)
+
+    run(body)
+
+
+def test_several_models(server: RedisServer) -> None:
+    async def body() -> None:
+        async with published(server, 1, "a", "x") as a, published(server, 2, "b", "y") as b, mirrored(server, "x") as copy:
+            a.cached(stored(1))
+            b.cached(stored(2))
+            await until(lambda: copy.blocks("a") == {block(1)})
+            assert copy.blocks("b") is None
+            copy.mirror.watch_model("y")
+            copy.mirror.watch_model("x")
+            await until(lambda: copy.blocks("b") == {block(2)})
+            b.cached(stored(3))
+            await until(lambda: copy.blocks("b") == {*blocks(2, 3)} and copy.blocks("a") == {block(1)})
+
+    run(body)
+
+
+def test_a_lease_that_ends_takes_its_owner_along(server: RedisServer) -> None:
+    async def body() -> None:
+        now = [1000.0]
+        copy = Copy(server, clock=lambda: now[0])
+        client = redis_client(server.url, 2.0)
+        records = WorkerRecords(client, MODEL, WORKER)
+        await records.register(1, 1)
+        await records.publish(event(1, blocks(1)))
+        async with running(copy.mirror.run()):
+            await until(lambda: copy.blocks() == {block(1)})
+            server.client.delete(lease_key(WORKER))
+            now[0] += 2
+            await until(lambda: WORKER not in copy.mirror.leases)
+            assert copy.blocks() == {block(1)} and copy.mirror.lease_alive(WORKER, 1) is None, "Redis has just been reached"
+            now[0] += LEASE_TTL_S
+            await until(lambda: copy.blocks() is None)
+            assert copy.mirror.lease_alive(WORKER, 1) is False and copy.mirror.lease_alive(WORKER, 2) is None
+            assert not copy.index.match(blocks(1)).any()
+        await client.aclose()
+
+    run(body)
+
+
+# Redis as it is
+
+
+def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
+    async def body() -> None:
+        async with published(own_server) as publisher, mirrored(own_server) as copy:
+            publisher.cached(stored(*range(600)))
+            await until(lambda: copy.blocks() == publisher.blocks.held())
+            own_server.kill()
+            await until(lambda: not copy.mirror.available)
+            assert copy.blocks() == {*blocks(*range(600))}, "routing goes on by what was known"
+            assert copy.mirror.lease_alive(WORKER, 1) is None
+            publisher.cached(CacheEvents(False, blocks(1000), blocks(0)))
+            await until(lambda: publisher.counts.failures > 0)
+            own_server.start()
+            await until(lambda: publisher.generation != 1 and copy.blocks() == publisher.blocks.held())
+            assert copy.mirror.leases[WORKER] == publisher.generation
+            publisher.cached(stored(5000))
+            await until(lambda: copy.blocks() == {*blocks(*range(1, 600), 1000, 5000)})
+
+    run(body)
+
+
+def test_an_empty_redis_takes_nothing_away_at_once(own_server: RedisServer) -> None:
+    async def body() -> None:
+        now = [1000.0]
+        copy = Copy(own_server, clock=lambda: now[0])
+        client = redis_client(own_server.url, 2.0)
+        records = WorkerRecords(client, MODEL, WORKER)
+        await records.register(1, 1)
+        await records.publish(event(1, blocks(1)))
+        async with running(copy.mirror.run()):
+            await until(lambda: copy.blocks() == {block(1)})
+            now[0] += LEASE_TTL_S
+            own_server.kill()
+            await until(lambda: not copy.mirror.available)
+            now[0] += LEASE_TTL_S
+            own_server.start()
+            await until(lambda: copy.mirror.available)
+            assert copy.blocks() == {block(1)} and copy.mirror.lease_alive(WORKER, 1) is None
+            now[0] += LEASE_TTL_S
+            await until(lambda: copy.blocks() is None)
+            assert copy.mirror.lease_alive(WORKER, 1) is False
+        await client.aclose()
+
+    run(body)
+
+
+def test_a_redis_that_hangs(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_reader, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(publishing, "RENEW_S", 0.5)
+
+    async def body() -> None:
+        async with published(own_server) as publisher, mirrored(own_server) as copy:
+            publisher.cached(stored(1, 2))
+            await until(lambda: copy.blocks() == {*blocks(1, 2)})
+            with own_server.stopped():
+                await until(lambda: not copy.mirror.available)
+                assert copy.blocks() == {*blocks(1, 2)}
+                lag_s = copy.mirror.lag_s
+                await asyncio.sleep(0.05)
+                assert copy.mirror.lag_s > lag_s
+                publisher.cached(stored(3))
+            await until(lambda: copy.mirror.available and copy.blocks() == {*blocks(1, 2, 3)})
+
+    run(body)
+
+
+def test_a_full_redis(own_server: RedisServer) -> None:
+    async def body() -> None:
+        async with published(own_server) as publisher, mirrored(own_server) as copy:
+            publisher.cached(stored(*range(100)))
+            await until(lambda: copy.blocks() == publisher.blocks.held())
+            own_server.client.config_set("maxmemory", "1mb")
+            publisher.cached(CacheEvents(False, blocks(*range(200, 300)), blocks(*range(50))))
+            await until(lambda: publisher.counts.failures > 1)
+            assert (
+                copy.mirror.available and copy.mirror.lease_alive(WORKER, 1) is True and copy.blocks() == {*blocks(*range(100))}
+            )
+            own_server.client.config_set("maxmemory", "0")
+            await until(lambda: copy.blocks() == publisher.blocks.held() == {*blocks(*range(50, 100), *range(200, 300))})
+
+    run(body)
+
+
+# Streams that are not whole
+
+
+@asynccontextmanager
+async def one_by_hand(server: RedisServer) -> AsyncIterator[tuple[Copy, WorkerRecords]]:
+    """A mirror that knows generation 1 of WORKER after its second event: blocks 1 and 2."""
+    client = redis_client(server.url, 2.0)
+    records = WorkerRecords(client, MODEL, WORKER)
+    await records.register(1, 1)
+    await records.publish(event(1, blocks(1)))
+    async with mirrored(server) as copy:
+        await until(lambda: copy.blocks() == {block(1)})
+        await records.publish(event(2, blocks(2)))
+        await until(lambda: copy.blocks() == {*blocks(1, 2)})
+        yield copy, records
+    await client.aclose()
+
+
+def hidden(server: RedisServer, add: int, seq: int) -> None:
+    """A change of blocks whose event nobody gets to see."""
+    pipe = server.client.pipeline(transaction=True)
+    pipe.sadd(own_key(WORKER, 1), block(add))
+    pipe.srem(own_key(WORKER, 1), block(1))
+    pipe.xadd(events_key(MODEL), event(seq, blocks(add), blocks(1)).fields())
+    pipe.xtrim(events_key(MODEL), maxlen=0, approximate=False)
+    pipe.execute()
+
+
+def test_trimmed_before_it_was_read(server: RedisServer) -> None:
+    async def body() -> None:
+        async with one_by_hand(server) as (copy, records):
+            hidden(server, 3, seq=3)
+            await records.publish(event(4, blocks(4)))
+            await until(lambda: copy.blocks() == {*blocks(2, 3, 4)})
+            assert copy.mirror.counts.gaps >= 1
+            await records.publish(event(5, blocks(5)))
+            await until(lambda: copy.blocks() == {*blocks(2, 3, 4, 5)})
+
+    run(body)
+
+
+def test_trimmed_and_another_worker_goes_on(server: RedisServer) -> None:
+    """The worker whose event was lost says nothing more; the trim itself is noticed."""
+
+    async def body() -> None:
+        async with one_by_hand(server) as (copy, _):
+            hidden(server, 3, seq=3)
+            async with published(server, 9, "other") as other:
+                other.cached(stored(1))
+                await until(lambda: copy.blocks() == {*blocks(2, 3)})
+                assert copy.blocks("other") == {block(1)}
+
+    run(body)
+
+
+def test_a_gap_in_the_numbers(server: RedisServer) -> None:
+    async def body() -> None:
+        async with one_by_hand(server) as (copy, records):
+            server.client.sadd(own_key(WORKER, 1), block(3))  # of event 3, which does not come
+            await records.publish(event(4, blocks(4)))
+            await until(lambda: copy.blocks() == {*blocks(1, 2, 3, 4)})
+            assert copy.mirror.counts.gaps == 1 and copy.mirror.counts.loads == 2
+
+    run(body)
+
+
+def test_what_is_no_event_is_skipped(server: RedisServer) -> None:
+    async def body() -> None:
+        async with one_by_hand(server) as (copy, records):
+            for fields in (
+                {b"a": b"b"},
+                event(3, blocks(3)).fields() | {b"stored": b"123"},
+                event(3, ()).fields() | {b"gen": b"x"},
+            ):
+                server.client.xadd(events_key(MODEL), fields)
+            server.client.xadd(events_key(MODEL), event(7, blocks(99), generation=1234).fields())  # of no lease
+            server.client.sadd(f"workers:{{{MODEL}}}", b"\xff\xfe")
+            await records.publish(event(3, blocks(4)))
+            await until(lambda: copy.blocks() == {*blocks(1, 2, 4)})
+            assert copy.mirror.counts.bad_events == 3 and copy.mirror.num_owners == 1 and copy.index.num_blocks == 3
+
+    run(body)
+
+
+def test_an_old_generation_late_in_the_stream_changes_nothing(server: RedisServer) -> None:
+    async def body() -> None:
+        async with one_by_hand(server) as (copy, records):
+            await records.register(2, 1)
+            await records.publish(event(1, blocks(7), generation=2))
+            await records.publish(event(3, blocks(3), generation=1))
+            await records.publish(event(2, blocks(8), generation=2))
+            await until(lambda: copy.blocks() == {*blocks(7, 8)})
+            assert copy.mirror.counts.gaps == 0
+
+    run(body)
+
+
+# The parts
+
+
+def test_events_of_a_generation_in_any_order() -> None:
+    index = PrefixIndex()
+    owners = MirroredOwners(index)
+    assert owners.apply(event(1, blocks(1))) is Applied.FOREIGN and owners.number(WORKER) == -1
+    number = owners.adopt(WORKER, 1, None)
+    assert owners.apply(event(5, blocks(1, 2))) is Applied.NEW, "the first after the blocks were read"
+    assert owners.apply(event(6, blocks(3), blocks(1))) is Applied.NEW
+    assert owners.apply(event(5, blocks(1, 2))) is Applied.OLD
+    assert index.blocks(number) == {*blocks(2, 3)}
+    assert owners.apply(event(8, blocks(4))) is Applied.GAP
+    assert owners.apply(event(9, (), generation=2)) is Applied.FOREIGN
+    again = owners.adopt(WORKER, 1, 9)
+    assert again != number and index.blocks(again) == frozenset() and not index.match(blocks(2)).any()
+
+
+def test_what_leases_say() -> None:
+    table = LeaseTable()
+    table.came_back(100.0)
+    assert table.alive("w", 1, 200.0) is None, "never seen"
+    assert table.saw("w", 1) and not table.saw("w", 1)
+    assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [True, True, None]
+    assert table.saw("w", None) and not table.saw("w", None)
+    assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [None, None, None], "just back"
+    settled = 100.0 + LEASE_TTL_S
+    assert [table.alive("w", generation, settled) for generation in (0, 1, 2)] == [False, False, None]
+    assert table.saw("w", 2) and table.alive("w", 2, settled) is True and table.alive("w", 1, settled) is None

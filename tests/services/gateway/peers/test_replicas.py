@@ -1,0 +1,474 @@
+"""The pools of tokenizers and detokenizers while replicas come, go, fall silent and serve different models. Real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers import detokenizer_window as detok_window
+from services.gateway.peers.detokenizer_link import DetokPool
+from services.gateway.peers.token_texts import TokenTexts
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.decoding import Decoding
+from services.gateway.request.errors import ApiError
+from services.shared.rpc import grpc_server as rpc
+from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, ids_of
+
+WAIT_S = 10.0
+
+
+class Detokenizer(FakeDetokenizer):
+    def __init__(self, model: str = "") -> None:
+        super().__init__()
+        self.model = model
+
+    async def Info(self, request: Any, context: Any) -> detokenizer_pb2.DetokenizerInfo:
+        return detokenizer_pb2.DetokenizerInfo(model=self.model)
+
+
+class Tokenizer(FakeTokenizer):
+    """`gate` closed: neither calls nor Info are answered."""
+
+    def __init__(self, model: str = "") -> None:
+        super().__init__()
+        self.model = model
+
+    async def Info(self, request: Any, context: Any) -> tokenizer_pb2.TokenizerInfo:
+        await self.gate.wait()
+        return tokenizer_pb2.TokenizerInfo(model=self.model)
+
+
+class Leaving(Tokenizer):
+    """One that stops, with a call of somebody else's still in flight: sends all others away."""
+
+    async def _begin(self, request: Any, context: Any) -> None:
+        await super()._begin(request, context)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "leaving")
+
+    async def Info(self, request: Any, context: Any) -> tokenizer_pb2.TokenizerInfo:
+        if self.calls:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "leaving")
+        return await super().Info(request, context)
+
+
+class Replicas:
+    """Servers on loopback. Ends with them."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, grpc.aio.Server] = {}
+
+    async def start(self, servicer: Any) -> str:
+        server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        if isinstance(servicer, Detokenizer):
+            detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        else:
+            tokenizer_pb2_grpc.add_TokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self.servers[address] = server
+        return address
+
+    async def stop(self, address: str) -> None:
+        await self.servers.pop(address).stop(None)
+
+
+@contextlib.asynccontextmanager
+async def replicas() -> AsyncIterator[Replicas]:
+    running = Replicas()
+    try:
+        yield running
+    finally:
+        for address in list(running.servers):
+            await running.stop(address)
+
+
+@contextlib.asynccontextmanager
+async def running(run: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(run())
+    try:
+        yield
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def detok_pool(wait_s: float = WAIT_S, silence_s: float = WAIT_S) -> DetokPool:
+    metrics = GatewayMetrics(CollectorRegistry())
+    return DetokPool((), wait_s, 1, itertools.count(1), metrics, lambda: None, silence_s)
+
+
+def tokenizer_client(timeout_s: float = WAIT_S) -> TokenizerClient:
+    return TokenizerClient((), timeout_s, 1, GatewayMetrics(CollectorRegistry()), lambda: None)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.002)
+
+
+class Answer:
+    """One decoding and what has come of it."""
+
+    def __init__(self, pool: DetokPool, model: str = "") -> None:
+        self.ids: list[int] = []
+        self.text = ""
+        self.error: ApiError | None = None
+        self.decoding = Decoding(self, "r", self.ids, model=model)
+        self._pool = pool
+
+    def on_text(self, text: str, count: int) -> None:
+        self.text += text
+
+    def on_decode_failed(self, error: ApiError) -> None:
+        self.error = error
+
+    def add(self, text: str, finish: bool = False) -> None:
+        self.ids += ids_of(text)
+        if finish:
+            self.decoding.finish("")
+        self._pool.touch(self.decoding)
+
+    @property
+    def address(self) -> str:
+        return self.decoding.link.address if self.decoding.link is not None else ""
+
+
+class TestDetokenizers:
+    def test_one_that_appears_is_used_at_once(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                pool = detok_pool()
+                async with running(pool.run):
+                    waiting = Answer(pool)
+                    waiting.add("hello")
+                    first = await servers.start(Detokenizer())
+                    pool.set_endpoints({first: True})
+                    await eventually(lambda: waiting.text == "hello")
+                    second = await servers.start(Detokenizer())
+                    pool.set_endpoints({first: True, second: True})
+                    await eventually(lambda: pool.connected() == 2)
+                    later = [Answer(pool) for _ in range(3)]
+                    for answer in later:
+                        answer.add("x")
+                    assert [answer.address for answer in later].count(second) == 2
+
+        asyncio.run(test())
+
+    def test_one_that_is_gone_ends_its_decodings_and_then_closes(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                old, new = await servers.start(Detokenizer()), await servers.start(Detokenizer())
+                pool = detok_pool()
+                async with running(pool.run):
+                    pool.set_endpoints({old: True})
+                    await eventually(lambda: pool.connected() == 1)
+                    kept, dropped = Answer(pool), Answer(pool)
+                    kept.add("ab")
+                    dropped.add("x")
+                    await eventually(lambda: kept.text == "ab")
+                    pool.set_endpoints({new: True})
+                    await eventually(lambda: pool.connected() == 1)
+                    fresh = Answer(pool)
+                    fresh.add("y")
+                    assert fresh.address == new and kept.address == dropped.address == old
+                    kept.add("cd", finish=True)
+                    await eventually(lambda: kept.text == "abcd")
+                    assert len(pool.links) == 2
+                    pool.drop(dropped.decoding)
+                    assert [link.address for link in pool.links] == [new]
+                    pool.set_endpoints({})
+                    fresh.add("z", finish=True)
+                    await eventually(lambda: fresh.text == "yz" and not pool.links)
+                    assert not pool._tasks
+
+        asyncio.run(test())
+
+    def test_the_stream_of_one_that_is_gone_breaks(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                old, new = await servers.start(Detokenizer()), await servers.start(Detokenizer())
+                pool = detok_pool()
+                async with running(pool.run):
+                    pool.set_endpoints({old: True})
+                    await eventually(lambda: pool.connected() == 1)
+                    answer = Answer(pool)
+                    answer.add("ab")
+                    await eventually(lambda: answer.text == "ab")
+                    pool.set_endpoints({new: True})
+                    await eventually(lambda: pool.connected() == 1)
+                    await servers.stop(old)
+                    await eventually(lambda: answer.address == new and len(pool.links) == 1)
+                    answer.add("cd", finish=True)
+                    await eventually(lambda: answer.decoding.done)
+                    assert answer.text == "abcd"
+
+        asyncio.run(test())
+
+    def test_one_that_comes_back_before_it_has_ended_goes_on(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                address = await servers.start(Detokenizer())
+                pool = detok_pool()
+                async with running(pool.run):
+                    pool.set_endpoints({address: True})
+                    await eventually(lambda: pool.connected() == 1)
+                    answer = Answer(pool)
+                    answer.add("ab")
+                    link = answer.decoding.link
+                    pool.set_endpoints({})
+                    assert pool.connected() == 0
+                    pool.set_endpoints({address: True})
+                    answer.add("cd", finish=True)
+                    await eventually(lambda: answer.text == "abcd")
+                    assert pool.links == [link] and pool.connected() == 1
+
+        asyncio.run(test())
+
+    def test_one_that_is_not_ready_gets_nothing_new(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                address = await servers.start(Detokenizer())
+                pool = detok_pool()
+                async with running(pool.run):
+                    pool.set_endpoints({address: True})
+                    await eventually(lambda: pool.connected() == 1)
+                    before, after = Answer(pool), Answer(pool)
+                    before.add("a")
+                    pool.set_endpoints({address: False})
+                    after.add("x")
+                    before.add("b")
+                    await eventually(lambda: before.text == "ab")
+                    assert pool.connected() == 0 and after.decoding.link is None
+                    pool.set_endpoints({address: True})
+                    await eventually(lambda: after.text == "x")
+
+        asyncio.run(test())
+
+    def test_a_silent_one_loses_its_decodings(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                silent, other = Detokenizer(), Detokenizer()
+                address = await servers.start(silent)
+                pool = detok_pool(silence_s=0.2)
+                async with running(pool.run):
+                    pool.set_endpoints({address: True})
+                    await eventually(lambda: pool.connected() == 1)
+                    answer = Answer(pool)
+                    answer.add("ab")
+                    await eventually(lambda: answer.text == "ab")
+                    await asyncio.sleep(0.5)
+                    assert pool.connected() == 1, "silence with nothing to answer is none"
+                    silent.gate.clear()
+                    answer.add("cd")
+                    elsewhere = await servers.start(other)
+                    pool.set_endpoints({address: True, elsewhere: True})
+                    await eventually(lambda: answer.text == "abcd" and answer.address == elsewhere)
+                    assert pool.connected() == 1
+                    silent.gate.set()
+                    await eventually(lambda: pool.connected() == 2)
+
+        asyncio.run(test())
+
+    def test_models(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                one, two = await servers.start(Detokenizer("one")), await servers.start(Detokenizer("two"))
+                pool = detok_pool(wait_s=0.4)
+                async with running(pool.run):
+                    pool.set_endpoints({one: True})
+                    await eventually(lambda: pool.connected("one") == 1)
+                    assert (pool.connected(), pool.connected("two")) == (1, 0)
+                    answers = {model: Answer(pool, model) for model in ("one", "two", "", "three")}
+                    for answer in answers.values():
+                        answer.add("x")
+                    await asyncio.sleep(0.2)
+                    pool.set_endpoints({one: True, two: True})
+                    await eventually(lambda: all(answers[model].text == "x" for model in ("one", "two", "")))
+                    assert answers["one"].address == one and answers["two"].address == two
+                    await eventually(lambda: answers["three"].error is not None)
+                    texts = TokenTexts(pool, 0.1, 1)
+                    assert await texts.of([ord("a")], "two") == {ord("a"): b"a"}
+                    with pytest.raises(ApiError):
+                        await texts.of([ord("a")], "three")
+
+        asyncio.run(test())
+
+    def test_many_replays_go_in_several_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(detok_window, "MAX_BATCH_IDS", 100)
+
+        async def test() -> None:
+            async with replicas() as servers:
+                old, fake = await servers.start(Detokenizer()), Detokenizer()
+                pool = detok_pool()
+                async with running(pool.run):
+                    pool.set_endpoints({old: True})
+                    await eventually(lambda: pool.connected() == 1)
+                    answers = [Answer(pool) for _ in range(20)]
+                    text = "abcdefghij" * 3
+                    for answer in answers:
+                        answer.add(text)
+                    await eventually(lambda: all(answer.text == text for answer in answers))
+                    answers[0].add(text * 5)  # more than one batch may hold
+                    pool.set_endpoints({old: True, (await servers.start(fake)): True})
+                    await eventually(lambda: pool.connected() == 2)
+                    await servers.stop(old)
+                    await eventually(lambda: len(fake.open) == 20)
+                    for answer in answers:
+                        answer.add("!", finish=True)
+                    await eventually(lambda: all(answer.decoding.done for answer in answers))
+                    assert [answer.text for answer in answers] == [text * 6 + "!"] + [text + "!"] * 19
+                    replayed = [sum(len(opened.replay_ids) for opened in batch.opens) for batch in fake.batches]
+                    assert sum(map(bool, replayed)) >= 6 and max(replayed[1:]) <= 100
+
+        asyncio.run(test())
+
+
+async def encode(client: TokenizerClient, text: str = "hi", model: str = "") -> list[int]:
+    response = await client.encode(tokenizer_pb2.EncodeRequest(texts=[text]), model=model)
+    return list(response.prompts[0].ids)
+
+
+class TestTokenizers:
+    def test_calls_go_round_over_those_that_are_there(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                fakes = [Tokenizer() for _ in range(3)]
+                addresses = [await servers.start(fake) for fake in fakes]
+                client = tokenizer_client()
+                async with running(client.run):
+                    waiting = asyncio.create_task(encode(client))
+                    client.set_endpoints({addresses[0]: True})
+                    assert await waiting == ids_of("hi")
+                    client.set_endpoints({addresses[0]: True, addresses[1]: True, addresses[2]: False})
+                    await eventually(lambda: client.connected() == 2)
+                    for fake in fakes:
+                        fake.calls.clear()
+                    for _ in range(6):
+                        await encode(client)
+                    assert [len(fake.calls) for fake in fakes] == [3, 3, 0]
+
+        asyncio.run(test())
+
+    def test_one_that_is_gone_ends_its_calls_and_then_closes(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                old, new = Tokenizer(), Tokenizer()
+                gone, stays = await servers.start(old), await servers.start(new)
+                client = tokenizer_client()
+                async with running(client.run):
+                    client.set_endpoints({gone: True})
+                    await eventually(lambda: client.connected() == 1)
+                    old.gate.clear()
+                    call = asyncio.create_task(encode(client))
+                    await eventually(lambda: len(old.calls) == 1)
+                    client.set_endpoints({stays: True})
+                    assert await encode(client) == ids_of("hi") and len(new.calls) == 1
+                    assert set(client._replicas) == {gone, stays}
+                    old.gate.set()
+                    assert await call == ids_of("hi")
+                    assert set(client._replicas) == {stays}
+                    await eventually(lambda: len(client._tasks) == 1)
+
+        asyncio.run(test())
+
+    def test_a_silent_one_is_left_until_it_answers(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                silent, other = Tokenizer(), Tokenizer()
+                addresses = [await servers.start(silent), await servers.start(other)]
+                client = tokenizer_client(timeout_s=2.0)
+                async with running(client.run):
+                    client.set_endpoints(dict.fromkeys(addresses, True))
+                    await eventually(lambda: client.connected() == 2)
+                    silent.gate.clear()
+                    assert await asyncio.gather(*(encode(client) for _ in range(4))) == [ids_of("hi")] * 4
+                    assert client.connected() == 1 and len(silent.calls) == 2
+                    for _ in range(4):
+                        await encode(client)
+                    assert len(silent.calls) == 2
+                    silent.gate.set()
+                    await eventually(lambda: client.connected() == 2)
+
+        asyncio.run(test())
+
+    def test_one_that_leaves_is_asked_once(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                leaving, other = Leaving(), Tokenizer()
+                addresses = [await servers.start(leaving), await servers.start(other)]
+                client = tokenizer_client()
+                async with running(client.run):
+                    client.set_endpoints(dict.fromkeys(addresses, True))
+                    await eventually(lambda: client.connected() == 2)
+                    assert [await encode(client) for _ in range(6)] == [ids_of("hi")] * 6
+                    assert (len(leaving.calls), len(other.calls), client.connected()) == (1, 6, 1)
+
+        asyncio.run(test())
+
+    def test_the_only_one_gets_the_whole_deadline(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                slow = Tokenizer()
+                client = tokenizer_client(timeout_s=1.0)
+                async with running(client.run):
+                    client.set_endpoints({(await servers.start(slow)): True})
+                    await eventually(lambda: client.connected() == 1)
+                    slow.gate.clear()
+                    call = asyncio.create_task(encode(client))
+                    await asyncio.sleep(0.7)
+                    slow.gate.set()
+                    assert await call == ids_of("hi") and len(slow.calls) == 1
+
+        asyncio.run(test())
+
+    def test_models(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                fakes = [Tokenizer("one"), Tokenizer("two")]
+                client = tokenizer_client(timeout_s=0.5)
+                async with running(client.run):
+                    client.set_endpoints({(await servers.start(fake)): True for fake in fakes})
+                    await eventually(lambda: client.connected() == 2)
+                    assert [client.connected(model) for model in ("one", "two", "three")] == [1, 1, 0]
+                    for _ in range(4):
+                        await encode(client, model="two")
+                    assert [len(fake.calls) for fake in fakes] == [0, 4]
+                    with pytest.raises(ApiError) as raised:
+                        await encode(client, model="three")
+                    assert raised.value.status == 503
+
+        asyncio.run(test())
+
+    def test_another_model_behind_the_same_address(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                fake = Tokenizer("one")
+                address = await servers.start(fake)
+                client = tokenizer_client()
+                async with running(client.run):
+                    client.set_endpoints({address: True})
+                    await eventually(lambda: client.connected("one") == 1)
+                    fake.model = "two"
+                    await servers.servers[address].stop(None)
+                    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+                    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(fake, server)  # type: ignore[no-untyped-call]
+                    assert server.add_insecure_port(address)
+                    await server.start()
+                    servers.servers[address] = server
+                    await eventually(lambda: client.connected("two") == 1)
+                    assert client.connected("one") == 0
+
+        asyncio.run(test())

@@ -1,0 +1,100 @@
+"""services.shared.rpc.probe against real servers: serving, not serving, unknown, away, silent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from services.local.ports import HOST, free_ports
+from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import probe
+
+
+@pytest.fixture
+def health_port() -> Iterator[int]:
+    """A health service that lives and is not ready."""
+    loop, (port,) = asyncio.new_event_loop(), free_ports(1)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(awaitable: object) -> object:
+        return asyncio.run_coroutine_threadsafe(awaitable, loop).result(10)  # type: ignore[arg-type]
+
+    server = run(rpc.start_server(HOST, port, rpc.Health("worker"), lambda server: None))
+    assert isinstance(server, rpc.Server)
+    yield port
+    run(server.stop(0))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(int(self.path.strip("/?q")))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http_port() -> Iterator[int]:
+    server = HTTPServer((HOST, 0), Answers)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_liveness_is_served_and_readiness_is_not(health_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"{HOST}:{health_port}"
+    assert probe.main([target]) == 0
+    assert probe.main([target, "--service", "worker"]) == 1
+    assert capsys.readouterr().err == f"{target}: worker is NOT_SERVING\n"
+
+
+def test_an_unknown_service_is_not_served(health_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert probe.main([f"{HOST}:{health_port}", "--service", "gateway"]) == 1
+    assert "NOT_FOUND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["", "http://"])
+def test_nobody_there(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert probe.main([f"{scheme}{HOST}:{free_ports(1)[0]}"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("scheme", ["", "http://"])
+def test_a_silent_peer_is_given_up(scheme: str) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        assert probe.main([f"{scheme}{HOST}:{silent.getsockname()[1]}", "--timeout-s", "0.3"]) == 1
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, 0), (204, 0), (302, 0), (404, 1), (503, 1)])
+def test_http_statuses_as_the_kubelet_takes_them(http_port: int, status: int, expected: int) -> None:
+    assert probe.main([f"http://{HOST}:{http_port}/{status}?q"]) == expected
+
+
+def test_proxies_of_the_environment_are_not_asked(http_port: int, health_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, f"http://{HOST}:{free_ports(1)[0]}")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert probe.main([f"http://{HOST}:{http_port}/200"]) == 0
+    assert probe.main([f"{HOST}:{health_port}"]) == 0
+
+
+def test_a_wrong_command_line_has_its_own_status() -> None:
+    command = [sys.executable, "-m", "services.shared.rpc.probe"]
+    assert subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 2

@@ -1,0 +1,122 @@
+"""python -m services.worker.control as an operator's shell sees it: words in, JSON or one line of complaint out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from rootstock.v1 import control_pb2 as pb
+from services.local.ports import free_ports
+from services.worker.control.command_line import PARSERS, USAGE, WrongWords
+from services.worker.control.operations import BARRIERS
+from services.worker.control.server import start_control
+from services.worker.settings import WorkerSettings
+from tests.services.worker.control.test_control_servicer import TOKEN, FakeLoop
+
+
+async def shell(*words: str, token: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    environment = {**os.environ, "ROOTSTOCK_CONTROL_TOKEN": token, "GRPC_VERBOSITY": "NONE"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.worker.control", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+def test_a_worker_is_asked_and_its_answer_printed(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+
+    async def run() -> None:
+        settings = WorkerSettings(control_port=free_ports(1)[0], control_token=TOKEN)
+        server = await start_control(settings, FakeLoop().put, "w", "m")
+        assert server is not None
+        address = ["--address", f"127.0.0.1:{server.port}"]
+        by_file = [*address, "--control-token-file", str(tmp_path / "token")]
+        answers = await asyncio.gather(
+            shell(*by_file, "FlushCache"),
+            shell(*address, "SetInternalState", "policy=fcfs", "new_token_ratio=1", token=TOKEN),
+            shell(*address, "FlushCache", token="wrong"),
+            shell(*address, "ResumeMemory", token=TOKEN),
+        )
+        flushed, changed, stranger, refused = answers
+        assert flushed == (0, '{\n  "pages": 12\n}\n', "")
+        assert changed[0] == 0 and json.loads(changed[1])["tunables"]["policy"] == "fcfs"
+        assert stranger[:2] == (1, "") and stranger[2].startswith("rootstock-control: UNAUTHENTICATED: ")
+        assert refused == (1, "", "rootstock-control: FAILED_PRECONDITION: nothing is released\n")
+        await server.stop(0)
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_not_there_is_one_line() -> None:
+    code, out, err = asyncio.run(shell("--address", f"127.0.0.1:{free_ports(1)[0]}", "FlushCache"))
+    assert (code, out) == (1, "") and err.startswith("rootstock-control: UNAVAILABLE: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["Explode"], "no operation Explode"),
+        (["--control-token-file", "/nowhere", "FlushCache"], "cannot read control_token_file /nowhere"),
+        (["--timeout-s", "0", "FlushCache"], "timeout_s"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2(words: list[str], complaint: str) -> None:
+    code, out, err = asyncio.run(shell(*words))
+    assert (code, out) == (2, "") and complaint in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("operation", "words", "request_"),
+    [
+        ("SetInternalState", ["a=true"], pb.SetInternalStateRequest(tunables={"a": pb.Value(flag=True)})),
+        ("SetInternalState", ["a=-5"], pb.SetInternalStateRequest(tunables={"a": pb.Value(whole=-5)})),
+        ("SetInternalState", ["a=0.5"], pb.SetInternalStateRequest(tunables={"a": pb.Value(real=0.5)})),
+        ("SetInternalState", ["a=b=c"], pb.SetInternalStateRequest(tunables={"a": pb.Value(text="b=c")})),
+        ("SetInternalState", ["a="], pb.SetInternalStateRequest(tunables={"a": pb.Value(text="")})),
+        ("SlowDown", [], pb.SlowDownRequest()),
+        ("SlowDown", ["0.5"], pb.SlowDownRequest(step_delay_s=0.5)),
+        ("Pause", [], pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT)),
+        ("Pause", ["in_place"], pb.PauseRequest(mode=pb.PAUSE_MODE_IN_PLACE)),
+        ("StartProfile", ["x"], pb.StartProfileRequest(name="x")),
+        ("ReleaseMemory", ["weights"], pb.ReleaseMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS])),
+        ("ResumeMemory", [], pb.ResumeMemoryRequest()),
+        ("SetLogLevel", ["debug"], pb.SetLogLevelRequest(level="debug")),
+        ("TraceRequest", ["r1"], pb.TraceRequestRequest(request_id="r1")),
+    ],
+)
+def test_words_are_a_request(operation: str, words: list[str], request_: object) -> None:
+    assert PARSERS[operation](words) == request_
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        ("FlushCache", ["x"]),
+        ("SetInternalState", []),
+        ("SetInternalState", ["policy"]),
+        ("SetInternalState", ["=1"]),
+        ("SlowDown", ["fast"]),
+        ("Pause", ["abort", "retract"]),
+        ("Pause", ["unspecified_"]),
+        ("ReleaseMemory", ["kv"]),
+    ],
+)
+def test_wrong_words_are_refused(operation: str, words: list[str]) -> None:
+    with pytest.raises(WrongWords):
+        PARSERS[operation](words)
+
+
+def test_every_operation_has_its_words() -> None:
+    assert set(PARSERS) == set(BARRIERS)
+    assert all(operation in USAGE for operation in BARRIERS)

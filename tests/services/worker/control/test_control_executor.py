@@ -1,0 +1,188 @@
+"""What operators ask of the CPU executor, with the demo model: memory that really returns, answers that stay, profiles."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
+from services.worker.exec.contracts.protocol import Executor, ExecutorError
+from services.worker.exec.cpu import CpuExecutor
+from tests.exec.driver import Driver, Sequence, greedy
+
+DEMO = Path(__file__).parents[4] / "models/demo"
+PAGE_SIZE = 16
+PROMPT = [5, 9, 13, 17, 21, 25, 29, 33]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the demo model that a test may break."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(DEMO / file, copy)
+    return copy
+
+
+@pytest.fixture
+def build(folder: Path) -> Iterator[Callable[[int], CpuExecutor]]:
+    """Makes an executor with so many pages of KV."""
+    made: list[CpuExecutor] = []
+
+    def make(num_pages: int) -> CpuExecutor:
+        executor, _ = build_cpu_executor(str(folder), "float32", PAGE_SIZE, 4, num_pages, 0.5, 256, 1, lambda _: None)
+        made.append(executor)
+        return executor
+
+    yield make
+    for executor in made:
+        executor.close()
+
+
+def answer(executor: Executor, num_tokens: int = 12) -> list[int]:
+    """A greedy answer to PROMPT, computed from nothing."""
+    driver, sequence = Driver(executor, PAGE_SIZE), Sequence(PROMPT, slot=0, params=greedy())
+    driver.step([(sequence, len(PROMPT))])
+    for _ in range(num_tokens - 1):
+        driver.step([(sequence, 1)])
+    return sequence.output
+
+
+def rss() -> int:
+    """Bytes of this process that are in memory."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def pools(executor: CpuExecutor) -> list[torch.Tensor]:
+    pool = executor._model._pool
+    return [*pool.keys, *pool.values]
+
+
+def touch(executor: CpuExecutor) -> None:
+    """Writes all of the pools: memory is the process's from then on only."""
+    for tensor in pools(executor):
+        tensor.zero_()
+
+
+@pytest.mark.parametrize(("kv", "weights"), [(True, False), (False, True), (True, True)])
+def test_answers_are_the_same_before_and_after(build: Callable[[int], CpuExecutor], kv: bool, weights: bool) -> None:
+    executor = build(8)
+    before = answer(executor)
+    assert len(set(before)) > 2
+    executor.apply(ReleaseMemory(kv, weights))
+    executor.apply(ResumeMemory(kv, weights))
+    assert answer(executor) == before
+
+
+def test_the_kv_cache_returns_to_the_system(build: Callable[[int], CpuExecutor]) -> None:
+    executor = build(8192)
+    size = sum(tensor.nbytes for tensor in pools(executor))
+    assert size > 256 * MIB
+    touch(executor)
+    held = rss()
+    executor.apply(ReleaseMemory(kv=True, weights=False))
+    assert held - rss() > 0.95 * size
+    executor.apply(ResumeMemory(kv=True, weights=False))
+    assert sum(tensor.nbytes for tensor in pools(executor)) == size
+    assert len(answer(executor)) == 12
+
+
+def test_the_weights_return_to_the_system(build: Callable[[int], CpuExecutor]) -> None:
+    executor = build(8)
+    size = (DEMO / "model.safetensors").stat().st_size  # float32 in memory takes at least that
+    answer(executor)
+    held = rss()
+    executor.apply(ReleaseMemory(kv=False, weights=True))
+    assert held - rss() > 0.9 * size
+    for _ in range(4):
+        executor.apply(ResumeMemory(kv=False, weights=True))
+        executor.apply(ReleaseMemory(kv=False, weights=True))
+    executor.apply(ResumeMemory(kv=False, weights=True))
+    assert rss() < held + size
+
+
+def test_the_weights_come_back_as_the_folder_has_them(build: Callable[[int], CpuExecutor], folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    executor = build(8)
+    before = answer(executor)
+    executor.apply(ReleaseMemory(kv=True, weights=True))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor.flip(0) if tensor.ndim > 1 else tensor for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+    executor.apply(ResumeMemory(kv=True, weights=True))
+    assert answer(executor) != before
+
+
+def test_a_step_on_released_memory_fails_alone(build: Callable[[int], CpuExecutor]) -> None:
+    executor = build(8)
+    before = answer(executor)
+    for kv, weights in ((True, False), (False, True)):
+        executor.apply(ReleaseMemory(kv, weights))
+        with pytest.raises(ExecutorError):
+            answer(executor)
+        executor.apply(ResumeMemory(kv, weights))
+    assert answer(executor) == before
+
+
+def test_a_folder_that_cannot_be_loaded_is_named_and_can_be_mended(build: Callable[[int], CpuExecutor], folder: Path) -> None:
+    executor = build(8)
+    before = answer(executor)
+    executor.apply(ReleaseMemory(kv=True, weights=True))
+    weights, away = folder / "model.safetensors", folder / "away"
+    weights.rename(away)
+    with pytest.raises(OperationRefused, match=r"cannot resume: .*model"):
+        executor.apply(ResumeMemory(kv=True, weights=True))
+    away.rename(weights)
+    executor.apply(ResumeMemory(kv=True, weights=True))
+    assert answer(executor) == before
+
+
+def test_a_model_of_another_shape_is_refused(build: Callable[[int], CpuExecutor], folder: Path) -> None:
+    executor, config = build(8), folder / "config.json"
+    before = answer(executor)
+    executor.apply(ReleaseMemory(kv=False, weights=True))
+    right = config.read_text()
+    config.write_text(json.dumps({**json.loads(right), "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
+    with pytest.raises(OperationRefused, match="another shape"):
+        executor.apply(ResumeMemory(kv=False, weights=True))
+    config.write_text(right)
+    executor.apply(ResumeMemory(kv=False, weights=True))
+    assert answer(executor) == before
+
+
+def test_a_profile_is_a_chrome_trace_of_the_steps(build: Callable[[int], CpuExecutor], tmp_path: Path) -> None:
+    executor, path = build(8), tmp_path / "steps.trace.json"
+    before = answer(executor)
+    executor.apply(StartProfile(path))
+    with pytest.raises(OperationRefused, match="is running already"):
+        executor.apply(StartProfile(tmp_path / "second"))
+    assert answer(executor, 4) == before[:4]
+    executor.apply(StopProfile())
+    with pytest.raises(OperationRefused, match="no profile is running"):
+        executor.apply(StopProfile())
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+    assert [name for name in names if name in ("forward 1", "sample 1", "forward 4")] == ["forward 1", "sample 1", "forward 4"]
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_trace_that_cannot_be_written_ends_the_profile_all_the_same(
+    build: Callable[[int], CpuExecutor], tmp_path: Path
+) -> None:
+    executor = build(8)
+    executor.apply(StartProfile(tmp_path / "absent" / "x.json"))
+    with pytest.raises(OperationRefused, match="cannot write"):
+        executor.apply(StopProfile())
+    executor.apply(StartProfile(tmp_path / "x.json"))
+    executor.apply(StopProfile())
+    json.loads((tmp_path / "x.json").read_text())

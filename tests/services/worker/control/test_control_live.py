@@ -1,0 +1,308 @@
+"""Operators at work on a serving worker: real gRPC on both ports, real loop and core, the fake executor in place of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from rootstock.v1 import common_pb2, control_pb2_grpc
+from rootstock.v1 import control_pb2 as pb
+from services.local.ports import free_ports
+from services.shared.control_values import as_json
+from services.shared.rpc import grpc_server as rpc
+from services.shared.sampling_defaults import SamplingDefaults
+from services.worker.control.server import start_control
+from services.worker.front.busyness import BEAT_S, GAP_S
+from services.worker.identity.model_identity import ServedWeights
+from services.worker.loop.inbox import Stop
+from services.worker.settings import WorkerSettings
+from tests.services.worker.conftest import Serving, serving
+from tests.services.worker.control.test_control_servicer import changes
+from tests.services.worker.front.test_server import FrontEnd, expected, submit
+
+ABORTED = common_pb2.FINISH_REASON_ABORT
+GUARD_S = 60.0  # against hanging for ever
+
+
+class Operated:
+    """A worker with one front end connected, and its control service."""
+
+    def __init__(self, worker: Serving, front: FrontEnd, control: control_pb2_grpc.ControlStub) -> None:
+        self.worker, self.front, self.control = worker, front, control
+
+    async def state(self) -> dict[str, Any]:
+        return as_json(await self.control.GetInternalState(pb.GetInternalStateRequest()))
+
+    async def stats(self) -> dict[str, Any]:
+        return (await self.state())["stats"]
+
+    async def pause(self, mode: pb.PauseMode) -> None:
+        await self.control.Pause(pb.PauseRequest(mode=mode))
+
+    async def carry_on(self) -> None:
+        await self.control.Continue(pb.ContinueRequest())
+
+    async def refusal(self, call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        return caught.value.code(), caught.value.details() or ""
+
+
+@asynccontextmanager
+async def operated(
+    step_s: float = 0.002,
+    overlap: bool = True,
+    gap_s: float = GAP_S,
+    beat_s: float = BEAT_S,
+    weights: ServedWeights | None = None,
+) -> AsyncIterator[Operated]:
+    revision = weights.identity.revision if weights else ""
+    async with serving(step_s=step_s, overlap=overlap, gap_s=gap_s, beat_s=beat_s, revision=revision) as worker:
+        settings = WorkerSettings(control_port=free_ports(1)[0])
+        control = await start_control(settings, worker.inbox.put, "w", "fake", weights)
+        if weights is not None:
+            weights.on_replaced = lambda identity: worker.servicer.weights_replaced(identity, SamplingDefaults())
+        assert control is not None
+        try:
+            async with rpc.channel(f"127.0.0.1:{control.port}") as channel:
+                front = FrontEnd(worker.stub)
+                await front.hello()
+                yield Operated(worker, front, control_pb2_grpc.ControlStub(channel))
+        finally:
+            await control.stop(0)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def guarded() -> None:
+        async with asyncio.timeout(GUARD_S):
+            await test()
+
+    asyncio.run(guarded())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_cache_is_flushed_in_mid_traffic(overlap: bool) -> None:
+    async def check() -> None:
+        async with operated(overlap=overlap) as at:
+            prompts = {handle: [9] * 12 + [handle] * 9 for handle in range(6)}
+            freed = 0
+            for wave in range(4):
+                handles = [wave * 10 + handle for handle in prompts]
+                await at.front.send(
+                    *[submit(wave * 10 + handle, prompt, max_new_tokens=30) for handle, prompt in prompts.items()]
+                )
+                for tokens in (2, 10, 20):
+                    await at.front.until(lambda: all(len(at.front.tokens[h]) >= tokens for h in handles))  # noqa: B023
+                    freed += (await at.control.FlushCache(pb.FlushCacheRequest())).pages
+                await at.front.ended(*handles)
+                for handle, prompt in prompts.items():
+                    assert at.front.tokens[wave * 10 + handle] == expected(prompt, 30)
+            await at.control.FlushCache(pb.FlushCacheRequest())
+            stats = await at.stats()
+            assert freed > 0 and (stats["pages_cached"], stats["pages_leased"]) == (0, 0)
+            await at.front.send(submit(99, prompts[0]))
+            await at.front.ended(99)
+            assert at.front.finishes[99].cached_tokens == 0
+
+    run(check)
+
+
+def test_a_pause_and_its_end_are_told_at_once() -> None:
+    async def check() -> None:
+        async with operated(gap_s=3600, beat_s=3600) as at:
+            await at.front.until(lambda: len(at.front.loads) == 1)
+            await at.pause(pb.PAUSE_MODE_IN_PLACE)
+            await at.front.until(lambda: at.front.loads[-1].paused)
+            await at.carry_on()
+            await at.front.until(lambda: not at.front.loads[-1].paused)
+            assert [load.paused for load in at.front.loads] == [False, True, False]
+
+    run(check)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("mode", [pb.PAUSE_MODE_RETRACT, pb.PAUSE_MODE_IN_PLACE])
+def test_a_paused_worker_rests_and_goes_on_with_the_same_tokens(mode: pb.PauseMode, overlap: bool) -> None:
+    async def check() -> None:
+        async with operated(overlap=overlap) as at:
+            prompts = {handle: [handle + 1] * 9 for handle in range(5)}
+            await at.front.send(*[submit(handle, prompt, max_new_tokens=60) for handle, prompt in prompts.items()])
+            await at.front.until(lambda: all(len(at.front.tokens[handle]) > 5 for handle in prompts))
+            await at.pause(mode)
+            resting = await at.stats()
+            assert (resting["pages_leased"] > 0) == (mode == pb.PAUSE_MODE_IN_PLACE)
+            assert (resting["num_running"], resting["num_waiting"]) == ((5, 0) if mode == pb.PAUSE_MODE_IN_PLACE else (0, 5))
+            await at.front.send(submit(5, [77] * 9))
+            await asyncio.sleep(0.1)
+            later = await at.state()
+            assert later["paused"] and later["stats"]["generated_tokens_total"] == resting["generated_tokens_total"]
+            assert not at.front.finishes
+            await at.carry_on()
+            await at.front.ended(*range(6))
+            for handle, prompt in prompts.items():
+                assert at.front.tokens[handle] == expected(prompt, 60)
+            assert at.front.tokens[5] == expected([77] * 9, 10), "what came during the pause ran after it"
+
+    run(check)
+
+
+def test_a_pause_that_aborts_ends_what_is_here_and_nothing_that_comes() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            await at.front.send(*[submit(handle, max_new_tokens=200) for handle in range(40)])
+            await at.front.until(lambda: len(at.front.tokens[0]) > 3)
+            await at.pause(pb.PAUSE_MODE_ABORT)
+            await at.front.ended(*range(40))
+            assert {finish.reason for finish in at.front.finishes.values()} == {ABORTED}
+            stats = await at.stats()
+            assert (stats["num_running"], stats["num_waiting"], stats["pages_leased"]) == (0, 0, 0)
+            await at.front.send(submit(50))
+            await asyncio.sleep(0.05)
+            assert 50 not in at.front.finishes
+            await at.carry_on()
+            await at.front.ended(50)
+            assert at.front.tokens[50] == expected([1, 2, 3], 10)
+
+    run(check)
+
+
+def test_a_slowed_worker_waits_between_steps_and_still_hears_messages() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            await at.control.SlowDown(pb.SlowDownRequest(step_delay_s=0.1))
+            began = time.monotonic()
+            await at.front.send(submit(1, max_new_tokens=6, stream_interval=1))
+            await at.front.ended(1)
+            assert time.monotonic() - began > 0.4
+            assert at.front.tokens[1] == expected([1, 2, 3], 6)
+            await at.control.SlowDown(pb.SlowDownRequest(step_delay_s=10))
+            await at.front.send(submit(2, max_new_tokens=200), submit(3, max_new_tokens=20))
+            assert (await at.state())["step_delay_s"] == 10
+            await at.front.send(aborts=(2,))
+            await at.front.ended(2)
+            await at.control.SlowDown(pb.SlowDownRequest())
+            await at.front.ended(3)
+            assert at.front.tokens[3] == expected([1, 2, 3], 20)
+            assert time.monotonic() - began < 9, "messages are taken during the wait"
+
+    run(check)
+
+
+def test_tunables_hold_from_the_next_step_on() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            await at.front.send(*[submit(handle, max_new_tokens=200) for handle in range(8)])
+            await at.front.until(lambda: len(at.front.tokens[7]) > 3)
+            state = as_json(await at.control.SetInternalState(changes(max_running_requests=2, new_token_ratio=1)))
+            assert (state["tunables"]["max_running_requests"], state["tunables"]["new_token_ratio"]) == (2, 1.0)
+            await at.front.send(submit(20, max_new_tokens=5), aborts=tuple(range(7)))
+            await at.front.send(*[submit(handle, max_new_tokens=40) for handle in range(30, 36)])
+            while (await at.stats())["num_waiting"]:
+                assert (await at.stats())["num_running"] <= 2
+            await at.front.ended(20, *range(30, 36))
+            code, details = await at.refusal(at.control.SetInternalState(changes(max_running_requests=0)))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and "max_running_requests" in details
+
+    run(check)
+
+
+def test_memory_is_not_released_under_running_requests() -> None:
+    async def check() -> None:
+        async with operated(step_s=0.01) as at:
+            await at.front.send(submit(1, max_new_tokens=240), submit(2, max_new_tokens=240))
+            await at.front.until(lambda: len(at.front.tokens[1]) > 3)
+            asked = asyncio.create_task(at.refusal(at.control.ReleaseMemory(pb.ReleaseMemoryRequest(), timeout=0.5)))
+            await at.front.send(submit(3, max_new_tokens=5))
+            await at.front.ended(3)
+            code, details = await asked
+            assert code is grpc.StatusCode.FAILED_PRECONDITION and "2" in details
+            assert not (await at.state())["paused"]
+            await at.front.ended(1, 2)
+            assert at.front.tokens[1] == expected([1, 2, 3], 240)
+
+    run(check)
+
+
+def test_memory_is_released_as_soon_as_the_worker_is_idle_and_answers_come_again_after_it() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            prompt = list(range(20))
+            await at.front.send(submit(1, prompt, max_new_tokens=40))
+            await at.front.until(lambda: len(at.front.tokens[1]) > 3)
+            released = await at.control.ReleaseMemory(pb.ReleaseMemoryRequest(), timeout=GUARD_S)
+            assert len(released.released) == 2
+            await at.front.ended(1)
+            assert at.front.tokens[1] == expected(prompt, 40)
+            state = await at.state()
+            assert state["paused"] and state["released"] == ["kv_cache", "weights"] and state["stats"]["pages_cached"] == 0
+            code, _ = await at.refusal(at.control.Continue(pb.ContinueRequest()))
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            await at.front.send(submit(2, [5] * 9))
+            await at.front.ended(2)
+            assert at.front.finishes[2].error == common_pb2.ERROR_CODE_UNAVAILABLE
+            await at.control.ResumeMemory(pb.ResumeMemoryRequest())
+            await at.front.send(submit(3, prompt, max_new_tokens=40))
+            await at.front.ended(3)
+            assert at.front.tokens[3] == expected(prompt, 40) and at.front.finishes[3].cached_tokens == 0
+
+    run(check)
+
+
+def test_a_caller_who_leaves_before_the_worker_is_idle_changes_nothing() -> None:
+    async def check() -> None:
+        async with operated(step_s=0.005) as at:
+            await at.front.send(submit(1, max_new_tokens=100))
+            await at.front.until(lambda: len(at.front.tokens[1]) > 3)
+            call = at.control.ReleaseMemory(pb.ReleaseMemoryRequest(), timeout=GUARD_S)
+            await asyncio.sleep(0.1)
+            call.cancel()
+            await at.front.ended(1)
+            await asyncio.sleep(0.1)
+            state = await at.state()
+            assert not state["released"] and not state["paused"]
+
+    run(check)
+
+
+def test_operations_end_when_the_loop_does() -> None:
+    async def check() -> None:
+        async with operated(step_s=0.005) as at:
+            await at.front.send(submit(1, max_new_tokens=240))
+            await at.front.until(lambda: len(at.front.tokens[1]) > 3)
+            asked = asyncio.create_task(at.refusal(at.control.ReleaseMemory(pb.ReleaseMemoryRequest())))
+            await asyncio.sleep(0.1)
+            at.worker.inbox.put(Stop())
+            code, _ = await asked
+            assert code is grpc.StatusCode.UNAVAILABLE
+
+    run(check)
+
+
+def test_an_executor_without_a_device_has_nothing_to_profile() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            code, _ = await at.refusal(at.control.StartProfile(pb.StartProfileRequest(name="x")))
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            assert not (await at.state())["profile"]
+
+    run(check)
+
+
+def test_a_requests_way_through_the_scheduler_is_told() -> None:
+    async def check() -> None:
+        async with operated() as at:
+            await at.front.send(submit(1, [9] * 20, max_new_tokens=5))
+            await at.front.ended(1)
+            events = (await at.control.TraceRequest(pb.TraceRequestRequest(request_id="r1"))).events
+            kinds = [(event.kind, event.detail) for event in events]
+            assert kinds == [("queued", 20), ("admitted", 0), ("prefilled", 20), ("ended", 5)]
+            assert sorted(event.at_s for event in events) == [event.at_s for event in events]
+            assert not (await at.control.TraceRequest(pb.TraceRequestRequest(request_id="nobody"))).events
+
+    run(check)

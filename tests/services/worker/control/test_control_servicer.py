@@ -1,0 +1,514 @@
+"""The control service over real gRPC. The loop is a stand-in that runs each command at once, or lets the test decide."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rootstock.v1 import control_pb2 as pb
+from rootstock.v1 import control_pb2_grpc
+from services.local.ports import free_ports
+from services.shared.control_values import Scalar, as_json, put_values
+from services.shared.rpc import grpc_server as rpc
+from services.worker.control.operations import BARRIERS
+from services.worker.control.server import start_control
+from services.worker.core.contracts.messages import PauseMode, StepStats
+from services.worker.exec.contracts.operations import (
+    Operation,
+    OperationRefused,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+)
+from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, Pace
+from services.worker.settings import WorkerSettings
+
+TOKEN = "an operators' token"
+Stub = control_pb2_grpc.ControlStub
+
+
+@dataclass
+class FakeCore:
+    """What operations may ask of the scheduler, written down instead of done."""
+
+    calls: list[Any] = field(default_factory=list)
+    paused: bool = False
+    values: dict[str, Any] = field(
+        default_factory=lambda: {"policy": "lpm", "new_token_ratio": 0.5, "chunk": 128, "mixed": False}
+    )
+
+    def flush_cache(self) -> int:
+        self.calls.append("flush")
+        return 12
+
+    def pause(self, mode: PauseMode, now: float) -> None:
+        self.calls.append(mode)
+        self.paused = True
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+        self.paused = False
+
+    def reset_memory(self) -> None:
+        self.calls.append("reset_memory")
+
+    def tunables(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def retune(self, changes: Mapping[str, Any]) -> None:
+        if changes.get("policy") == "worst":
+            raise ValueError("policy: must be one of fcfs, lpm")
+        self.values |= changes
+
+    def stats(self) -> StepStats:
+        return StepStats(**dict.fromkeys(StepStats.__dataclass_fields__, 0) | {"num_running": 3, "new_token_ratio": 0.25})
+
+
+@dataclass
+class FakeExecutor:
+    """refusal: what it says to the next operation, if anything."""
+
+    applied: list[Operation] = field(default_factory=list)
+    refusal: str = ""
+
+    def apply(self, operation: Operation) -> None:
+        if self.refusal:
+            raise OperationRefused(self.refusal)
+        self.applied.append(operation)
+
+
+@dataclass
+class FakeLoop:
+    """answer: what becomes of a command; by default its action runs."""
+
+    core: FakeCore = field(default_factory=FakeCore)
+    executor: FakeExecutor = field(default_factory=FakeExecutor)
+    pace: Pace = field(default_factory=Pace)
+    commands: list[Command] = field(default_factory=list)
+    answer: Callable[[Command], None] | None = None
+
+    def put(self, command: Command) -> None:
+        self.commands.append(command)
+        (self.answer or self.run)(command)
+
+    def run(self, command: Command) -> None:
+        if not command.future.set_running_or_notify_cancel():
+            return
+        try:
+            command.future.set_result(command.action(self.core, self.executor, self.pace))  # type: ignore[arg-type]
+        except Exception as error:
+            command.future.set_exception(error)
+
+
+@asynccontextmanager
+async def control(loop: FakeLoop, folder: Path = Path("unused"), token: str = "") -> AsyncIterator[Stub]:
+    settings = WorkerSettings(control_port=free_ports(1)[0], control_token=token, profile_dir=str(folder))
+    server = await start_control(settings, loop.put, "worker/0", "demo")
+    assert server is not None
+    try:
+        async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+            yield Stub(channel)
+    finally:
+        await server.stop(0)
+
+
+async def status_of(call: Coroutine[Any, Any, Any]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+def changes(**values: Scalar) -> pb.SetInternalStateRequest:
+    request = pb.SetInternalStateRequest()
+    put_values(request.tunables, values)
+    return request
+
+
+REQUESTS = {
+    "FlushCache": pb.FlushCacheRequest(),
+    "GetInternalState": pb.GetInternalStateRequest(),
+    "SetInternalState": pb.SetInternalStateRequest(),
+    "SlowDown": pb.SlowDownRequest(),
+    "Pause": pb.PauseRequest(mode=pb.PAUSE_MODE_RETRACT),
+    "Continue": pb.ContinueRequest(),
+    "StartProfile": pb.StartProfileRequest(),
+    "StopProfile": pb.StopProfileRequest(),
+    "FreezeGc": pb.FreezeGcRequest(),
+    "ReleaseMemory": pb.ReleaseMemoryRequest(),
+    "ResumeMemory": pb.ResumeMemoryRequest(),
+    "SetLogLevel": pb.SetLogLevelRequest(level=logging.getLevelName(logging.getLogger().level).lower()),
+    "TraceRequest": pb.TraceRequestRequest(request_id="r"),
+}
+
+
+def test_every_rpc_has_a_barrier() -> None:
+    service = pb.DESCRIPTOR.services_by_name["Control"]
+    assert set(BARRIERS) == {method.name for method in service.methods} == set(REQUESTS)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).parents[4] / "docs/control.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    assert {row[1].strip(" `"): Barrier(row[2].strip()) for row in rows} == BARRIERS
+
+
+def test_each_operation_asks_for_the_barrier_of_the_table() -> None:
+    async def run() -> dict[str, Barrier]:
+        asked: dict[str, Barrier] = {}
+        loop = FakeLoop(answer=lambda command: command.future.set_exception(NotIdle("2 requests run")))
+        async with control(loop) as stub:
+            for name, request in REQUESTS.items():
+                code, _ = await status_of(getattr(stub, name)(request))
+                assert code is grpc.StatusCode.FAILED_PRECONDITION, name
+                asked[name] = loop.commands[-1].barrier
+        return asked
+
+    assert asyncio.run(run()) == BARRIERS
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (ValueError("chunk: is below a page"), grpc.StatusCode.INVALID_ARGUMENT),
+        (NotIdle("2 requests run"), grpc.StatusCode.FAILED_PRECONDITION),
+        (OperationRefused("not here"), grpc.StatusCode.FAILED_PRECONDITION),
+        (LoopEnded("the worker is stopping"), grpc.StatusCode.UNAVAILABLE),
+        (KeyError("a fault"), grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_what_an_action_raises_is_the_calls_status(raised: Exception, code: grpc.StatusCode) -> None:
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with control(FakeLoop(answer=lambda command: command.future.set_exception(raised))) as stub:
+            return await status_of(stub.FlushCache(pb.FlushCacheRequest()))
+
+    found, details = asyncio.run(run())
+    assert found is code and str(raised) in details
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("token", TOKEN),)])
+def test_a_call_without_the_token_reaches_nothing(metadata: tuple[tuple[str, str], ...]) -> None:
+    async def run() -> FakeLoop:
+        loop = FakeLoop()
+        async with control(loop, token=TOKEN) as stub:
+            for name, request in REQUESTS.items():
+                code, _ = await status_of(getattr(stub, name)(request, metadata=metadata))
+                assert code is grpc.StatusCode.UNAUTHENTICATED, name
+        return loop
+
+    assert asyncio.run(run()).commands == []
+
+
+def test_a_call_with_the_token_is_answered() -> None:
+    async def run() -> pb.FlushCacheResponse:
+        async with control(FakeLoop(), token=TOKEN) as stub:
+            return await stub.FlushCache(pb.FlushCacheRequest(), metadata=(("authorization", f"bearer {TOKEN}"),))
+
+    assert asyncio.run(run()).pages == 12
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "somewhere"])
+def test_other_addresses_than_loopback_need_a_token(host: str) -> None:
+    with pytest.raises(ValueError, match="set control_token"):
+        asyncio.run(start_control(WorkerSettings(control_host=host, control_port=1), FakeLoop().put, "w", "m"))
+
+
+def test_a_port_of_0_means_no_control_service() -> None:
+    assert asyncio.run(start_control(WorkerSettings(), FakeLoop().put, "w", "m")) is None
+
+
+def test_a_token_file_is_read_and_an_unreadable_one_is_named(tmp_path: Path) -> None:
+    async def run(settings: WorkerSettings) -> tuple[grpc.StatusCode, str]:
+        server = await start_control(settings, FakeLoop().put, "w", "m")
+        assert server is not None
+        async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+            await Stub(channel).FlushCache(pb.FlushCacheRequest(), metadata=(("authorization", f"Bearer {TOKEN}"),))
+            refused = await status_of(Stub(channel).FlushCache(pb.FlushCacheRequest()))
+        await server.stop(0)
+        return refused
+
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    found = asyncio.run(run(WorkerSettings(control_port=free_ports(1)[0], control_token_file=str(file))))
+    assert found[0] is grpc.StatusCode.UNAUTHENTICATED
+    for wrong in (tmp_path / "absent", tmp_path):
+        with pytest.raises(ValueError, match=str(wrong)):
+            asyncio.run(run(WorkerSettings(control_port=1, control_token_file=str(wrong))))
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        asyncio.run(run(WorkerSettings(control_port=1, control_token_file=str(file))))
+
+
+def test_the_deadline_leaves_time_to_say_that_it_has_passed() -> None:
+    async def run() -> list[float]:
+        loop, left = FakeLoop(), []
+        async with control(loop) as stub:
+            for timeout in (1.0, 30.0, None):
+                before = time.monotonic()
+                await stub.FlushCache(pb.FlushCacheRequest(), timeout=timeout)
+                left.append(loop.commands[-1].deadline - before)
+        return left
+
+    short, long, none = asyncio.run(run())
+    assert 0.5 < short < 0.99, "gRPC rounds deadlines up"
+    assert 29.0 < long < 29.9
+    assert 3500 < none < 3600
+
+
+def test_a_caller_who_leaves_takes_the_command_along() -> None:
+    async def run() -> concurrent.futures.Future[Any]:
+        loop = FakeLoop(answer=lambda command: None)
+        async with control(loop) as stub:
+            call = stub.FlushCache(pb.FlushCacheRequest())
+            while not loop.commands:
+                await asyncio.sleep(0.005)
+            call.cancel()
+            future = loop.commands[0].future
+            while not future.done():
+                await asyncio.sleep(0.005)
+            return future
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)).cancelled()
+
+
+def test_internal_state_is_what_the_scheduler_says() -> None:
+    async def run() -> dict[str, Any]:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            await stub.SlowDown(pb.SlowDownRequest(step_delay_s=0.25))
+            await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_IN_PLACE))
+            return as_json(await stub.GetInternalState(pb.GetInternalStateRequest()))
+
+    state = asyncio.run(run())
+    stats = state.pop("stats")
+    assert state == {
+        "worker_id": "worker/0",
+        "model": "demo",
+        "tunables": {"chunk": 128, "mixed": False, "new_token_ratio": 0.5, "policy": "lpm"},
+        "paused": True,
+        "step_delay_s": 0.25,
+        "released": [],
+        "profile": "",
+        "revision": "",
+    }
+    assert (stats["num_running"], stats["new_token_ratio"]) == (3, 0.25)
+
+
+def test_tunables_change_together_and_in_their_own_type() -> None:
+    async def run() -> dict[str, Any]:
+        async with control(FakeLoop()) as stub:
+            return as_json(await stub.SetInternalState(changes(new_token_ratio=1, chunk=64, policy="fcfs")))
+
+    tunables = asyncio.run(run())["tunables"]
+    assert tunables == {"chunk": 64, "mixed": False, "new_token_ratio": 1.0, "policy": "fcfs"}
+    assert isinstance(tunables["new_token_ratio"], float)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("chunks", 64, "chunks: no such tunable; there are chunk, mixed, new_token_ratio, policy"),
+        ("chunk", 64.0, "chunk: is a int, not a float"),
+        ("chunk", True, "chunk: is a int, not a bool"),
+        ("mixed", 1, "mixed: is a bool, not a int"),
+        ("new_token_ratio", float("nan"), "new_token_ratio: is not a finite number"),
+        ("policy", "worst", "policy: must be one of fcfs, lpm"),
+    ],
+)
+def test_a_wrong_tunable_is_named_and_nothing_changes(name: str, value: Any, message: str) -> None:
+    async def run() -> tuple[tuple[grpc.StatusCode, str], dict[str, Any]]:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            request = changes(**{"new_token_ratio": 0.75, name: value})
+            refused = await status_of(stub.SetInternalState(request))
+        return refused, loop.core.values
+
+    refused, values = asyncio.run(run())
+    assert refused == (grpc.StatusCode.INVALID_ARGUMENT, message)
+    assert values == FakeCore().values
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "field_name"),
+    [
+        ("SlowDown", pb.SlowDownRequest(step_delay_s=-0.1), "step_delay_s"),
+        ("SlowDown", pb.SlowDownRequest(step_delay_s=11), "step_delay_s"),
+        ("SlowDown", pb.SlowDownRequest(step_delay_s=float("nan")), "step_delay_s"),
+        ("Pause", pb.PauseRequest(), "mode"),
+        ("Pause", pb.PauseRequest(mode=9), "mode"),  # type: ignore[arg-type]
+        ("SetInternalState", pb.SetInternalStateRequest(tunables={"chunk": pb.Value()}), "not set"),
+        ("StartProfile", pb.StartProfileRequest(name="../x"), "name"),
+        ("StartProfile", pb.StartProfileRequest(name=".x"), "name"),
+        ("StartProfile", pb.StartProfileRequest(name="x" * 101), "name"),
+        ("ReleaseMemory", pb.ReleaseMemoryRequest(tags=[pb.MEMORY_TAG_UNSPECIFIED]), "tags"),
+        ("ResumeMemory", pb.ResumeMemoryRequest(tags=[7]), "tags"),  # type: ignore[list-item]
+        ("SetLogLevel", pb.SetLogLevelRequest(level="loud"), "level"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_happens(name: str, request_: Any, field_name: str) -> None:
+    async def run() -> tuple[tuple[grpc.StatusCode, str], FakeLoop]:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            return await status_of(getattr(stub, name)(request_)), loop
+
+    (code, details), loop = asyncio.run(run())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and field_name in details
+    assert not loop.core.calls and not loop.executor.applied and not loop.pace.step_delay_s
+
+
+def test_released_memory_pauses_until_all_of_it_is_back() -> None:
+    async def run() -> tuple[list[list[pb.MemoryTag]], FakeLoop]:
+        loop, said = FakeLoop(), []
+        async with control(loop) as stub:
+            said.append(list((await stub.ReleaseMemory(pb.ReleaseMemoryRequest())).released))
+            refused = await status_of(stub.Continue(pb.ContinueRequest()))
+            assert refused == (
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "kv_cache and weights must be resumed first: released memory cannot serve requests",
+            )
+            weights = pb.ResumeMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS])
+            said.append(list((await stub.ResumeMemory(weights)).released))
+            assert loop.core.paused
+            said.append(list((await stub.ResumeMemory(pb.ResumeMemoryRequest())).released))
+        return said, loop
+
+    said, loop = asyncio.run(run())
+    assert said == [[pb.MEMORY_TAG_KV_CACHE, pb.MEMORY_TAG_WEIGHTS], [pb.MEMORY_TAG_KV_CACHE], []]
+    assert loop.core.calls == [PauseMode.ABORT, "reset_memory", "resume"]
+    assert loop.executor.applied == [
+        ReleaseMemory(kv=True, weights=True),
+        ResumeMemory(kv=False, weights=True),
+        ResumeMemory(kv=True, weights=False),
+    ]
+
+
+def test_memory_is_released_once_and_resumed_once() -> None:
+    async def run() -> FakeLoop:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            kv = [pb.MEMORY_TAG_KV_CACHE]
+            refusals = [await status_of(stub.ResumeMemory(pb.ResumeMemoryRequest()))]
+            await stub.ReleaseMemory(pb.ReleaseMemoryRequest(tags=kv))
+            refusals.append(await status_of(stub.ReleaseMemory(pb.ReleaseMemoryRequest())))
+            refusals.append(await status_of(stub.ResumeMemory(pb.ResumeMemoryRequest(tags=[pb.MEMORY_TAG_WEIGHTS]))))
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        messages = ["nothing is released", "kv_cache is released already", "weights is not released"]
+        assert refusals == [(code, message) for message in messages]
+        return loop
+
+    assert asyncio.run(run()).executor.applied == [ReleaseMemory(kv=True, weights=False)]
+
+
+def test_an_operators_pause_outlasts_released_memory() -> None:
+    async def run(pause_first: bool) -> bool:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            if pause_first:
+                await stub.Pause(REQUESTS["Pause"])
+            await stub.ReleaseMemory(pb.ReleaseMemoryRequest())
+            if not pause_first:
+                await stub.Pause(REQUESTS["Pause"])
+            await stub.ResumeMemory(pb.ResumeMemoryRequest())
+        return loop.core.paused
+
+    assert asyncio.run(run(pause_first=True)) and asyncio.run(run(pause_first=False))
+
+
+def test_an_executor_that_refuses_to_release_leaves_the_worker_running() -> None:
+    async def run() -> FakeLoop:
+        loop = FakeLoop(executor=FakeExecutor(refusal="this model's memory cannot be released"))
+        async with control(loop) as stub:
+            code, details = await status_of(stub.ReleaseMemory(pb.ReleaseMemoryRequest()))
+            assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "this model's memory cannot be released")
+            state = await stub.GetInternalState(pb.GetInternalStateRequest())
+            assert not state.released
+        return loop
+
+    assert not asyncio.run(run()).core.paused
+
+
+def test_memory_that_cannot_be_resumed_stays_released_and_paused() -> None:
+    async def run() -> None:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            await stub.ReleaseMemory(pb.ReleaseMemoryRequest())
+            loop.executor.refusal = "cannot resume: no config.json"
+            assert (await status_of(stub.ResumeMemory(pb.ResumeMemoryRequest())))[1] == loop.executor.refusal
+            state = await stub.GetInternalState(pb.GetInternalStateRequest())
+            assert len(state.released) == 2 and state.paused
+            loop.executor.refusal = ""
+            await stub.ResumeMemory(pb.ResumeMemoryRequest())
+            assert not loop.core.paused
+
+    asyncio.run(run())
+
+
+def test_a_profile_has_a_name_of_its_own_for_each_worker(tmp_path: Path) -> None:
+    async def run() -> FakeLoop:
+        loop = FakeLoop()
+        async with control(loop, tmp_path / "new") as stub:
+            path = (await stub.StartProfile(pb.StartProfileRequest(name="slow"))).path
+            assert path == str(tmp_path / "new" / "slow-worker_0.trace.json")
+            assert (await stub.GetInternalState(pb.GetInternalStateRequest())).profile == path
+            assert "is running already" in (await status_of(stub.StartProfile(pb.StartProfileRequest())))[1]
+            assert (await stub.StopProfile(pb.StopProfileRequest())).path == path
+            assert "no profile is running" in (await status_of(stub.StopProfile(pb.StopProfileRequest())))[1]
+            Path(path).touch()
+            assert "exists" in (await status_of(stub.StartProfile(pb.StartProfileRequest(name="slow"))))[1]
+            by_time = (await stub.StartProfile(pb.StartProfileRequest())).path
+            assert by_time.startswith(f"{tmp_path}/new/2") and by_time.endswith("-worker_0.trace.json")
+        return loop
+
+    applied = asyncio.run(run()).executor.applied
+    assert [type(operation) for operation in applied] == [StartProfile, StopProfile, StartProfile]
+
+
+def test_a_profile_whose_file_cannot_be_written_is_over(tmp_path: Path) -> None:
+    async def run() -> None:
+        loop = FakeLoop()
+        async with control(loop, tmp_path) as stub:
+            await stub.StartProfile(pb.StartProfileRequest(name="a"))
+            loop.executor.refusal = "cannot write: disk full"
+            assert (await status_of(stub.StopProfile(pb.StopProfileRequest())))[1] == loop.executor.refusal
+            loop.executor.refusal = ""
+            await stub.StartProfile(pb.StartProfileRequest(name="b"))
+
+    asyncio.run(run())
+
+
+def test_the_log_level_changes_and_the_previous_one_is_told() -> None:
+    async def run(before: str) -> None:
+        async with control(FakeLoop()) as stub:
+            assert (await stub.SetLogLevel(pb.SetLogLevelRequest(level="error"))).previous == before
+            assert logging.getLogger().level == logging.ERROR
+            assert (await stub.SetLogLevel(pb.SetLogLevelRequest(level=before))).previous == "error"
+
+    level = logging.getLogger().level
+    try:
+        logging.getLogger().setLevel("INFO")
+        asyncio.run(run("info"))
+    finally:
+        logging.getLogger().setLevel(level)
+
+
+def test_frozen_objects_are_counted() -> None:
+    async def run() -> pb.FreezeGcResponse:
+        async with control(FakeLoop()) as stub:
+            return await stub.FreezeGc(pb.FreezeGcRequest())
+
+    import gc
+
+    try:
+        assert asyncio.run(run()).objects > 1000
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,177 @@
+"""What front ends are told of a worker's load, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rootstock.v1 import worker_pb2
+from services.worker.core.contracts.plan import StepResult
+from services.worker.exec.contracts.protocol import Run
+from services.worker.front.busyness import GAP_S, LoadReport, NoIndex
+from services.worker.front.outbox import StreamOutbox
+from services.worker.loop.pulse import Pulse
+from services.worker.loop.step_limit import StepLimit
+from tests.services.worker.conftest import CAP_S, CONFIG, run, serving
+from tests.services.worker.front.test_server import FrontEnd, submit
+
+
+async def until_load(front: FrontEnd, holds: Callable[[worker_pb2.WorkerLoad], bool]) -> worker_pb2.WorkerLoad:
+    seen = len(front.loads)
+    await front.until(lambda: any(holds(load) for load in front.loads[seen:]))
+    return next(load for load in front.loads[seen:] if holds(load))
+
+
+def test_a_load_follows_the_hello_and_others_follow_while_nothing_happens() -> None:
+    async def check() -> None:
+        async with serving(gap_s=0.02, beat_s=0.1) as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            assert await front.next() and len(front.loads) == 1, "the second message is a load"
+            await front.until(lambda: len(front.loads) >= 4)
+            assert front.messages == 0
+            assert front.loads[-1] == worker_pb2.WorkerLoad(index_generation=5, step_limit_ms=int(CAP_S * 1e3))
+
+    run(check)
+
+
+def test_it_counts_requests_of_this_stream_and_of_all() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.02, config=replace(CONFIG, max_running_requests=2)) as worker:
+            mine, other = FrontEnd(worker.stub), FrontEnd(worker.stub)
+            await mine.hello()
+            await other.hello()
+            await mine.send(*[submit(handle, [handle] * 8, max_new_tokens=100) for handle in range(3)])
+            await other.send(submit(7, [9] * 8, max_new_tokens=100))
+            load = await until_load(mine, lambda load: (load.num_running, load.num_waiting) == (2, 2))
+            assert (load.num_open, load.num_open_here) == (4, 3)
+            assert load.used_tokens >= 2 * 8 + 2 * 8, "what runs and what waits"
+            load = await until_load(other, lambda load: (load.num_running, load.num_waiting) == (2, 2))
+            assert (load.num_open, load.num_open_here) == (4, 1)
+            await mine.send(aborts=(0, 1, 2))
+            await other.send(aborts=(7,))
+            load = await until_load(mine, lambda load: load.num_open == 0 and load.num_running == 0)
+            assert load.used_tokens == 0 and load.cached_tokens > 0 and load.num_open_here == 0
+
+    run(check)
+
+
+def test_a_step_that_takes_long_keeps_nobody_from_hearing() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.5, gap_s=0.02, beat_s=0.1) as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            await front.send(submit(1, max_new_tokens=2))
+            await front.until(lambda: bool(front.tokens.get(1)))
+            while_computing = len([load for load in front.loads if load.num_open == 1])
+            assert while_computing >= 2
+            await front.send(aborts=(1,))
+            await front.ended(1)
+
+    run(check)
+
+
+def test_a_busy_worker_does_not_tell_every_step() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.001) as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            started = asyncio.get_running_loop().time()
+            await front.send(*[submit(handle, [handle] * 8, max_new_tokens=60) for handle in range(8)])
+            await front.ended(*range(8))
+            passed = asyncio.get_running_loop().time() - started
+            assert len(front.loads) <= passed / GAP_S + 3 < front.messages
+
+    run(check)
+
+
+def test_a_step_that_does_not_end_is_told_with_its_age() -> None:
+    async def check() -> None:
+        async with serving(gap_s=0.02, beat_s=0.05) as worker:
+            ends, wait = threading.Event(), worker.executor.wait
+
+            def wait_for_ever(run: Run) -> StepResult:
+                ends.wait(60)
+                return wait(run)
+
+            worker.executor.wait = wait_for_ever  # type: ignore[method-assign]
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            await front.send(submit(1, max_new_tokens=3))
+            try:
+                young = await until_load(front, lambda load: load.step_age_ms > 0)
+                old = await until_load(front, lambda load: load.step_age_ms > young.step_age_ms + 200)
+                assert old.num_open == 1 and old.step_limit_ms > 0
+            finally:
+                ends.set()
+            await front.ended(1)
+            assert (await until_load(front, lambda load: load.num_open == 0 and load.step_age_ms == 0)).step_limit_ms >= 10_000
+
+    run(check)
+
+
+def test_age_alone_is_no_news() -> None:
+    async def check() -> None:
+        now = 0.0
+        outbox, pulse = StreamOutbox(asyncio.get_running_loop()), Pulse(lambda: now)
+        report = LoadReport(outbox, 4, NoIndex(1), pulse, StepLimit(lambda: CONFIG, float("inf"), CAP_S), beat_s=3600)
+        stream = outbox.open(1)
+        pulse.beat()
+        report.greet(stream)
+        message = await stream.take()
+        assert message is not None and message.load.step_age_ms == 0
+        now = 7.0
+        report.tell()
+        stream.opened(1)
+        report.tell()
+        message = await stream.take()
+        assert message is not None and (message.load.num_open, message.load.step_age_ms) == (1, 7000)
+        stream.end()
+        assert await stream.take() is None
+
+    run(check)
+
+
+def idle() -> tuple[Pulse, StepLimit]:
+    return Pulse(), StepLimit(lambda: CONFIG, float("inf"), CAP_S)
+
+
+@dataclass
+class Index:
+    lease_held: bool = False
+    generation: int = 3
+    seq: int = 0
+
+
+def test_it_tells_what_the_index_knows() -> None:
+    async def check() -> None:
+        index = Index()
+        outbox = StreamOutbox(asyncio.get_running_loop())
+        report = LoadReport(outbox, 4, index, *idle())
+        stream = outbox.open(1)
+        report.greet(stream)
+        assert stream.told is not None
+        assert (stream.told.lease_held, stream.told.index_generation, stream.told.index_seq) == (False, 3, 0)
+        index.lease_held, index.generation, index.seq = True, 4, 9
+        report.tell()
+        assert (stream.told.lease_held, stream.told.index_generation, stream.told.index_seq) == (True, 4, 9)
+
+    run(check)
+
+
+def test_a_slow_front_end_gets_the_latest_load_alone() -> None:
+    async def check() -> None:
+        outbox = StreamOutbox(asyncio.get_running_loop())
+        report = LoadReport(outbox, 4, NoIndex(1), *idle())
+        stream = outbox.open(1)
+        for handle in range(50):
+            stream.opened(handle)
+            report.tell()
+        message = await stream.take()
+        assert message is not None and message.load.num_open_here == 50
+        stream.end()
+        assert await stream.take() is None
+
+    run(check)

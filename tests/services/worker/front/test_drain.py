@@ -1,0 +1,178 @@
+"""A worker that goes away: what runs may end, the rest is handed back with all its tokens, and nothing new is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from services.local.ports import HOST, free_ports
+from services.shared.rpc import grpc_server as rpc
+from services.worker.front.drain import drain
+from tests.services.worker.conftest import Serving, run, serving
+from tests.services.worker.front.test_server import LENGTH, FrontEnd, expected, submit
+
+DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
+UNAVAILABLE = common_pb2.ERROR_CODE_UNAVAILABLE
+GUARD_S = 60.0
+
+
+async def draining(worker: Serving, grace_s: float) -> asyncio.Task[None]:
+    task = asyncio.create_task(drain(worker.outbox, worker.load, worker.scheduler, grace_s))
+    await asyncio.sleep(0)
+    return task
+
+
+async def to_the_end(front: FrontEnd) -> None:
+    async with asyncio.timeout(GUARD_S):
+        while await front.next():
+            pass
+
+
+def test_running_requests_end_and_new_ones_go_elsewhere() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.005) as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            await front.send(submit(1, max_new_tokens=60))
+            await front.until(lambda: len(front.tokens[1]) > 2)
+            task = await draining(worker, GUARD_S)
+            await front.until(lambda: any(load.draining for load in front.loads))
+            assert 1 not in front.finishes
+            await front.send(submit(2))
+            refused = await worker.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"))
+            assert not refused.opened and "stopping" in refused.message
+            await to_the_end(front)
+            await task
+            assert (front.finishes[2].error, front.tokens.get(2)) == (UNAVAILABLE, None)
+            assert front.finishes[1].reason == LENGTH
+            assert front.tokens[1] == expected([1, 2, 3], 60)
+
+    run(check)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_left_is_handed_back_with_every_token_that_was_sampled(stream: bool, overlap: bool) -> None:
+    async def check() -> None:
+        async with serving(step_s=0.01, overlap=overlap) as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            await front.send(submit(1, stream=stream, max_new_tokens=250))
+            await front.until(lambda: len(front.tokens[1]) > 0)
+            await (await draining(worker, 0.1))
+            await to_the_end(front)
+            finish, tokens = front.finishes[1], front.tokens[1]
+            assert finish.error == UNAVAILABLE
+            assert tokens == expected([1, 2, 3], len(tokens)) and 5 < len(tokens) < 250
+            assert finish.completion_tokens == len(tokens) == worker.metrics._steps, "the step in flight counts"
+
+    run(check)
+
+
+def test_what_was_handed_back_goes_on_at_another_worker() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.01) as first, serving() as second:
+            front, other = FrontEnd(first.stub), FrontEnd(second.stub)
+            await front.hello()
+            await other.hello()
+            await front.send(submit(1, max_new_tokens=200))
+            await front.until(lambda: len(front.tokens[1]) > 3)
+            await (await draining(first, 0.1))
+            await to_the_end(front)
+            given = front.tokens[1]
+            again = submit(1, max_new_tokens=200)
+            again.output_ids.extend(given)
+            await other.send(again)
+            await other.ended(1)
+            assert given + other.tokens[1] == expected([1, 2, 3], 200)
+            finish = other.finishes[1]
+            assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == (LENGTH, 3, 200)
+
+    run(check)
+
+
+def test_an_idle_worker_waits_for_nothing_and_ends_its_streams() -> None:
+    async def check() -> None:
+        async with serving() as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            async with asyncio.timeout(GUARD_S / 2):
+                await (await draining(worker, GUARD_S))
+            await to_the_end(front)
+            assert worker.scheduler.ended and front.loads[-1].draining
+
+    run(check)
+
+
+def test_a_second_signal_ends_the_wait() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.05) as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            await front.send(submit(1, max_new_tokens=250))
+            await front.until(lambda: bool(front.tokens[1]))
+            task = await draining(worker, 10 * GUARD_S)
+            await front.until(lambda: any(load.draining for load in front.loads))
+            os.kill(os.getpid(), signal.SIGTERM)
+            await to_the_end(front)
+            await task
+            assert front.finishes[1].error == UNAVAILABLE and len(front.tokens[1]) < 250
+
+    run(check)
+
+
+@asynccontextmanager
+async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process, FrontEnd]]:
+    port, metrics_port = free_ports(2)
+    flags = ["--executor", "fake", "--model", DEMO, "--port", port, "--metrics-port", metrics_port]
+    flags += ["--fake-step-s", step_s, "--grace-s", grace_s, "--grammar-workers", 0]
+    argv = [sys.executable, "-m", "services.worker", *map(str, flags)]
+    worker = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE)
+    try:
+        async with rpc.channel(f"{HOST}:{port}") as channel:
+            await asyncio.wait_for(channel.channel_ready(), GUARD_S)
+            front = FrontEnd(worker_pb2_grpc.WorkerStub(channel))
+            await front.hello()
+            yield worker, front
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+        await worker.wait()
+
+
+def test_a_process_hands_its_requests_back_and_leaves() -> None:
+    async def check() -> None:
+        async with process(step_s=0.02, grace_s=0.3) as (worker, front):
+            await front.send(submit(1, max_new_tokens=2000))
+            await front.until(lambda: len(front.tokens[1]) > 3)
+            worker.send_signal(signal.SIGTERM)
+            await to_the_end(front)
+            assert (front.finishes[1].error, front.finishes[1].completion_tokens) == (UNAVAILABLE, len(front.tokens[1]))
+            errors = (await asyncio.wait_for(worker.communicate(), GUARD_S))[1].decode()
+            assert worker.returncode == 0 and "Traceback" not in errors, errors
+
+    run(check)
+
+
+def test_a_step_that_never_ends_keeps_no_process_and_no_request() -> None:
+    async def check() -> None:
+        async with process(step_s=10 * GUARD_S, grace_s=0.1) as (worker, front):
+            await front.send(submit(1))
+            await front.until(lambda: any(load.num_running == 1 for load in front.loads))
+            worker.send_signal(signal.SIGTERM)
+            await to_the_end(front)
+            assert front.finishes[1].error == UNAVAILABLE
+            errors = (await asyncio.wait_for(worker.communicate(), GUARD_S))[1].decode()
+            assert worker.returncode == 70 and "has not ended" in errors, errors
+
+    run(check)

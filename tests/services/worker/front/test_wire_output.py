@@ -1,0 +1,83 @@
+"""Outputs on the wire: what the core says of a step, as front ends read it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rootstock.v1 import common_pb2, worker_pb2
+from services.gateway.request.logprobs import LogprobTable, TokenLogprob
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput
+from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.front.wire import output_to_pb
+
+
+def entries_of(rows: worker_pb2.LogprobRows) -> list[TokenLogprob]:
+    """As the gateway reads them."""
+    table = LogprobTable()
+    table.extend(rows)
+    return list(table.span(0, len(table)))
+
+
+def test_an_empty_output_is_an_empty_message() -> None:
+    assert output_to_pb(PeerOutput(1)) == worker_pb2.StepOutput()
+
+
+def test_logprobs_come_back_token_by_token() -> None:
+    rows = [
+        RowLogprobs(-0.5, (7, 8), (-0.25, -1.5), (-3.0,)),
+        RowLogprobs(-1.0, (9, 7), (-0.125, -2.0), (-4.0,)),
+    ]
+    message = output_to_pb(PeerOutput(1, handles=[5], counts=[2], tokens=[7, 9], logprobs=[(5, rows)]))
+    assert message.logprobs[0].handle == 5
+    back = entries_of(message.logprobs[0])
+    assert [tuple(map(tuple, entry[1:])) for entry in back] == [(row.top_ids, row.top, row.chosen) for row in rows]
+    assert [entry.value for entry in back] == [row.sampled for row in rows]
+
+
+def test_logprobs_without_top_ones() -> None:
+    message = output_to_pb(PeerOutput(1, logprobs=[(5, [RowLogprobs(-0.5, (), ())])]))
+    assert [tuple(map(list, entry[1:])) for entry in entries_of(message.logprobs[0])] == [([], [], [])]
+
+
+def test_prompt_logprobs_come_back_position_by_position() -> None:
+    values = np.array([-1, -2, -3], dtype=np.float32)
+    top_ids = np.arange(6, dtype=np.int32).reshape(3, 2)
+    top = -np.arange(6, dtype=np.float32).reshape(3, 2)
+    chosen = np.array([[-5], [-6], [-7]], dtype=np.float32)
+    message = output_to_pb(PeerOutput(1, prompt_logprobs=[(4, PromptLogprobs(values, top_ids, top, chosen))]))
+    back = entries_of(message.prompt_logprobs[0])
+    assert message.prompt_logprobs[0].handle == 4
+    assert [entry.value for entry in back] == values.tolist()
+    assert [list(entry.top_ids) for entry in back] == top_ids.tolist()
+    assert [list(entry.top_values) for entry in back] == top.tolist()
+    assert [list(entry.chosen_values) for entry in back] == chosen.tolist()
+
+
+def test_finish_with_a_vector() -> None:
+    vector = np.array([0.5, -0.25], dtype=np.float32)
+    finish = Finish(1, "r", FinishReason.EMBEDDED, prompt_tokens=3, cached_tokens=2, embedding=vector)
+    pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
+    assert (pb.reason, list(pb.embedding), pb.prompt_tokens, pb.cached_tokens) == (
+        common_pb2.FINISH_REASON_EMBEDDED,
+        vector.tolist(),
+        3,
+        2,
+    )
+
+
+def test_finish_by_a_pattern_after_retractions() -> None:
+    finish = Finish(1, "r", FinishReason.MATCHED_REGEX, matched_stop="a+", retractions=2, queue_s=0.25, completion_tokens=9)
+    pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
+    assert (pb.reason, pb.matched_stop) == (common_pb2.FINISH_REASON_MATCHED_REGEX, "a+")
+    assert (pb.retractions, pb.queue_ms, pb.completion_tokens) == (2, 250, 9)
+    assert not pb.HasField("matched_token") and not pb.embedding
+
+
+def test_finish_with_an_error() -> None:
+    finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="grammar: no")
+    pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
+    assert (pb.reason, pb.error, pb.message) == (
+        common_pb2.FINISH_REASON_ABORT,
+        common_pb2.ERROR_CODE_INVALID_ARGUMENT,
+        "grammar: no",
+    )

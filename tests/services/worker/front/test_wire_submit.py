@@ -1,0 +1,288 @@
+"""Submits off the wire: every field arrives, every default is resolved, every limit holds against other front ends too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.shared import limits
+from services.worker.core.contracts.messages import SessionTurn, Submit
+from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, GrammarKind, GrammarSpec, SamplingParams
+from services.worker.front.wire import InvalidRequest, ModelLimits, submit_from_pb
+
+VOCAB = 1000
+CONTEXT = 100
+MODEL = ModelLimits(CONTEXT, VOCAB, False, embedding_size=8, encode_breaker=lambda text: [ord(char) for char in text])
+PROMPT = [1, 2, 3, 4]
+
+
+def sampling(model: ModelLimits = MODEL, prompt: list[int] = PROMPT, **fields: Any) -> SamplingParams:
+    message = worker_pb2.Submit(handle=1, prompt_ids=prompt, sampling=pb.SamplingParams(**fields))
+    return submit_from_pb(message, 1, model, 77).params
+
+
+def test_defaults() -> None:
+    assert sampling() == SamplingParams(max_new_tokens=CONTEXT - len(PROMPT), seed=77)
+
+
+def test_every_plain_field_arrives() -> None:
+    plain = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "frequency_penalty": 1.5, "presence_penalty": -1}
+    more = {"repetition_penalty": 1.25, "min_new_tokens": 3, "ignore_eos": True, "seed": 5, "stream_interval": 4}
+    params = sampling(max_new_tokens=9, skip_special_tokens=False, **plain, **more)
+    for field, value in {**plain, **more, "max_new_tokens": 9, "skip_special_tokens": False}.items():
+        assert getattr(params, field) == value, field
+
+
+def test_sets_of_tokens_and_texts_arrive() -> None:
+    params = sampling(
+        **{"stop_token_ids": [5, 6], "stop": ["a", "b"], "stop_regex": ["a+", "[0-9]{3}"]},
+        **{"allowed_token_ids": [1, 999], "banned_token_ids": [2], "logit_bias_ids": [4], "logit_bias_values": [2.5]},
+    )
+    assert (params.stop_token_ids, params.stop, params.stop_regex) == ((5, 6), ("a", "b"), ("a+", "[0-9]{3}"))
+    assert (params.allowed_token_ids, params.banned_token_ids, params.logit_bias) == ((1, 999), (2,), ((4, 2.5),))
+
+
+class TestMaxNewTokens:
+    def test_is_clipped_to_the_context(self) -> None:
+        assert sampling(max_new_tokens=10_000).max_new_tokens == CONTEXT - len(PROMPT)
+
+    def test_in_a_session_the_core_clips_what_the_turn_leaves(self) -> None:
+        def turn(**fields: Any) -> int:
+            message = worker_pb2.Submit(prompt_ids=PROMPT, sampling=pb.SamplingParams(**fields))
+            message.session.session_id = "s"
+            return submit_from_pb(message, 1, MODEL, 0).params.max_new_tokens
+
+        assert (turn(), turn(max_new_tokens=7), turn(max_new_tokens=500)) == (CONTEXT, 7, CONTEXT)
+
+    def test_min_new_tokens_is_no_more(self) -> None:
+        assert sampling(max_new_tokens=3, min_new_tokens=9).min_new_tokens == 3
+
+
+class TestLogprobs:
+    def test_unset(self) -> None:
+        params = sampling()
+        assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (-1, (), -1)
+
+    def test_set_but_empty_means_the_sampled_token(self) -> None:
+        params = sampling(logprobs=pb.Logprobs())
+        assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (0, (), -1)
+
+    def test_all_of_it(self) -> None:
+        params = sampling(logprobs=pb.Logprobs(top=20, token_ids=[9, 8], prompt_from=0))
+        assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (20, (9, 8), 0)
+
+    def test_from_the_last_prompt_token(self) -> None:
+        assert sampling(logprobs=pb.Logprobs(prompt_from=3)).prompt_logprobs_from == 3
+
+
+class TestGrammar:
+    @pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf", "structural_tag"])
+    def test_source(self, kind: str) -> None:
+        assert sampling(grammar=pb.Grammar(**{kind: "{}"})).grammar == GrammarSpec(GrammarKind(kind), "{}")
+
+    def test_any_object(self) -> None:
+        assert sampling(grammar=pb.Grammar(json_object=True)).grammar == GrammarSpec(GrammarKind.JSON_OBJECT, "")
+
+    def test_it_decides_when_the_output_may_end(self) -> None:
+        assert sampling(min_new_tokens=5, grammar=pb.Grammar(regex="a")).min_new_tokens == 0
+
+
+class TestDry:
+    def test_off_unless_its_multiplier_is_set(self) -> None:
+        assert sampling().dry is None
+        assert sampling(dry=pb.Dry(base=2)).dry is None
+
+    def test_defaults(self) -> None:
+        breakers = tuple(sorted(map(ord, '\n:"*')))
+        assert sampling(dry=pb.Dry(multiplier=0.5)).dry == DryParams(0.5, 1.75, 2, 0, breakers)
+
+    def test_all_of_it_and_the_last_token_of_a_breaker(self) -> None:
+        dry = pb.Dry(multiplier=0.5, base=2, allowed_length=4, window=9, breakers=["ab", "b", "c"])
+        assert sampling(dry=dry).dry == DryParams(0.5, 2.0, 4, 9, (ord("b"), ord("c")))
+
+    def test_no_tokenizer_no_dry(self) -> None:
+        assert "tokenizer" in refused("dry_multiplier", model=ModelLimits(CONTEXT, VOCAB, False), dry=pb.Dry(multiplier=1))
+
+
+class TestEmbedding:
+    def test_takes_one_step(self) -> None:
+        params = sampling(max_new_tokens=50, embedding=pb.Embedding(dimensions=4, normalize=False))
+        assert (params.embedding, params.max_new_tokens) == (EmbeddingParams(4, False), 1)
+
+    def test_defaults_are_the_models(self) -> None:
+        assert sampling(embedding=pb.Embedding()).embedding == EmbeddingParams(0, None)
+
+    def test_may_fill_the_context(self) -> None:
+        assert sampling(prompt=[1] * CONTEXT, embedding=pb.Embedding()).max_new_tokens == 1
+
+
+def refused(field: str, model: ModelLimits = MODEL, **fields: Any) -> str:
+    with pytest.raises(InvalidRequest) as error:
+        sampling(model, **fields)
+    assert str(error.value).startswith(field), str(error.value)
+    return str(error.value)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens: "),
+    "temperature": ({"temperature": float("nan")}, "temperature: "),
+    "top_p": ({"top_p": 0}, "top_p: "),
+    "top_p below float32's normal numbers": ({"top_p": 1e-40}, "top_p: "),
+    "repetition_penalty below them": ({"repetition_penalty": 1e-40}, "repetition_penalty: "),
+    "top_k": ({"top_k": -2}, "top_k: "),
+    "stop empty": ({"stop": [""]}, "stop: "),
+    "too many stops": ({"stop": ["a"] * (limits.MAX_STOP_STRINGS + 1)}, "stop: "),
+    "stop_token_ids outside": ({"stop_token_ids": [VOCAB]}, "stop_token_ids: "),
+    "allowed outside": ({"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids: "),
+    "too many allowed": ({"allowed_token_ids": [1] * (limits.MAX_TOKEN_ID_SET + 1)}, "allowed_token_ids: "),
+    "banned outside": ({"banned_token_ids": [VOCAB]}, "banned_token_ids: "),
+    "too many banned": ({"banned_token_ids": [1] * (limits.MAX_TOKEN_ID_SET + 1)}, "banned_token_ids: "),
+    "logit_bias outside": ({"logit_bias_ids": [VOCAB], "logit_bias_values": [1]}, "logit_bias: "),
+    "logit_bias lengths": ({"logit_bias_ids": [1]}, "logit_bias: "),
+    "too many patterns": ({"stop_regex": ["a"] * (limits.MAX_STOP_REGEXES + 1)}, "stop_regex: "),
+    "pattern too long": ({"stop_regex": ["a" * (limits.MAX_STOP_REGEX_CHARS + 1)]}, "stop_regex: "),
+    "pattern no RE2": ({"stop_regex": ["a", "("]}, "stop_regex[1]: cannot be used: missing )"),
+    "pattern with a back reference": ({"stop_regex": [r"(a)\1"]}, "stop_regex[0]: cannot be used"),
+    "pattern with a look-around": ({"stop_regex": ["(?=a)"]}, "stop_regex[0]: cannot be used"),
+    "pattern that explodes": ({"stop_regex": ["((a{100}){100}){100}"]}, "stop_regex[0]: cannot be used"),
+    "pattern of nothing": ({"stop_regex": ["a*"]}, "stop_regex[0]: matches the empty string"),
+    "pattern of the end": ({"stop_regex": ["$"]}, "stop_regex[0]: matches the empty string"),
+    "too many top": ({"logprobs": pb.Logprobs(top=limits.MAX_TOP_LOGPROBS + 1)}, "logprobs.top: "),
+    "chosen outside": ({"logprobs": pb.Logprobs(token_ids=[VOCAB])}, "logprobs.token_ids: "),
+    "too many chosen": ({"logprobs": pb.Logprobs(token_ids=[1] * (limits.MAX_LOGPROB_TOKEN_IDS + 1))}, "logprobs.token_ids: "),
+    "prompt_from behind": ({"logprobs": pb.Logprobs(prompt_from=len(PROMPT))}, "logprobs.prompt_from: "),
+    "grammar of no kind": ({"grammar": pb.Grammar()}, "grammar: "),
+    "grammar empty": ({"grammar": pb.Grammar(regex="")}, "grammar: "),
+    "grammar false": ({"grammar": pb.Grammar(json_object=False)}, "grammar: "),
+    "grammar too large": ({"grammar": pb.Grammar(ebnf="é" * (limits.MAX_GRAMMAR_BYTES // 2 + 1))}, "grammar: "),
+    "dry multiplier": ({"dry": pb.Dry(multiplier=-1)}, "dry_multiplier: "),
+    "dry base": ({"dry": pb.Dry(multiplier=1, base=0.5)}, "dry_base: "),
+    "dry allowed length 0": ({"dry": pb.Dry(multiplier=1, allowed_length=0)}, "dry_allowed_length: "),
+    "dry allowed length": ({"dry": pb.Dry(allowed_length=limits.MAX_DRY_ALLOWED_LENGTH + 1)}, "dry_allowed_length: "),
+    "dry window": ({"dry": pb.Dry(window=limits.MAX_DRY_WINDOW + 1)}, "dry_penalty_last_n: "),
+    "dry breaker empty": ({"dry": pb.Dry(multiplier=1, breakers=[""])}, "dry_sequence_breakers: "),
+    "dry breaker too long": ({"dry": pb.Dry(breakers=["a" * (limits.MAX_DRY_BREAKER_CHARS + 1)])}, "dry_sequence_breakers: "),
+    "too many dry breakers": ({"dry": pb.Dry(breakers=["a"] * (limits.MAX_DRY_BREAKERS + 1))}, "dry_sequence_breakers: "),
+    "too many dimensions": ({"embedding": pb.Embedding(dimensions=9)}, "embedding.dimensions: "),
+    "embedding with a grammar": ({"embedding": pb.Embedding(), "grammar": pb.Grammar(regex="a")}, "embedding: "),
+    "embedding with logprobs": ({"embedding": pb.Embedding(), "logprobs": pb.Logprobs()}, "embedding: "),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD.keys())
+def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
+    assert refused(message, **fields).startswith(message)
+
+
+def test_the_ends_of_a_range_are_in_it() -> None:
+    most = pb.Dry(multiplier=1, allowed_length=limits.MAX_DRY_ALLOWED_LENGTH, window=limits.MAX_DRY_WINDOW)
+    params = sampling(top_p=limits.SMALLEST_POSITIVE, repetition_penalty=limits.SMALLEST_POSITIVE, dry=most)
+    assert (params.top_p, params.repetition_penalty) == (limits.SMALLEST_POSITIVE, limits.SMALLEST_POSITIVE)
+    assert params.dry is not None and params.dry.allowed_length == limits.MAX_DRY_ALLOWED_LENGTH
+
+
+def test_a_model_refuses_what_it_cannot_do() -> None:
+    no_vectors, no_tokens = ModelLimits(CONTEXT, VOCAB, False), ModelLimits(CONTEXT, VOCAB, False, False, 8)
+    assert "gives none" in refused("embedding: ", model=no_vectors, embedding=pb.Embedding())
+    assert "embeddings only" in refused("embedding: ", model=no_tokens)
+
+
+class TestSubmit:
+    @staticmethod
+    def made(change: Callable[[worker_pb2.Submit], Any], model: ModelLimits = MODEL) -> Any:
+        message = worker_pb2.Submit(handle=3, request_id="r", prompt_ids=PROMPT)
+        change(message)
+        return submit_from_pb(message, 2, model, 0)
+
+    def test_every_field_arrives(self) -> None:
+        def fill(message: worker_pb2.Submit) -> None:
+            message.stream, message.cache_salt, message.priority = True, "salt", -3
+            message.timeout_ms, message.routing_key = 1500, "key"
+
+        submit = self.made(fill)
+        assert (submit.peer, submit.handle, submit.request_id, submit.prompt_ids.tolist()) == (2, 3, "r", PROMPT)
+        assert (submit.stream, submit.salt, submit.priority, submit.timeout_s) == (True, "salt", -3, 1.5)
+        assert (submit.routing_key, submit.session, submit.lora) == ("key", None, "")
+
+    def test_session(self) -> None:
+        def turn(message: worker_pb2.Submit) -> None:
+            message.session.CopyFrom(
+                worker_pb2.SessionTurn(session_id="s", parent_request_id="p", offset=5, replace=True, drop_previous_output=True)
+            )
+
+        assert self.made(turn).session == SessionTurn("s", "p", 5, True, True)
+        assert self.made(lambda message: setattr(message.session, "session_id", "s")).session == SessionTurn("s")
+
+    def test_a_prompt_is_cut_only_where_its_length_is_known(self) -> None:
+        cutting = ModelLimits(CONTEXT, VOCAB, True)
+
+        def long(message: worker_pb2.Submit) -> None:
+            message.prompt_ids.extend([1] * CONTEXT)
+
+        def long_turn(message: worker_pb2.Submit) -> None:
+            long(message)
+            message.session.session_id = "s"
+
+        assert len(self.made(long, cutting).prompt_ids) == CONTEXT - 1
+        vectors = ModelLimits(CONTEXT, VOCAB, True, embedding_size=8)
+        whole = self.made(lambda message: (long(message), message.sampling.embedding.SetInParent()), vectors)
+        assert len(whole.prompt_ids) == CONTEXT, "what is only read may fill the context"
+        assert len(self.made(long_turn, cutting).prompt_ids) == CONTEXT + len(PROMPT)
+
+    @pytest.mark.parametrize(
+        ("change", "field"),
+        [
+            (lambda m: m.ClearField("prompt_ids"), "prompt_ids: "),
+            (lambda m: m.prompt_ids.append(VOCAB), "prompt_ids: "),
+            (lambda m: setattr(m, "request_id", "x" * (limits.MAX_REQUEST_ID_CHARS + 1)), "request_id: "),
+            (lambda m: setattr(m, "cache_salt", "x" * (limits.MAX_CACHE_SALT_CHARS + 1)), "cache_salt: "),
+            (lambda m: setattr(m, "routing_key", "x" * (limits.MAX_ROUTING_KEY_CHARS + 1)), "routing_key: "),
+            (lambda m: m.session.SetInParent(), "session: "),
+            (lambda m: setattr(m.session, "session_id", "x" * (limits.MAX_SESSION_ID_CHARS + 1)), "session.session_id: "),
+        ],
+        ids=["no prompt", "outside", "request_id", "cache_salt", "routing_key", "session without id", "session id"],
+    )
+    def test_a_bad_field_is_named(self, change: Callable[[worker_pb2.Submit], Any], field: str) -> None:
+        with pytest.raises(InvalidRequest, match=f"^{field}"):
+            self.made(change)
+
+
+class TestOutputFromElsewhere:
+    @staticmethod
+    def submit(output: list[int], prompt: list[int] = PROMPT, model: ModelLimits = MODEL, **more: Any) -> Submit:
+        message = worker_pb2.Submit(handle=1, prompt_ids=prompt, output_ids=output, **more)
+        return submit_from_pb(message, 1, model, 77)
+
+    def test_arrives(self) -> None:
+        assert self.submit([7, 8, 999]).output_ids == (7, 8, 999)
+        assert self.submit([]).output_ids == ()
+
+    def test_fills_the_context_at_most(self) -> None:
+        whole = self.submit([5] * (CONTEXT - len(PROMPT)))
+        assert len(whole.output_ids) == whole.params.max_new_tokens
+        with pytest.raises(InvalidRequest, match=r"^output_ids: .* 100 tokens"):
+            self.submit([5] * (CONTEXT - len(PROMPT) + 1))
+
+    def test_counts_after_a_prompt_that_was_cut(self) -> None:
+        cutting = ModelLimits(CONTEXT, VOCAB, True)
+        assert len(self.submit([5], [1] * 300, cutting).prompt_ids) == CONTEXT - 1
+        with pytest.raises(InvalidRequest, match=r"^output_ids: "):
+            self.submit([5, 6], [1] * 300, cutting)
+
+    @pytest.mark.parametrize(
+        ("output", "more"),
+        [
+            ([VOCAB], {}),
+            ([1 << 31], {}),
+            ([1], {"session": worker_pb2.SessionTurn(session_id="s")}),
+            ([1], {"sampling": pb.SamplingParams(embedding=pb.Embedding())}),
+        ],
+        ids=["vocabulary", "beyond int32", "session", "embedding"],
+    )
+    def test_is_refused_by_name(self, output: list[int], more: dict[str, Any]) -> None:
+        with pytest.raises(InvalidRequest, match=r"^output_ids: "):
+            self.submit(output, **more)

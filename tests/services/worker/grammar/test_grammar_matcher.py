@@ -1,0 +1,278 @@
+"""A matcher's ends, masks and guard; the filler's two buffers and its budget."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import xgrammar
+
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import PauseMode, Submit
+from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.scheduler import Scheduler
+from services.worker.grammar.compile.byte_cursor import ByteCursor
+from services.worker.grammar.compile.compiled import Compiled, GrammarCompiler
+from services.worker.grammar.compile.grammar_limits import GrammarLimits
+from services.worker.grammar.compile.grammar_source import prepare
+from services.worker.grammar.compile.trial import allowed_ids, try_out
+from services.worker.grammar.compile.vocabulary import Vocabulary
+from services.worker.grammar.match.forced_text import ForcedText
+from services.worker.grammar.match.mask_filler import MaskFiller
+from services.worker.grammar.match.matcher import BROKEN, MAX_UNSEEN, TOO_SLOW, MatcherSetup, XgrammarMatcher
+from services.worker.grammar.schema.refusal import GrammarRefused
+from services.worker.loop.text_rules import ModelText
+from services.worker.text.step_meter import StepMeter
+from tests.grammar import model
+
+
+def regex(pattern: str) -> Compiled:
+    return model.compiled(GrammarSpec(GrammarKind.REGEX, pattern))
+
+
+def schema(value: Any) -> Compiled:
+    return model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(value)))
+
+
+def feed(matcher: XgrammarMatcher, text: str) -> None:
+    (ids,) = model.tokenizer().encode_batch([text], False)
+    assert all(matcher.accept(token) for token in ids), text
+
+
+def over(vocabulary: Vocabulary, pattern: str) -> XgrammarMatcher:
+    """A matcher for a vocabulary of its own."""
+    grammar = GrammarCompiler(vocabulary.info(), jumps=False).compile(prepare(GrammarSpec(GrammarKind.REGEX, pattern)))
+    return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary, None), StepMeter(1e6, 1e6), model.unheard)
+
+
+def test_a_stop_token_ends_an_output_that_is_complete() -> None:
+    matcher = model.matcher(regex("[0-9]+"))
+    assert not matcher.accept(model.EOS[1])
+    feed(matcher, "12")
+    assert not matcher.terminated
+    assert set(model.EOS) <= set(allowed_ids(matcher.mask(), 1280))
+    assert matcher.accept(model.EOS[1])
+    assert matcher.terminated
+    assert allowed_ids(matcher.mask(), 1280) == sorted(model.EOS)
+
+
+def test_an_output_that_nothing_can_follow_is_at_its_end() -> None:
+    matcher = model.matcher(regex("[0-9]{2}"))
+    feed(matcher, "1")
+    assert not matcher.terminated
+    feed(matcher, "2")
+    assert matcher.terminated
+
+
+def test_a_model_without_eos_ends_where_nothing_can_follow() -> None:
+    matcher = over(model.vocabulary(stop_ids=()), "ab?")
+    feed(matcher, "a")
+    assert not matcher.terminated
+    feed(matcher, "b")
+    assert matcher.terminated
+
+
+def test_a_refused_token_leaves_the_state_as_it_was() -> None:
+    matcher = model.matcher(regex("[0-9]{2}"))
+    before = matcher.mask().copy()
+    im_start = 1
+    for token in (im_start, -1, 1280, 5_000_000, *model.EOS, *model.tokenizer().encode_batch(["a"], False)[0]):
+        assert not matcher.accept(token)
+    np.testing.assert_array_equal(matcher.mask(), before)
+
+
+def test_ids_beyond_the_tokenizer_are_never_allowed() -> None:
+    vocabulary = model.vocabulary(1301)
+    matcher = over(vocabulary, r"[\s\S]*")
+    allowed = allowed_ids(matcher.mask(), 41 * 32)
+    assert max(allowed) < 1280
+    assert 1 not in allowed, "special tokens are no text"
+    assert {token for token in range(3, 1280) if model.vocabulary().tokens[token].isascii()} <= set(allowed)
+    assert not matcher.accept(1300)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_cut() -> None:
+    matcher = over(model.vocabulary(700), r"[\s\S]*")
+    assert matcher.mask().shape == (22,)
+    assert max(allowed_ids(matcher.mask(), 704)) < 700
+
+
+def test_a_matcher_that_costs_too_much_ends_its_request() -> None:
+    setup = MatcherSetup.of(model.vocabulary(), None)
+    told: list[bool] = []
+    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=0), lambda: told.append(True))
+    assert not matcher.fault
+    matcher.mask()
+    assert matcher.fault == TOO_SLOW
+    assert not matcher.accept(model.tokenizer().encode_batch(["1"], False)[0][0])
+    matcher.charge(1.0)
+    assert told == [True], "it is told once"
+
+
+@pytest.mark.parametrize(
+    "seconds, tokens_between, overrun",
+    [([0.004] * 100, 1, False), ([0.02], 0, False), ([0.06], 0, True), ([0.01] * 8, 1, False), ([0.01] * 20, 1, True)],
+)
+def test_the_meter_bears_bursts_and_no_lasting_slowness(seconds: list[float], tokens_between: int, overrun: bool) -> None:
+    meter = StepMeter(step_ms=5, burst_ms=50)
+    for second in seconds:
+        meter.spend(second)
+        for _ in range(tokens_between):
+            meter.step()
+    assert meter.overrun is overrun
+
+
+@pytest.mark.parametrize("method", ["is_terminated", "is_completed", "accept_token", "fill_next_token_bitmask"])
+def test_what_the_library_raises_ends_that_request_alone(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    matcher, other = model.matcher(regex("[0-9]+"), jump=True), model.matcher(regex("[0-9]+"), jump=True)
+    (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
+    with monkeypatch.context() as broken:
+        broken.setattr(xgrammar.GrammarMatcher, method, raises)
+        matcher.mask()
+        assert not matcher.terminated
+        matcher.accept(digit)
+        matcher.forced()
+        assert not matcher.terminated
+    assert matcher.fault == BROKEN
+    assert "out of the library" in caplog.text
+    assert digit in allowed_ids(matcher.mask(), 1280), "something is sampled, so that the fault comes to light"
+    assert not matcher.accept(digit)
+    assert other.accept(digit)
+
+
+def raises(*_: object) -> None:
+    raise RuntimeError("out of the library")
+
+
+def test_the_trial_pays_for_jumps_too() -> None:
+    limits = GrammarLimits(step_ms=0.1, burst_ms=5)
+    cheap = regex("a*")
+    endless = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "a" root'))  # 256 bytes are looked at after each token
+    try_out(cheap, model.vocabulary().tokens, limits)
+    with pytest.raises(GrammarRefused, match="too expensive"):
+        try_out(Compiled(cheap.grammar, endless.by_bytes), model.vocabulary().tokens, limits)
+
+
+def test_the_trial_refuses_what_is_too_expensive_and_what_leads_nowhere() -> None:
+    ambiguous = model.compiled(GrammarSpec(GrammarKind.EBNF, "root ::= s\ns ::= s s s | s s | [a-z]"))
+    nowhere = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "ab" x\nx ::= x'))
+    with pytest.raises(GrammarRefused, match="too expensive"):
+        try_out(ambiguous, model.vocabulary().tokens, GrammarLimits())
+    with pytest.raises(GrammarRefused, match="allows nothing"):
+        try_out(nowhere, model.vocabulary().tokens, GrammarLimits())
+    try_out(regex("[0-9]+"), model.vocabulary().tokens, GrammarLimits())
+
+
+def test_a_steps_masks_outlive_the_filling_of_the_next() -> None:
+    filler = MaskFiller(1280, max_rows=3)
+    first, second = model.matcher(regex("[0-9]+")), model.matcher(regex("[a-z]+"))
+    masks = filler.fill([(4, first), (9, second)])
+    kept = {row: mask.copy() for row, mask in masks.items()}
+    feed(first, "1")
+    filler.fill([(0, first)])
+    assert masks.keys() == {4, 9}
+    for row, mask in masks.items():
+        assert mask.dtype == np.uint32 and mask.shape == (40,)
+        np.testing.assert_array_equal(mask, kept[row])
+    assert allowed_ids(masks[4], 1280) == [t for t in range(1280) if model.vocabulary().tokens[t].isdigit()]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_masks_of_many_rows_are_those_of_each_alone(threads: int) -> None:
+    patterns = ["[0-9]+", "[a-z]+", "yes|no", "x", "(a|b)*", r"[\s\S]*"]
+    matchers = [model.matcher(regex(pattern)) for pattern in patterns]
+    assert matchers[3].accept(model.tokenizer().encode_batch(["x"], False)[0][0])  # one is at its end
+    filler = MaskFiller(1280, max_rows=8, threads=threads)
+    for _ in range(3):
+        masks = filler.fill(list(enumerate(matchers)))
+        for row, pattern in enumerate(patterns):
+            alone = model.matcher(regex(pattern))
+            if row == 3:
+                assert allowed_ids(masks[row], 1280) == sorted(model.EOS)
+            else:
+                np.testing.assert_array_equal(masks[row], alone.mask())
+
+
+def test_a_batch_that_fails_is_filled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", raises)
+    matchers = [model.matcher(regex(pattern)) for pattern in ("[0-9]+", "[a-z]+", "yes|no", "x", "y")]
+    masks = MaskFiller(1280, max_rows=8, threads=2).fill(list(enumerate(matchers)))
+    for row, matcher in enumerate(matchers):
+        np.testing.assert_array_equal(masks[row], matcher.mask())
+        assert not matcher.fault
+
+
+class Ticks:
+    """CPU time that goes on by a millisecond whenever it is looked at twice."""
+
+    def __init__(self) -> None:
+        self._looked = 0
+
+    def thread_time(self) -> float:
+        self._looked += 1
+        return self._looked // 2 * 1e-3
+
+
+@pytest.mark.parametrize("budget_ms, ended", [(100.0, []), (20.0, [0])])
+def test_many_middling_grammars_share_one_budget(budget_ms: float, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.grammar.match.matcher.time", Ticks())
+    setup = MatcherSetup.of(model.vocabulary(), None)
+    matchers = [XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(5, 50), model.unheard) for _ in range(20)]
+    filler = MaskFiller(1280, max_rows=20, fill_ms=budget_ms)
+    (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
+    steps = 0
+    while steps < 10 and not any(matcher.fault for matcher in matchers):  # 3 ms of the first, 2 ms of each other
+        for matcher in [matchers[0], *matchers]:
+            matcher.accept(digit)
+        filler.fill(list(enumerate(matchers)))
+        steps += 1
+    assert [index for index, matcher in enumerate(matchers) if matcher.fault] == ended
+
+
+def test_tokens_accepted_in_a_row_are_followed_for_jumps_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a long output from elsewhere costs is owed for each of its tokens, and not at once by the step after it."""
+    lengths: list[int] = []
+
+    def advance(cursor: ByteCursor, data: bytes) -> None:
+        lengths.append(len(data))
+        plain(cursor, data)
+
+    plain = ByteCursor.advance
+    monkeypatch.setattr(ByteCursor, "advance", advance)
+    matcher = model.matcher(regex("a{1000}the end of it"), jump=True)
+    (token,) = model.tokenizer().encode_batch(["a"], False)[0]
+    assert all(matcher.accept(token) for _ in range(1000))
+    text = b"".join(model.vocabulary().tokens[found] for found in matcher.forced())
+    assert len(text) > 5 and b"the end of it".startswith(text)
+    assert sum(lengths) == 1000 and max(lengths) <= MAX_UNSEEN
+
+
+def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
+    """Their matchers have each followed a long output; none of them is to pay for it as if it were one step's work."""
+    grammar = GrammarSpec(GrammarKind.JSON_OBJECT, "")
+    text = '{"a": [' + ", ".join('{"k": "hello", "z": [1, 2]}' for _ in range(90)) + "]}"
+    (ids,) = model.tokenizer().encode_batch([text], False)
+    ids = [token for token in ids if token not in model.EOS]
+    compiled, setup = model.compiled(grammar), MatcherSetup.of(model.vocabulary(), ForcedText(model.tokenizer()))
+    overruns: list[str] = []
+
+    class Book:
+        def open(self, spec: GrammarSpec) -> XgrammarMatcher:
+            return XgrammarMatcher(compiled, setup, StepMeter(10.0, 100.0), lambda: overruns.append(spec.kind))
+
+    config = SchedulerConfig(num_pages=4096, page_size=16, context_len=4096, vocab_size=1280, max_running_requests=32)
+    core = Scheduler(config, ModelText(model.tokenizer()), Book())
+    core.pause(PauseMode.IN_PLACE, 0.0)
+    params, prompt = SamplingParams(max_new_tokens=4000, grammar=grammar), np.array([5], dtype=np.int32)
+    for handle in range(24):
+        core.submit(Submit(0, handle, f"r{handle}", prompt, params, output_ids=tuple(ids[:-2])), 0.0)
+    while core.stats().num_gated:
+        core.plan(0.0)
+    matchers = [request.matcher for request in core.table.by_key.values() if isinstance(request.matcher, XgrammarMatcher)]
+    assert len(matchers) == 24 and len(ids) > 1000
+    MaskFiller(1280, 32).fill(enumerate(matchers))
+    assert not overruns

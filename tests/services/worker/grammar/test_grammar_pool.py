@@ -1,0 +1,379 @@
+"""Compiling in processes that can be killed: caps, fairness, deaths, the cache by content; and hostile grammars."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from services.shared.limits import MAX_GRAMMAR_BYTES
+from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.grammar.book import CompiledBook
+from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
+from services.worker.grammar.compile.trial import allowed_ids
+from services.worker.grammar.match.matcher import TOO_SLOW
+from tests.grammar import model
+
+HANG_GUARD_S = 90.0
+LIMITS = GrammarLimits(compile_s=3.0, quick_s=0.6, memory_mib=256)
+SLOW = "a?" * 3000 + "a" * 3000  # compiles for longer than anybody waits
+
+
+@dataclass
+class News:
+    """What the book has told."""
+
+    told: queue.Queue[tuple[GrammarSpec, str]] = field(default_factory=queue.Queue)
+
+    def ready(self, spec: GrammarSpec) -> None:
+        self.told.put((spec, ""))
+
+    def failed(self, spec: GrammarSpec, reason: str, busy: bool) -> None:
+        assert busy == reason.endswith("try again later")
+        self.told.put((spec, reason))
+
+    def next(self) -> tuple[GrammarSpec, str]:
+        return self.told.get(timeout=HANG_GUARD_S)
+
+
+@contextmanager
+def opened(limits: GrammarLimits, clock: Callable[[], float] = time.monotonic) -> Iterator[tuple[CompiledBook, News]]:
+    news = News()
+    book = CompiledBook(model.tokenizer(), model.vocabulary(), limits, news.ready, news.failed, clock=clock)
+    try:
+        yield book, news
+    finally:
+        book.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[CompiledBook, News]]:
+    with opened(LIMITS) as pair:
+        yield pair
+
+
+def regex(pattern: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.REGEX, pattern)
+
+
+def outcome(book: CompiledBook, news: News, spec: GrammarSpec) -> str:
+    """Why it was refused; empty if it compiled."""
+    assert book.open(spec) is None
+    told, reason = news.next()
+    assert told == spec
+    return reason
+
+
+def serves(book: CompiledBook, news: News, pattern: str) -> bool:
+    spec = regex(pattern)
+    if outcome(book, news, spec):
+        return False
+    matcher = book.open(spec)
+    return matcher is not None and bool(allowed_ids(matcher.mask(), 1280))
+
+
+def test_a_grammar_is_ready_by_message(shared: tuple[CompiledBook, News]) -> None:
+    book, news = shared
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "integer"}')
+    assert outcome(book, news, spec) == ""
+    first, second = book.open(spec), book.open(spec)
+    assert first is not None and second is not None and first is not second
+    (one,) = model.tokenizer().encode_batch(["1"], False)
+    assert first.accept(one[0])
+    assert not second.accept(model.EOS[0]), "each request has its own place in the grammar"
+
+
+@pytest.mark.parametrize(
+    "spec, reason",
+    [
+        (regex("("), "pattern, position 1: a group is not closed"),
+        (GrammarSpec(GrammarKind.JSON_SCHEMA, '{"not": {}}'), "json_schema: #/not: this keyword is not supported"),
+        (GrammarSpec(GrammarKind.JSON_SCHEMA, "{"), "json_schema: not JSON: "),
+        (GrammarSpec(GrammarKind.EBNF, "root ::= x"), "ebnf: EBNF parser error at line 1"),
+        (GrammarSpec(GrammarKind.STRUCTURAL_TAG, "{}"), "structural_tag: #: needs 'format'"),
+    ],
+)
+def test_a_refusal_is_one_line(shared: tuple[CompiledBook, News], spec: GrammarSpec, reason: str) -> None:
+    told = outcome(*shared, spec)
+    assert told.startswith(reason)
+    assert "\n" not in told
+
+
+def test_equal_grammars_are_compiled_once(shared: tuple[CompiledBook, News]) -> None:
+    book, news = shared
+    for _ in range(5):
+        assert book.open(regex("once[0-9]")) is None
+    assert news.next() == (regex("once[0-9]"), "")
+    assert book.open(regex("once[0-9]")) is not None
+    assert news.told.empty()
+
+
+def test_a_refusal_is_remembered_for_a_while() -> None:
+    now = [0.0]
+    with opened(LIMITS, clock=lambda: now[0]) as (book, news):
+        assert outcome(book, news, regex("(")) != ""
+        pid = book.pool.compiler_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # no compiler can answer
+        assert book.open(regex("(")) is None
+        assert news.told.get_nowait()[1].startswith("pattern")
+        now[0] = LIMITS.failure_s + 1
+        assert book.open(regex("(")) is None
+        assert news.told.empty(), "it is compiled anew"
+        os.kill(pid, signal.SIGCONT)
+        assert news.next()[1].startswith("pattern")
+
+
+def test_a_refusal_is_remembered_without_its_text() -> None:
+    with opened(LIMITS) as (book, news):
+        assert outcome(book, news, regex("(" + "x" * 100_000)) != ""
+        assert [len(key) for key in book._failed] == [32]
+
+
+def test_what_becomes_too_expensive_in_use_is_refused_from_then_on() -> None:
+    spec = ebnf('root ::= s\ns ::= s s | "a" | "b"')  # its trial is over before it shows
+    with opened(LIMITS) as (book, news):
+        assert outcome(book, news, spec) == ""
+        matcher = book.open(spec)
+        assert matcher is not None
+        (token,) = model.tokenizer().encode_batch(["a"], False)[0]
+        accepted = 0
+        while matcher.accept(token):
+            matcher.mask()
+            matcher.forced()
+            accepted += 1
+            assert accepted < 2000
+        assert matcher.fault == TOO_SLOW
+        assert book.cached_bytes == 0
+        assert outcome(book, news, spec) == f"ebnf: {TOO_SLOW}"
+
+
+def test_a_compiler_that_cannot_be_had_says_nothing_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(LIMITS) as (book, news):
+        with monkeypatch.context() as broken:
+            broken.setattr("services.worker.grammar.compile.compiler_pool.sys.executable", "/bin/false")
+            assert outcome(book, news, regex("[0-9]")).endswith("try again later")  # so it is told as busy
+        assert outcome(book, news, regex("[0-9]")) == ""
+
+
+def test_the_cache_drops_what_was_used_least_recently() -> None:
+    with opened(GrammarLimits(cache_mib=1)) as (book, news):
+        specs = [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "maxLength": 90 + n})) for n in range(6)]
+        for spec in specs:
+            assert outcome(book, news, spec) == ""
+            assert book.open(spec) is not None, "what has just become ready can be opened"
+        assert book.cached_bytes <= MIB
+        assert book.open(specs[-1]) is not None
+        assert book.open(specs[0]) is None
+        assert news.next() == (specs[0], "")
+
+
+def test_a_grammar_that_is_too_long_is_refused_at_once(shared: tuple[CompiledBook, News]) -> None:
+    book, news = shared
+    for source in ("x" * 10_000_000, "世" * (MAX_GRAMMAR_BYTES // 3 + 1)):
+        assert book.open(regex(source)) is None
+        assert news.told.get_nowait()[1] == f"regex: longer than {MAX_GRAMMAR_BYTES} bytes"
+
+
+def test_good_grammars_do_not_wait_behind_bad_ones() -> None:
+    with opened(GrammarLimits(compile_s=60.0, quick_s=0.3)) as (book, news):
+        assert serves(book, news, "warm")
+        for n in range(6):
+            assert book.open(regex(SLOW + str(n))) is None
+        assert serves(book, news, "quick[0-9]")
+
+
+def test_a_full_queue_refuses_and_forgets() -> None:
+    with opened(GrammarLimits(queue=2, workers=1, compile_s=2.0, quick_s=1.0)) as (book, news):
+        assert serves(book, news, "warm")
+        specs = [regex(SLOW + str(n)) for n in range(8)]
+        for spec in specs:
+            assert book.open(spec) is None
+        spec, reason = news.next()
+        assert spec in specs and "try again later" in reason
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_GUARD_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def compiling(book: CompiledBook, spec: GrammarSpec) -> int:
+    """Begins to compile; the id of the process that does."""
+    pid = book.pool.compiler_pid
+    assert pid is not None
+    wait_until(lambda: not children_of(pid))
+    assert book.open(spec) is None
+    wait_until(lambda: bool(children_of(pid)))
+    return children_of(pid)[0]
+
+
+def is_running(pid: int) -> bool:
+    """Not so where it has ended and waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_child_killed_in_mid_compilation_fails_its_grammar_alone() -> None:
+    with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, news):
+        assert serves(book, news, "warm")
+        os.kill(compiling(book, regex(SLOW)), signal.SIGKILL)
+        spec, reason = news.next()
+        assert spec == regex(SLOW) and "ended the compiler" in reason
+        assert serves(book, news, "after")
+
+
+def test_the_compiler_killed_comes_back() -> None:
+    with opened(LIMITS) as (book, news):
+        assert serves(book, news, "warm")
+        before = book.pool.compiler_pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        assert serves(book, news, "after")
+        assert book.pool.compiler_pid != before
+
+
+def test_the_compiler_can_be_started_beforehand() -> None:
+    with opened(LIMITS) as (book, news):
+        assert book.pool.compiler_pid is None
+        book.pool.warm_up()
+        wait_until(lambda: book.pool.compiler_pid is not None)
+        pid = book.pool.compiler_pid
+        assert serves(book, news, "first")
+        assert book.pool.compiler_pid == pid
+
+
+def test_closing_ends_compilations_and_calls_nobody_back() -> None:
+    with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, news):
+        assert serves(book, news, "warm")
+        pid = book.pool.compiler_pid
+        assert pid is not None
+        child = compiling(book, regex(SLOW))
+    wait_until(lambda: not is_running(child))
+    assert not is_running(pid)
+    assert news.told.empty()
+
+
+def schema(value: object) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def ebnf(source: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.EBNF, source)
+
+
+def nested_schema(levels: int) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, '{"items":' * levels + "true" + "}" * levels)
+
+
+def doubling_references(levels: int) -> GrammarSpec:
+    refs = [{"$ref": f"#/$defs/d{n + 1}"} for n in range(levels)]
+    definitions = {f"d{n}": {"properties": {"a": ref, "b": ref}, "required": ["a", "b"]} for n, ref in enumerate(refs)}
+    return schema({"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{levels}": {"type": "null"}}})
+
+
+HOSTILE: dict[str, GrammarSpec] = {
+    "nested plus": regex("(a+)+b"),
+    "nested stars of nothing": regex("((((a*)*)*)*)*b"),
+    "overlapping options": regex("(a|a|aa)*(a|aa)*b"),
+    "many dot stars": regex(".*" * 20 + "=x"),
+    "a million by count": regex("(a{1000}){1000}"),
+    "counts of counts of options": regex("((a|b|ab){1,500}c?){1,500}"),
+    "nth from the end": regex("(a|b)*a(a|b){25}"),
+    "wide unicode classes": regex(r"[\u{1}-\u{10ffff}]{1,2000}[^\u{100}-\u{200}]{1,2000}"),
+    "groups 10,000 deep": regex("(" * 10000 + "a" + ")" * 10000),
+    "3,000 options of nothing": regex(SLOW),
+    "300,000 alternatives": regex("ab|" * 300_000 + "c"),
+    "10 MB": regex("a" * 10_000_000),
+    "a count of eleven digits": regex("a{99999999999}"),
+    "JSON 10,000 deep": GrammarSpec(GrammarKind.JSON_SCHEMA, "[" * 10000 + "]" * 10000),
+    "schema 10,000 deep": nested_schema(10000),
+    "schema 60 deep": nested_schema(60),
+    "references that double": doubling_references(40),
+    "enum of 50,000": schema({"enum": [f"value {n}" for n in range(50_000)]}),
+    "15,000 properties": schema({"properties": {f"property {n}": {"type": "string"} for n in range(15_000)}}),
+    "a string of a billion": schema({"type": "string", "maxLength": 10**9}),
+    "lists of long strings": schema({"items": {"items": {"type": "string", "maxLength": 500}, "maxItems": 5000}}),
+    "a pattern that backtracks for ever": schema({"patternProperties": {"^(a+)+$": {}}, "properties": {"a" * 40 + "!": {}}}),
+    "ambiguous": ebnf('root ::= root root | "a" | ""'),
+    "more ambiguous": ebnf("root ::= s\ns ::= s s s | s s | [a-z]"),
+    "2^64 of nothing": ebnf(
+        "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(64)) + '\nr64 ::= "y" | ""'
+    ),
+    "left recursion": ebnf('root ::= root "a" | "b"'),
+    "itself": ebnf("root ::= root"),
+    "a chain of 20,000 rules": ebnf(
+        "root ::= r0\n" + "\n".join(f'r{n} ::= r{n + 1} | r{n + 1} "x"' for n in range(20_000)) + '\nr20000 ::= "y"'
+    ),
+    "EBNF 10,000 deep": ebnf("root ::= " + "(" * 10000 + '"a"' + ")" * 10000),
+    "one letter for ever": ebnf('root ::= "a" root'),
+    "ten million by count": regex("(?:a{100000}){100}"),
+    "bytes": ebnf("\x00\x01 garbage ((("),
+    "stars of free text": GrammarSpec(
+        GrammarKind.STRUCTURAL_TAG,
+        json.dumps({"format": {"type": "star", "content": {"type": "star", "content": {"type": "any_text"}}}}),
+    ),
+}  # fmt: skip
+MUST_FAIL = frozenset({"10 MB", "groups 10,000 deep", "JSON 10,000 deep", "schema 10,000 deep", "itself", "bytes"})
+
+
+def test_hostile_grammars_end_as_refusals_or_work_within_their_caps(shared: tuple[CompiledBook, News]) -> None:
+    book, news = shared
+    names = {spec: name for name, spec in HOSTILE.items()}
+    for spec in HOSTILE.values():
+        assert book.open(spec) is None
+    reasons = {}
+    for _ in HOSTILE:
+        spec, reason = news.next()
+        reasons[names[spec]] = reason
+    assert reasons.keys() == HOSTILE.keys()
+    for name, reason in reasons.items():
+        assert "\n" not in reason and len(reason) <= 400
+        if not reason:
+            assert name not in MUST_FAIL
+            walk(book, HOSTILE[name])
+    assert serves(book, news, "a normal one[0-9]+")
+
+
+def walk(book: CompiledBook, spec: GrammarSpec) -> None:
+    """Some tokens, by the first allowed id: it works, or it ends by its own guard."""
+    matcher = book.open(spec)
+    assert matcher is not None, "all of them fit into the cache"
+    for _ in range(50):
+        if matcher.terminated:
+            return
+        allowed = [token for token in allowed_ids(matcher.mask(), 1280) if token not in model.EOS]
+        if not matcher.accept(allowed[0]):
+            assert matcher.fault
+            return
+        matcher.forced()
+
+
+def test_a_matcher_that_cannot_be_made_is_its_grammars_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("made to fail")
+
+    with opened(LIMITS) as (book, news):
+        assert serves(book, news, "odd") and serves(book, news, "good")
+        with monkeypatch.context() as odd:
+            odd.setattr("services.worker.grammar.book.XgrammarMatcher", broken)
+            assert book.open(regex("odd")) is None
+        assert "cannot be started" in news.next()[1]
+        assert book.open(regex("good")) is not None
+        assert outcome(book, news, regex("odd")), "it is refused for a while"

@@ -1,0 +1,93 @@
+"""Which weights a worker serves: equal for equal bytes wherever they lie, another one for one changed byte anywhere."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from services.worker.engine import EXECUTORS, Built, OnLost, build_engine
+from services.worker.identity import weights_revision
+from services.worker.identity.model_identity import ModelIdentity, identify_model
+from services.worker.identity.weights_revision import WeightsReading
+from services.worker.loop.inbox import Inbox
+from services.worker.settings import WorkerSettings
+
+SIZE = 10_001
+
+
+def make_folder(path: Path) -> Path:
+    """Two files of weights, random bytes, with the same content from one call to the next."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer.json").write_text("{}")
+    for number in (1, 2):
+        (path / f"model-0000{number}-of-00002.safetensors").write_bytes(random.Random(number).randbytes(SIZE))
+    return path
+
+
+def revision_of(path: Path) -> str:
+    with WeightsReading(path) as reading:
+        return reading.revision()
+
+
+def identity_of(path: Path, name: str = "") -> ModelIdentity:
+    return identify_model(path, name, revision_of(path))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("at", [0, SIZE // 2, SIZE - 1], ids=["first", "middle", "last"])
+def test_one_byte_makes_another_revision(tmp_path: Path, number: int, at: int) -> None:
+    folder = make_folder(tmp_path / "model")
+    before = revision_of(folder)
+    file = folder / f"model-0000{number}-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert revision_of(folder) != before
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert revision_of(folder) == before, "whatever the times say"
+
+
+def test_threads_and_pieces_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_revision, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(weights_revision, "BUFFER_BYTES", 300)
+    folder = make_folder(tmp_path / "model")
+
+    def revision(num_threads: int) -> str:
+        with WeightsReading(folder, num_threads) as reading:
+            return reading.revision()
+
+    before = revision(1)
+    assert revision(4) == before
+    file = folder / "model-00001-of-00002.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[1000:2000] + data[:1000] + data[2000:])
+    assert revision(4) != before
+
+
+def test_a_copy_in_another_folder_is_the_same(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    shutil.copytree(folder, tmp_path / "elsewhere" / "release-7")
+    assert revision_of(tmp_path / "elsewhere" / "release-7") == revision_of(folder)
+
+
+def test_a_worker_does_not_start_with_weights_that_changed_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "model")
+    (folder / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
+    closed: list[bool] = []
+
+    def load(settings: WorkerSettings, on_lost: OnLost) -> Built:
+        built = make_fake(settings, on_lost)
+        (folder / "model-00002-of-00002.safetensors").write_bytes(b"half a copy")
+        monkeypatch.setattr(built.executor, "close", lambda: closed.append(True))
+        return built
+
+    make_fake = EXECUTORS["fake"]
+    monkeypatch.setitem(EXECUTORS, "fake", load)
+    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors"):
+        build_engine(WorkerSettings(model=str(folder), executor="fake"), Inbox(), lambda sentence: None)
+    assert closed

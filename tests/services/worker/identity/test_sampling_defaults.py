@@ -1,0 +1,78 @@
+"""Sampling defaults: the operator's, else the model's, else the API's, and what is wrong with either."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rootstock.v1 import common_pb2 as pb
+from services.shared.sampling_defaults import API_DEFAULTS, SamplingDefaults
+from services.shared.settings import load
+from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb
+from services.worker.identity.sampling_defaults import FILE, sampling_defaults
+from services.worker.settings import WorkerSettings
+
+QWEN = {"do_sample": True, "max_new_tokens": 99, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [2]}
+
+
+def folder(tmp_path: Path, content: Any) -> Path:
+    (tmp_path / FILE).write_text(content if isinstance(content, str) else json.dumps(content))
+    return tmp_path
+
+
+def test_who_goes_before_whom(tmp_path: Path) -> None:
+    model = folder(tmp_path, QWEN)
+    assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    preferred = '{"temperature": 0.2, "min_p": 0.1}'
+    assert sampling_defaults(model, True, preferred) == SamplingDefaults(0.2, 0.95, 20, 0.1)
+    assert sampling_defaults(model, False, preferred) == SamplingDefaults(temperature=0.2, min_p=0.1)
+    assert sampling_defaults(model, False, "") == API_DEFAULTS
+    assert sampling_defaults(tmp_path / "none", True, "") == API_DEFAULTS
+
+
+def test_values_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = {"top_p": 0.0, "top_k": True, "min_p": "0.1", "repetition_penalty": 1.25, "temperature": 10**400}
+    with caplog.at_level(logging.WARNING):
+        assert sampling_defaults(folder(tmp_path, content), True, "") == SamplingDefaults(repetition_penalty=1.25)
+    assert {record.fields["name"] for record in caplog.records} == {"top_p", "top_k", "min_p", "temperature"}  # type: ignore[attr-defined]
+    assert sampling_defaults(folder(tmp_path, {"top_k": 0, "min_p": None}), True, "") == API_DEFAULTS
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000], ids=["cut off", "a list", "nested"])
+def test_a_file_that_is_none(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ValueError, match=FILE):
+        sampling_defaults(folder(tmp_path, content), True, "")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "5", '{"max_new_tokens": 5}', '{"top_p": 2}', '{"top_k": 2.0}', '{"temperature": NaN}', '{"min_p": null}']
+)
+def test_an_operators_mistake_ends_the_process(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        load(WorkerSettings, "rootstock-worker", ["--preferred-sampling-params", text])
+    assert end.value.code == 2 and "preferred_sampling_params" in capsys.readouterr().err
+
+
+def test_a_front_end_that_leaves_them_out_gets_the_same() -> None:
+    defaults = SamplingDefaults(0.5, 0.75, 20, 0.25, 1.25)
+    model = ModelLimits(100, 1000, False, defaults=defaults, stream_interval=8)
+
+    def made(**values: Any) -> Any:
+        return sampling_from_pb(pb.SamplingParams(**values), 3, False, model, 1)
+
+    params = made()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty) == (
+        0.5,
+        0.75,
+        20,
+        0.25,
+        1.25,
+    )
+    assert params.stream_interval == 8
+    own = made(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, stream_interval=1)
+    assert (own.temperature, own.top_p, own.top_k, own.min_p, own.repetition_penalty) == (0, 1, -1, 0, 1)
+    assert own.stream_interval == 1

@@ -1,0 +1,595 @@
+"""The worker's part of the prefix index: what it holds is what Redis has, whatever happens to either."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rootstock.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.local.ports import free_ports
+from services.shared.index.block_hash import block_hashes, root_hash
+from services.shared.index.cache_namespace import cache_namespace
+from services.shared.index.prefix_index import (
+    EVENTS_KEPT,
+    IndexEvent,
+    event_from,
+    events_key,
+    generations_key,
+    lease_key,
+    own_key,
+    owner_field,
+    split_hashes,
+    workers_key,
+)
+from services.shared.index.redis_client import redis_client
+from services.worker.core.kv.cache_events import CacheEvents
+from services.worker.identity.model_identity import identify_model
+from services.worker.index import publisher as publishing
+from services.worker.index.handover import CacheEventHandover
+from services.worker.index.held_blocks import HeldBlocks
+from services.worker.index.publisher import IndexPublisher
+from services.worker.index.records import WorkerRecords
+from services.worker.index.sweeper import LATE_S, Sweeper
+from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
+from tests.services.worker.identity.test_model_identity import identity_of, revision_of
+
+MODEL, WORKER = "m", "worker-1"
+DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def blocks(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(map(block, numbers))
+
+
+def stored(*numbers: int) -> CacheEvents:
+    return CacheEvents(False, blocks(*numbers), ())
+
+
+CLEARED = CacheEvents(True, (), ())
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(one_server: RedisServer) -> RedisServer:
+    one_server.client.flushall()
+    return one_server
+
+
+@pytest.fixture(params=EITHER_SERVER)
+def own_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    """One that the test may break."""
+    with redis_server(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def quick_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "RENEW_S", 0.2)
+
+
+@asynccontextmanager
+async def published(server: RedisServer, generation: int = 1) -> AsyncIterator[IndexPublisher]:
+    publisher = IndexPublisher(server.url, MODEL, WORKER, generation)
+    task = asyncio.create_task(publisher.keep())
+    try:
+        yield publisher
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        assert task.done()
+
+
+def owned(server: RedisServer, publisher: IndexPublisher) -> set[bytes]:
+    return set(server.client.smembers(own_key(WORKER, publisher.generation)))
+
+
+def in_agreement(server: RedisServer, publisher: IndexPublisher) -> bool:
+    """Lease, reverse index, blocks and events say what the publisher holds."""
+    if publisher.blocks.num_pending or server.client.get(lease_key(WORKER)) != str(publisher.generation).encode():
+        return False
+    field = owner_field(WORKER, publisher.generation).encode()
+    kept = {name for name, owners in server.block_keys().items() if field in owners}
+    told = replayed(server, publisher.generation)
+    return kept == owned(server, publisher) == told == publisher.blocks.held()
+
+
+def replayed(server: RedisServer, generation: int) -> set[bytes]:
+    """What a reader of the stream takes for held; the numbers must be without gaps."""
+    held: set[bytes] = set()
+    expected = 1
+    for _, values in server.client.xrange(events_key(MODEL)):
+        event = event_from(values)
+        if event.generation == generation:
+            assert (event.seq, event.cleared) == (expected, expected == 1)
+            expected += 1
+            held |= set(event.stored)
+            held -= set(event.removed)
+    return held
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(30):
+            await test()
+
+    asyncio.run(limited())
+
+
+# What is held
+
+
+CHANGES = st.lists(st.tuples(st.sampled_from(["store", "remove", "clear", "take", "restart"]), st.integers(0, 6)), max_size=60)
+
+
+@given(CHANGES)
+def test_changes_that_are_taken_make_redis_equal_to_what_is_held(changes: list[tuple[str, int]]) -> None:
+    ledger, held, remote = HeldBlocks(), set[bytes](), set[bytes]()
+
+    def take(limit: int) -> None:
+        added, removed = ledger.take(limit)
+        assert not set(added) & remote and set(removed) <= remote, "only what changes is told"
+        remote.update(added)
+        remote.difference_update(removed)
+
+    for what, number in changes:
+        name = block(number)
+        if what == "store":
+            ledger.merge(CacheEvents(False, (name,), ()))
+            held.add(name)
+        elif what == "remove":
+            ledger.merge(CacheEvents(False, (), (name,)))
+            held.discard(name)
+        elif what == "take":
+            take(number)
+        else:
+            if what == "clear":
+                ledger.merge(CLEARED)
+                held.clear()
+            ledger.restart()
+            remote.clear()
+        assert ledger.num_pending <= len(held | remote), "bounded by what the cache holds"
+        assert ledger.num_published == len(remote)
+    take(1000)
+    assert ledger.held() == held == remote and not ledger.num_pending
+
+
+def test_one_step_may_clear_store_and_remove() -> None:
+    ledger = HeldBlocks()
+    ledger.merge(stored(1, 2))
+    ledger.take(10)
+    ledger.merge(CacheEvents(True, blocks(3, 4), blocks(4)))
+    assert ledger.held() == {block(3)} and ledger.take(10) == ([block(3)], [])
+
+
+def test_a_thread_hands_over_everything_in_order() -> None:
+    async def body() -> None:
+        got: list[bytes] = []
+        handover = CacheEventHandover(asyncio.get_running_loop(), lambda events: got.extend(events.stored))
+        thread = threading.Thread(target=lambda: [handover.put(stored(number)) for number in range(2000)])
+        thread.start()
+        await until(lambda: len(got) == 2000)
+        thread.join()
+        assert got == list(map(block, range(2000)))
+
+    run(body)
+
+
+# Redis as it should be
+
+
+def test_random_changes_arrive(server: RedisServer) -> None:
+    async def body() -> None:
+        rng = random.Random(4)
+        async with published(server, generation=77) as publisher:
+            for _ in range(60):
+                add = tuple({block(rng.randrange(3000)) for _ in range(rng.randrange(80))})
+                gone = tuple({block(rng.randrange(3000)) for _ in range(rng.randrange(60))} - set(add))
+                publisher.cached(CacheEvents(False, add, gone))
+                await asyncio.sleep(0.01)
+            await until(lambda: in_agreement(server, publisher))
+            assert publisher.generation == 77 and publisher.lease_held and len(publisher.blocks.held()) > 500
+            await until(lambda: publisher.seq == server.client.xlen(events_key(MODEL)))
+            assert publisher.seq == server.client.xlen(events_key(MODEL)) == publisher.counts.events
+            assert server.client.smembers(generations_key(WORKER)) == {b"77"}
+            assert server.client.smembers(workers_key(MODEL)) == {WORKER.encode()}
+            assert 0 < server.client.ttl(lease_key(WORKER)) <= 10
+        assert server.client.get(lease_key(WORKER)) is None, "given up at the end"
+
+    run(body)
+
+
+def test_large_batches_are_cut(server: RedisServer) -> None:
+    async def body() -> None:
+        async with published(server) as publisher:
+            publisher.cached(stored(*range(2300)))
+            await until(lambda: in_agreement(server, publisher))
+            sizes = [len(event_from(values).stored) for _, values in server.client.xrange(events_key(MODEL))]
+            assert sum(sizes) == 2300 and max(sizes) <= publishing.BATCH_BLOCKS
+
+    run(body)
+
+
+def test_a_flush_is_one_new_generation(server: RedisServer) -> None:
+    async def body() -> None:
+        async with published(server) as publisher:
+            publisher.cached(stored(1, 2, 3))
+            await until(lambda: in_agreement(server, publisher))
+            publisher.cached(CacheEvents(True, blocks(9), ()))
+            await until(lambda: publisher.counts.generations == 2 and in_agreement(server, publisher))
+            assert publisher.blocks.held() == {block(9)}
+            assert server.client.smembers(own_key(WORKER, 1)) == set(blocks(1, 2, 3)), "left to the sweeper"
+
+    run(body)
+
+
+def test_the_stream_is_trimmed(server: RedisServer) -> None:
+    async def body() -> None:
+        client = redis_client(server.url, 2.0)
+        records = WorkerRecords(client, MODEL, WORKER)
+        pipe = server.client.pipeline(transaction=False)
+        for seq in range(EVENTS_KEPT + 300):
+            pipe.xadd(events_key(MODEL), IndexEvent("other", 5, seq, False, (), ()).fields())
+        pipe.execute()
+        await records.publish(IndexEvent(WORKER, 1, 1, True, blocks(1), ()))
+        await client.aclose()
+        assert EVENTS_KEPT <= server.client.xlen(events_key(MODEL)) < EVENTS_KEPT + 300
+
+    run(body)
+
+
+# Redis as it is
+
+
+def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
+    async def body() -> None:
+        async with published(own_server) as publisher:
+            publisher.cached(stored(*range(700)))
+            await until(lambda: in_agreement(own_server, publisher))
+            own_server.kill()
+            publisher.cached(CacheEvents(False, blocks(1000, 1001), blocks(0, 1)))
+            await until(lambda: publisher.counts.failures > 0)
+            publisher.cached(CacheEvents(False, blocks(2000), blocks(1000)))
+            own_server.start()
+            await until(lambda: in_agreement(own_server, publisher))
+            assert publisher.blocks.held() == {*map(block, range(2, 700)), block(1001), block(2000)}
+            assert publisher.generation != 1 and publisher.counts.republished >= 700
+
+    run(body)
+
+
+@pytest.mark.usefixtures("quick_renewal")
+def test_a_server_that_is_no_primary_any_more_is_left(own_server: RedisServer) -> None:
+    def connections() -> set[str]:
+        return {found["id"] for found in own_server.client.client_list()} - {str(own_server.client.client_id())}
+
+    async def body() -> None:
+        async with published(own_server) as publisher:
+            publisher.cached(stored(1, 2))
+            await until(lambda: in_agreement(own_server, publisher))
+            before = connections()
+            own_server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+            publisher.cached(stored(3))
+            await until(lambda: publisher.counts.failures > 1)
+            await until(lambda: not before & connections())
+            assert publisher.counts.generations == 1
+            own_server.client.execute_command("REPLICAOF", "NO", "ONE")
+            await until(lambda: in_agreement(own_server, publisher))
+
+    run(body)
+
+
+@pytest.mark.usefixtures("quick_renewal")
+def test_the_unexpected_does_not_end_it(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with published(server) as publisher:
+            publisher.cached(stored(1, 2))
+            await until(lambda: in_agreement(server, publisher))
+            with monkeypatch.context() as patch:
+                patch.setattr(WorkerRecords, "renew", lambda self, generation: {}["run_id"])
+                await until(lambda: publisher.counts.failures > 0)
+            await until(lambda: publisher.counts.generations == 2 and in_agreement(server, publisher))
+            assert publisher.lease_held
+
+    run(body)
+
+
+@pytest.mark.usefixtures("quick_renewal")
+@pytest.mark.parametrize("loss", ["all", "lease", "own", "one block", "generations", "workers", "another's lease"])
+def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> None:
+    lose: dict[str, Callable[[], object]] = {
+        "all": server.client.flushall,
+        "lease": lambda: server.client.delete(lease_key(WORKER)),
+        "own": lambda: server.client.delete(own_key(WORKER, 1)),
+        "one block": lambda: server.client.srem(own_key(WORKER, 1), block(2)),
+        "generations": lambda: server.client.delete(generations_key(WORKER)),
+        "workers": lambda: server.client.delete(workers_key(MODEL)),
+        "another's lease": lambda: server.client.set(lease_key(WORKER), 12345),
+    }
+
+    async def body() -> None:
+        async with published(server) as publisher:
+            publisher.cached(stored(1, 2, 3))
+            await until(lambda: in_agreement(server, publisher))
+            lose[loss]()
+            await until(lambda: publisher.counts.generations == 2 and in_agreement(server, publisher))
+            assert server.client.sismember(generations_key(WORKER), str(publisher.generation))
+            assert server.client.sismember(workers_key(MODEL), WORKER)
+            await asyncio.sleep(0.3)
+            assert publisher.counts.generations == 2, "once is enough"
+
+    run(body)
+
+
+@pytest.mark.usefixtures("quick_renewal")
+def test_a_full_redis(own_server: RedisServer) -> None:
+    """Writes are refused; the lease is kept all the same, and everything is told when there is room."""
+
+    async def body() -> None:
+        async with published(own_server) as publisher:
+            publisher.cached(stored(1, 2, 3))
+            await until(lambda: in_agreement(own_server, publisher))
+            own_server.client.config_set("maxmemory-policy", "noeviction")
+            own_server.client.config_set("maxmemory", "1mb")
+            publisher.cached(CacheEvents(False, blocks(*range(10, 400)), blocks(1)))
+            await until(lambda: publisher.counts.failures >= 2)
+            own_server.client.pexpire(lease_key(WORKER), 1500)
+            await until(lambda: own_server.client.pttl(lease_key(WORKER)) > 5000)
+            assert publisher.lease_held and publisher.generation == 1, "the generation that Redis knows"
+            publisher.cached(CacheEvents(False, blocks(500), blocks(2)))
+            own_server.client.config_set("maxmemory", "0")
+            await until(lambda: in_agreement(own_server, publisher))
+            assert publisher.generation != 1 and publisher.counts.dropped > 0
+            assert publisher.blocks.held() == {block(3), *map(block, range(10, 400)), block(500)}
+
+    run(body)
+
+
+def test_a_redis_that_hangs_holds_up_nothing(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "RENEW_S", 0.5)  # also the time limit of a command
+
+    async def body() -> None:
+        async with published(own_server) as publisher:
+            publisher.cached(stored(1))
+            await until(lambda: in_agreement(own_server, publisher))
+            with own_server.stopped():
+                turns = 0
+                while not publisher.counts.failures:
+                    publisher.cached(stored(10 + turns))
+                    turns += 1
+                    await asyncio.sleep(0.005)
+                assert turns > 10, "the event loop ran on"
+            await until(lambda: in_agreement(own_server, publisher))
+            assert len(publisher.blocks.held()) == 1 + turns
+
+    run(body)
+
+
+def test_without_redis_it_ends_when_told(own_server: RedisServer) -> None:
+    own_server.kill()
+
+    async def body() -> None:
+        async with published(own_server) as publisher:
+            publisher.cached(stored(1))
+            await until(lambda: publisher.counts.failures > 1)
+            assert not publisher.lease_held and publisher.seq == 0
+
+    run(body)
+
+
+# Sweeping
+
+
+async def leave(server: RedisServer, worker: str, generation: int, numbers: range, leased: bool) -> None:
+    """What a worker leaves that was killed."""
+    client = redis_client(server.url, 2.0)
+    records = WorkerRecords(client, MODEL, worker)
+    await records.register(generation, generation)
+    await records.publish(IndexEvent(worker, generation, 1, True, tuple(map(block, numbers)), ()))
+    if not leased:
+        await client.delete(lease_key(worker))
+    await client.aclose()
+
+
+def test_dead_generations_go_and_living_ones_stay(server: RedisServer) -> None:
+    async def body() -> None:
+        now = 100.0
+        client = redis_client(server.url, 2.0)
+        sweeper = Sweeper(client, MODEL, WORKER, clock=lambda: now)
+        await leave(server, WORKER, 1, range(600), leased=True)
+        await leave(server, WORKER, 2, range(300, 400), leased=True)
+        await leave(server, "alive", 3, range(50), leased=True)
+        await leave(server, "alive", 4, range(20), leased=True)
+        await leave(server, "dead", 5, range(100), leased=False)
+
+        await sweeper.sweep()
+        fields = {field for owners in server.block_keys().values() for field in owners}
+        assert fields == {b"worker-1:2", b"alive:4", b"dead:5"}, "a lease may be a moment late"
+        now += LATE_S - 1
+        await sweeper.sweep()
+        assert server.client.scard(own_key("dead", 5)) == 100
+        now += 2
+        await sweeper.sweep()
+
+        assert server.block_keys() == {
+            block(number): {name for name, held in ((b"alive:4", range(20)), (b"worker-1:2", range(300, 400))) if number in held}
+            for number in (*range(20), *range(300, 400))
+        }
+        assert server.client.smembers(workers_key(MODEL)) == {WORKER.encode(), b"alive"}
+        assert server.client.smembers(generations_key("alive")) == {b"4"} and not server.client.exists(generations_key("dead"))
+        assert not list(server.client.scan_iter("own:dead:*")) and sweeper.num_swept == 600 + 50 + 100
+        await client.aclose()
+
+    run(body)
+
+
+def test_a_lease_that_comes_back_saves_its_blocks(server: RedisServer) -> None:
+    async def body() -> None:
+        now = 100.0
+        client = redis_client(server.url, 2.0)
+        sweeper = Sweeper(client, MODEL, WORKER, clock=lambda: now)
+        await leave(server, "late", 5, range(10), leased=False)
+        await sweeper.sweep()
+        server.client.set(lease_key("late"), 5)
+        now += LATE_S + 1
+        await sweeper.sweep()
+        server.client.delete(lease_key("late"))
+        now += 1
+        await sweeper.sweep()
+        assert server.client.scard(own_key("late", 5)) == 10, "gone twice, but not in a row"
+        await client.aclose()
+
+    run(body)
+
+
+def test_a_worker_sweeps_after_its_start(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.index.sweeper.EVERY_S", 0.1)
+
+    async def body() -> None:
+        await leave(server, WORKER, 1, range(300), leased=True)
+        async with published(server, generation=2) as publisher:
+            publisher.cached(stored(1, 2))
+            await until(lambda: set(server.block_keys()) == set(blocks(1, 2)))
+            await until(lambda: server.client.smembers(generations_key(WORKER)) == {b"2"})
+            assert publisher.num_swept == 300
+
+    run(body)
+
+
+# What blocks are named for
+
+
+def test_the_identity_changes_with_what_the_kv_depends_on(tmp_path: Path) -> None:
+    for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "w" * 10_000)):
+        (tmp_path / name).write_text(content)
+    first = identity_of(tmp_path)
+    assert first.model == tmp_path.name and first == identify_model(str(tmp_path) + os.sep, "", first.revision)
+    assert first.root_hash("2:ab") == root_hash(tmp_path.name, first.revision, first.tokenizer, "2:ab")
+    assert identity_of(tmp_path, "other").root_hash("") != first.root_hash("")
+    (tmp_path / "model.safetensors").write_text("w" * 9_999 + "v")
+    trained = identity_of(tmp_path)
+    assert trained.revision != first.revision and trained.tokenizer == first.tokenizer
+    (tmp_path / "config.json").write_text('{"rope": 2}')
+    assert identity_of(tmp_path).revision != trained.revision
+    (tmp_path / "tokenizer.json").write_text("{ }")
+    assert identity_of(tmp_path).tokenizer != first.tokenizer
+
+
+# The process
+
+
+def metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return str(answer.read().decode())
+
+
+def test_a_worker_process_tells_of_the_prompts_it_has_cached(server: RedisServer) -> None:
+    """Blocks as a gateway names them, from what the worker says of itself."""
+    port, metrics_port = free_ports(2)
+    argv = [sys.executable, "-m", "services.worker", "--executor", "fake", "--model", str(DEMO), "--port", str(port)]
+    argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--fake-step-s", "0", "--grammar-workers", "0"]
+    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+    prompt = list(range(1, 201))
+
+    async def body() -> None:
+        often = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=often) as channel:
+            call = worker_pb2_grpc.WorkerStub(channel).Generate(wait_for_ready=True)
+            info = (await call.read()).hello
+            assert info.publishes_index and info.revision and info.tokenizer
+            for handle, salt in ((1, ""), (2, "mine")):
+                submit = worker_pb2.Submit(handle=handle, request_id=str(handle), prompt_ids=prompt, cache_salt=salt)
+                submit.sampling.max_new_tokens = 2
+                await call.write(worker_pb2.GenerateRequest(submits=[submit]))
+            roots = [root_hash(info.model, info.revision, info.tokenizer, cache_namespace("", salt)) for salt in ("", "mine")]
+            expected = {name for root in roots for name in split_hashes(block_hashes(root, prompt))}
+            assert len(expected) == 6
+            await until(lambda: set(server.client.smembers(own_key(info.worker_id, info.generation))) == expected)
+            message = await call.read()
+            while message.load.index_seq == 0:
+                message = await call.read()
+            assert message.load.lease_held and message.load.index_generation == info.generation
+            assert server.client.smembers(workers_key(info.model)) == {info.worker_id.encode()}
+            call.cancel()
+            text = await asyncio.to_thread(metrics, metrics_port)
+            assert "rootstock_worker_redis_up 1.0" in text and "rootstock_worker_index_stored_blocks_total 6.0" in text
+            process.terminate()
+            assert await asyncio.to_thread(process.wait, 15) == 0
+            assert server.client.get(lease_key(info.worker_id)) is None
+
+    try:
+        run(body)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_worker_process_names_its_blocks_by_the_weights_that_it_has(server: RedisServer, tmp_path: Path) -> None:
+    """Other weights are resumed: told on the open stream, and all that is published from then on is theirs."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / file).write_bytes((DEMO / file).read_bytes())
+    port, metrics_port, control_port = free_ports(3)
+    argv = [sys.executable, "-m", "services.worker", "--executor", "fake", "--model", str(folder), "--port", str(port)]
+    argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--fake-step-s", "0", "--grammar-workers", "0"]
+    process = subprocess.Popen([*argv, "--control-port", str(control_port)], stderr=subprocess.DEVNULL)
+    prompt = list(range(1, 201))
+
+    async def body() -> None:
+        often = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
+        to_worker, to_control = (grpc.aio.insecure_channel(f"127.0.0.1:{p}", options=often) for p in (port, control_port))
+        async with to_worker, to_control:
+            call = worker_pb2_grpc.WorkerStub(to_worker).Generate(wait_for_ready=True)
+            control = control_pb2_grpc.ControlStub(to_control)
+            hello = (await call.read()).hello
+            revisions = [hello.revision]
+            for handle in (1, 2):
+                submit = worker_pb2.Submit(handle=handle, request_id="r", prompt_ids=prompt, revision=hello.revision)
+                submit.sampling.max_new_tokens = 2
+                await call.write(worker_pb2.GenerateRequest(submits=[submit]))
+                root = root_hash(hello.model, hello.revision, hello.tokenizer, "")
+                expected = set(split_hashes(block_hashes(root, prompt)))
+                await until(lambda: set(server.block_keys()) >= expected)  # noqa: B023
+                lease = server.client.get(lease_key(hello.worker_id)).decode()
+                assert set(server.client.smembers(own_key(hello.worker_id, int(lease)))) == expected
+                if handle == 1:
+                    await control.ReleaseMemory(control_pb2.ReleaseMemoryRequest(), wait_for_ready=True)
+                    data = bytearray((folder / "model.safetensors").read_bytes())
+                    data[len(data) // 2] ^= 1
+                    (folder / "model.safetensors").write_bytes(data)
+                    await control.ResumeMemory(control_pb2.ResumeMemoryRequest())
+                    message = await call.read()
+                    while not message.HasField("hello"):
+                        message = await call.read()
+                    hello = message.hello
+                    revisions.append(hello.revision)
+            assert revisions[1] == revision_of(folder) != revisions[0]
+            call.cancel()
+
+    try:
+        run(body)
+    finally:
+        process.kill()
+        process.wait()

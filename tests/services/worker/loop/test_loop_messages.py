@@ -1,0 +1,136 @@
+"""What the loop makes of messages whose senders have left, of its own end, and of cache events."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+
+import grpc
+import numpy as np
+import pytest
+
+from rootstock.v1 import common_pb2, worker_pb2
+from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.kv.cache_events import CacheEventLog
+from services.worker.loop.barrier import Barrier, Command, LoopEnded
+from services.worker.loop.inbox import CloseSession, GrammarFailed, GrammarReady, OpenSession, Stop
+from tests.services.worker.conftest import Serving, run, serving
+from tests.services.worker.front.test_server import FrontEnd, submit
+
+
+async def front_end(at: Serving) -> FrontEnd:
+    front = FrontEnd(at.stub)
+    await front.hello()
+    return front
+
+
+async def answers(at: Serving) -> bool:
+    """The loop is alive: it opens a session and closes it again."""
+    opened = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="alive"))
+    closed = await at.stub.CloseSession(worker_pb2.CloseSessionRequest(session_id="alive"))
+    return bool(opened.opened and closed.closed)
+
+
+def test_a_caller_of_a_session_who_has_left_is_nobodys_end() -> None:
+    async def check() -> None:
+        async with serving() as at:
+            refusal: concurrent.futures.Future[str] = concurrent.futures.Future()
+            closed: concurrent.futures.Future[bool] = concurrent.futures.Future()
+            refusal.cancel()
+            closed.cancel()
+            at.inbox.put(OpenSession("s", 0, 0.0, refusal))
+            at.inbox.put(CloseSession("s", closed))
+            assert await answers(at)
+            assert at.core.stats().num_sessions == 0, "a session that nobody knows of was opened"
+
+    run(check)
+
+
+def test_a_session_says_why_it_does_not_open() -> None:
+    async def check() -> None:
+        async with serving() as at:
+            first = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"))
+            again = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"))
+            nameless = await at.stub.OpenSession(worker_pb2.OpenSessionRequest())
+            long = await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="x" * 300))
+            assert first.opened and not (again.opened or nameless.opened or long.opened)
+            assert "is open" in again.message and "id" in nameless.message and "256" in long.message
+            assert not (await at.stub.CloseSession(worker_pb2.CloseSessionRequest(session_id="t"))).closed
+
+    run(check)
+
+
+def test_messages_of_unknown_grammars_are_nothing() -> None:
+    async def check() -> None:
+        async with serving() as at:
+            at.inbox.put(GrammarReady(GrammarSpec(GrammarKind.REGEX, "a")))
+            at.inbox.put(GrammarFailed(GrammarSpec(GrammarKind.REGEX, "a"), "no"))
+            assert await answers(at)
+
+    run(check)
+
+
+def test_a_grammar_is_refused_where_none_are_offered() -> None:
+    async def check() -> None:
+        async with serving() as at:
+            front = await front_end(at)
+            await front.send(submit(1, grammar=common_pb2.Grammar(regex="a")))
+            await front.ended(1)
+            assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+            assert front.finishes[1].message.startswith("grammar: ")
+
+    run(check)
+
+
+@pytest.mark.parametrize("late", ["submit", "session", "command"])
+def test_what_comes_with_the_end_is_answered_too(late: str) -> None:
+    async def check() -> None:
+        async with serving() as at:
+            front = await front_end(at)
+            refusal: concurrent.futures.Future[str] = concurrent.futures.Future()
+            done: concurrent.futures.Future[int] = concurrent.futures.Future()
+            await front.send(submit(1, max_new_tokens=200))
+            await front.until(lambda: bool(front.tokens.get(1)))
+            at.inbox.put(Stop())
+            if late == "submit":
+                at.inbox.put(Submit(1, 2, "r2", np.array([5], dtype=np.int32), SamplingParams(3)))
+                await front.ended(2)
+                assert front.finishes[2].error == common_pb2.ERROR_CODE_UNAVAILABLE
+            elif late == "session":
+                at.inbox.put(OpenSession("s", 0, 0.0, refusal))
+                assert "stopping" in await asyncio.wait_for(asyncio.wrap_future(refusal), 5)
+            else:
+                at.inbox.put(Command(Barrier.IDLE, lambda core, executor, pace: 1, done, float("inf")))
+                with pytest.raises(LoopEnded):
+                    await asyncio.wait_for(asyncio.wrap_future(done), 5)
+            await front.ended(1)
+            assert front.finishes[1].error == common_pb2.ERROR_CODE_UNAVAILABLE
+
+    run(check)
+
+
+def test_blocks_that_become_cached_are_counted() -> None:
+    async def check() -> None:
+        async with serving() as at:
+            front = await front_end(at)
+            at.core._events = at.core.table.memory.tree._events = CacheEventLog(4, lambda link, ids: ids[:8], str.encode)
+            await front.send(submit(1, list(range(130))))
+            await front.ended(1)
+            assert at.metrics._stored_blocks == 2
+
+    run(check)
+
+
+def test_an_rpc_that_times_out_ends_alone() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.2) as at:
+            front = await front_end(at)
+            await front.send(submit(1, max_new_tokens=3))
+            with pytest.raises(grpc.aio.AioRpcError):
+                for _ in range(50):
+                    await at.stub.OpenSession(worker_pb2.OpenSessionRequest(session_id="s"), timeout=0.0005)
+            await front.ended(1)
+            assert await answers(at)
+
+    run(check)

@@ -1,0 +1,117 @@
+"""How long a step may take: never less than what the settings allow takes, and little enough to notice one that hangs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.scheduler import Scheduler
+from services.worker.exec.fake import FakeExecutor, TimeModel
+from services.worker.loop.first_steps import run_first_steps
+from services.worker.loop.step_limit import FLOOR_S, StepLimit
+from tests.core.harness import LetterDecoder
+
+CAP_S = 300.0
+CONFIG = SchedulerConfig(
+    num_pages=600, page_size=16, context_len=8192, vocab_size=1000, chunked_prefill_size=512, max_running_requests=8
+)
+SPAN = 2000.0  # of the model whose steps are timed here
+
+
+class Timed:
+    """The real core over a fake executor on a virtual clock. factor: of the machine's slowness."""
+
+    def __init__(self, config: SchedulerConfig = CONFIG, base: float = 0.0, per_token: float = 0.0) -> None:
+        self.now, self.per_token = 0.0, per_token
+        self.config = config
+        self.model = TimeModel(base=base)
+        pages = config.max_pages_per_request
+        self.executor = FakeExecutor(
+            config.num_pages, config.page_size, config.max_running_requests, pages, config.vocab_size,
+            time_model=self.model, clock=lambda: self.now, sleep=self._sleep,
+        )  # fmt: skip
+        self.limit = StepLimit(lambda: self.config, SPAN, CAP_S)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def seconds(self, plan: BatchPlan) -> float:
+        """As a model takes them: each token and each position that it attends to costs."""
+        attended = float((plan.num_tokens * (plan.starts + plan.num_tokens / 2)).sum())
+        return self.model.base + self.per_token * (float(plan.num_tokens.sum()) + attended / SPAN)
+
+    def first_steps(self) -> None:
+        def took(plan: BatchPlan, _: float) -> None:
+            self.limit.took(plan, self.seconds(plan))
+
+        run_first_steps(self.executor, self.config, LetterDecoder(), True, took, lambda: self.now)
+
+    def serve(self, prompt_tokens: int, max_new_tokens: int = 2) -> list[tuple[float, float]]:
+        """(what a step took, what it was allowed) of each step of a prompt."""
+        core = Scheduler(self.config, LetterDecoder())
+        ids = np.arange(prompt_tokens, dtype=np.int32) % 900
+        core.submit(Submit(1, 1, "r", ids, SamplingParams(max_new_tokens, ignore_eos=True)), 0.0)
+        out = []
+        while (plan := core.plan(0.0)) is not None:
+            run = self.executor.forward(plan)
+            self.executor.sample(run, {})
+            core.commit(self.executor.wait(run), 0.0)
+            out.append((self.seconds(plan), self.limit.seconds))
+            self.limit.took(plan, self.seconds(plan))
+        return out
+
+
+def test_while_nothing_is_known_no_step_is_too_long_for_the_watchdog() -> None:
+    assert Timed().limit.seconds == CAP_S
+
+
+def test_a_fast_model_hangs_soon() -> None:
+    timed = Timed(base=0.005, per_token=2e-5)
+    timed.first_steps()
+    assert timed.limit.seconds == FLOOR_S
+
+
+@pytest.mark.parametrize("per_token", [5e-4, 3e-3, 2e-2])
+def test_a_prompt_whose_chunks_take_a_minute_and_more_never_hangs(per_token: float) -> None:
+    timed = Timed(base=0.01, per_token=per_token)
+    timed.first_steps()
+    steps = timed.serve(8000)
+    assert sum(took for took, _ in steps) > 9000 * per_token
+    late = [(took, allowed) for took, allowed in steps if took > allowed]
+    assert not late and len(steps) > 16
+
+
+def test_settings_that_allow_longer_steps_allow_more_time() -> None:
+    timed = Timed(per_token=2e-3)
+    timed.first_steps()
+    before = timed.limit.seconds
+    timed.config = replace(CONFIG, chunked_prefill_size=2048)
+    assert timed.limit.seconds == pytest.approx(4 * before)
+    timed.config = replace(CONFIG, chunked_prefill_size=0)
+    assert timed.limit.seconds == CAP_S, "a prompt of 16,384 tokens in one step"
+
+
+def test_one_stall_is_forgotten() -> None:
+    timed = Timed(per_token=1e-3)
+    timed.serve(2048)
+    usual = timed.limit.seconds
+    timed.per_token = 5e-2
+    timed.serve(512)
+    assert timed.limit.seconds == CAP_S
+    timed.per_token = 1e-3
+    for _ in range(60):
+        timed.serve(4096)
+    assert timed.limit.seconds <= 2 * usual
+
+
+def test_first_steps_that_fail_are_no_end() -> None:
+    failing = Timed()
+    failing.executor.fail_steps |= {0, 1}
+    failing.first_steps()
+    assert failing.limit.seconds == CAP_S

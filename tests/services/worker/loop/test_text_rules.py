@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+
+from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.worker.loop.text_rules import MAX_PATTERNS, ModelText, PatternTooExpensive
+from services.worker.text.patterns import InvalidPattern, compile_pattern
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HfTokenizer:
+    return load_tokenizer("models/demo")
+
+
+def test_a_tail_decodes_to_the_end_of_the_whole(tokenizer: HfTokenizer) -> None:
+    text = "one two three, four: five"
+    ids = tokenizer.encode_batch([text], False)[0]
+    rules = ModelText(tokenizer)
+    for cut in range(len(ids)):
+        assert text.endswith(rules.decode(ids[cut:], True))
+
+
+def test_patterns_are_found_and_forgotten_in_turn(tokenizer: HfTokenizer) -> None:
+    rules = ModelText(tokenizer)
+    assert rules.search(r"\d{3}-\d{4}", "call 555-0199 now")
+    assert not rules.search(r"\d{3}-\d{4}", "call nobody")
+    for number in range(MAX_PATTERNS + 10):
+        assert rules.search(f"x{number}$", f"x{number}")
+    assert len(rules._patterns) == MAX_PATTERNS
+    assert rules.search(r"\d{3}-\d{4}", "555-0199")
+
+
+def test_a_pattern_that_would_backtrack_takes_linear_time() -> None:
+    assert compile_pattern("(a+)+$").search("a" * 20_000 + "b") is None
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{2,1}", r"(?=a)b", "[z-a]"])
+def test_what_re2_does_not_take_is_refused_with_its_reason(pattern: str) -> None:
+    with pytest.raises(InvalidPattern) as refused:
+        compile_pattern(pattern)
+    assert str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?:.{0,99}x?){9}Q",
+        r"[\s\S]{1,1000}Q",
+        r"(?:.{0,30}a?){30}Q",
+        r"(?:\w{0,20}a?){8}Q",
+        r"[\p{L}\p{N}]{1,30}Q",
+        r"(?:[ab]{0,10}a?){15}Q",
+    ],
+)
+def test_a_pattern_whose_program_is_large_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidPattern, match="too complex: its program has"):
+        compile_pattern(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\d{3}-\d{4}",
+        r"\n\n(User|Human|System):",
+        r"(?i)end of (the )?(text|answer)",
+        r"<[^<>]{1,20}>$",
+        r"\bdone\b",
+        r"[.!?]\s*$",
+    ],
+)
+def test_patterns_that_people_write_are_small(pattern: str) -> None:
+    assert compile_pattern(pattern).search("") is None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.step = 0.0
+
+    def thread_time(self) -> float:
+        self.seconds += self.step
+        return self.seconds
+
+
+def test_a_pattern_that_takes_too_long_is_searched_no_more(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("services.worker.loop.text_rules.time", clock)
+    rules = ModelText(tokenizer)
+    clock.step = 25e-3
+    assert not rules.search("slow at first", "text")
+    clock.step = 0.2e-3
+    for _ in range(1000):
+        assert not rules.search("slow at first", "text")
+    clock.step = 1e-3
+    with pytest.raises(PatternTooExpensive):
+        for _ in range(100):
+            rules.search("slow", "text")
+    clock.step = 0.0
+    with pytest.raises(PatternTooExpensive):
+        rules.search("slow", "text")
+    assert not rules.search("slow at first", "text")

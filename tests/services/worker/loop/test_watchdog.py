@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from services.worker.loop.pulse import Pulse
+from services.worker.loop.watchdog import Watchdog
+
+
+def test_a_hang_is_told_once_and_recovery_too() -> None:
+    now = 0.0
+    told: list[str] = []
+    pulse = Pulse(lambda: now)
+    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    now = 9.0
+    watchdog.look()
+    assert told == []
+    now = 11.0
+    watchdog.look()
+    watchdog.look()
+    assert told == ["hang"]
+    pulse.beat()
+    watchdog.look()
+    assert told == ["hang", "recover"]
+
+
+def test_a_loop_that_waits_for_messages_does_not_hang() -> None:
+    now = 0.0
+    told: list[str] = []
+    pulse = Pulse(lambda: now)
+    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    pulse.rest()
+    now = 100.0
+    watchdog.look()
+    assert told == [] and pulse.age_s == 0

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from services.worker.metrics.phase import WorkerLife
+
+
+def test_a_worker_tells_where_it_is_from_its_start() -> None:
+    now = 100.0
+    life = WorkerLife("m", lambda: now)
+    registry = CollectorRegistry()
+    registry.register(life)
+
+    def figure(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "m", **labels})
+
+    def phase() -> list[str]:
+        return [each for each in ("loading", "ready", "draining") if figure("rootstock_worker_phase", phase=each)]
+
+    assert phase() == ["loading"]
+    assert figure("rootstock_worker_cold_start_seconds") is None
+    now = 142.0
+    life.ready()
+    assert (phase(), figure("rootstock_worker_cold_start_seconds")) == (["ready"], 42.0)
+    assert (figure("rootstock_worker_hung"), figure("rootstock_worker_hangs_total")) == (0.0, 0.0)
+    life.hung()
+    assert (figure("rootstock_worker_hung"), figure("rootstock_worker_hangs_total")) == (1.0, 1.0)
+    life.recovered()
+    assert (figure("rootstock_worker_hung"), figure("rootstock_worker_hangs_total")) == (0.0, 1.0)
+    life.draining()
+    assert phase() == ["draining"]
