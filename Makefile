@@ -16,7 +16,7 @@ PROTOS := rootstock/.ready
 # Two processes, a file to each at a time, in the order of tests/conftest.py.
 SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help env run test check docs bench bench-compare gpu-check sim nightly clean
+.PHONY: help env run test check docs bench bench-compare gpu-check sim mutants nightly clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -64,8 +64,16 @@ gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=di
 sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
 	$(PY) -m services.sim.core $(TRACE) $(SIM)
 
-docs: env        ## what is written from the settings classes: docs/configuration.md, the chart's schema
+mutants: env     ## whether the tests notice fifty small faults, each put in alone (AREAS="chart kernels core gateway")
+	$(PY) -m tests.mutants $(AREAS)
+
+docs: env        ## what is written from code: settings, metrics and models in docs/, the chart's schema and dashboards
 	$(PY) -m services.local.reference > docs/configuration.md
+	$(PY) -m services.local.metrics_reference > docs/metrics.md
+	$(PY) -m services.local.models_reference
+	$(PY) -m services.local.parameter_tables
+	$(PY) -m tests.contracts.picture
+	$(PY) charts/rootstock/dashboards/build.py
 	$(PY) -m charts.rootstock.values_schema > charts/rootstock/values.schema.json
 
 clean:           ## what was built, not the environment

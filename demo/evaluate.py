@@ -1,6 +1,6 @@
 """Greedy exact-match accuracy per task on seeded questions that training withheld; prints a Markdown table.
 
-python evaluate.py --questions 200
+python demo/evaluate.py --questions 200
 """
 
 import argparse
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 Messages = list[dict[str, str]]
 Answer = Callable[[list[Messages]], list[str]]
 
+MODEL = Path(__file__).resolve().parents[1] / "models/demo"
 BATCH = 50
 CHAT_TURNS = (2, 3, 8)
 MAX_NEW_TOKENS = 320
@@ -78,7 +79,7 @@ def rows(answer: Answer, tasks: list[str], questions: int, seed: int) -> Iterato
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(__file__).resolve().parents[1] / "models/demo")
+    parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument(
         "--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK", help="default: all, and chats"
     )

@@ -1,4 +1,4 @@
-"""Trains the demo model from nothing on the data of tasks.py and writes a Hugging Face model folder.
+"""Trains the demo model from nothing on the data of tasks.py and writes its Hugging Face model folder, models/demo.
 
 python demo/train.py --minutes 35
 

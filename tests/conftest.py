@@ -17,8 +17,14 @@ from tests.skips import allowed, missing_program
 
 LONG_FILES = {
     "test_images_replay.py",
+    "test_everything_on.py",
     "test_long_runs.py",
+    "test_monitoring_queries.py",
     "test_grammar_pool.py",
+    "test_monitoring_rules.py",
+    "test_images_rules.py",
+    "test_device_graphs.py",
+    "test_compare_transformers.py",
     "test_gpu_check.py",
     "test_scheduler_properties.py",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,26 +101,20 @@ def silu_case(tokens: int) -> Case:
     return lambda kernels: lambda: kernels.silu_and_mul(out, x)
 
 
-def argmax_case(rows: int) -> Case:
-    logits = torch.randn(rows, VOCAB)
-    return lambda kernels: lambda: kernels.argmax(logits)
-
-
 def cases() -> dict[str, Callable[[], Case]]:
     """Made one at a time: together they would not fit a small machine."""
     found: dict[str, Callable[[], Case]] = {}
     for tokens in (1, 8, 32, 256, 2048):
         shapes = {"qkv": (HIDDEN, 4096), "o": (2048, HIDDEN), "down": (INNER, HIDDEN)}
         for name, (ins, outs) in shapes.items():
-            found[f"linear {name} {tokens}"] = lambda t=tokens, i=ins, o=outs: linear_case(t, i, o)  # type: ignore[misc]
-        found[f"gated_linear {tokens}"] = lambda t=tokens: linear_case(t, HIDDEN, 2 * INNER, gated=True)  # type: ignore[misc]
-        found[f"fused_add_rms_norm {tokens}"] = lambda t=tokens: norm_case(t)  # type: ignore[misc]
-        found[f"silu_and_mul {tokens}"] = lambda t=tokens: silu_case(t)  # type: ignore[misc]
+            found[f"linear {name} {tokens}"] = partial(linear_case, tokens, ins, outs)
+        found[f"gated_linear {tokens}"] = partial(linear_case, tokens, HIDDEN, 2 * INNER, gated=True)
+        found[f"fused_add_rms_norm {tokens}"] = partial(norm_case, tokens)
+        found[f"silu_and_mul {tokens}"] = partial(silu_case, tokens)
     for rows in (1, 8, 32):
-        found[f"linear lm_head {rows}"] = lambda r=rows: linear_case(r, HIDDEN, VOCAB)  # type: ignore[misc]
-        found[f"argmax {rows}"] = lambda r=rows: argmax_case(r)  # type: ignore[misc]
-        found[f"rope_write_kv {rows}x1 at 300"] = lambda r=rows: rope_case(r, 299, 1)  # type: ignore[misc]
-        found[f"paged_attention {rows}x1 at 300"] = lambda r=rows: attention_case(r, 299, 1)  # type: ignore[misc]
+        found[f"linear lm_head {rows}"] = partial(linear_case, rows, HIDDEN, VOCAB)
+        found[f"rope_write_kv {rows}x1 at 300"] = partial(rope_case, rows, 299, 1)
+        found[f"paged_attention {rows}x1 at 300"] = partial(attention_case, rows, 299, 1)
     found["rope_write_kv 8x256"] = lambda: rope_case(8, 0, 256)
     found["paged_attention 8x256"] = lambda: attention_case(8, 0, 256)
     found["paged_attention 1x2048"] = lambda: attention_case(1, 0, 2048)

@@ -81,10 +81,11 @@ def rows_of(sizes: AttentionSizes, device: torch.device) -> RaggedRows:
 
 def call_of(sizes: AttentionSizes, device: torch.device) -> AttentionCall:
     rows, tokens = rows_of(sizes, device), sizes.rows * sizes.count
-    pools = [torch.randn(rows.page_table.numel(), KV_HEADS, PAGE_SIZE, HEAD_DIM, device=device, dtype=DTYPE) for _ in "kv"]
+    pool = (rows.page_table.numel(), KV_HEADS, PAGE_SIZE, HEAD_DIM)
+    k_pool, v_pool = (torch.randn(pool, device=device, dtype=DTYPE) for _ in "kv")
     qkv = torch.randn(tokens, (sizes.heads + 2 * KV_HEADS) * HEAD_DIM, device=device, dtype=DTYPE)
     out = torch.empty(tokens, sizes.heads * HEAD_DIM, device=device, dtype=DTYPE)
-    return AttentionCall(*as_heads(out, qkv, *pools), *pools, rows, HEAD_DIM**-0.5, 0)
+    return AttentionCall(*as_heads(out, qkv, k_pool, v_pool), k_pool, v_pool, rows, HEAD_DIM**-0.5, 0)
 
 
 def ours(sizes: AttentionSizes, device: torch.device, merge_apart: bool = False) -> Work:
@@ -107,11 +108,11 @@ def plain(sizes: AttentionSizes, device: torch.device) -> Work:
     if sizes.count == 1:
         return lambda: functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
     group = sizes.heads // KV_HEADS
-    wide = [tensor.repeat_interleave(group, dim=1) for tensor in (keys, values)]
+    wide_keys, wide_values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
     if sizes.start == 0:
-        return lambda: functional.scaled_dot_product_attention(q, *wide, is_causal=True)
+        return lambda: functional.scaled_dot_product_attention(q, wide_keys, wide_values, is_causal=True)
     mask: Tensor = causal_lower_right(sizes.count, sizes.context)
-    return lambda: functional.scaled_dot_product_attention(q, *wide, attn_mask=mask)
+    return lambda: functional.scaled_dot_product_attention(q, wide_keys, wide_values, attn_mask=mask)
 
 
 def cases() -> list[GpuCase]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import torch
@@ -12,6 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.bench.gpu import NO_GPU
 from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, work_of
+from kernels.bench.gpu_case import Work
 from kernels.bench.gpu_timing import GpuTimer
 from kernels.triton.attention.attention import head_shape, plan_call
 from kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, retiled
@@ -26,6 +28,10 @@ def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
             yield Blocks(m, n, warps, stages), split
 
 
+def _work(sizes: AttentionSizes, launch: Launch, device: torch.device) -> Work:
+    return work_of(call_of(sizes, device), launch)
+
+
 def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Iterator[tuple[float, Launch]]:
     """(microseconds, launch) of each that the device can hold, the plan's own first."""
     call = call_of(sizes, device)
@@ -34,7 +40,7 @@ def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Itera
     others = [retiled(shape, plan, blocks, splits, len(call.q)) for blocks, splits in candidates(plan)]
     for launch in [plan, *others]:
         try:
-            timing = timer.time(lambda device, launch=launch: work_of(call_of(sizes, device), launch), sizes.bytes_moved, True)
+            timing = timer.time(partial(_work, sizes, launch), sizes.bytes_moved, True)
         except OutOfResources:
             continue
         yield timing.microseconds, launch

@@ -48,23 +48,6 @@ class RaggedRows:
     max_context: int
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Which rows of the logits to draw from, and how; n draws. Order: temperature, top-k, top-p of what is left, min-p.
-
-    rows: int64[n]. temperatures: float32[n], above 0. top_ks: int64[n], below 1 for all; of equals the lowest ids stay.
-    top_ps, min_ps: float32[n]; 1 and 0 cut nothing. uniforms: float64[n] in [0, 1): the draw is the first id, in ascending
-    order of what is left, whose cumulated mass exceeds uniform times the whole.
-    """
-
-    rows: Tensor
-    temperatures: Tensor
-    top_ks: Tensor
-    top_ps: Tensor
-    min_ps: Tensor
-    uniforms: Tensor
-
-
 class Kernels(Protocol):
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a key or value pool. Contents undefined, committed by the system as pages are first written."""
@@ -135,9 +118,3 @@ class Kernels(Protocol):
         softcap: scores become softcap * tanh(score / softcap), 0 for none. sinks: [H], joins each softmax with no value of
         its own.
         """
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        """float32[R, V] -> int64[R], lowest index on ties; a NaN counts as the maximum."""
-
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """float32[R, V], left as they are, each drawn row with a finite maximum -> int64[n] token ids."""

@@ -1,9 +1,10 @@
 """Sampling on the device, without sorting and without a host's look at a value. kernels.reference.layers satisfies it as a
-module,
-kernels.triton as an object. n rows of logits, V tokens of vocabulary, S slots; columns are int32 unless said otherwise.
+module, kernels.triton and kernels.cpu as objects. n rows of logits, V tokens of vocabulary, S slots; columns are int32
+unless said otherwise.
 
-Order per row, as services/worker/exec/sampler.py has it: repetition, frequency and presence penalties, further losses (DRY),
-logit bias, stop tokens before min_new_tokens, sets of tokens and the grammar's mask, temperature, top-k, top-p, min-p, draw.
+Order per row: repetition, frequency and presence penalties, further losses
+(DRY), logit bias, stop tokens before min_new_tokens, sets of tokens and the grammar's mask, temperature, top-k,
+top-p, min-p, draw.
 No call allocates, and none but measure_logprobs depends on anything but its tensors: all can be captured in a CUDA graph.
 """
 
@@ -37,15 +38,9 @@ class SlotColumn(enum.IntEnum):
     WIDTH = 16
 
 
-class Fault(enum.IntEnum):
-    """As services.worker.core.contracts.plan.RowFault has them; 0: none."""
-
-    NAN_LOGITS = 1
-    NO_TOKEN_ALLOWED = 3
-
-
 SEEN = -(1 << 15)  # bit 15 of a count: the token stands in the prompt; the other 15 bits count it in the output
 MAX_COUNT = (1 << 15) - 1
+MAX_TOP = 32  # top log probabilities of one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +111,15 @@ class SampleKernels(Protocol):
     ) -> None:
         """tokens, faults: int32[n], filled. Reads each row from edited if edit_logits has filled it, else from logits.
 
-        Greedy rows: the maximum, of equals the lowest id. Others: kernels.contracts.ops.Draws says what is left after top-k,
-        top-p
-        and min-p, and which one is drawn; the uniform number is a function of seed and position alone, that of
-        services/worker/exec/uniform.py. A fault (NAN_LOGITS: the raw maximum is NaN or infinite; NO_TOKEN_ALLOWED: the
-        edited one is) makes the token 0. Else relay int64[S] gets the token at the row's slot, and counts[slot, token] one
-        more where the slot has COUNTS (it stays at MAX_COUNT).
+        Greedy rows: the maximum, of equals the lowest id. Others: temperature, top-k (below 1: all; of equals the lowest
+        ids stay), top-p of what is left (1 cuts nothing), min-p relative to the likeliest (0 cuts nothing); then the first
+        id, in ascending order of what is left, whose cumulated mass exceeds the uniform number times the whole. That number
+        is a function of seed and position alone, kernels.reference.sampling.uniform. A fault (RowFault.NAN_LOGITS: the raw
+        maximum is NaN or infinite; NO_TOKEN_ALLOWED: the edited one is) makes the token 0. Else relay int64[S] gets the
+        token at the row's slot, and counts[slot, token] one more where the slot has COUNTS (it stays at MAX_COUNT).
         """
 
     def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
         """logits: float32[N, V]; rows: int32[n], which of them to measure, below 0 for none; tokens: int32[n]. No copy of the
-        vocabulary is made. K, of out.top_ids, is at most 32; 0 asks for no top ones. A token outside the vocabulary: -inf."""
+        vocabulary is made. K, of out.top_ids, is at most MAX_TOP; 0 asks for no top ones. A token outside the vocabulary:
+        -inf."""

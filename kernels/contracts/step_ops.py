@@ -1,6 +1,5 @@
-"""What a step needs on the device before its forward pass: page tables and input tokens. kernels.reference.layers satisfies it as
-a
-module, kernels.triton as an object.
+"""What a step needs on the device before its forward pass: page tables and input tokens. kernels.reference.layers satisfies it
+as a module, kernels.triton and kernels.cpu as objects.
 
 No call reads a device value on the host, and none allocates: each can be captured in a CUDA graph, where its host arguments
 and the tensors' addresses are fixed. Columns are int32 unless said otherwise.
@@ -13,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
+from kernels.contracts.ops import Kernels, RaggedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +62,7 @@ class StepKernels(Protocol):
 
         Pages are those of rows.page_table[rows.slots[r]]; 0 stands for an entry below 0, and for all of a slot below 0.
         """
+
+
+class LayerKernels(Kernels, StepKernels, Protocol):
+    """What runs the model's layers also begins its steps."""

@@ -1,29 +1,32 @@
-"""The C++ kernels as a kernels.contracts.ops.Kernels: checks shapes, then passes addresses. For float32 and bfloat16 tensors.
+"""The C++ kernels as a kernels.contracts.ops.Kernels and a kernels.contracts.step_ops.StepKernels: checks shapes, then passes
+addresses. For float32 and bfloat16 tensors.
 
 Linear layers take the packed path only for bfloat16 where the CPU has dot products for it; torch does the others.
 """
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Draws, PackedLinear, RaggedRows
-from kernels.reference import layers as reference
+from kernels.contracts.ops import PackedLinear, RaggedRows
+from kernels.contracts.step_ops import TableUpdates
+from kernels.cpu.functions import FLOAT, INT, INT64, POINTER, bound, misfit, require_contiguous
+from kernels.reference import layers
 
-POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
     "silu_and_mul": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "rope_write_kv": [POINTER] * 8 + [INT64] * 5 + [FLOAT, INT, INT],
-    "argmax": [POINTER] * 2 + [INT64] * 2 + [INT],
-    "draw": [POINTER] * 8 + [INT64] * 2 + [INT],
+    "update_page_table": [POINTER] * 6 + [INT64] * 2 + [INT],
+    "resolve_tokens": [POINTER] * 12 + [INT64] * 5 + [INT],
     "paged_attention": [POINTER] * 9 + [INT64] * 7 + [FLOAT, INT, INT],
     "pack_linear": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "linear": [POINTER] * 4 + [INT64] * 3 + [INT, INT, INT],
+    "prefer_huge_pages": [POINTER, INT64],
+    "has_packed_linear": [POINTER],
 }
 BLOCK = 64  # columns of a packed block
 
@@ -34,41 +37,26 @@ def _is_bfloat16(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bfloat16
 
 
-def _contiguous(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
-
-
-def _misfit(*tensors: Tensor) -> ValueError:
-    """Made only once a check has failed: describing shapes costs more than a small kernel."""
-    return ValueError(f"shapes or dtypes do not fit: {', '.join(f'{tuple(t.shape)} {t.dtype}' for t in tensors)}")
-
-
 class CpuKernels:
     """Loads the library at path. threads: size of the OpenMP team of each call. Raises OSError if it cannot be loaded."""
 
-    write_kv = staticmethod(reference.write_kv)
-    general_attention = staticmethod(reference.general_attention)
+    write_kv = staticmethod(layers.write_kv)
+    general_attention = staticmethod(layers.general_attention)
+    page_indices = staticmethod(layers.page_indices)
 
     def __init__(self, path: Path, threads: int) -> None:
-        library = ctypes.CDLL(str(path))  # releases the GIL during calls
+        self._functions = bound(path, SIGNATURES)
         self._threads = threads
-        for name, arguments in SIGNATURES.items():
-            function = getattr(library, f"rootstock_{name}")
-            function.argtypes, function.restype = arguments, None
-            setattr(self, f"_{name}", function)
-        self._prefer_huge_pages = library.rootstock_prefer_huge_pages
-        self._prefer_huge_pages.argtypes, self._prefer_huge_pages.restype = [POINTER, INT64], None
-        self._packs = bool(library.rootstock_has_packed_linear())
-        self._library = library
+        packs = torch.zeros(1, dtype=torch.int32)
+        self._functions["has_packed_linear"](packs.data_ptr())
+        self._packs = bool(packs)
 
     def _call(self, name: str, *arguments: int | float | None) -> None:
-        getattr(self, f"_{name}")(*arguments, self._threads)
+        self._functions[name](*arguments, self._threads)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         pool = torch.empty(shape, dtype=dtype)  # mapped on first touch, so the hint comes in time
-        self._prefer_huge_pages(pool.data_ptr(), pool.numel() * pool.itemsize)
+        self._functions["prefer_huge_pages"](pool.data_ptr(), pool.numel() * pool.itemsize)
         return pool
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -80,7 +68,7 @@ class CpuKernels:
     def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool) -> PackedLinear:
         rows, depth = weight.shape
         if not self._packs or not _is_bfloat16(weight) or depth % 2:
-            return reference.pack_linear(weight, bias)
+            return layers.pack_linear(weight, bias)
         columns = _packed_columns(rows, gated)
         data, source = torch.empty(len(columns) * depth, dtype=weight.dtype), weight.contiguous()
         self._call("pack_linear", data.data_ptr(), source.data_ptr(), rows, depth, gated)
@@ -91,21 +79,21 @@ class CpuKernels:
         if weight.packed:
             self._linear_packed(out, x, weight, weight.out_features, gated=False)
         else:
-            reference.linear(out, x, weight)
+            layers.linear(out, x, weight)
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         if weight.packed:
             self._linear_packed(out, x, weight, weight.out_features // 2, gated=True)
         else:
             both = torch.empty((len(x), weight.out_features), dtype=x.dtype)
-            reference.linear(both, x, weight)
+            layers.linear(both, x, weight)
             self.silu_and_mul(out, both)
 
     def _linear_packed(self, out: Tensor, x: Tensor, weight: PackedLinear, width: int, gated: bool) -> None:
-        _contiguous(out, x)
+        require_contiguous(out, x)
         rows, depth = x.shape
         if depth != weight.in_features or out.shape != (rows, width) or x.dtype != torch.bfloat16:
-            raise _misfit(out, x)
+            raise misfit(out, x)
         bias = None if weight.bias is None else weight.bias.data_ptr()
         sizes = (rows, weight.out_features, depth)
         wide = out.dtype == torch.float32
@@ -116,20 +104,20 @@ class CpuKernels:
 
     def fused_add_rms_norm(self, out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         if residual.shape != x.shape:
-            raise _misfit(x, residual)
+            raise misfit(x, residual)
         self._norm(out, x, residual, weight, eps)
 
     def _norm(self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
-        _contiguous(out, x, weight, *(() if residual is None else (residual,)))
+        require_contiguous(out, x, weight, *(() if residual is None else (residual,)))
         if out.shape != x.shape or weight.shape[0] != x.shape[1]:
-            raise _misfit(out, x, weight)
+            raise misfit(out, x, weight)
         held = None if residual is None else residual.data_ptr()
         self._call("rms_norm", out.data_ptr(), x.data_ptr(), held, weight.data_ptr(), *x.shape, eps, _is_bfloat16(x))
 
     def silu_and_mul(self, out: Tensor, x: Tensor) -> None:
-        _contiguous(out, x)
+        require_contiguous(out, x)
         if x.shape != (out.shape[0], 2 * out.shape[1]):
-            raise _misfit(out, x)
+            raise misfit(out, x)
         self._call("silu_and_mul", out.data_ptr(), x.data_ptr(), *out.shape, _is_bfloat16(x))
 
     def rope_write_kv(
@@ -142,11 +130,11 @@ class CpuKernels:
         k_pool: Tensor,
         v_pool: Tensor,
     ) -> None:
-        _contiguous(qkv, cos_sin, k_pool, v_pool)
+        require_contiguous(qkv, cos_sin, k_pool, v_pool)
         _, kv_heads, page_size, head_dim = k_pool.shape
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         if (heads + 2 * kv_heads) * head_dim != qkv.shape[1] or rows.positions.shape[0] != qkv.shape[0]:
-            raise _misfit(qkv, k_pool, rows.positions)
+            raise misfit(qkv, k_pool, rows.positions)
         norm_places = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
         places = (cos_sin.data_ptr(), rows.positions.data_ptr(), rows.locations.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr())
         sizes = (len(qkv), heads, kv_heads, head_dim, page_size)
@@ -155,34 +143,47 @@ class CpuKernels:
     def paged_attention(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
-        _contiguous(out, qkv, k_pool, v_pool, rows.page_table)
+        require_contiguous(out, qkv, k_pool, v_pool, rows.page_table)
         _, kv_heads, page_size, head_dim = k_pool.shape
         heads, width = out.shape[1] // head_dim, rows.page_table.shape[1]
         if rows.max_context > width * page_size or out.shape[1] + 2 * kv_heads * head_dim != qkv.shape[1]:
-            raise _misfit(out, qkv, k_pool, rows.page_table)
+            raise misfit(out, qkv, k_pool, rows.page_table)
         columns = (rows.page_table, rows.slots, rows.starts, rows.num_tokens, rows.offsets)
         places = [tensor.data_ptr() for tensor in (out, qkv, k_pool, v_pool, *columns)]
         sizes = (len(rows.slots), width, heads, kv_heads, head_dim, page_size, window)
         self._call("paged_attention", *places, *sizes, scale, _is_bfloat16(qkv))
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        _contiguous(logits)
-        if logits.dtype != torch.float32:
-            raise _misfit(logits)
-        out = torch.empty(len(logits), dtype=torch.int64)
-        self._call("argmax", out.data_ptr(), logits.data_ptr(), *logits.shape)
-        return out
+    def update_page_table(self, table: Tensor, updates: TableUpdates) -> None:
+        """See kernels.contracts.step_ops. Raises ValueError for what does not fit."""
+        columns = (updates.slots, updates.firsts, updates.counts, updates.offsets)
+        if len({len(column) for column in columns}) > 1:
+            raise misfit(*columns)
+        require_contiguous(table, *columns, updates.pages)
+        places = [tensor.data_ptr() for tensor in (table, *columns, updates.pages)]
+        self._call("update_page_table", *places, len(updates.slots), table.shape[1])
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        columns = (draws.rows, draws.temperatures, draws.top_ks, draws.top_ps, draws.min_ps, draws.uniforms)
-        _contiguous(logits, *columns)
-        dtypes = (torch.int64, torch.float32, torch.int64, torch.float32, torch.float32, torch.float64)
-        if logits.dtype != torch.float32 or tuple(column.dtype for column in columns) != dtypes:
-            raise _misfit(logits, *columns)
-        out = torch.empty(len(draws.rows), dtype=torch.int64)
-        places = [column.data_ptr() for column in columns]
-        self._call("draw", out.data_ptr(), logits.data_ptr(), *places, len(out), logits.shape[1])
-        return out
+    def resolve_tokens(
+        self,
+        input_ids: Tensor,
+        rows: RaggedRows,
+        given: Tensor,
+        relay: Tensor,
+        unwritten: Tensor | None,
+        num_extend: int,
+        page_size: int,
+        vocab_size: int,
+        max_tokens: int,
+        known: Tensor | None = None,
+    ) -> None:
+        """See kernels.contracts.step_ops. Raises ValueError for what does not fit."""
+        tokens = len(input_ids)
+        if not len(rows.positions) == len(rows.locations) == tokens or (known is not None and len(known) != tokens):
+            raise misfit(input_ids, rows.positions, rows.locations, *(() if known is None else (known,)))
+        require_contiguous(input_ids, rows.positions, rows.locations, rows.page_table, relay)
+        columns = (rows.page_table, rows.slots, rows.starts, rows.num_tokens, rows.offsets, given, relay)
+        places = [tensor.data_ptr() for tensor in (input_ids, rows.positions, rows.locations, *columns)]
+        places += [0 if tensor is None else tensor.data_ptr() for tensor in (known, unwritten)]
+        self._call("resolve_tokens", *places, len(rows.slots), num_extend, page_size, vocab_size, rows.page_table.shape[1])
 
 
 def _packed_columns(rows: int, gated: bool) -> Tensor:

@@ -5,6 +5,7 @@ For images, whose CPU is not known when they are built and which carry no compil
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from kernels.cpu.build import PREBUILT, BuildFailed, prebuild
@@ -12,6 +13,7 @@ from kernels.cpu.variants import buildable
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m kernels.cpu.prebuild", description=(__doc__ or "").partition(": ")[2]).parse_args()
     PREBUILT.mkdir(parents=True, exist_ok=True)
     try:
         for variant in buildable():

@@ -1,4 +1,5 @@
-"""Which tokens a row may draw, and the draw itself, in plain torch: the twin of the C++ draw. See kernels.contracts.ops.Draws."""
+"""Which tokens a row may draw, and the draw itself, in plain torch: the twin of the C++ draw. See
+kernels.contracts.sample_ops.SampleKernels.select_tokens."""
 
 from __future__ import annotations
 

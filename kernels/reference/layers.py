@@ -1,15 +1,13 @@
 """Every kernel in plain torch: what the others are measured against, and what runs where no compiler is. See
-kernels.contracts.ops and
-kernels.contracts.step_ops."""
+kernels.contracts.ops and kernels.contracts.step_ops."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Draws, PackedLinear, RaggedRows
+from kernels.contracts.ops import PackedLinear, RaggedRows
 from kernels.contracts.step_ops import TableUpdates
-from kernels.reference.draws import draw_token, support
 from kernels.reference.sampling import edit_logits as edit_logits
 from kernels.reference.sampling import measure_logprobs as measure_logprobs
 from kernels.reference.sampling import select_tokens as select_tokens
@@ -157,19 +155,6 @@ def paged_attention(
     heads = out.view(out.shape[0], -1, head_dim)
     q = qkv[:, : out.shape[1]].view(heads.shape)
     general_attention(heads, q, k_pool, v_pool, rows, scale, window)
-
-
-def argmax(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)
-
-
-def draw(logits: Tensor, draws: Draws) -> Tensor:
-    columns = (draws.rows, draws.temperatures, draws.top_ks, draws.top_ps, draws.min_ps, draws.uniforms)
-    tokens = []
-    for row, temperature, top_k, top_p, min_p, uniform in zip(*(column.tolist() for column in columns), strict=True):
-        scaled = (logits[row] - logits[row].max()) / temperature  # the peak first: a tiny temperature must not overflow
-        tokens.append(draw_token(scaled, support(scaled, top_k, top_p, min_p), uniform))
-    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def update_page_table(table: Tensor, updates: TableUpdates) -> None:

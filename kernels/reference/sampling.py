@@ -1,4 +1,4 @@
-"""Sampling on the device in plain torch, row by row on the host: what kernels.triton is measured against. See
+"""Sampling on the device in plain torch, row by row on the host: what kernels.triton and kernels.cpu are measured against. See
 kernels.contracts.sample_ops. It reads values on the host, so it is for no CUDA graph."""
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.contracts.sample_ops import MAX_COUNT, Fault, Measured, SampleRows, SlotColumn, SlotTable
+from kernels.contracts.row_fault import RowFault
+from kernels.contracts.sample_ops import MAX_COUNT, Measured, SampleRows, SlotColumn, SlotTable
 from kernels.reference.draws import draw_token, support
 
 UINT64 = (1 << 64) - 1
@@ -129,9 +130,9 @@ def select_tokens(
         params = SlotParams(table.params[slot])
         source = edited[row].cpu() if _is_edited(row, rows, params) else logits[row].cpu()
         if not _is_finite(logits[row]):
-            faults[row] = Fault.NAN_LOGITS
+            faults[row] = RowFault.NAN_LOGITS
         elif not _is_finite(source):
-            faults[row] = Fault.NO_TOKEN_ALLOWED
+            faults[row] = RowFault.NO_TOKEN_ALLOWED
         else:
             token = _drawn(source, int(rows.positions[row]), params)
             tokens[row] = relay[slot] = token

@@ -10,7 +10,7 @@ MAX_BLOCK = 1 << 15  # elements that one program holds at a time
 
 def block_of(size: int) -> int:
     """The power of two that holds `size`. Raises ValueError above MAX_BLOCK."""
-    block = triton.next_power_of_2(size)
+    block = int(triton.next_power_of_2(size))
     if block > MAX_BLOCK:
         raise ValueError(f"{size} elements are more than the {MAX_BLOCK} that one program can hold")
     return block

@@ -12,10 +12,9 @@ from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.server import DetokenizerServicer
 from services.detokenizer.settings import DetokenizerSettings
 from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
-from services.shared.observe import log
-from services.shared.observe import metrics_server as metrics
+from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.shared.settings import load
 
 SERVICE = "detokenizer"
@@ -25,11 +24,11 @@ async def run(settings: DetokenizerSettings) -> None:
     registry = CollectorRegistry()
     tracing = start_tracing(settings, SERVICE)
     servicer = DetokenizerServicer(load_tokenizer(settings.model), settings, DetokenizerMetrics(registry), tracing)
-    metrics.serve(registry, settings.metrics_host, settings.metrics_port)
-    health = rpc.Health(SERVICE)
+    metrics_server.serve(registry, settings.metrics_host, settings.metrics_port)
+    health = grpc_server.Health(SERVICE)
     add = functools.partial(pb_grpc.add_DetokenizerServicer_to_server, servicer)
-    stop = rpc.stop_signal()
-    server = await rpc.start_server(settings.host, settings.port, health, add, settings.max_connection_age_s)
+    stop = grpc_server.stop_signal()
+    server = await grpc_server.start_server(settings.host, settings.port, health, add, settings.max_connection_age_s)
     await health.set_ready(True)
     await server.serve_until(stop, settings.grace_s, servicer.drain)
     if tracing is not None:

@@ -19,7 +19,7 @@ from services.shared.observe.log import fields
 from services.shared.observe.tracing import trace_fields
 
 if TYPE_CHECKING:
-    from services.shared.observe.spans import Span, Tracing
+    from services.shared.observe.spans import Attributes, Span, Tracing
 
 FINISHED, FAILED, CLOSED = "finish", "failure", "close"  # how a request's span ends
 
@@ -57,7 +57,7 @@ class _Request:
 
     def begin(self, tracing: Tracing, opened: pb.DecodeOpen) -> None:
         """Its span, if it belongs to a traced request."""
-        attributes = {"rootstock.request_id": opened.request_id, "rootstock.replayed_tokens": len(opened.replay_ids)}
+        attributes: Attributes = {"rootstock.request_id": opened.request_id, "rootstock.replayed_tokens": len(opened.replay_ids)}
         self._span = tracing.under("detokenize", opened.traceparent, attributes)
 
     def end(self, ended_by: str) -> None:

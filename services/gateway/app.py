@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -18,41 +18,52 @@ from services.gateway.api.openai.embeddings import EmbeddingRenderer
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer
 from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
-from services.gateway.api.sglang import routes as sglang_routes
-from services.gateway.api.sglang.routes import NativeApi
-from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.errors import ApiError, unknown_model
+from services.gateway.request.generation import ModelInfo
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
 _OPERATIONS = ("/health", "/readiness", "/metrics", "/docs", "/openapi.json")
-_ROUTES = (CHAT, COMPLETIONS, EMBEDDINGS, MODELS, *sglang_routes.ROUTES, *_OPERATIONS)
+_ROUTES = (CHAT, COMPLETIONS, EMBEDDINGS, MODELS, *_OPERATIONS)
 _OPENAI_BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
 _SCHEMA_REF = "#/components/schemas/{model}"
+
+
+class NativeRoutes(Protocol):
+    """SGLang's own API. routes: their paths. bodies: what they take."""
+
+    @property
+    def routes(self) -> Sequence[str]: ...
+
+    @property
+    def bodies(self) -> Sequence[type[BaseModel]]: ...
+
+    def add_routes(self, app: FastAPI) -> None: ...
 
 
 def build(
     generator: Generator,
     preparer: Preparer,
-    dispatcher: Dispatcher,
-    native: NativeApi,
+    served: Callable[[], Sequence[ModelInfo]],
+    native: NativeRoutes,
     readiness: Readiness,
     metrics: GatewayMetrics,
 ) -> ASGIApp:
+    """served: the models that are."""
     app = FastAPI(title="Rootstock", description="An OpenAI-compatible API, and SGLang's own.", redoc_url=None)
     _add_errors(app)
     _add_generation(app, generator, preparer)
-    _add_models(app, dispatcher)
+    _add_models(app, served)
     native.add_routes(app)
     _add_operations(app, readiness, metrics)
-    _document_bodies(app)
-    return FrontDoor(app, _ROUTES, generator.settings.api_keys, metrics)
+    _document_bodies(app, (*_OPENAI_BODIES, *native.bodies))
+    return FrontDoor(app, (*_ROUTES, *native.routes), generator.settings.api_keys, metrics)
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -93,7 +104,7 @@ def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> N
         return Exchange(generator, preparer.embedding, EmbeddingRenderer)
 
 
-def _add_models(app: FastAPI, dispatcher: Dispatcher) -> None:
+def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None:
     started = int(time.time())
 
     def cards() -> list[dict[str, Any]]:
@@ -106,7 +117,7 @@ def _add_models(app: FastAPI, dispatcher: Dispatcher) -> None:
                 "max_model_len": model.context_len,
                 "sampling_defaults": model.defaults.as_dict(),
             }
-            for model in dispatcher.catalog.models()
+            for model in served()
         ]
 
     @app.get(MODELS, tags=["OpenAI"], summary="Models that are served")
@@ -141,14 +152,14 @@ def _body_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _document_bodies(app: FastAPI) -> None:
+def _document_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
     """The bodies are read and checked outside FastAPI, so their schemas are added to its document here."""
     plain: Callable[[], dict[str, Any]] = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = plain()
         _, definitions = models_json_schema(
-            [(model, "validation") for model in (*_OPENAI_BODIES, *sglang_routes.BODIES)],
+            [(model, "validation") for model in bodies],
             ref_template=_SCHEMA_REF,
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])

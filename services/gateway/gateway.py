@@ -20,6 +20,9 @@ from services.gateway.api.sglang.routes import NativeApi
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.discovery.watch import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.fleet_collector import FleetCollector
+from services.gateway.dispatch.health_probe import GenerationProbe
+from services.gateway.dispatch.sessions import SessionCalls
 from services.gateway.http import http_server
 from services.gateway.http.exchange import Generator
 from services.gateway.http.readiness import Readiness
@@ -31,7 +34,7 @@ from services.gateway.request.abort import Aborter
 from services.gateway.request.errors import unavailable
 from services.shared.observe.log import fields
 from services.shared.observe.tracing import start_tracing
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import is_loopback, read_token
 from services.shared.rpc.token_check import start_guarded_server
 
@@ -55,30 +58,34 @@ class Gateway:
         self.readiness = readiness = Readiness()
         self.detoks = DetokPool((), settings.wait_for_detokenizer_s, retry, handles, metrics, readiness.changed)
         self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed)
+        metrics.registry.register(FleetCollector(self.dispatcher.fleet))
         self.tokenizer = TokenizerClient((), settings.tokenize_timeout_s, retry, metrics, readiness.changed)
         refresh_s = settings.dns_refresh_s
         self._discoveries = [
+            Discovery(settings.workers, self.dispatcher.fleet.set_endpoints, dns_refresh_s=refresh_s),
             Discovery(settings.tokenizers, self.tokenizer.set_endpoints, dns_refresh_s=refresh_s),
             Discovery(settings.detokenizers, self.detoks.set_endpoints, dns_refresh_s=refresh_s),
         ]
         readiness.watch(
             {"worker": self.dispatcher.connected, "tokenizer": self.tokenizer.connected, "detokenizer": self.detoks.connected}
         )
-        token_texts = TokenTexts(self.detoks, settings.wait_for_detokenizer_s, retry)
+        token_texts = TokenTexts(self.detoks.stubs, settings.wait_for_detokenizer_s, retry)
         self._tracing = start_tracing(settings, SERVICE)
         self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self._tracing)
-        preparer = Preparer(self.dispatcher, self.tokenizer, self.detoks)
+        catalog = self.dispatcher.catalog
+        preparer = Preparer(catalog, self.tokenizer, self.detoks)
         self._tenants = Tenants(settings.api_keys, self.token)
         self._peers = PeerGateways(settings.peers, self._tenants, self.token, refresh_s)
         self.aborter = Aborter(self.generator, self._peers)
-        self.directory = WorkerDirectory(self.dispatcher.fleet.links.values, settings.worker_control_addresses)
-        native = NativeApi(self.generator, self.tokenizer, self.aborter)
-        self.app = app.build(self.generator, preparer, self.dispatcher, native, readiness, metrics)
+        self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
+        sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)
+        native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
+        self.app = app.build(self.generator, preparer, catalog.models, native, readiness, metrics)
         self._http = http_server.build(self.app)
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""
-        health = rpc.Health(SERVICE)
+        health = grpc_server.Health(SERVICE)
         servers = [await self._start_health(health), *await self._start_peer()]
         runs = [self.dispatcher.run, self.detoks.run, self.tokenizer.run, self._peers.run]
         runs += [discovery.run for discovery in self._discoveries]
@@ -109,7 +116,7 @@ class Gateway:
         servicer = PeerServicer(self._peers.name, self.aborter.abort_here, self._tenants, operators)
 
         def add(server: grpc.aio.Server) -> None:
-            gateway_pb2_grpc.add_GatewayPeerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+            gateway_pb2_grpc.add_GatewayPeerServicer_to_server(servicer, server)
 
         try:
             server, _ = await start_guarded_server(host, port, self.token, add)
@@ -117,10 +124,10 @@ class Gateway:
             raise _taken(host, port) from None
         return [server]
 
-    async def _start_health(self, health: rpc.Health) -> rpc.Server:
+    async def _start_health(self, health: grpc_server.Health) -> grpc_server.Server:
         host, port = self._settings.host, self._settings.health_port
         try:
-            return await rpc.start_server(host, port, health, lambda server: None)
+            return await grpc_server.start_server(host, port, health, lambda server: None)
         except RuntimeError:
             raise _taken(host, port) from None
 

@@ -18,7 +18,7 @@ from services.local.plan import Part, num_ports, parts, served_name
 from services.local.ports import HOST, free_ports, is_taken
 from services.local.settings import LocalSettings
 from services.local.supervisor import Child, Supervisor
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.shared.settings import load
 
 
@@ -34,7 +34,7 @@ async def run(settings: LocalSettings) -> int:
     model_path = model_folder(settings.model)
     started = parts(settings, model_path, free_ports(num_ports(settings)))
     supervisor = Supervisor(Path(settings.log_dir) / str(settings.port))
-    stop = asyncio.create_task(rpc.stop_signal().wait())
+    stop = asyncio.create_task(grpc_server.stop_signal().wait())
     serving = asyncio.create_task(_serve(settings, supervisor, started))
     await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()
@@ -76,7 +76,7 @@ async def _ask(settings: LocalSettings) -> None:
 
 async def _until_ready(part: Part, child: Child) -> None:
     """Polls the process's health service. A process that ends before it is ready fails the start."""
-    async with rpc.channel(f"{HOST}:{part.health}") as channel:
+    async with grpc_server.channel(f"{HOST}:{part.health}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
             if child.exit_code is not None:

@@ -1,6 +1,6 @@
 """The limits of a request: one table, enforced by the gateway for good messages and by the worker against other front ends.
 
-Units are in the names. DESIGN §8.
+Units are in the names. The ranges of sampling parameters are in services/shared/sampling_parameters.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ MAX_GUIDED_CHOICES = 1024  # of structured output: texts of which the answer mus
 MAX_GRAMMAR_BYTES = 1 << 20  # a schema, pattern or grammar
 MAX_SESSION_ID_CHARS = 256
 MAX_ROUTING_KEY_CHARS = 256
-MAX_TOP_K = 1 << 30
 MAX_REQUEST_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 MAX_REVISION_CHARS = 256
@@ -40,14 +39,4 @@ MAX_REQUEST_CONTENT_PARTS = 16384  # of all its messages
 MAX_RENDERED_CHARS = 16 << 20  # a chat template's output
 MAX_TEMPLATE_SECONDS = 5.0
 
-SMALLEST_POSITIVE = 2.0**-126  # float32's smallest normal number: what is below may be 0 on a device
-TEMPERATURE_RANGE = (0.0, 100.0)
-TOP_P_RANGE = (SMALLEST_POSITIVE, 1.0)
-MIN_P_RANGE = (0.0, 1.0)
-FREQUENCY_PENALTY_RANGE = (-2.0, 2.0)
-PRESENCE_PENALTY_RANGE = (-2.0, 2.0)
-REPETITION_PENALTY_RANGE = (SMALLEST_POSITIVE, 2.0)
-LOGIT_BIAS_RANGE = (-100.0, 100.0)
-DRY_MULTIPLIER_RANGE = (0.0, 100.0)
-DRY_BASE_RANGE = (1.0, 10.0)
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)

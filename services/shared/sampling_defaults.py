@@ -1,25 +1,16 @@
 """What a request that does not say how to sample is sampled with. Pure.
 
-One table, for the worker that makes the defaults and the gateway that puts them into requests. Five parameters have defaults
-that a model or an operator may choose; all others have the API's.
+For the worker that makes the defaults and the gateway that puts them into requests. A model or an operator may choose those of
+the parameters that services/shared/sampling_parameters.py marks so; all others have the API's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from services.shared import limits
-
-TOP_K_RANGE = (-1, limits.MAX_TOP_K)
-RANGES: Mapping[str, tuple[float, float]] = {
-    "temperature": limits.TEMPERATURE_RANGE,
-    "top_p": limits.TOP_P_RANGE,
-    "top_k": TOP_K_RANGE,
-    "min_p": limits.MIN_P_RANGE,
-    "repetition_penalty": limits.REPETITION_PENALTY_RANGE,
-}
+from services.shared.sampling_parameters import SCALAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +25,10 @@ class SamplingDefaults:
 
     def over(self, values: Mapping[str, Any]) -> SamplingDefaults:
         """With these in place of its own. They have passed `fault`."""
-        return replace(self, **{name: (value or -1) if name == "top_k" else value for name, value in values.items()})
+        return replace(self, **{name: SCALAR[name].resolved(value) for name, value in values.items()})
 
-    def as_dict(self) -> dict[str, float | int]:
-        return asdict(self)
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in NAMES}
 
 
 API_DEFAULTS = SamplingDefaults()
@@ -46,7 +37,4 @@ NAMES = tuple(field.name for field in fields(SamplingDefaults))
 
 def fault(name: str, value: Any) -> str:
     """What is wrong with a value of one of NAMES; "" if nothing is."""
-    low, high = RANGES[name]
-    kinds, what = ((int,), "whole number") if name == "top_k" else ((int, float), "number")
-    fits = type(value) in kinds and low <= value <= high
-    return "" if fits else f"must be a {what} from {low:.10g} to {high:.10g}"
+    return SCALAR[name].fault(value)

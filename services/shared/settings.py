@@ -7,9 +7,10 @@ unit and a help text in its Field. `--field-name VALUE` on the command line; ROO
 from __future__ import annotations
 
 import sys
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "ROOTSTOCK_"
@@ -47,6 +48,21 @@ def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
     try:
         return cls(_cli_parse_args=sys.argv[1:] if argv is None else argv, _cli_prog_name=prog)
     except ValidationError as error:
-        for item in error.errors():
-            print(f"{prog}: {'.'.join(map(str, item['loc']))}: {item['msg']}", file=sys.stderr)
+        for sentence in _wrong_fields(error):
+            print(f"{prog}: {sentence}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def of_values(cls: type[S], values: Mapping[str, Any]) -> S:
+    """These values, and else the class's defaults: neither flags nor the environment are read. Raises ValueError naming each
+    wrong field."""
+    settings = cls.__new__(cls)
+    try:
+        BaseModel.__init__(settings, **values)  # BaseSettings' own reads the environment
+    except ValidationError as error:
+        raise ValueError("; ".join(_wrong_fields(error))) from None
+    return settings
+
+
+def _wrong_fields(error: ValidationError) -> list[str]:
+    return [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]

@@ -11,20 +11,21 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable
+from typing import cast
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.shared.observe import log
-from services.shared.observe import metrics_server as metrics
+from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.shared.served_name import served_name
 from services.shared.settings import load
-from services.worker.control.server import start_control
-from services.worker.core.contracts.messages import StepOutput, StepStats
+from services.worker.control.server import ControlAddress, start_control
+from services.worker.core.contracts.messages import StepOutput
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
+from services.worker.core.stats import StepStats
 from services.worker.engine import Engine, build_engine, defaults_of
 from services.worker.front.busyness import LoadReport, NoIndex
 from services.worker.front.drain import drain
@@ -36,7 +37,7 @@ from services.worker.index.metrics import PublisherMetrics
 from services.worker.index.publisher import IndexPublisher
 from services.worker.loop.first_steps import run_first_steps
 from services.worker.loop.inbox import Inbox
-from services.worker.loop.loop import Loop
+from services.worker.loop.loop import Loop, MaskFiller
 from services.worker.loop.pulse import Pulse
 from services.worker.loop.step_limit import StepLimit, attention_span
 from services.worker.loop.text_rules import ModelText
@@ -44,7 +45,8 @@ from services.worker.loop.thread import SchedulerThread
 from services.worker.loop.watchdog import Watchdog
 from services.worker.metrics.executor_metrics import ExecutorMetrics
 from services.worker.metrics.loading_metrics import LoadMetrics
-from services.worker.metrics.phase import WorkerLife
+from services.worker.metrics.loop_counts import LoopCounts
+from services.worker.metrics.phase import LifeMetrics, WorkerLife
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 from services.worker.pod_cost import PodCost, pod_patch
 from services.worker.settings import WorkerSettings
@@ -57,13 +59,13 @@ class LoopObserver:
 
     def __init__(
         self,
-        worker_metrics: WorkerMetrics,
+        counts: LoopCounts,
         pulse: Pulse,
         limit: StepLimit,
         load_report: LoadReport,
         publisher: IndexPublisher | None,
     ) -> None:
-        self._metrics, self._pulse, self._limit, self._load = worker_metrics, pulse, limit, load_report
+        self._counts, self._pulse, self._limit, self._load = counts, pulse, limit, load_report
         self._publisher = publisher
 
     def rests(self) -> None:
@@ -74,7 +76,7 @@ class LoopObserver:
 
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()
-        self._metrics.planned(plan)
+        self._counts.planned(plan)
 
     def ended(self, plan: BatchPlan, seconds: float) -> None:
         self._pulse.beat()
@@ -82,11 +84,11 @@ class LoopObserver:
 
     def turned(self, stats: StepStats, busy: bool) -> None:
         self._pulse.beat()
-        self._metrics.turned(stats, busy)
+        self._counts.turned(stats)
         self._load.turned(stats)
 
     def cached(self, events: CacheEvents) -> None:
-        self._metrics.cached(events)
+        self._counts.cached(events)
         if self._publisher is not None:
             self._publisher.cached(events)
 
@@ -140,11 +142,11 @@ def _registry(settings: WorkerSettings) -> CollectorRegistry:
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
-    metrics.serve(registry, settings.metrics_host, settings.metrics_port)
+    metrics_server.serve(registry, settings.metrics_host, settings.metrics_port)
     return registry
 
 
-def _watchdog(settings: WorkerSettings, pulse: Pulse, health: rpc.Health, life: WorkerLife) -> Watchdog:
+def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health, life: WorkerLife) -> Watchdog:
     loop = asyncio.get_running_loop()
 
     def on_hang() -> None:
@@ -158,7 +160,7 @@ def _watchdog(settings: WorkerSettings, pulse: Pulse, health: rpc.Health, life: 
     return Watchdog(pulse, settings.watchdog_timeout_s, on_hang, on_recover)
 
 
-def _on_lost(loop: asyncio.AbstractEventLoop, health: rpc.Health, life: WorkerLife) -> Callable[[str], None]:
+def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.Health, life: WorkerLife) -> Callable[[str], None]:
     """A device that does not answer comes back with a new process alone: liveness turns off for good."""
 
     def on_lost(sentence: str) -> None:
@@ -171,18 +173,19 @@ def _on_lost(loop: asyncio.AbstractEventLoop, health: rpc.Health, life: WorkerLi
 
 async def serve(settings: WorkerSettings) -> None:
     """Until a signal. Metrics answer from the start; health does once the model is loaded."""
-    health = rpc.Health("worker")
+    health = grpc_server.Health("worker")
     registry = _registry(settings)
-    life = WorkerLife(served_name(settings.model, settings.served_model_name))
-    registry.register(life)
+    life = WorkerLife()
+    registry.register(LifeMetrics(life, served_name(settings.model, settings.served_model_name)))
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
     engine = await asyncio.to_thread(build_engine, settings, inbox, _on_lost(asyncio.get_running_loop(), health, life))
     info = _info(settings, engine, secrets.randbits(63))
-    worker_metrics = WorkerMetrics(info.model, info.page_size, info.num_pages, info.max_running_requests)
+    counts = LoopCounts(info.page_size, info.num_pages, info.max_running_requests)
+    worker_metrics = WorkerMetrics(info.model, counts)
     registry.register(worker_metrics)
-    registry.register(LoadMetrics(info.model, engine.info))
+    registry.register(LoadMetrics(engine.info, info.model))
     if engine.stats is not None:
-        registry.register(ExecutorMetrics(info.model, engine.stats))
+        registry.register(ExecutorMetrics(engine.stats, info.model))
     publisher = _publisher(settings, info, registry)
     pulse = Pulse()
     limit = StepLimit(lambda: engine.core.config, attention_span(engine.info), settings.watchdog_timeout_s)
@@ -190,20 +193,21 @@ async def serve(settings: WorkerSettings) -> None:
     load_report = LoadReport(outbox, info.page_size, publisher or NoIndex(info.generation), pulse, limit)
     measured, observer = (
         MeasuredOutbox(worker_metrics, outbox),
-        LoopObserver(worker_metrics, pulse, limit, load_report, publisher),
+        LoopObserver(counts, pulse, limit, load_report, publisher),
     )
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
     tracing = start_tracing(settings, "worker")
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
-    loop = Loop(engine.core, engine.executor, inbox, measured, observer, engine.masks, *overlap, spans=spans)
+    masks = cast(MaskFiller, engine.masks)  # whose matchers are the book's own, which the core hands back as they are
+    loop = Loop(engine.core, engine.executor, inbox, measured, observer, masks, *overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
     servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.arrived, load_report, spans)
-    stop = rpc.stop_signal()
-    server = await rpc.start_server(
+    stop = grpc_server.stop_signal()
+    server = await grpc_server.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
     )
     engine.weights.on_replaced = lambda identity: servicer.weights_replaced(identity, defaults_of(settings))
-    control = await start_control(settings, inbox.put, info.worker_id, info.model, engine.weights)
+    control = await start_control(_control_address(settings), inbox.put, info.worker_id, info.model, engine.weights)
     scheduler.start()
     watchdog.start()
     keeping = asyncio.create_task(publisher.keep()) if publisher else None
@@ -221,7 +225,7 @@ async def serve(settings: WorkerSettings) -> None:
         life.draining()
         await drain(outbox, load_report, scheduler, settings.grace_s)
 
-    await server.serve_until(stop, rpc.CLOSE_S, leave)
+    await server.serve_until(stop, grpc_server.CLOSE_S, leave)
     scheduler.leave_if_alive()
     telling.cancel()
     if pod_cost is not None:
@@ -246,13 +250,23 @@ def _first_steps(settings: WorkerSettings, engine: Engine, pulse: Pulse, limit: 
     logger.info("a step may take %.1f s", limit.seconds)
 
 
+def _control_address(settings: WorkerSettings) -> ControlAddress:
+    return ControlAddress(
+        host=settings.control_host,
+        port=settings.control_port,
+        token=settings.control_token,
+        token_file=settings.control_token_file,
+        profile_dir=settings.profile_dir,
+    )
+
+
 def _pod_cost(settings: WorkerSettings, load_report: LoadReport) -> PodCost | None:
     if not settings.pod_name or not settings.pod_namespace:
         return None
     return PodCost(lambda: pod_patch(settings.pod_namespace, settings.pod_name), lambda: load_report.num_requests)
 
 
-def _from_thread(loop: asyncio.AbstractEventLoop, health: rpc.Health, live: bool) -> None:
+def _from_thread(loop: asyncio.AbstractEventLoop, health: grpc_server.Health, live: bool) -> None:
     asyncio.run_coroutine_threadsafe(health.set_live(live), loop)
 
 

@@ -6,19 +6,18 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.shared.index.block_hash import block_hash
 from services.shared.sampling_defaults import SamplingDefaults
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
 from services.worker.device_limits import most_step_tokens, resolved
 from services.worker.exec.contracts.executor_stats import ExecutorStats
-from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from services.worker.grammar.book import CompiledBook
@@ -30,6 +29,7 @@ from services.worker.identity.sampling_defaults import sampling_defaults
 from services.worker.identity.weights_revision import WeightsReading
 from services.worker.loop.inbox import GrammarFailed, GrammarReady, Inbox
 from services.worker.loop.text_rules import ModelText
+from services.worker.scheduler_config import scheduler_config
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Built:
     """stats: None of an executor that counts nothing."""
 
     executor: Executor
-    info: ModelInfo
+    info: LoadedInfo
     stats: ExecutorStats | None = None
 
 
@@ -55,7 +55,7 @@ class Engine:
 
     core: Scheduler
     executor: Executor
-    info: ModelInfo
+    info: LoadedInfo
     stats: ExecutorStats | None
     weights: ServedWeights
     defaults: SamplingDefaults
@@ -82,8 +82,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     built, weights = _load(name, settings, on_lost)
     info = built.info
     tokenizer = load_tokenizer(settings.model)
-    before_text = tokenizer.encode_batch([""], True)[0]
-    config = replace(_scheduler_config(settings, info), bos_token_id=before_text[0] if len(before_text) == 1 else -1)
+    config = scheduler_config(settings, info, _bos_token_id(tokenizer))
     logger.info("model ready: %s", info)
     logger.info("scheduler: %s", config)
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
@@ -112,21 +111,13 @@ def _load(executor: str, settings: WorkerSettings, on_lost: OnLost) -> tuple[Bui
     return built, ServedWeights(settings.model, identity)
 
 
-def _scheduler_config(settings: WorkerSettings, info: ModelInfo) -> SchedulerConfig:
-    """Settings that have a field's name give its value; an encoder's prompts are computed whole and share nothing."""
-    shared = {f.name for f in fields(SchedulerConfig)} & set(type(settings).model_fields)
-    values: dict[str, Any] = {name: getattr(settings, name) for name in shared}
-    values |= {name: getattr(info, name) for name in ("num_pages", "page_size", "context_len", "vocab_size", "eos_token_ids")}
-    values |= {name: getattr(info, name) for name in ("pooling_reuses_prefix", "graph_rereads", "eager_step_cost")}
-    values["graph_rows"] = max(info.graph_rows, default=0)
-    if info.needs_whole_prompt:
-        largest = max(settings.max_prefill_tokens, info.context_len)
-        values |= {"chunked_prefill_size": 0, "enable_mixed_chunk": False, "enable_radix_cache": False}
-        values |= {"max_prefill_tokens": largest, "whole_prompts": True}
-    return SchedulerConfig(**values)
+def _bos_token_id(tokenizer: HfTokenizer) -> int:
+    """What it puts before a text; -1: nothing, or more than one token."""
+    before_text = tokenizer.encode_batch([""], True)[0]
+    return before_text[0] if len(before_text) == 1 else -1
 
 
-def _book(settings: WorkerSettings, info: ModelInfo, tokenizer: HfTokenizer, inbox: Inbox) -> CompiledBook:
+def _book(settings: WorkerSettings, info: LoadedInfo, tokenizer: HfTokenizer, inbox: Inbox) -> CompiledBook:
     limits = GrammarLimits(
         compile_s=settings.grammar_compile_timeout_s,
         memory_mib=settings.grammar_memory_mib,
@@ -165,35 +156,28 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
     """Memory of the device of executor cuda; None where that device is a CPU. Raises NoDevice."""
     import torch  # as above
 
-    from services.worker.exec.device.build import device_of
+    from services.worker.exec.device import device_of
 
     device = device_of(settings.device)
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def _cpu(settings: WorkerSettings, _: OnLost) -> Built:
-    from services.worker.exec.build import build_cpu_executor  # as above
-
-    executor, info = build_cpu_executor(
-        model_path=settings.model,
-        dtype=settings.dtype,
-        page_size=settings.page_size,
-        max_slots=settings.max_running_requests,
-        num_pages=_num_pages(settings),
-        mem_fraction_static=settings.mem_fraction_static or CPU_FRACTION,
-        context_len=settings.context_len or None,
-        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
-        progress=logger.info,
-    )
-    return Built(executor, info)
+def _cpu(settings: WorkerSettings, on_lost: OnLost) -> Built:
+    return _computing("cpu", CPU_FRACTION, settings, on_lost)
 
 
 def _cuda(settings: WorkerSettings, on_lost: OnLost) -> Built:
+    return _computing(settings.device, GPU_FRACTION, settings, on_lost)
+
+
+def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost) -> Built:
+    """fraction: of the device's memory, unless the settings have another."""
+    from services.worker.exec.build import build_device_executor  # as above
     from services.worker.exec.contracts.options import DeviceOptions
-    from services.worker.exec.device.build import build_device_executor  # as above
 
     options = DeviceOptions(
-        device=settings.device,
+        device=device,
+        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
         attention_backend=settings.attention_backend,
         cuda_graphs=settings.cuda_graphs,
         max_graph_rows=settings.cuda_graph_max_rows,
@@ -207,7 +191,7 @@ def _cuda(settings: WorkerSettings, on_lost: OnLost) -> Built:
         page_size=settings.page_size,
         max_slots=settings.max_running_requests,
         num_pages=_num_pages(settings),
-        mem_fraction_static=settings.mem_fraction_static or GPU_FRACTION,
+        mem_fraction_static=settings.mem_fraction_static or fraction,
         context_len=settings.context_len or None,
         options=options,
         progress=logger.info,
@@ -221,7 +205,7 @@ def _fake(settings: WorkerSettings, _: OnLost) -> Built:
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
     eos = config.get("eos_token_id")
     context_len = settings.context_len or int(config["max_position_embeddings"])
-    info = ModelInfo(
+    info = LoadedInfo(
         architecture="fake",
         context_len=context_len,
         vocab_size=int(config["vocab_size"]),

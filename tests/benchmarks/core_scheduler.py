@@ -9,12 +9,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.config import SchedulePolicy
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.scheduler import Scheduler
+from tests.benchmarks.pinned_config import pinned_config
 
 
 class NoText:
@@ -36,7 +37,7 @@ def decode_step_us(rows: int, page_size: int, waiting: int = 0, sessions: bool =
     waiting: requests in the queue that nothing has room for, with priority scheduling on. sessions: each row is a turn of
     a session of its own.
     """
-    config = SchedulerConfig(
+    config = pinned_config(
         num_pages=rows * 1024 // page_size,
         page_size=page_size,
         context_len=4096,
@@ -71,7 +72,7 @@ class Queue:
     """A core under lpm with `waiting` requests in the queue, whose prompts share one of 16 cached beginnings."""
 
     def __init__(self, waiting: int, num_pages: int, one_at_a_time: bool) -> None:
-        config = SchedulerConfig(
+        config = pinned_config(
             num_pages=num_pages,
             page_size=16,
             context_len=1 << 15,

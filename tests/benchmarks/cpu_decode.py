@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import transformers
 
-import services.worker.exec.build as build
+import services.worker.exec.kernel_set as kernel_set
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.exec.build import DeviceOptions, build_device_executor
 from tests.exec.driver import Driver, Sequence
 
 PAGE_SIZE = 16
@@ -133,11 +134,12 @@ def main() -> None:
         timers.append(TimedKernels(load(num_threads, dtype)))
         return timers[0]
 
-    load, build.load_kernels = build.load_kernels, timed_kernels
+    load, kernel_set.load_kernels = kernel_set.load_kernels, timed_kernels
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
         pages = max(options.batches) * (-(-(options.num_in + options.num_out) // PAGE_SIZE) + 1)
-        executor, info = build.build_cpu_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, options.threads, print)
+        made = DeviceOptions(device="cpu", num_threads=options.threads, max_tokens=options.chunk_tokens + 64)
+        executor, info = build_device_executor(folder, "auto", PAGE_SIZE, 64, pages, 0.5, None, made, print)
     print(info)
     driver, timer = Driver(executor, PAGE_SIZE), timers[0]
     run_ours(driver, 1, 32, 4, options.chunk_tokens)

@@ -1,4 +1,4 @@
-"""python -m tests.benchmarks.device_host_cost: what a decode step costs the host in the device executor, kernels left out.
+"""python -m tests.benchmarks.device_host_cost: what a decode step costs the host in the executor of a GPU, kernels left out.
 
 Kernels, graphs and model do nothing; what is left is what the loop's thread does per step to launch it and to take its result,
 but for the launches themselves. Prints the median of each call in microseconds.
@@ -18,9 +18,9 @@ from kernels.reference import layers as reference
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.exec.device.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
-from services.worker.exec.device.kernel_set import KernelSet
+from services.worker.exec.build import KNOWN_TOKENS, DeviceOptions, DeviceParts, assemble_executor
 from services.worker.exec.executor import DeviceExecutor
+from services.worker.exec.kernel_set import KernelSet
 from services.worker.exec.loading import LoadedModel
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.rope import rope_table
@@ -28,6 +28,7 @@ from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
 from services.worker.exec.pools.layer_kv import LayerKV
 from services.worker.exec.weights.families import DecoderConfig
 from services.worker.exec.weights.random_weights import random_decoder_weights
+from tests.exec.device_doubles import InlineStreams
 
 PAGE_SIZE, CONTEXT = 16, 4096
 NOTHING = np.empty(0, dtype=np.int32)
@@ -102,7 +103,12 @@ def executor_of(rows: int, graphs: bool) -> DeviceExecutor:
         pooling=PoolingConfig(PoolingKind.LAST, True),
         generates=True,
     )
-    parts = DeviceParts(KernelSet(kernels, kernels), lambda _: NoAttention(), NoGraphMemory())  # type: ignore
+    parts = DeviceParts(
+        streams=InlineStreams(),
+        kernels=KernelSet(kernels, kernels),  # type: ignore[arg-type]
+        attention=lambda _: NoAttention(),  # type: ignore[arg-type, return-value]
+        graph_memory=NoGraphMemory(),
+    )
     options = DeviceOptions(device="cpu", max_graph_rows=rows + KNOWN_TOKENS, max_tokens=rows + KNOWN_TOKENS, cuda_graphs=graphs)
     made, _ = assemble_executor(loaded, rows, PAGE_SIZE, rows * CONTEXT // PAGE_SIZE, 0.5, options, lambda _: None, False, parts)
     return made

@@ -19,7 +19,7 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.local.ports import HOST
 from services.shared.index import prefix_index
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 
 MODEL = "instant"
 VOCAB_SIZE = 152_064
@@ -102,11 +102,11 @@ async def serve(name: str, port: int, redis_url: str) -> None:
         worker.generate, response_serializer=worker_pb2.GenerateResponse.SerializeToString
     )
     handler = grpc.method_handlers_generic_handler("rootstock.v1.Worker", {"Generate": method})
-    health = rpc.Health("worker")
-    server = await rpc.start_server(HOST, port, health, lambda server: server.add_generic_rpc_handlers((handler,)))
+    health = grpc_server.Health("worker")
+    server = await grpc_server.start_server(HOST, port, health, lambda server: server.add_generic_rpc_handlers((handler,)))
     await health.set_ready(True)
     lease = asyncio.create_task(_keep_lease(name, redis_url))
-    await rpc.stop_signal().wait()
+    await grpc_server.stop_signal().wait()
     lease.cancel()
     await server.stop(0)
 

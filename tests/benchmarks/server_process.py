@@ -34,13 +34,14 @@ def server_command(template: str, model: Path, port: int) -> list[str]:
 
 
 @contextmanager
-def running_server(template: str, model: Path, log: Path) -> Iterator[str]:
-    """The base URL of a server that is ready. Raises ServerFailed. On leaving, no process of the server is left."""
+def running_server(template: str, model: Path, log: Path, checkout: Path = ROOT) -> Iterator[str]:
+    """The base URL of a server that is ready. checkout: whose code it runs. Raises ServerFailed. On leaving, no process of
+    the server is left."""
     port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         command = server_command(template, model, port)
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until_ready(process, url, log)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from services.shared.settings import ENV_PREFIX
+from tests.chart.laws import offences
 from tests.chart.network import NAMESPACE_NAME, Edge, Party, directions, edges, parties, passes
-from tests.chart.pods import pods
-from tests.chart.release import NAMESPACE, Release, ci_names, merged, render, render_ci
-from tests.chart.variants import VARIANTS, model, rendered
+from tests.chart.pods import pod
+from tests.chart.release import NAMESPACE, Release, ci_names, merged, render
+from tests.chart.variants import ALL, VARIANTS, model
 
 DNS = Party("dns", {"k8s-app": "kube-dns"}, {NAMESPACE_NAME: "kube-system"})
 SYSTEM = Party("another of kube-system", {"k8s-app": "metrics-server"}, {NAMESPACE_NAME: "kube-system"})
@@ -120,12 +122,14 @@ def test_names_are_asked_over_udp_too_and_nothing_else_is() -> None:
     assert {(component(each.source), each.target, each.port) for each in found} == NAMES
 
 
-@pytest.mark.parametrize("name", [*ci_names(), *(name for name in VARIANTS if name != "open-network")])
-def test_every_pod_is_policed_both_ways(name: str) -> None:
-    release = rendered(name)
-    policies = list(release.kind("NetworkPolicy"))
-    for party in parties(release):
-        assert directions(policies, party) == {"Ingress", "Egress"}, party.name
+def test_every_pod_is_policed_both_ways() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        policies = list(release.kind("NetworkPolicy"))
+        for party in parties(release):
+            if (found := directions(policies, party)) != {"Ingress", "Egress"}:
+                yield f"{party.name}: {sorted(found)}"
+
+    assert offences(law, [name for name in ALL if name != "open-network"]) == {}
 
 
 def test_hosts_of_one_worker_talk_to_each_other_and_to_no_other_workers() -> None:
@@ -147,19 +151,20 @@ def test_no_policies_where_they_are_off() -> None:
     assert not list(render(VARIANTS["open-network"]).kind("NetworkPolicy"))
 
 
-@pytest.mark.parametrize("name", ci_names())
-def test_whatever_a_service_is_told_to_reach_it_may_reach(name: str) -> None:
+def test_whatever_a_service_is_told_to_reach_it_may_reach() -> None:
     """The variables of the gateway and the workers name Services; the policies let those connections pass."""
-    release = render_ci(name)
-    found = graph(release)
-    for target, port in (("tokenizer", 7001), ("detokenizer", 7002), ("worker", 7003)):
-        told = release.get(
-            "ConfigMap", next(each.owner["metadata"]["name"] for each in pods(release) if each.component == "gateway")
-        )
-        assert told["data"][f"{ENV_PREFIX}{target.upper()}S"].endswith(f"-{target}.{NAMESPACE}.svc:{port}") or told["data"][
-            f"{ENV_PREFIX}{target.upper()}S"
-        ].endswith(f"-{target}.{NAMESPACE}:{port}")
-        assert ("gateway", target, port) in found
+
+    def law(_: str, release: Release) -> Iterator[str]:
+        found = graph(release)
+        told = release.get("ConfigMap", pod(release, "gateway").owner["metadata"]["name"])["data"]
+        for target, port in (("tokenizer", 7001), ("detokenizer", 7002), ("worker", 7003)):
+            address = told[f"{ENV_PREFIX}{target.upper()}S"]
+            if not address.endswith((f"-{target}.{NAMESPACE}.svc:{port}", f"-{target}.{NAMESPACE}:{port}")):
+                yield f"{target}s at {address}"
+            if ("gateway", target, port) not in found:
+                yield f"no way to {target}s"
+
+    assert offences(law, ci_names()) == {}
 
 
 POLICY: dict[str, Any] = {"spec": {"podSelector": {"matchLabels": {"a": "1"}}, "policyTypes": ["Ingress"]}}

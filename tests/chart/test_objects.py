@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from tests.chart.kube_schemas import LATEST, faults
+from tests.chart.laws import offences
 from tests.chart.pods import PodTemplate, pods, selects
 from tests.chart.release import (
     CHART,
@@ -28,17 +30,8 @@ DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 LABEL_VALUE = re.compile(r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
 IMAGE = re.compile(r"^[a-z0-9.\-/:]+?[a-z0-9](:[\w][\w.-]{0,127})?(@sha256:[0-9a-f]{64})?$")
 VERSION_LABELS = {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"}
+UNSAID = ("<no value>", "%!")  # what Go templates print of nothing, and of a verb without a value
 NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # Kubernetes knows image volumes from 1.31 on
-
-
-@pytest.fixture(params=ALL)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def release(name: str) -> Release:
-    return rendered(name)
 
 
 def test_there_is_a_values_file_for_each_way_that_the_docs_name() -> None:
@@ -46,9 +39,8 @@ def test_there_is_a_values_file_for_each_way_that_the_docs_name() -> None:
     assert wanted <= set(ci_names())
 
 
-@pytest.mark.parametrize("name", [*ci_names(), "everything"])
-def test_lint_has_nothing_to_say(name: str) -> None:
-    assert lint_findings(values_of(name)) == []
+def test_lint_has_nothing_to_say() -> None:
+    assert {name: found for name in [*ci_names(), "everything"] if (found := lint_findings(values_of(name)))} == {}
 
 
 @pytest.mark.parametrize("name", ["defaults", "prefetch", "everything"])
@@ -56,152 +48,227 @@ def test_rendering_twice_gives_the_same(name: str) -> None:
     assert render_anew(values_of(name)) == rendered(name)
 
 
-def test_objects_are_valid_for_the_newest_kubernetes(release: Release) -> None:
-    assert {title(each): found for each in release.objects if (found := faults(each, LATEST))} == {}
+def invalid(release: Release, version: str) -> Iterator[str]:
+    for each in release.objects:
+        if found := faults(each, version):
+            yield f"{title(each)}: {found}"
 
 
-def test_objects_are_valid_for_the_oldest_kubernetes(name: str, release: Release) -> None:
-    if name not in NEEDS_NEWER:
-        assert {title(each): found for each in release.objects if (found := faults(each, MINIMAL_KUBE))} == {}
+def test_objects_are_valid_for_the_newest_kubernetes() -> None:
+    assert offences(lambda _, release: invalid(release, LATEST)) == {}
+
+
+def test_objects_are_valid_for_the_oldest_kubernetes() -> None:
+    names = [name for name in ALL if name not in NEEDS_NEWER]
+    assert offences(lambda _, release: invalid(release, MINIMAL_KUBE), names) == {}
 
 
 def test_the_oldest_kubernetes_is_the_charts() -> None:
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].startswith(f">={MINIMAL_KUBE}.")
 
 
-def test_objects_have_their_own_names_and_the_releases_namespace(release: Release) -> None:
-    titles = [title(each) for each in release.objects]
-    assert len(set(titles)) == len(titles), sorted(titles)
-    for each in release.objects:
-        assert each["metadata"].get("namespace", NAMESPACE) == NAMESPACE, title(each)
+def test_objects_have_their_own_names() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        titles = Counter(title(each) for each in release.objects)
+        yield from (each for each, count in titles.items() if count > 1)
+
+    assert offences(law) == {}
 
 
-def test_names_and_labels_are_ones_that_kubernetes_takes(release: Release) -> None:
-    for each in release.objects:
-        metadata = each["metadata"]
-        assert len(metadata["name"]) <= 63 and DNS_LABEL.match(metadata["name"]), title(each)
-        if each["kind"] in ("StatefulSet", "LeaderWorkerSet", "Deployment"):  # their pods' names and hashes are labels too
-            assert len(metadata["name"]) <= 52, f"{title(each)}: controller-revision-hash adds 11 characters"
-        for labels in (metadata.get("labels") or {}, *(pod.labels for pod in pods_of(each))):
-            for key, value in labels.items():
-                assert isinstance(value, str) and len(value) <= 63 and LABEL_VALUE.match(value), (title(each), key, value)
+def test_objects_are_in_the_releases_namespace() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        yield from (title(each) for each in release.objects if each["metadata"].get("namespace", NAMESPACE) != NAMESPACE)
+
+    assert offences(law) == {}
+
+
+def test_names_are_ones_that_kubernetes_takes() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in release.objects:
+            name = each["metadata"]["name"]
+            if len(name) > 63 or not DNS_LABEL.match(name):
+                yield title(each)
+            if each["kind"] in ("StatefulSet", "LeaderWorkerSet", "Deployment") and len(name) > 52:  # pods' names are labels too
+                yield f"{title(each)}: controller-revision-hash adds 11 characters"
+
+    assert offences(law) == {}
+
+
+def test_labels_are_ones_that_kubernetes_takes() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in release.objects:
+            for labels in (each["metadata"].get("labels") or {}, *(pod.labels for pod in pods_of(each))):
+                for key, value in labels.items():
+                    if not isinstance(value, str) or len(value) > 63 or not LABEL_VALUE.match(value):
+                        yield f"{title(each)}: {key} = {value!r}"
+
+    assert offences(law) == {}
 
 
 def pods_of(each: Object) -> list[PodTemplate]:
     return pods(Release((each,), ""))
 
 
-def test_objects_say_whose_they_are(release: Release) -> None:
-    for each in release.objects:
-        labels = each["metadata"].get("labels") or {}
-        for key in ("app.kubernetes.io/name", "app.kubernetes.io/instance", *VERSION_LABELS):
-            assert labels.get(key), (title(each), key)
+def test_objects_say_whose_they_are() -> None:
+    wanted = ("app.kubernetes.io/name", "app.kubernetes.io/instance", *sorted(VERSION_LABELS))
+
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in release.objects:
+            labels = each["metadata"].get("labels") or {}
+            yield from (f"{title(each)}: {key}" for key in wanted if not labels.get(key))
+
+    assert offences(law) == {}
 
 
-def test_workloads_select_their_own_pods_and_no_others(release: Release) -> None:
-    everything = pods(release)
-    for workload in release.kind("Deployment", "StatefulSet"):
-        selector = workload["spec"]["selector"]
-        assert {pod.role for pod in everything if selects(selector, pod.labels)} == {title(workload)}
-        assert not VERSION_LABELS & set(selector["matchLabels"]), title(workload)
+def test_workloads_select_their_own_pods_and_no_others() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for workload in release.kind("Deployment", "StatefulSet"):
+            selector = workload["spec"]["selector"]
+            selected = {pod.role for pod in pods(release) if selects(selector, pod.labels)}
+            if selected != {title(workload)}:
+                yield f"{title(workload)} selects {sorted(selected)}"
+            if VERSION_LABELS & set(selector["matchLabels"]):
+                yield f"{title(workload)} selects a version"
+
+    assert offences(law) == {}
 
 
-def test_services_lead_to_ports_that_pods_listen_on(release: Release) -> None:
-    for service in release.kind("Service"):
-        selected = [pod for pod in pods(release) if _selected_by(service, pod)]
-        assert selected, title(service)
-        assert not VERSION_LABELS & set(service["spec"]["selector"]), title(service)
-        for port in service["spec"]["ports"]:
-            for pod in selected:
-                _assert_listens(pod, port.get("targetPort", port["port"]), title(service))
+def test_services_lead_to_ports_that_pods_listen_on() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for service in release.kind("Service"):
+            selector = service["spec"]["selector"]
+            selected = [pod for pod in pods(release) if selects({"matchLabels": selector}, pod.labels)]
+            if not selected or VERSION_LABELS & set(selector):
+                yield f"{title(service)} selects {sorted(pod.role for pod in selected)} by {sorted(selector)}"
+            for port in service["spec"]["ports"]:
+                target = port.get("targetPort", port["port"])
+                yield from (f"{title(service)}: {pod.role} has no port {target}" for pod in selected if not listens(pod, target))
+
+    assert offences(law) == {}
 
 
-def _selected_by(service: Object, pod: PodTemplate) -> bool:
-    return selects({"matchLabels": service["spec"]["selector"]}, pod.labels)
+def listens(pod: PodTemplate, port: int | str) -> bool:
+    return port in (pod.ports() if isinstance(port, str) else pod.ports().values())
 
 
-def _assert_listens(pod: PodTemplate, port: int | str, who: str) -> None:
-    assert port in (pod.ports() if isinstance(port, str) else pod.ports().values()), (who, pod.role, port)
+def test_disruption_budgets_are_about_one_workload() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        budgeted: Counter[str] = Counter()
+        for budget in release.kind("PodDisruptionBudget"):
+            selected = {title(pod.owner) for pod in pods(release) if selects(budget["spec"]["selector"], pod.labels)}
+            if len(selected) != 1:
+                yield f"{title(budget)} selects {sorted(selected)}"
+            budgeted.update(selected)
+        yield from (f"{each}: two budgets keep it from ever being evicted" for each, count in budgeted.items() if count > 1)
+
+    assert offences(law) == {}
 
 
-def test_disruption_budgets_are_about_one_workload(release: Release) -> None:
-    budgeted: list[str] = []
-    for budget in release.kind("PodDisruptionBudget"):
-        selected = {title(pod.owner) for pod in pods(release) if selects(budget["spec"]["selector"], pod.labels)}
-        assert len(selected) == 1, (title(budget), selected)
-        budgeted += selected
-    assert len(set(budgeted)) == len(budgeted), "two budgets for one pod keep it from ever being evicted"
+def test_policies_select_pods() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for policy in release.kind("NetworkPolicy"):
+            if not any(selects(policy["spec"]["podSelector"], pod.labels) for pod in pods(release)):
+                yield title(policy)
+
+    assert offences(law) == {}
 
 
-def test_policies_select_pods(release: Release) -> None:
-    for policy in release.kind("NetworkPolicy"):
-        assert any(selects(policy["spec"]["podSelector"], pod.labels) for pod in pods(release)), title(policy)
+def test_spread_constraints_are_about_their_own_pods() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for pod in pods(release):
+            for constraint in pod.spec.get("topologySpreadConstraints", []):
+                if not selects(constraint["labelSelector"], pod.labels):
+                    yield f"{pod.role}: of others"
+                if constraint["whenUnsatisfiable"] != "ScheduleAnyway":
+                    yield f"{pod.role}: a cluster of one zone must do"
+
+    assert offences(law) == {}
 
 
-def test_spread_constraints_are_about_their_own_pods(release: Release) -> None:
-    for pod in pods(release):
-        for constraint in pod.spec.get("topologySpreadConstraints", []):
-            assert selects(constraint["labelSelector"], pod.labels), pod.role
-            assert constraint["whenUnsatisfiable"] == "ScheduleAnyway", f"{pod.role}: a cluster of one zone must do"
+def test_scalers_have_a_target_without_replicas() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for scaler in release.kind("HorizontalPodAutoscaler", "ScaledObject"):
+            target = scaler["spec"]["scaleTargetRef"]
+            workload = release.get(target.get("kind", "Deployment"), target["name"])
+            if workload["apiVersion"] != target.get("apiVersion", "apps/v1") or "replicas" in workload["spec"]:
+                yield title(scaler)
+
+    assert offences(law) == {}
 
 
-def test_scalers_have_a_target_without_replicas(release: Release) -> None:
-    for scaler in release.kind("HorizontalPodAutoscaler", "ScaledObject"):
-        target = scaler["spec"]["scaleTargetRef"]
-        workload = release.get(target.get("kind", "Deployment"), target["name"])
-        assert workload["apiVersion"] == target.get("apiVersion", "apps/v1"), title(scaler)
-        assert "replicas" not in workload["spec"], title(scaler)
+def test_a_workload_has_one_scaler() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        scalers = release.kind("HorizontalPodAutoscaler", "ScaledObject")
+        targets = Counter(each["spec"]["scaleTargetRef"]["name"] for each in scalers)
+        yield from (target for target, count in targets.items() if count > 1)
+
+    assert offences(law) == {}
 
 
-def test_a_workload_has_one_scaler(release: Release) -> None:
-    targets = [each["spec"]["scaleTargetRef"]["name"] for each in release.kind("HorizontalPodAutoscaler", "ScaledObject")]
-    assert len(set(targets)) == len(targets)
+def test_monitors_of_services_find_ports() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        services = list(release.kind("Service"))
+        for monitor in release.kind("ServiceMonitor"):
+            found = [each for each in services if selects(monitor["spec"]["selector"], each["metadata"]["labels"])]
+            named = {port["name"] for each in found for port in each["spec"]["ports"]}
+            if not found or {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} - named:
+                yield f"{title(monitor)} finds {sorted(named)}"
+
+    assert offences(law) == {}
 
 
-def test_monitors_find_ports(release: Release) -> None:
-    for monitor in release.kind("ServiceMonitor"):
-        found = [each for each in release.kind("Service") if selects(monitor["spec"]["selector"], each["metadata"]["labels"])]
-        assert found, title(monitor)
-        for endpoint in monitor["spec"]["endpoints"]:
-            assert any(port["name"] == endpoint["port"] for each in found for port in each["spec"]["ports"]), title(monitor)
-    for monitor in release.kind("PodMonitor"):
-        selected = [pod for pod in pods(release) if selects(monitor["spec"]["selector"], pod.labels)]
-        assert selected, title(monitor)
-        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-            assert any(endpoint["port"] in pod.ports() for pod in selected), title(monitor)
+def test_monitors_of_pods_find_ports() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for monitor in release.kind("PodMonitor"):
+            found = [pod for pod in pods(release) if selects(monitor["spec"]["selector"], pod.labels)]
+            named = {name for pod in found for name in pod.ports()}
+            if not found or {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} - named:
+                yield f"{title(monitor)} finds {sorted(named)}"
+
+    assert offences(law) == {}
 
 
-def test_routes_lead_to_services(release: Release) -> None:
+def backends(release: Release) -> Iterator[tuple[Object, str, int | str]]:
+    """Of ingresses and routes: the object, a service, its port's name or number."""
     for ingress in release.kind("Ingress"):
-        for rule in ingress["spec"]["rules"]:
-            for path in rule["http"]["paths"]:
-                service = path["backend"]["service"]
-                _assert_has_port(release, service["name"], service["port"].get("name") or service["port"]["number"])
+        for path in (path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]):
+            service = path["backend"]["service"]
+            yield ingress, service["name"], service["port"].get("name") or service["port"]["number"]
     for route in release.kind("HTTPRoute"):
-        for rule in route["spec"]["rules"]:
-            for backend in rule["backendRefs"]:
-                _assert_has_port(release, backend["name"], backend["port"])
+        for backend in (backend for rule in route["spec"]["rules"] for backend in rule["backendRefs"]):
+            yield route, backend["name"], backend["port"]
 
 
-def _assert_has_port(release: Release, service: str, port: int | str) -> None:
-    ports = release.get("Service", service)["spec"]["ports"]
-    assert port in [each["name"] if isinstance(port, str) else each["port"] for each in ports], service
+def test_routes_lead_to_services() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for owner, service, port in backends(release):
+            ports = release.get("Service", service)["spec"]["ports"]
+            if port not in [each["name"] if isinstance(port, str) else each["port"] for each in ports]:
+                yield f"{title(owner)}: {service} has no port {port}"
+
+    assert offences(law) == {}
 
 
-def test_references_exist_or_come_from_the_values(name: str, release: Release) -> None:
-    given = set(_strings(values_of(name)))
-    for pod in pods(release):
-        for kind, referred in _references(pod):
-            assert release.has(kind, referred) or referred in given, f"{pod.role} needs {kind} {referred}"
+def test_references_exist_or_come_from_the_values() -> None:
+    def law(name: str, release: Release) -> Iterator[str]:
+        given = set(_strings(values_of(name)))
+        for pod in pods(release):
+            for kind, referred in _references(pod):
+                if not release.has(kind, referred) and referred not in given:
+                    yield f"{pod.role} needs {kind} {referred}"
+
+    assert offences(law) == {}
 
 
-def test_keys_of_config_maps_exist(release: Release) -> None:
-    for pod in pods(release):
-        for each in pod.containers():
-            for variable in each.get("env", []):
+def test_keys_of_config_maps_exist() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for pod in pods(release):
+            for variable in (variable for each in pod.containers() for variable in each.get("env", [])):
                 reference = variable.get("valueFrom", {}).get("configMapKeyRef")
-                if reference:
-                    assert reference["key"] in release.get("ConfigMap", reference["name"])["data"], pod.role
+                if reference and reference["key"] not in release.get("ConfigMap", reference["name"])["data"]:
+                    yield f"{pod.role}: {reference}"
+
+    assert offences(law) == {}
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -242,54 +309,85 @@ def _references(pod: PodTemplate) -> Iterator[tuple[str, str]]:
                 yield "ConfigMap", source["configMapKeyRef"]["name"]
 
 
-def test_bindings_bind_what_there_is(name: str, release: Release) -> None:
-    given = set(_strings(values_of(name)))
-    for binding in release.kind("RoleBinding"):
-        assert release.has("Role", binding["roleRef"]["name"]), title(binding)
-        for subject in binding["subjects"]:
-            assert subject["kind"] == "ServiceAccount" and subject["namespace"] == NAMESPACE
-            assert release.has("ServiceAccount", subject["name"]) or subject["name"] in given, title(binding)
+def test_bindings_bind_what_there_is() -> None:
+    def law(name: str, release: Release) -> Iterator[str]:
+        given = set(_strings(values_of(name)))
+        for binding in release.kind("RoleBinding"):
+            if not release.has("Role", binding["roleRef"]["name"]):
+                yield f"{title(binding)}: {binding['roleRef']}"
+            for subject in binding["subjects"]:
+                there = release.has("ServiceAccount", subject["name"]) or subject["name"] in given
+                if (subject["kind"], subject["namespace"]) != ("ServiceAccount", NAMESPACE) or not there:
+                    yield f"{title(binding)}: {subject}"
+
+    assert offences(law) == {}
 
 
-def test_nothing_is_cluster_wide(release: Release) -> None:
-    assert not list(release.kind("ClusterRole", "ClusterRoleBinding", "Namespace", "CustomResourceDefinition", "PriorityClass"))
+def test_nothing_is_cluster_wide() -> None:
+    kinds = ("ClusterRole", "ClusterRoleBinding", "Namespace", "CustomResourceDefinition", "PriorityClass")
+    assert offences(lambda _, release: map(title, release.kind(*kinds))) == {}
 
 
-def test_images_are_pinned_and_containers_bounded(release: Release) -> None:
-    for pod in pods(release):
-        for each in pod.containers():
-            assert IMAGE.match(each["image"]) and ":" in each["image"].rpartition("/")[2], (pod.role, each["image"])
-            assert not each["image"].endswith(":latest")
-            resources = each["resources"]
-            assert resources["requests"]["cpu"] and resources["requests"]["memory"], (pod.role, each["name"])
-            assert resources["limits"]["memory"], (pod.role, each["name"])
+def test_images_are_pinned() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for image in (each["image"] for pod in pods(release) for each in pod.containers()):
+            if not IMAGE.match(image) or ":" not in image.rpartition("/")[2] or image.endswith(":latest"):
+                yield image
+
+    assert offences(law) == {}
 
 
-def test_ports_of_a_pod_are_named_once(release: Release) -> None:
-    for pod in pods(release):
-        ports = [port for each in pod.containers() for port in each.get("ports", [])]
-        assert len({port["name"] for port in ports}) == len(ports) == len({port["containerPort"] for port in ports}), pod.role
+def test_containers_are_bounded() -> None:
+    wanted = (("requests", "cpu"), ("requests", "memory"), ("limits", "memory"))
+
+    def law(_: str, release: Release) -> Iterator[str]:
+        for pod in pods(release):
+            for each in pod.containers():
+                missing = [keys for keys in wanted if not each["resources"].get(keys[0], {}).get(keys[1])]
+                if missing:
+                    yield f"{pod.role} {each['name']}: {missing}"
+
+    assert offences(law) == {}
 
 
-def test_probes_are_about_ports_that_are_declared(release: Release) -> None:
-    for pod in pods(release):
-        for each in pod.containers():
-            declared = {port["containerPort"] for port in each.get("ports", [])} | {
-                port["name"] for port in each.get("ports", [])
-            }
-            for key in ("startupProbe", "livenessProbe", "readinessProbe"):
-                probe = each.get(key, {})
-                for action in ("grpc", "httpGet", "tcpSocket"):
-                    if action in probe:
-                        assert probe[action]["port"] in declared, (pod.role, key)
+def test_ports_of_a_pod_are_named_once() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for pod in pods(release):
+            ports = [port for each in pod.containers() for port in each.get("ports", [])]
+            if not len({port["name"] for port in ports}) == len(ports) == len({port["containerPort"] for port in ports}):
+                yield f"{pod.role}: {ports}"
+
+    assert offences(law) == {}
 
 
-def test_notes_say_what_to_type_next(release: Release) -> None:
-    assert "kubectl" in release.notes and NAMESPACE in release.notes
-    assert "<no value>" not in release.notes and "%!" not in release.notes
+def probed(container: dict[str, Any]) -> Iterator[tuple[str, int | str]]:
+    """Its probes' names and ports."""
+    for key in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container.get(key, {})
+        yield from ((key, probe[action]["port"]) for action in ("grpc", "httpGet", "tcpSocket") if action in probe)
 
 
-def test_nothing_was_left_unsaid_by_a_template(release: Release) -> None:
-    for each in release.objects:
-        for text in _strings(each):
-            assert "<no value>" not in text and "%!" not in text and "<nil>" not in text, title(each)
+def test_probes_are_about_ports_that_are_declared() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for pod in pods(release):
+            for each in pod.containers():
+                declared = {value for port in each.get("ports", []) for value in (port["containerPort"], port["name"])}
+                yield from (f"{pod.role} {key}: {port}" for key, port in probed(each) if port not in declared)
+
+    assert offences(law) == {}
+
+
+def test_notes_say_what_to_type_next() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        yield from (f"not there: {word}" for word in ("kubectl", NAMESPACE) if word not in release.notes)
+        yield from (f"left there: {word}" for word in UNSAID if word in release.notes)
+
+    assert offences(law) == {}
+
+
+def test_nothing_was_left_unsaid_by_a_template() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in release.objects:
+            yield from (f"{title(each)}: {text}" for text in _strings(each) if any(word in text for word in (*UNSAID, "<nil>")))
+
+    assert offences(law) == {}

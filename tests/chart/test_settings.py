@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from services.detokenizer.settings import DetokenizerSettings
@@ -10,9 +12,10 @@ from services.shared.settings import ENV_PREFIX, ServiceSettings, load
 from services.tokenizer.settings import TokenizerSettings
 from services.worker.settings import WorkerSettings
 from tests.chart.kubelet import environment
+from tests.chart.laws import offences
 from tests.chart.pods import PodTemplate, pod, pods
 from tests.chart.release import NAMESPACE, Release, merged, render
-from tests.chart.variants import ALL, VARIANTS, model, rendered
+from tests.chart.variants import VARIANTS, model
 
 SERVICES: dict[str, type[ServiceSettings]] = {
     "gateway": GatewaySettings,
@@ -63,29 +66,60 @@ def service_pods(release: Release) -> list[PodTemplate]:
     return [each for each in pods(release) if each.component in SERVICES]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_variables_are_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = rendered(name)
-    assert {each.component for each in service_pods(release)} == set(SERVICES)
-    for each in service_pods(release):
-        known = {ENV_PREFIX + field.upper() for field in SERVICES[each.component].model_fields}
-        assert set(variables(release, each)) <= known | FOREIGN, each.role
-        loaded = settings_of(release, each, monkeypatch)
-        listening = {getattr(loaded, field) for field in PORTS if getattr(loaded, field, 0)}
-        assert listening == set(each.ports().values()), f"{each.role}: what it listens on and what it declares"
-        for field, host in HOSTS.items():
-            if getattr(loaded, field, 0):
-                assert getattr(loaded, host) == "0.0.0.0", f"{each.role}: {host}"
+def test_every_release_has_all_services() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        yield from set(SERVICES) ^ {each.component for each in service_pods(release)}
+
+    assert offences(law) == {}
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_commands_are_the_services_own(name: str) -> None:
-    release = rendered(name)
-    for each in service_pods(release):
-        container = each.container()
-        assert container["command"] == ["python", "-m", f"services.{each.component}"] and not container.get("args"), each.role
-        for variable in container.get("env", []):
-            assert "TOKEN" not in variable["name"] or "value" not in variable, f"{each.role}: a secret in the clear"
+def test_variables_are_settings() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in service_pods(release):
+            known = {ENV_PREFIX + field.upper() for field in SERVICES[each.component].model_fields}
+            yield from (f"{each.role}: {name}" for name in sorted(set(variables(release, each)) - known - FOREIGN))
+
+    assert offences(law) == {}
+
+
+def test_services_listen_on_the_ports_that_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in service_pods(release):
+            loaded = settings_of(release, each, monkeypatch)
+            listening = {getattr(loaded, field) for field in PORTS if getattr(loaded, field, 0)}
+            if listening != set(each.ports().values()):
+                yield f"{each.role}: listens on {sorted(listening)}, declares {each.ports()}"
+
+    assert offences(law) == {}
+
+
+def test_services_listen_on_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in service_pods(release):
+            loaded = settings_of(release, each, monkeypatch)
+            hosts = [host for field, host in HOSTS.items() if getattr(loaded, field, 0)]
+            yield from (f"{each.role}: {host}" for host in hosts if getattr(loaded, host) != "0.0.0.0")
+
+    assert offences(law) == {}
+
+
+def test_commands_are_the_services_own() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in service_pods(release):
+            container = each.container()
+            if container["command"] != ["python", "-m", f"services.{each.component}"] or container.get("args"):
+                yield f"{each.role}: {container['command']} {container.get('args', '')}"
+
+    assert offences(law) == {}
+
+
+def test_no_secret_is_in_the_clear() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        for each in service_pods(release):
+            written = [variable["name"] for variable in each.container().get("env", []) if "value" in variable]
+            yield from (f"{each.role}: {name}" for name in written if "TOKEN" in name)
+
+    assert offences(law) == {}
 
 
 def test_numbers_keep_their_digits(monkeypatch: pytest.MonkeyPatch) -> None:

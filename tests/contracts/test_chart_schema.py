@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from charts.rootstock import values_schema as chart_schema
+from charts.rootstock import values_schema
 from services.local.reference import SERVICES
 
 CHART = Path(__file__).parents[2] / "charts" / "rootstock"
@@ -21,15 +21,15 @@ OPEN = {"global", "settings"}
 
 
 def test_the_file_is_up_to_date() -> None:
-    wanted = chart_schema.render()
+    wanted = values_schema.render()
     assert (CHART / "values.schema.json").read_text() == wanted, (
         "python -m charts.rootstock.values_schema > charts/rootstock/values.schema.json"
     )
 
 
-@pytest.mark.parametrize("service", chart_schema.DECIDED)
+@pytest.mark.parametrize("service", values_schema.DECIDED)
 def test_what_the_chart_decides_are_settings(service: str) -> None:
-    assert chart_schema.DECIDED[service] <= set(SERVICES[service].model_fields)
+    assert values_schema.DECIDED[service] <= set(SERVICES[service].model_fields)
 
 
 def _resolved(schema: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,31 @@ def outcome_script(figures: dict[str, Any], more: str = "") -> str:
     return f"import sys, json\nopen(sys.argv[1], 'w').write(json.dumps({outcome!r}))\n{more}"
 
 
-def check(tmp_path: Path, parts: list[Part], source: Source = SOURCE, least_s: float = 1.0) -> tuple[Check, State]:
+@dataclass
+class Reached:
+    """A part's limit passes as soon as it has made the file, however fast this machine is; its clock then stands at the limit."""
+
+    file: Path
+    now: float = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def wait(self, process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+        while not self.file.exists():
+            assert process.poll() is None, "it ended before it got there"
+            time.sleep(0.05)
+        self.now += limit_s
+        return None
+
+
+def check(
+    tmp_path: Path, parts: list[Part], source: Source = SOURCE, least_s: float = 1.0, reached: Reached | None = None
+) -> tuple[Check, State]:
     state = load_state(tmp_path / "work/state.json", "2030-01-02", fresh=False)
     folders = tmp_path / "work", tmp_path / "out"
-    return Check(*folders, FACTS, source, state, parts, dict(os.environ), tmp_path, least_s), state
+    wait = (reached.wait, reached.clock) if reached else ()
+    return Check(*folders, FACTS, source, state, parts, dict(os.environ), tmp_path, least_s, *wait), state
 
 
 def report_of(tmp_path: Path) -> str:
@@ -280,12 +301,13 @@ def test_a_check_goes_on_from_its_report(tmp_path: Path) -> None:
 def test_a_part_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
     child = "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\n"
     slow = script(
-        tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, child + "print('so far', flush=True)\ntime.sleep(60)"), limit_s=2
+        tmp_path,
+        "slow",
+        outcome_script({"a": {"value": 1.0}}, child + "print('so far', flush=True)\nopen('there', 'w')\ntime.sleep(600)"),
+        limit_s=2,
     )
-    begun = time.monotonic()
-    runner, state = check(tmp_path, [slow])
+    runner, state = check(tmp_path, [slow], reached=Reached(tmp_path / "there"))
     assert runner.run([slow], None, keep=False) == 1
-    assert time.monotonic() - begun < 20
     result = state.results["slow", "", "NVIDIA H200"]
     assert result.status is Status.TIMED_OUT and "so far" in result.tail
     assert result.outcome["figures"] == {"a": {"value": 1.0}}, "what it had measured by then is kept"
@@ -293,10 +315,12 @@ def test_a_part_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path
 
 def test_the_whole_checks_limit(tmp_path: Path) -> None:
     """A part that it cuts off is not one that took too long; one that it leaves no time for is not begun."""
-    slow = script(tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, "import time\ntime.sleep(60)"), limit_s=300)
+    slow = script(
+        tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, "import time\nopen('there', 'w')\ntime.sleep(600)"), limit_s=300
+    )
     later = script(tmp_path, "later", outcome_script({}), limit_s=300)
-    runner, state = check(tmp_path, [slow, later], least_s=1.5)
-    assert runner.run([slow, later], time.monotonic() + 2.5, keep=False) == 1
+    runner, state = check(tmp_path, [slow, later], least_s=1.5, reached=Reached(tmp_path / "there"))
+    assert runner.run([slow, later], 2.5, keep=False) == 1
     assert (
         state.results["slow", "", "NVIDIA H200"].status is Status.CUT_OFF
         and state.results["slow", "", "NVIDIA H200"].outcome["figures"]
@@ -322,11 +346,16 @@ def test_pytest_outcomes_are_counted(tmp_path: Path) -> None:
 
 def test_a_cut_off_test_part_says_what_had_failed_by_then(tmp_path: Path) -> None:
     test_file = tmp_path / "test_some.py"
-    lines = ["import time", "def test_a(): assert 'this' == 'that'", "def test_b(): pass", "def test_c(): time.sleep(60)"]
+    lines = [
+        "import time",
+        "def test_a(): assert 'this' == 'that'",
+        "def test_b(): pass",
+        "def test_c(): open('there', 'w'); time.sleep(600)",
+    ]
     test_file.write_text("\n".join(lines))
     command = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--junitxml={out}", str(test_file))
     some = Part("some", TESTS, "tests", 8, command)
-    runner, state = check(tmp_path, [some])
+    runner, state = check(tmp_path, [some], reached=Reached(tmp_path / "there"))
     assert runner.run([some], None, keep=False) == 1
     result = state.results["some", "", "NVIDIA H200"]
     assert result.status is Status.TIMED_OUT

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES
 from tests.groups import groups, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,10 @@ def test_every_file_is_in_one_group() -> None:
         paths = tuple(word for word in arguments if word.startswith("tests") and word not in ignored)
         taken += [file for file in files if file.startswith(paths) and not (ignored and file.startswith(ignored))]
     assert sorted(taken) == sorted(files)
+
+
+def test_what_is_run_first_is_there() -> None:
+    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONG_FILES
 
 
 @pytest.mark.parametrize("target", ["test", "nightly"])

@@ -25,18 +25,25 @@ def import_with_blocked(blocked: list[str], module: str) -> subprocess.Completed
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
+def modules_below(folder: str) -> list[str]:
+    """Every module of a folder and of the folders in it."""
+    paths = (path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / folder).rglob("*.py")))
+    return [".".join(path.parts) for path in paths if path.name != "__init__"]
+
+
 def test_services_without_torch_import_without_torch() -> None:
     names = []
     for service in ("gateway", "tokenizer", "detokenizer", "local", "shared"):
-        stems = {path.stem for path in (ROOT / "services" / service).glob("*.py")} - {"__init__"}
-        assert stems, service
-        names += [f"services.{service}.{stem}" for stem in sorted(stems)]
+        found = modules_below(f"services/{service}")
+        assert found, service
+        names += found
     result = import_with_blocked([*HEAVY, "transformers"], ", ".join(names))
     assert result.returncode == 0, result.stderr
 
 
 def test_the_core_and_the_fake_executor_need_numpy_alone() -> None:
-    names = [f"services.worker.core.{path.stem}" for path in sorted((ROOT / "services/worker/core").glob("*.py"))]
+    names = modules_below("services/worker/core")
+    assert names
     result = import_with_blocked(NOT_IN_CORE, ", ".join([*names, "services.worker.exec.fake"]))
     assert result.returncode == 0, result.stderr
 

@@ -1,4 +1,7 @@
-"""The wire stays readable by older peers: a field that was released keeps its number, type and label."""
+"""The wire stays readable by older peers: a field that was released keeps its number, type and label.
+
+python -m tests.contracts.test_protos adds to protos.json what is not in it yet, and changes nothing that is.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,23 @@ def test_released_fields_keep_their_numbers_and_types() -> None:
 def test_the_golden_file_knows_every_field() -> None:
     golden = json.loads(GOLDEN.read_text())
     missing = [f"{name}.{field}" for name, fields in shape().items() for field in fields if field not in golden.get(name, {})]
-    assert not missing, f"add to {GOLDEN.name}: {missing}"
+    assert not missing, f"run `python -m tests.contracts.test_protos`: {missing}"
+
+
+def test_what_is_added_changes_nothing_that_is_there() -> None:
+    golden = {"M": {"old": [1, 3, False, True]}}
+    now: dict[str, dict[str, list[object]]] = {"M": {"old": [9, 9, True, True], "new": [2, 3, False, True]}, "N": {"x": [0]}}
+    assert with_new_fields(golden, now) == {"M": {"old": [1, 3, False, True], "new": [2, 3, False, True]}, "N": {"x": [0]}}
+
+
+def with_new_fields(
+    golden: dict[str, dict[str, list[object]]], now: dict[str, dict[str, list[object]]]
+) -> dict[str, dict[str, list[object]]]:
+    return {name: {**now.get(name, {}), **golden.get(name, {})} for name in {**golden, **now}}
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(with_new_fields(json.loads(GOLDEN.read_text()), shape()), indent=1) + "\n")
 
 
 def test_enums_begin_with_unspecified() -> None:

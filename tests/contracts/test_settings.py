@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic_settings import BaseSettings
 
+from services.local import models_reference
 from services.local.reference import SERVICES, render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,3 +75,8 @@ def test_a_wrong_flag_is_one_line_and_status_2(name: str, ran: dict[str, dict[st
     result = ran[name]["--port"]
     assert result["status"] == 2
     assert "port" in result["stderr"] and "Traceback" not in result["stderr"]
+
+
+def test_the_page_of_models_names_the_families() -> None:
+    page = models_reference.PAGE.read_text()
+    assert "Qwen3ForCausalLM" in page and page == models_reference.render(page), "run `make docs`"

@@ -1,4 +1,4 @@
-"""The real core on FakeExecutor, with what CORE.md says checked after every call."""
+"""The real core on FakeExecutor, with docs/scheduler.md#invariants checked after every call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.radix_cache import TreeNode
+from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.queue.finish import first_stop
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FakeExecutor, FakeRun, fake_embedding, first_allowed, hashed_token
@@ -36,7 +36,7 @@ class LetterDecoder:
 class Engine:
     """Turns the loop by hand. `outputs` and `finishes` gather what a front end would see, by handle.
 
-    checked: False for runs that are about something else than CORE.md's rules, which take most of the time.
+    checked: False for runs that are about something else than the invariants, which take most of the time.
     """
 
     def __init__(self, config: SchedulerConfig, overlap: bool = True, checked: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Reference 2 §5, §9.3, §9.4, §11: how much a step takes in, and what admission reserves for rows that run."""
+"""docs/scheduler.md#admission-and-budgets: how much a step takes in, and what admission reserves for rows that run."""
 
 from __future__ import annotations
 

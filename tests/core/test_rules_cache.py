@@ -10,7 +10,9 @@ from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.cache_events import BLOCK_TOKENS
-from services.worker.core.kv.radix_cache import RadixCache, TreeNode
+from services.worker.core.kv.radix_cache import RadixCache
+from services.worker.core.kv.tree_node import TreeNode
+from services.worker.core.queue.configured_memory import ORDERS
 from tests.core.harness import Engine, chained
 from tests.core.test_scheduler_basic import make
 
@@ -23,7 +25,7 @@ class Tree:
     """Pages of one token; a page's number is its token."""
 
     def __init__(self, policy: EvictionPolicy = EvictionPolicy.LRU) -> None:
-        self.cache = RadixCache(1, policy)
+        self.cache = RadixCache(1, ORDERS[policy])
 
     def put(self, *tokens: int, rank: int = 0) -> TreeNode:
         node, _ = self.cache.insert(self.cache.root(""), key(*tokens), np.array(tokens, dtype=np.int32), rank)

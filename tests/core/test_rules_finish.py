@@ -1,4 +1,4 @@
-"""Reference 2 §22: when a request ends, which rule wins where two hold, and what is reported."""
+"""docs/scheduler.md#finish-order: when a request ends, which rule wins where two hold, and what is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.worker.core.contracts.messages import ErrorCode, Finish, FinishRea
 from services.worker.core.contracts.plan import RowFault, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.queue.admission import make_request
-from services.worker.core.queue.finish import REGEX_TAIL_TOKENS, Ending, check_finished, first_stop
+from services.worker.core.queue.finish import REGEX_TAIL_TOKENS, FinishDecision, check_finished, first_stop
 from tests.core.fake_grammar import spec
 from tests.core.harness import LetterDecoder
 from tests.core.test_scheduler_basic import make
@@ -20,7 +20,7 @@ from tests.core.test_scheduler_basic import make
 B = 1  # LetterDecoder reads token 1 as "b"
 
 
-def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> Ending | None:
+def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> FinishDecision | None:
     """What the rules say of a request whose newest output token is the last of `outputs`."""
     message = Submit(0, 0, "", np.array([5], dtype=np.int32), SamplingParams(**{"max_new_tokens": 99, **params}))
     request = make_request(message, 0, make().config, 0.0)
@@ -106,9 +106,9 @@ class TestTokens:
         assert found is not None and found.matched_token == B and found.matched_stop == ""
 
     def test_the_end_of_the_text_is_reported_as_its_token(self) -> None:
-        assert ending([2, 7]) == Ending(FinishReason.MATCHED_TOKEN, matched_token=7)
+        assert ending([2, 7]) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=7)
         assert ending([2, 7], ignore_eos=True) is None
-        assert ending([2, 7], ignore_eos=True, stop_token_ids=(7,)) == Ending(FinishReason.MATCHED_TOKEN, matched_token=7)
+        assert ending([2, 7], ignore_eos=True, stop_token_ids=(7,)) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=7)
 
     @pytest.mark.parametrize(("count", "ends"), [(1, False), (2, False), (3, True), (4, True)])
     def test_no_stop_token_counts_before_min_new_tokens(self, count: int, ends: bool) -> None:
@@ -126,8 +126,8 @@ class TestTokens:
         assert engine.finishes[1].matched_token == out[10] and engine.outputs[1] == out[:11]
 
     def test_a_finished_grammar_reports_the_stop_token_if_it_ended_with_one(self) -> None:
-        assert ending([2, B], True) == Ending(FinishReason.MATCHED_TOKEN, matched_token=-1)
-        assert ending([2, B], True, stop_token_ids=(B,)) == Ending(FinishReason.MATCHED_TOKEN, matched_token=B)
+        assert ending([2, B], True) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=-1)
+        assert ending([2, B], True, stop_token_ids=(B,)) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=B)
 
 
 class TestStrings:
@@ -159,7 +159,7 @@ class TestStrings:
 
 class TestRegexes:
     def test_the_pattern_is_reported(self) -> None:
-        assert ending([2, 0, B], stop_regex=("z", "a[bc]")) == Ending(FinishReason.MATCHED_REGEX, matched_stop="a[bc]")
+        assert ending([2, 0, B], stop_regex=("z", "a[bc]")) == FinishDecision(FinishReason.MATCHED_REGEX, matched_stop="a[bc]")
 
     @pytest.mark.parametrize(("behind", "found"), [(REGEX_TAIL_TOKENS - 1, True), (REGEX_TAIL_TOKENS, False)])
     def test_it_is_sought_in_the_last_256_tokens(self, behind: int, found: bool) -> None:

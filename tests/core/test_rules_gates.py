@@ -83,7 +83,7 @@ class TestOfAPrefixThatIsBeingComputed:
 
     def test_the_wait_is_over_when_what_both_share_is_committed_though_the_extend_goes_on(self) -> None:
         """A prompt of 160 tokens in chunks of 64, of which the second request shares 112: all but the last chunk."""
-        engine = wide(chunked_prefill_size=64)
+        engine = wide(chunked_prefill_size=64, max_extend_steps=0)
         engine.submit(0, [1] * 112 + [2] * 47 + [500], max_new_tokens=4, ignore_eos=True)
         engine.turn()
         engine.submit(1, [1] * 112 + [3] * 7 + [501], max_new_tokens=4, ignore_eos=True)
@@ -122,7 +122,7 @@ class TestOfAPrefixThatIsBeingComputed:
     @pytest.mark.parametrize("eviction", [EvictionPolicy.LRU, EvictionPolicy.LFU])
     def test_a_look_that_ends_in_waiting_leaves_no_mark_on_the_tree(self, eviction: EvictionPolicy) -> None:
         """An extend hangs on a node that the looks pass through, and their hits end within another one."""
-        engine = wide(eviction_policy=eviction)
+        engine = wide(eviction_policy=eviction, max_extend_steps=0)
         engine.submit(0, [1] * 40 + [2] * 40, max_new_tokens=1)
         engine.drain()
         engine.submit(1, [1] * 40 + [3] * 80, max_new_tokens=4, ignore_eos=True)
@@ -142,7 +142,7 @@ class TestOvertaken:
 
     @staticmethod
     def start(**changes: Any) -> Engine:
-        engine = wide(chunked_prefill_size=128, adaptive_chunk_rows=0, **changes)
+        engine = wide(chunked_prefill_size=128, adaptive_chunk_rows=0, max_extend_steps=0, **changes)
         for handle in range(2):
             engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
         engine.submit(2, [2] * 600, max_new_tokens=4, ignore_eos=True)

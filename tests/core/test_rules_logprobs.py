@@ -9,6 +9,7 @@ import pytest
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.contracts.sampling import EmbeddingParams
+from tests.all_pairs import each_pair
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 
@@ -29,9 +30,7 @@ def wanted(first: int) -> list[float]:
 
 
 class TestPromptLogprobs:
-    @pytest.mark.parametrize("first", [0, 1, 2, 15, 16, 17, 33, 48, 49])
-    @pytest.mark.parametrize("chunk", [0, 4, 16, 32])
-    @pytest.mark.parametrize("overlap", [True, False])
+    @each_pair(overlap=[True, False], chunk=[0, 4, 16, 32], first=[0, 1, 2, 15, 16, 17, 33, 48, 49])
     def test_each_wanted_token_has_one_however_the_prompt_is_cut(self, overlap: bool, chunk: int, first: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         assert prompt_logprobs(engine, 0, first) == wanted(first)

@@ -1,4 +1,4 @@
-"""Reference 2 §6: in which order waiting requests are looked at, by policy, with SGLang's thresholds."""
+"""docs/scheduler.md#policies: in which order waiting requests are looked at, by policy, with SGLang's thresholds."""
 
 from __future__ import annotations
 
@@ -10,24 +10,17 @@ import pytest
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.kv.memory import KVMemory
 from services.worker.core.queue.admission import make_request
+from services.worker.core.queue.configured_memory import configured_memory
 from services.worker.core.queue.policy import effective_policy, service_order
 from services.worker.core.queue.request import Request
 from services.worker.core.queue.waiting_queue import WaitingQueue
+from tests.core.deployed_config import deployed_config
 from tests.core.test_scheduler_basic import make
 
 
 def config_of(policy: SchedulePolicy, **more: object) -> SchedulerConfig:
-    values: dict[str, object] = {
-        "num_pages": 4096,
-        "page_size": 1,
-        "context_len": 512,
-        "vocab_size": 1000,
-        "schedule_policy": policy,
-        **more,
-    }
-    return SchedulerConfig(**values)  # type: ignore[arg-type]
+    return deployed_config(4096, 1, 512, 1000, schedule_policy=policy, **more)
 
 
 class Line:
@@ -35,7 +28,7 @@ class Line:
 
     def __init__(self, policy: SchedulePolicy, **more: object) -> None:
         self.config = config_of(policy, **more)
-        self.memory = KVMemory(self.config)
+        self.memory = configured_memory(self.config)
         self.queue = WaitingQueue()
         self.arrived = 0
 

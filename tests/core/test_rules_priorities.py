@@ -1,4 +1,4 @@
-"""Reference 2 §13: who is served first, and who is displaced for whom."""
+"""docs/scheduler.md#preemption: who is served first, and who is displaced for whom."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TestVictims:
 
     @pytest.mark.parametrize("ignore_eos", [False, True])
     def test_room_for_the_more_urgent_one_is_what_admission_asks_for(self, ignore_eos: bool) -> None:
-        engine = prioritised(num_pages=24, schedule_conservativeness=0.1)
+        engine = prioritised(num_pages=24, schedule_conservativeness=0.1, max_extend_steps=0)
         start(engine, [0, 0, 0], max_new=20)
         engine.submit(9, [99] * 20, priority=5, max_new_tokens=8, ignore_eos=ignore_eos)
         engine.turn()

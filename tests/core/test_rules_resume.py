@@ -133,7 +133,7 @@ class TestGrammars:
         engine.submit(0, PROMPT, output=[1, 2, 3], max_new_tokens=24, grammar=spec(1, 17))
         engine.submit(1, PROMPT, max_new_tokens=4)
         engine.drain()
-        assert finish_of(engine, 0) == INVALID and engine.finishes[0].message.startswith("output_ids: ")
+        assert finish_of(engine, 0) == INVALID and engine.finishes[0].field == "output_ids"
         assert engine.finishes[0].completion_tokens == 3
         engine.check_answer(1)
 
@@ -303,4 +303,4 @@ class TestRefusals:
         assert taken is not None
         finish = taken.peers[0].finishes[0]
         assert finish.error is error
-        assert finish.message.startswith("output_ids: ") or error is ErrorCode.OUT_OF_MEMORY
+        assert finish.field == "output_ids" or error is ErrorCode.OUT_OF_MEMORY

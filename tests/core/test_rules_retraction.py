@@ -1,4 +1,4 @@
-"""Reference 2 §9 and §19: what happens when memory runs out, and when a batch is full."""
+"""docs/scheduler.md#retraction: what happens when memory runs out, and when a batch is full."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.core.test_scheduler_basic import make
 
 def crowded(overlap: bool = True, max_new: int = 24, **changes: Any) -> Engine:
     """Three requests that are let in together and cannot all finish: 64 tokens of KV, 96 wanted."""
-    values: dict[str, Any] = {"num_pages": 16, "eos_token_ids": (), "schedule_conservativeness": 0.01, **changes}
-    engine = make(overlap, **values)
+    values: dict[str, Any] = {"num_pages": 16, "eos_token_ids": (), "schedule_conservativeness": 0.01, "max_extend_steps": 0}
+    engine = make(overlap, **{**values, **changes})
     for handle in range(3):
         engine.submit(handle, [handle + 1] * (8 - handle), max_new_tokens=max_new)
         engine.turn()
@@ -145,7 +145,7 @@ class TestRetractHook:
 
 
 class TestBatchIsFull:
-    """The rows of reference 2 §19 that one worker without disaggregation has."""
+    """When the flag is set and cleared (docs/scheduler.md#admission-and-budgets)."""
 
     @staticmethod
     def full(**changes: Any) -> Engine:

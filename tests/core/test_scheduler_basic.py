@@ -1,21 +1,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.queue.finish import check_finished
 from services.worker.core.queue.request import Request
+from tests.core.deployed_config import deployed_config
 from tests.core.harness import Engine, LetterDecoder
 
 
-def make(overlap: bool = True, **changes: object) -> Engine:
-    values: dict[str, object] = {
+def make(overlap: bool = True, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
         "num_pages": 64,
         "page_size": 4,
         "context_len": 128,
@@ -24,7 +25,7 @@ def make(overlap: bool = True, **changes: object) -> Engine:
         "chunked_prefill_size": 16,
         "eos_token_ids": (7,),
     }
-    return Engine(SchedulerConfig(**{**values, **changes}), overlap)  # type: ignore[arg-type]
+    return Engine(deployed_config(**{**values, **changes}), overlap)
 
 
 def finish_of(engine: Engine, handle: int) -> tuple[FinishReason, ErrorCode]:

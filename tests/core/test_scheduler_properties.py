@@ -1,4 +1,4 @@
-"""Random messages through the core with tiny pools: CORE.md, "tests that hold this page"."""
+"""Random messages through the core with tiny pools: docs/scheduler.md#invariants."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
 from services.worker.core.contracts.sampling import EmbeddingParams
+from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 
@@ -116,7 +117,7 @@ def check_run(engine: Engine) -> None:
 
 
 def config_of(page_size: int, pool_tokens: int, slots: int, chunk: int, **more: Any) -> SchedulerConfig:
-    return SchedulerConfig(
+    return deployed_config(
         num_pages=pool_tokens // page_size,
         page_size=page_size,
         context_len=CONTEXT,

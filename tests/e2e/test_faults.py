@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -58,33 +58,50 @@ def test_sixty_four_clients_leave_at_random_moments(system: System) -> None:
     assert is_quiet(system)
 
 
+@pytest.fixture(scope="module")
+def to_kill_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with System(tmp_path_factory.mktemp("killed")) as running:
+        yield running
+
+
+@pytest.fixture
+def mended(to_kill_in: System) -> Iterator[System]:
+    """All of it is up again afterwards, whatever became of the test."""
+    yield to_kill_in
+    start_what_is_down(to_kill_in)
+
+
+def start_what_is_down(system: System) -> None:
+    for name in [name for name, child in system.children.items() if child.exit_code is not None]:
+        system.start(name)
+    system.wait_ready()
+
+
 @pytest.mark.parametrize("name", ["tokenizer", "detokenizer", "worker-0", "gateway", "redis"])
-def test_killing_one_service_is_an_error_or_a_wait_and_never_a_hang(tmp_path: Path, name: str) -> None:
-    with System(tmp_path) as system:
-        pids = {other: child.pid for other, child in system.children.items() if other != name}
-        streams = [open_stream(system, 400) for _ in range(4)]
-        for stream in streams:
-            stream.settimeout(40)
-            assert stream.recv(4096)
-        system.kill(name)
-        if name in ("detokenizer", "worker-0"):
-            system.start(name)
-        whole = [read_to_end(stream) for stream in streams]
-        if name != "gateway":
-            assert all(b"[DONE]" in data and b'"error"' not in data for data in whole), "a pause, and then the rest"
-        if name != "gateway":
-            begun = time.monotonic()
-            status, _ = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
-            assert time.monotonic() - begun < 45
-            assert status == 200 if name == "redis" else status in (200, 500, 502, 503, 504)
-        if system.children[name].exit_code is not None:
-            system.start(name)
-        system.wait_ready()
-        status, answer = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
-        assert status == 200, answer
-        assert {other: child.pid for other, child in system.children.items() if other != name} == pids
-        assert all(child.exit_code is None for child in system.children.values())
-        wait_until(lambda: is_quiet(system), 5, "pages and queues to be empty")
+def test_killing_one_service_is_an_error_or_a_wait_and_never_a_hang(mended: System, name: str) -> None:
+    system = mended
+    pids = {other: child.pid for other, child in system.children.items() if other != name}
+    streams = [open_stream(system, 400) for _ in range(4)]
+    for stream in streams:
+        stream.settimeout(40)
+        assert stream.recv(4096)
+    system.kill(name)
+    if name in ("detokenizer", "worker-0"):
+        system.start(name)
+    whole = [read_to_end(stream) for stream in streams]
+    if name != "gateway":
+        assert all(b"[DONE]" in data and b'"error"' not in data for data in whole), "a pause, and then the rest"
+    if name != "gateway":
+        begun = time.monotonic()
+        status, _ = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
+        assert time.monotonic() - begun < 45
+        assert status == 200 if name == "redis" else status in (200, 500, 502, 503, 504)
+    start_what_is_down(system)
+    status, answer = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
+    assert status == 200, answer
+    assert {other: child.pid for other, child in system.children.items() if other != name} == pids
+    assert all(child.exit_code is None for child in system.children.values())
+    wait_until(lambda: is_quiet(system), 5, "pages and queues to be empty")
 
 
 def read_to_end(stream: socket.socket) -> bytes:

@@ -25,9 +25,8 @@ BATCH = 16
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with System(tmp_path_factory.mktemp("features"), dtype="float32") as running:
-        yield running
+def system(exact_system: System) -> System:
+    return exact_system
 
 
 @pytest.fixture(scope="module")

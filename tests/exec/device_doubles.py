@@ -4,7 +4,7 @@ calls that make the host wait."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.worker.exec.streams.cuda_streams import T
+from services.worker.exec.streams.host_streams import HostStreams, _Past
 
 WAITS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal",
          "from_numpy", "tensor", "as_tensor", "masked_select", "unique", "argwhere", "allclose"}  # fmt: skip
@@ -179,3 +182,35 @@ class ForgetfulMemory:
     def freed(self) -> int:
         """How many captured addresses no tensor holds any more."""
         return sum(ref.expired() for ref in self.named)
+
+
+class InlineStreams(HostStreams):
+    """Work runs where it is launched, and what is collected where it is asked for, as with a GPU. Memory of host and device is
+    apart, so that nobody reads what was not copied."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+        self._nothing, self._past = nullcontext(), _Past()
+
+    def launch(self, work: Callable[[], None]) -> None:
+        with torch.inference_mode():
+            work()
+
+    def collect(self, work: Callable[[], T]) -> Callable[[], T]:
+        def collected() -> T:
+            with torch.inference_mode():
+                return work()
+
+        return collected
+
+    def close(self) -> None:
+        return
+
+    def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
+        return torch.empty(num_words, dtype=torch.int32), torch.empty(num_words, dtype=torch.int32)
+
+    def to_host(self, source: Tensor) -> Tensor:
+        return source.clone()
+
+    def synchronize(self) -> None:
+        return

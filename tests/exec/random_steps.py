@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
-from services.worker.core.contracts.messages import StepStats
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams
-from services.worker.core.kv.radix_cache import TreeNode
+from services.worker.core.kv.tree_node import TreeNode
+from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.protocol import Executor, Masks, Run
 from services.worker.exec.fake import FakeExecutor, FakeRun
+from tests.benchmarks.pinned_config import pinned_config
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 
@@ -95,7 +96,7 @@ class Turned(Engine):
 
 def random_config(rng: random.Random, page_size: int) -> SchedulerConfig:
     """Within what an executor of MAX_SLOTS slots and POOL_TOKENS tokens can do."""
-    return SchedulerConfig(
+    return pinned_config(
         num_pages=rng.choice((96, 160, 320, POOL_TOKENS)) // page_size,
         page_size=page_size,
         context_len=CONTEXT,

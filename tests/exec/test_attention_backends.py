@@ -16,7 +16,7 @@ from kernels.contracts.ops import RaggedRows
 from kernels.reference import layers as reference
 from kernels.triton.attention.attention_plan import DECODE_BLOCKS, HeadShape, plan_decode, plan_extend, scratch_bounds
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
-from services.worker.exec.attention.kernel_attention import TorchAttention
+from services.worker.exec.attention.kernel_attention import KernelAttention
 from services.worker.exec.attention.triton_backend import TritonAttention
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SLOTS, WIDTH = 4, 2, 16, 4, 8, 160
@@ -32,7 +32,7 @@ SHAPE = AttentionShape(
     max_context=WIDTH * PAGE_SIZE,
     max_pages=SLOTS * WIDTH,
 )
-BACKENDS = {"triton": TritonAttention, "torch": TorchAttention}
+BACKENDS = {"triton": TritonAttention, "torch": lambda *_: KernelAttention(reference)}
 
 
 class Model:
@@ -152,10 +152,10 @@ def test_a_graph_takes_the_longest_context_there_may_be() -> None:
 
 
 def test_which_back_ends_can_be_captured() -> None:
-    assert TritonAttention.captures and not TorchAttention.captures
+    assert TritonAttention.captures and not KernelAttention.captures
     batch = Model(DEVICE).batch([0], [0], [1], 0, graph=1)
     with pytest.raises(ValueError, match="captured"):
-        TorchAttention(SHAPE, DEVICE).plan(batch)
+        KernelAttention(reference).plan(batch)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -27,7 +27,6 @@ class Named:
 @pytest.fixture(autouse=True)
 def others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "_triton", lambda *_: Named("triton"))
-    monkeypatch.setattr(choose, "_torch", lambda *_: Named("torch"))
 
 
 def chosen(
@@ -54,9 +53,9 @@ def with_flashinfer(monkeypatch: pytest.MonkeyPatch, failure: Exception | None =
     monkeypatch.setattr(choose.FlashInferAttention, "prepare", prepare)
 
 
-def test_without_cuda_it_is_torch() -> None:
+def test_without_cuda_it_is_the_kernels_of_the_layers() -> None:
     name, told = chosen("auto", CPU)
-    assert name == "torch" and told == ["attention: torch, because the device is cpu and the other back ends need CUDA"]
+    assert name == "kernels" and told == ["attention: our kernels, because the device is cpu and the other back ends need CUDA"]
 
 
 def test_flashinfer_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.exec.build import build_cpu_executor
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 CASES: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path) -> None:
-    executor, _ = build_cpu_executor(str(folder), "auto", 4, 2, 8, 0.5, None, 1, lambda _: None)
+    executor, _ = build_host_executor(str(folder), "auto", 4, 2, 8, 0.5, None, 1, lambda _: None)
     executor.close()
 
 

@@ -1,4 +1,4 @@
-"""Models that are not our decoder run on the device executor too: the same tokens and vectors as on the CPU executor."""
+"""Models that are not our decoder: the same tokens and vectors with our C++ kernels and with torch's twins."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
-from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.protocol import Executor
-from services.worker.exec.device.build import DeviceOptions, build_device_executor
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS
+from tests.exec.host_executors import build_host_executor
 from tests.exec.transformers_families import SERVED
 
 PAGE_SIZE, SLOTS, PAGES = 4, 8, 256
@@ -24,7 +24,7 @@ def both(folder: Path) -> tuple[Executor, Executor]:
     device, on_device = build_device_executor(
         str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, options, lambda _: None, True
     )
-    cpu, info = build_cpu_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None, True)
+    cpu, info = build_host_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None, True)
     assert on_device.generates == info.generates and on_device.needs_whole_prompt == info.needs_whole_prompt
     return device, cpu
 

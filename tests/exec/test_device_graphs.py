@@ -1,5 +1,5 @@
 """The device executor with decode graphs, on a CPU: what real graphs would replay is what the code launches, nothing on the
-step's way waits, and the tokens are those of the CPU executor."""
+step's way waits, and the tokens are those of the executor on host streams."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
 from services.worker.exec.attention.backend import AttentionBatch
-from services.worker.exec.attention.kernel_attention import TorchAttention
-from services.worker.exec.build import build_cpu_executor
+from services.worker.exec.attention.kernel_attention import KernelAttention
+from services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor
 from services.worker.exec.contracts.protocol import Executor, ExecutorError
-from services.worker.exec.device.build import DeviceOptions, DeviceParts, assemble_executor
-from services.worker.exec.device.kernel_set import KernelSet
 from services.worker.exec.eager_cost import graph_limits
+from services.worker.exec.kernel_set import KernelSet
 from services.worker.exec.loading import LoadRequest, load_model
 from services.worker.exec.sampling import sampler as device_sampler
 from services.worker.exec.streams.readback import Readback
@@ -34,18 +33,20 @@ from tests.exec.device_doubles import (
     GraphDouble,
     GraphMemoryDouble,
     HostWaits,
+    InlineStreams,
     ReplayedOtherwise,
     StepGuard,
     Watch,
     WatchedKernels,
 )
 from tests.exec.driver import Driver, Sequence, greedy, i32
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
 
 
-class CapturableTorch(TorchAttention):
+class CapturableTorch(KernelAttention):
     """As if it were a kernel: its launches are watched by whoever wraps it."""
 
     captures = True
@@ -73,8 +74,9 @@ class Device:
         layers, sampling = WatchedKernels(reference, self.watch), WatchedKernels(sampling_twin, self.watch)
         loaded = load_model(LoadRequest(folder, "float32", PAGE_SIZE, None, 1, lambda _: None))
         parts = DeviceParts(
+            streams=InlineStreams(),
             kernels=KernelSet(layers, sampling),  # type: ignore[arg-type]
-            attention=lambda shape: WatchedAttention(CapturableTorch(shape, torch.device("cpu")), self.watch),  # type: ignore
+            attention=lambda shape: WatchedAttention(CapturableTorch(reference), self.watch),  # type: ignore
             graph_memory=self.graphs,  # type: ignore[arg-type]
             eager_cost=eager_cost,
         )
@@ -102,7 +104,7 @@ def device(folder: Path) -> Device:
 
 @pytest.fixture(scope="module")
 def cpu(folder: Path) -> Iterator[Executor]:
-    executor, _ = build_cpu_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None, True)
+    executor, _ = build_host_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None, True)
     yield executor
     executor.close()
 

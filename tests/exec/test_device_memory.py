@@ -13,17 +13,18 @@ import torch
 
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
-from services.worker.exec.build import build_cpu_executor
+from services.worker.exec import build
+from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
 from services.worker.exec.contracts.protocol import Executor, ExecutorError
-from services.worker.exec.device import build
-from services.worker.exec.device.build import DeviceOptions, NoDevice, build_device_executor
+from services.worker.exec.device import NoDevice
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.memory_parts import MemoryParts
 from services.worker.exec.pools.pools import KVPool
 from services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS
+from tests.exec.host_executors import build_host_executor
 from tests.exec.test_device_graphs import ALL_KINDS, run_all, same, sequences
 from tests.exec.tiny_models import MODELS
 
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cpu(folder: Path) -> Iterator[Executor]:
-    executor, _ = build_cpu_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
+    executor, _ = build_host_executor(str(folder), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
     yield executor
     executor.close()
 
@@ -213,7 +214,7 @@ def test_memory_is_taken_again_where_steps_find_it_done(folder: Path, monkeypatc
 def test_an_encoder_sees_each_prompt_whole(tmp_path: Path, room: int) -> None:
     """A prompt that is longer than a step's tokens; and on a device without room for it."""
     FOLDERS["bert-mean"].build(tmp_path)
-    cpu, _ = build_cpu_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
+    cpu, _ = build_host_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
     params, results = SamplingParams(1, embedding=EmbeddingParams()), []
     for executor in (built(tmp_path, max_tokens=8), cpu):
         if isinstance(executor, DeviceExecutor):
@@ -233,7 +234,7 @@ def test_a_mean_over_more_tokens_than_there_are_buffers_for(tmp_path: Path, monk
     FOLDERS["llama-mean"].build(tmp_path)
     monkeypatch.setattr(build, "PIECE_BYTES", 1)
     vectors = []
-    cpu, _ = build_cpu_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
+    cpu, _ = build_host_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, None, 1, lambda _: None)
     for executor in (built(tmp_path), cpu):
         wanted = Sequence(list(range(6, 46)), 2, SamplingParams(1, embedding=EmbeddingParams()))
         Driver(executor, PAGE_SIZE).prefill([wanted], chunk=30)

@@ -1,4 +1,4 @@
-"""The device executor under random traffic: lengths, pages and finishes are those of the fake executor, tokens those of a model
+"""The executor under random traffic: lengths, pages and finishes are those of the fake executor, tokens those of a model
 that computes each request by itself. On a CPU with few steps, on a GPU with 2,000."""
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def model(folder: Path) -> Any:
     return MODELS["qwen3"].build(folder).to(DEVICE)
 
 
-@pytest.fixture(scope="module")
-def executors(folder: Path, model: Any) -> Any:
+@pytest.fixture(scope="module", params=["cpp", "torch"] if DEVICE == "cpu" else ["auto"])
+def executors(request: pytest.FixtureRequest, folder: Path, model: Any) -> Any:
     made: dict[int, Executor] = {}
 
     def of(page_size: int) -> Executor:
         if page_size not in made:
-            made[page_size] = executor_of(
-                folder, DEVICE, page_size, max_slots=MAX_SLOTS, num_pages=POOL_TOKENS // page_size, context_len=CONTEXT
-            )
+            sizes = {"max_slots": MAX_SLOTS, "num_pages": POOL_TOKENS // page_size, "context_len": CONTEXT}
+            chosen = {"kernels": request.param, "attention_backend": "torch" if request.param == "torch" else "auto"}
+            made[page_size] = executor_of(folder, DEVICE, page_size, **sizes, **chosen)
         return made[page_size]
 
     yield of

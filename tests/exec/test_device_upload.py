@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
-from services.worker.exec.streams.cuda_streams import InlineStreams
+from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.streams.upload import ALIGNED, DEPTH, UploadRing
+from tests.exec.device_doubles import InlineStreams
 
 
 class Reached:
@@ -21,9 +25,17 @@ def sections(*sizes: int) -> list[tuple[str, np.ndarray]]:
     return [(f"part {number}", np.arange(size, dtype=np.int32) + number) for number, size in enumerate(sizes)]
 
 
+@pytest.fixture(params=["apart", "shared"])
+def streams(request: pytest.FixtureRequest) -> Iterator[Streams]:
+    """Memory of host and device apart, as on a GPU, or the same."""
+    made: Streams = InlineStreams() if request.param == "apart" else HostStreams(1)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 4, 5), (0, 7, 0), (), (500, 1, 500)])
-def test_sections_begin_where_kernels_want_them(sizes: tuple[int, ...]) -> None:
-    ring = UploadRing(InlineStreams(), 64)
+def test_sections_begin_where_kernels_want_them(streams: Streams, sizes: tuple[int, ...]) -> None:
+    ring = UploadRing(streams, 64)
     for _ in range(2 * DEPTH):
         sent = sections(*sizes)
         views = ring.send(sent)
@@ -32,8 +44,8 @@ def test_sections_begin_where_kernels_want_them(sizes: tuple[int, ...]) -> None:
         assert all(view.data_ptr() % (4 * ALIGNED) == 0 for view in views.values() if len(view))
 
 
-def test_other_types_go_by_their_bits_or_by_value() -> None:
-    ring = UploadRing(InlineStreams(), 16)
+def test_other_types_go_by_their_bits_or_by_value(streams: Streams) -> None:
+    ring = UploadRing(streams, 16)
     views = ring.send([("f", np.float32([1.5])), ("u", np.uint32([1 << 31])), ("l", np.int64([-7])), ("s", np.int16([5]))])
     assert np.frombuffer(views["f"].numpy(), np.float32) == [1.5]
     assert [views[name].item() for name in "uls"] == [-(1 << 31), -7, 5]

@@ -13,10 +13,10 @@ import torch
 
 from services.worker.core.contracts.plan import RowFault, SlotParams
 from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
-from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.cpu import CpuExecutor
+from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, embedded
 from tests.exec.driver import Driver, Sequence, greedy, i32
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 CLOSE = 1e-5
@@ -44,17 +44,17 @@ def embedder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def executor(embedder: Embedder) -> Iterator[CpuExecutor]:
-    built, _ = build_cpu_executor(
+def executor(embedder: Embedder) -> Iterator[DeviceExecutor]:
+    built, _ = build_host_executor(
         str(embedder.folder), "float32", 4, MAX_SLOTS, 512, 0.5, None, 1, lambda _: None, check_relay=True
     )  # fmt: skip
     yield built
     built.close()
 
 
-def driver(executor: CpuExecutor, config: PoolingConfig) -> Driver:
+def driver(executor: DeviceExecutor, config: PoolingConfig) -> Driver:
     """Pools by the given config, whatever the model's files say."""
-    executor._model._embeddings = EmbeddingPool(config, MAX_SLOTS)
+    executor.runner._embeddings = EmbeddingPool(config, MAX_SLOTS)
     return Driver(executor, 4)
 
 
@@ -69,7 +69,7 @@ def embedding(prompt: list[int], slot: int, **options: Any) -> Sequence:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [4, 16, 1 << 30], ids=["chunks-of-4", "chunks-of-16", "whole"])
-def test_a_prompt_in_chunks(embedder: Embedder, executor: CpuExecutor, kind: PoolingKind, chunk: int) -> None:
+def test_a_prompt_in_chunks(embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind, chunk: int) -> None:
     sequence = embedding(prompt_of(41), 3)
     driver(executor, PoolingConfig(kind, True)).prefill([sequence], chunk)
     expected = embedder.expected(sequence.prompt, kind, EmbeddingParams(), True)
@@ -92,7 +92,7 @@ def test_a_prompt_in_chunks(embedder: Embedder, executor: CpuExecutor, kind: Poo
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_cut_and_normalisation(
-    embedder: Embedder, executor: CpuExecutor, kind: PoolingKind, config: bool, options: dict[str, Any], normalize: bool
+    embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind, config: bool, options: dict[str, Any], normalize: bool
 ) -> None:
     sequence = embedding(prompt_of(11), 0, **options)
     driver(executor, PoolingConfig(kind, config)).prefill([sequence])
@@ -102,7 +102,7 @@ def test_cut_and_normalisation(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_beside_generation_and_slots_used_again(embedder: Embedder, executor: CpuExecutor, kind: PoolingKind) -> None:
+def test_a_batch_beside_generation_and_slots_used_again(embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind) -> None:
     driving = driver(executor, PoolingConfig(kind, True))
     alone, beside = Sequence(prompt_of(12), 0, greedy()), Sequence(prompt_of(12), 1, greedy())
     driving.prefill([alone])
@@ -120,7 +120,7 @@ def test_a_batch_beside_generation_and_slots_used_again(embedder: Embedder, exec
     assert beside.output == alone.output
 
 
-def test_last_token_pooling_over_a_cached_prefix(embedder: Embedder, executor: CpuExecutor) -> None:
+def test_last_token_pooling_over_a_cached_prefix(embedder: Embedder, executor: DeviceExecutor) -> None:
     prefix = prompt_of(16)
     first, second = embedding(prefix + prompt_of(5, 1), 0), embedding(prefix + prompt_of(7, 2), 1)
     driving = driver(executor, PoolingConfig(PoolingKind.LAST, True))
@@ -135,7 +135,7 @@ def test_last_token_pooling_over_a_cached_prefix(embedder: Embedder, executor: C
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_vector_that_is_not_finite_faults_its_row_alone(executor: CpuExecutor, kind: PoolingKind) -> None:
+def test_a_vector_that_is_not_finite_faults_its_row_alone(executor: DeviceExecutor, kind: PoolingKind) -> None:
     plan = replace(
         Driver(executor, 4).plan([]), num_extend=2, slots=i32([4, 5]), starts=i32([0, 0]), num_tokens=i32([1, 1]),
         input_ids=i32([1, 2]), sample=np.array([True, True]),
@@ -149,7 +149,7 @@ def test_a_vector_that_is_not_finite_faults_its_row_alone(executor: CpuExecutor,
     assert pool.wanted(i32([3, 4, 5])).tolist() == [False, True, True]
 
 
-def test_many_chunks_in_half_precision_are_summed_in_float32(executor: CpuExecutor) -> None:
+def test_many_chunks_in_half_precision_are_summed_in_float32(executor: DeviceExecutor) -> None:
     pool, count = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False), MAX_SLOTS), 4096
     pool.admit(SlotParams(0, count, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
     plan = replace(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.worker import engine
-from services.worker.exec.device import build
+from services.worker.exec import build
 from services.worker.loop.inbox import Inbox
 from services.worker.settings import WorkerSettings
 

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
 from services.worker.core.contracts.messages import Finish, FinishReason, SessionTurn, Submit
 from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
 from services.worker.core.contracts.trace import TraceKind
 from services.worker.core.invariants import violations
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.contracts.protocol import Executor, Run
+from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import PositionMatcher, SlowBook, spec
 from tests.core.harness import LetterDecoder
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 VOCAB = 257
@@ -138,14 +139,15 @@ def serve(folder: Path, overlap: bool, **changes: Any) -> Served:
         "chunked_prefill_size": 16,
         "enable_mixed_chunk": True,
         "enable_priority_scheduling": True,
+        "max_extend_steps": 0,
         "retract_interval": 7,
         "schedule_conservativeness": 0.1,
         "max_prompt_logprob_tokens": 16,
         "eviction_policy": EvictionPolicy.PRIORITY,
         **changes,
     }
-    config = SchedulerConfig(**values)
-    executor, _ = build_cpu_executor(
+    config = deployed_config(**values)
+    executor, _ = build_host_executor(
         model_path=str(folder),
         dtype="float32",
         page_size=config.page_size,

@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.worker.core.contracts.plan import RowFault
-from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.protocol import ExecutorError
-from services.worker.exec.cpu import CpuExecutor
+from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.pools.pools import PoolTooSmall
 from services.worker.exec.weights.checkpoint import CheckpointError
 from services.worker.exec.weights.families import UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy, i32
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 
 def build(
     folder: Path, dtype: str = "auto", num_pages: int | None = 64, check: bool = True, fraction: float = 0.01
-) -> tuple[CpuExecutor, ModelInfo]:
-    return build_cpu_executor(str(folder), dtype, 4, 8, num_pages, fraction, 64, 1, lambda _: None, check_relay=check)
+) -> tuple[DeviceExecutor, LoadedInfo]:
+    return build_host_executor(str(folder), dtype, 4, 8, num_pages, fraction, 64, 1, lambda _: None, check_relay=check)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def executor(folder: Path) -> Iterator[CpuExecutor]:
+def executor(folder: Path) -> Iterator[DeviceExecutor]:
     built, _ = build(folder)
     yield built
     built.close()
@@ -126,7 +126,7 @@ def test_unknown_dtype(folder: Path) -> None:
         build(folder, "int8")
 
 
-def test_two_steps_in_flight_relay_on_the_device(executor: CpuExecutor) -> None:
+def test_two_steps_in_flight_relay_on_the_device(executor: DeviceExecutor) -> None:
     sequence, twin = Sequence([1, 2, 3], 0, greedy()), Sequence([1, 2, 3], 1, greedy())
     driver = Driver(executor, 4)
     driver.prefill([twin])
@@ -142,7 +142,7 @@ def test_two_steps_in_flight_relay_on_the_device(executor: CpuExecutor) -> None:
     assert [int(executor.wait(run).tokens[0]) for run in runs] == twin.output
 
 
-def test_a_failed_step_fails_its_waiter_and_no_other(executor: CpuExecutor) -> None:
+def test_a_failed_step_fails_its_waiter_and_no_other(executor: DeviceExecutor) -> None:
     driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
     unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
     bad = executor.forward(unwritten)
@@ -153,7 +153,7 @@ def test_a_failed_step_fails_its_waiter_and_no_other(executor: CpuExecutor) -> N
     assert len(sequence.output) == 1
 
 
-def test_masks_go_to_their_rows(executor: CpuExecutor) -> None:
+def test_masks_go_to_their_rows(executor: DeviceExecutor) -> None:
     """Rows are the plan's, those that do not sample among them; a row without its mask is sampled without one."""
     driver, words = Driver(executor, 4), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -165,7 +165,7 @@ def test_masks_go_to_their_rows(executor: CpuExecutor) -> None:
     assert masked.output == [250, 250] and plain.output[1] != 250 and chunked.output != [250]
 
 
-def test_a_row_with_nothing_left_faults_alone(executor: CpuExecutor) -> None:
+def test_a_row_with_nothing_left_faults_alone(executor: DeviceExecutor) -> None:
     driver = Driver(executor, 4)
     rows = [(Sequence([1, 2, 3], 0, greedy()), 3), (Sequence([1, 2, 3], 1, greedy()), 3)]
     run = executor.forward(driver.plan(rows))
@@ -174,7 +174,7 @@ def test_a_row_with_nothing_left_faults_alone(executor: CpuExecutor) -> None:
     assert result.faults == {0: RowFault.NO_TOKEN_ALLOWED} and result.tokens[0] == 0 and result.tokens[1] != 0
 
 
-def test_an_empty_plan_gives_an_empty_result(executor: CpuExecutor) -> None:
+def test_an_empty_plan_gives_an_empty_result(executor: DeviceExecutor) -> None:
     run = executor.forward(Driver(executor, 4).plan([]))
     executor.sample(run, {})
     assert len(executor.wait(run).tokens) == 0
@@ -185,11 +185,11 @@ def test_stale_rows_hurt_nobody(folder: Path, start: int) -> None:
     executor, _ = build(folder, check=False)
     driver, sequence = Driver(executor, 4), Sequence([1, 2, 3], 0, greedy())
     driver.prefill([sequence])
-    before = [pool.view(torch.int32).clone() for pool in executor._model._pool.keys]  # as bits: unwritten memory may be NaN
+    before = [pool.view(torch.int32).clone() for pool in executor.runner.passes.pool.keys]  # as bits: unwritten memory may be NaN
     row = {"slots": i32([6]), "starts": i32([start]), "num_tokens": i32([1]), "sample": np.array([True])}
     run = executor.forward(replace(driver.plan([]), num_extend=0, **row))
     executor.sample(run, {})
     executor.wait(run)
-    after = [pool.view(torch.int32) for pool in executor._model._pool.keys]
+    after = [pool.view(torch.int32) for pool in executor.runner.passes.pool.keys]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     executor.close()

@@ -22,7 +22,7 @@ from services.worker.exec.attention.flashinfer_prebuild import asked_for, missin
 from services.worker.exec.attention.flashinfer_staging import SLOTS, Slot, StagingRing, fill, make_slot
 from services.worker.exec.loading import LoadRequest, load_model
 from services.worker.exec.models.decoder import Decoder
-from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.pools.layer_kv import LayerKV, allocate
 from tests.exec.flashinfer_double import HostWaits, Library
 from tests.exec.flashinfer_schedules import decode_bytes, fa2_bytes, fa3_bytes
 from tests.exec.tiny_models import MODELS
@@ -449,7 +449,8 @@ def test_a_decoders_logits_are_those_of_its_own_attention(name: str, tmp_path: P
     windows = tuple(sorted(set(config.windows)))
     shape = AttentionShape(config.num_heads, config.num_kv_heads, 64, 16, windows, 4, 96, 64, 40)
     bench, library = Bench(shape, torch.device("cpu")), Library(torch.device("cpu"))
-    given, wanted = (KVPool.allocate(config, len(bench.k), 16, torch.float16, reference) for _ in range(2))
+    layers = [LayerKV(config.num_kv_heads, config.head_dim, config.head_dim)] * config.num_layers
+    given, wanted = (allocate(layers, len(bench.k), 16, torch.float16, reference) for _ in range(2))
     with torch.inference_mode(), library.ledger:
         backend = backend_of(bench, library)
         for lengths, num_extend in (([(0, 40), (0, 3), (0, 17)], 3), ([(40, 5), (3, 1), (17, 1)], 1)):

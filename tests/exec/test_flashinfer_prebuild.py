@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_the_command_names_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library = Compiler(tmp_path, set())
-    monkeypatch.setattr(importlib, "import_module", lambda name: library)
+    monkeypatch.setitem(sys.modules, "flashinfer", cast(ModuleType, library))
     for name in ("FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_DISABLE_JIT"):
         monkeypatch.setenv(name, "")
     arguments = ["--archs", "8.0,9.0a", "--head-dims", "64", "--dtypes", "float16"]

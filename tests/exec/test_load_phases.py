@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.weights.load_phases import LoadPhases
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 
@@ -37,9 +37,9 @@ def test_a_phase_that_there_is_not() -> None:
 def test_an_executor_tells_what_its_loading_took(tmp_path: Path) -> None:
     MODELS["qwen2"].build(tmp_path)
     said: list[str] = []
-    executor, info = build_cpu_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, 1, said.append)
+    executor, info = build_host_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, 1, said.append)
     executor.close()
     seconds = dict(info.load_seconds)
-    assert list(seconds) == ["config", "weights", "kv_pool", "total"]
+    assert list(seconds) == ["config", "weights", "kv_pool", "profile", "graphs", "warm_up", "total"]
     assert min(seconds.values()) >= 0 and sum(seconds.values()) <= 2 * seconds["total"]
     assert said[-1].startswith("loaded in: config ")

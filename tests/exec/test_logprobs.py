@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.reference import layers as reference
+from kernels.contracts.sample_ops import SampleKernels
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode, PromptLogprobs, RowFault, SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.exec import logprobs as logprobs_module
-from services.worker.exec.build import build_cpu_executor
-from services.worker.exec.logprobs import Logprobs
-from services.worker.exec.sampler import Sampler
+from services.worker.exec.sampling import logprob_requests as logprob_wishes
+from services.worker.exec.sampling.logprob_requests import Logits, LogprobRequests
+from services.worker.exec.streams.readback import Readback
+from tests.exec.device_doubles import InlineStreams
 from tests.exec.driver import Driver, Sequence, i32
+from tests.exec.host_executors import build_host_executor
+from tests.exec.sampling import Sampling
 from tests.exec.tiny_models import MODELS
 
 CLOSE = 1e-4
@@ -47,12 +49,11 @@ def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def driving(scored: Scored, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """Pieces of 7 tokens, measured 3 at a time: most rows take several."""
-    monkeypatch.setattr(logprobs_module, "PIECE_BYTES", 7 * 4 * VOCAB)
-    monkeypatch.setattr(logprobs_module, "BLOCK_BYTES", 3 * 4 * VOCAB)
-    executor, _ = build_cpu_executor(
-        str(scored.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, check_relay=True
+def driving(scored: Scored, monkeypatch: pytest.MonkeyPatch, kernel_name: str) -> Iterator[Driver]:
+    """Pieces of 7 tokens: most rows take several."""
+    monkeypatch.setattr(logprob_wishes, "PIECE_BYTES", 7 * 4 * VOCAB)
+    executor, _ = build_host_executor(
+        str(scored.folder), "float32", 4, 16, 512, 0.5, None, 1, lambda _: None, True, kernel_name
     )  # fmt: skip
     yield Driver(executor, 4)
     executor.close()
@@ -151,10 +152,16 @@ def test_prompt_logprobs_without_those_of_outputs(scored: Scored, driving: Drive
 # Without a model
 
 
-def logprobs_of(params: SamplingParams) -> Logprobs:
-    made = Logprobs(4, 8)
+def scores_of(
+    kernels: SampleKernels, params: SamplingParams, plan: BatchPlan, logits: Logits
+) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
+    """Of the plan's prompt tokens, its slot 0 with the given parameters, over a vocabulary of 8."""
+    streams = InlineStreams()
+    made, readback = LogprobRequests(4, 8, kernels, streams.device), Readback(streams)
     made.admit(SlotParams(0, 0, params, (), i32([])))
-    return made
+    pieces = made.measure_prompts(plan, torch.from_numpy(plan.input_ids.astype(np.int64)), logits, readback, "")
+    readback.launch()
+    return made.prompts(pieces, readback.host())
 
 
 def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
@@ -173,9 +180,9 @@ def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
     ("offset", "after", "targets"), [(0, 7, [1, 2, 3, 4, 5, 7]), (0, -1, [1, 2, 3, 4, 5]), (4, 6, [5, 6]), (5, -1, [])]
 )
 def test_no_request_for_logits_is_larger_than_a_piece(
-    monkeypatch: pytest.MonkeyPatch, piece: int, offset: int, after: int, targets: list[int]
+    kernels: SampleKernels, monkeypatch: pytest.MonkeyPatch, piece: int, offset: int, after: int, targets: list[int]
 ) -> None:
-    monkeypatch.setattr(logprobs_module, "PIECE_BYTES", piece * 4 * 8)
+    monkeypatch.setattr(logprob_wishes, "PIECE_BYTES", piece * 4 * 8)
     table, asked = torch.randn(6, 8, generator=torch.Generator().manual_seed(3)), []
     buffer = torch.empty(piece, 8)
 
@@ -186,37 +193,39 @@ def test_no_request_for_logits_is_larger_than_a_piece(
         buffer[: len(wanted)] = table[wanted]
         return buffer[: len(wanted)]
 
-    made = logprobs_of(replace(GREEDY, top_logprobs=2, logprob_token_ids=(7, 99)))
-    scores = made.of_prompts(prompt_plan(6, offset, after), logits)
-    found, expected = scores.logprobs[0], table.log_softmax(-1)[offset : offset + len(targets)]
+    params = replace(GREEDY, top_logprobs=2, logprob_token_ids=(7, 99))
+    scores, faults = scores_of(kernels, params, prompt_plan(6, offset, after), logits)
+    found, expected = scores[0], table.log_softmax(-1)[offset : offset + len(targets)]
     assert asked == list(range(offset, offset + len(targets)))
     assert found.values.tolist() == pytest.approx([float(r[t]) for r, t in zip(expected, targets, strict=True)], abs=1e-6)
     np.testing.assert_allclose(found.top, expected.topk(2).values.numpy(), atol=1e-6)
     assert found.chosen[:, 0].tolist() == pytest.approx(expected[:, 7].tolist(), abs=1e-6)
-    assert (found.chosen[:, 1] == -np.inf).all() and scores.faults == {}
+    assert (found.chosen[:, 1] == -np.inf).all() and faults == {}
 
 
 @pytest.mark.parametrize(
     ("poison", "faults"), [(torch.nan, {0: RowFault.NAN_LOGITS}), (torch.inf, {0: RowFault.NAN_LOGITS}), (-torch.inf, {})]
 )
-def test_a_prompt_whose_logits_are_not_sound_is_a_fault(poison: float, faults: dict[int, RowFault]) -> None:
+def test_a_prompt_whose_logits_are_not_sound_is_a_fault(
+    kernels: SampleKernels, poison: float, faults: dict[int, RowFault]
+) -> None:
     table = torch.zeros(6, 8)
     table[3, 2:5] = poison
-    made = logprobs_of(replace(GREEDY, top_logprobs=1))
-    assert made.of_prompts(prompt_plan(6, 0, 1), lambda wanted: table[wanted]).faults == faults
-    assert made.of_prompts(prompt_plan(6, 4, 1), lambda wanted: table[wanted]).faults == {}
+    params = replace(GREEDY, top_logprobs=1)
+    assert scores_of(kernels, params, prompt_plan(6, 0, 1), lambda wanted: table[wanted])[1] == faults
+    assert scores_of(kernels, params, prompt_plan(6, 4, 1), lambda wanted: table[wanted])[1] == {}
 
 
-def test_more_top_logprobs_than_the_vocabulary_has() -> None:
-    sampler = Sampler(1, 8, reference)
+def test_more_top_logprobs_than_the_vocabulary_has(kernels: SampleKernels) -> None:
+    sampler = Sampling(1, 8, kernels)
     sampler.admit(SlotParams(0, 0, replace(GREEDY, top_logprobs=20), (), i32([])))
     logits = torch.arange(8, dtype=torch.float32)[None]
     found = sampler.sample(logits, i32([0]), i32([1])).logprobs[0]
     assert found.top_ids == (7, 6, 5, 4, 3, 2, 1, 0)
 
 
-def test_admission_forgets_what_the_last_holder_wanted() -> None:
-    sampler, found = Sampler(1, 8, reference), []
+def test_admission_forgets_what_the_last_holder_wanted(kernels: SampleKernels) -> None:
+    sampler, found = Sampling(1, 8, kernels), []
     for params in (replace(GREEDY, top_logprobs=1, logprob_token_ids=(3,)), replace(GREEDY, top_logprobs=0), GREEDY):
         sampler.admit(SlotParams(0, 0, params, (), i32([])))
         result = sampler.sample(torch.zeros(1, 8), i32([0]), i32([1]))

@@ -1,18 +1,18 @@
-"""The CPU executor computes what transformers computes, however a request is cut into steps, pages and batches."""
+"""The executor on host streams computes what transformers computes, however a request is cut into steps, pages and batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from services.worker.exec.build import build_cpu_executor
 from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 NUM_NEW = 64
@@ -22,6 +22,7 @@ NUM_NEW = 64
 class Reference:
     folder: Path
     model: Any
+    kernels: str = "cpp"
 
     def generate(self, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
         """Greedy, past any end-of-sequence token."""
@@ -39,12 +40,14 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 
 
 @pytest.fixture
-def reference(request: pytest.FixtureRequest, references: dict[str, Reference], tmp_path_factory: Any) -> Reference:
+def reference(
+    request: pytest.FixtureRequest, references: dict[str, Reference], tmp_path_factory: Any, kernel_name: str
+) -> Reference:
     name = request.param
     if name not in references:
         folder = tmp_path_factory.mktemp(name)
         references[name] = Reference(folder, MODELS[name].build(folder))
-    return references[name]
+    return replace(references[name], kernels=kernel_name)
 
 
 every_model = pytest.mark.parametrize("reference", list(MODELS), indirect=True)
@@ -53,8 +56,8 @@ one_model = pytest.mark.parametrize("reference", ["qwen3"], indirect=True)
 
 @contextmanager
 def driver(reference: Reference, page_size: int = 16, num_pages: int = 2048) -> Iterator[Driver]:
-    executor, _ = build_cpu_executor(
-        str(reference.folder), "auto", page_size, 32, num_pages, 0.5, None, 2, lambda _: None, check_relay=True
+    executor, _ = build_host_executor(
+        str(reference.folder), "auto", page_size, 32, num_pages, 0.5, None, 2, lambda _: None, True, reference.kernels
     )
     try:
         yield Driver(executor, page_size)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from services.worker.core.contracts.plan import SlotParams
+from kernels.contracts.sample_ops import SampleKernels
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
-from services.worker.exec.penalties import Penalties
 from services.worker.exec.sampling.dry import MAX_PENALTY, Repeats
-from services.worker.exec.token_counts import TokenCounts
+from tests.exec.sampling import Sampling
 
 VOCAB = 40
 DRY = DryParams(multiplier=0.8)
@@ -99,31 +99,37 @@ def test_dry_grows_past_its_first_buffer() -> None:
     assert found(repeats) == pytest.approx(lost(params, tokens), rel=1e-4)
 
 
-def test_token_counts_add_and_remove() -> None:
-    rng, expected = random.Random(1), Counter([3, 3, 5])
-    counts = TokenCounts(np.array([3, 3, 5], dtype=np.int64))
-    for _ in range(500):
-        token = rng.randrange(30)
-        if rng.random() < 0.5 and expected[token]:
-            counts.remove(token)
-            expected[token] -= 1
-        else:
-            counts.add(token)
-            expected[token] += 1
-        assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == +expected
-
-
 PENALISED = SamplingParams(8, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.3, dry=DRY)
 
 
-def penalties_of(prompt: list[int], output: list[int]) -> Penalties:
-    return Penalties(SlotParams(0, len(prompt), PENALISED, (), np.array(prompt + output, dtype=np.int32)), VOCAB)
+def penalised(kernels: SampleKernels, prompt: list[int], output: list[int], params: SamplingParams = PENALISED) -> Sampling:
+    """Slot 0 of a sampler, admitted with that history."""
+    sampler = Sampling(1, VOCAB, kernels)
+    sampler.admit(SlotParams(0, len(prompt), params, (), np.array(prompt + output, dtype=np.int32)))
+    return sampler
 
 
-def edited(penalties: Penalties) -> list[float]:
-    logits = np.linspace(-1, 1, VOCAB, dtype=np.float32)
-    penalties.apply(logits)
-    return logits.tolist()
+def count(sampler: Sampling, token: int) -> None:
+    """Has the token sampled, whatever the penalties."""
+    logits = torch.zeros((1, VOCAB))
+    logits[0, token] = 1e6
+    found = sampler.sample(logits, np.zeros(1, np.int32), np.zeros(1, np.int32))
+    assert found.tokens.tolist() == [token]
+
+
+def follow(sampler: Sampling, start: int, row: list[int]) -> None:
+    """An extend row of slot 0."""
+    none, one = np.empty(0, np.int32), np.zeros(1, np.int32)
+    sampler.follow(BatchPlan(
+        step_id=1, mode=ForwardMode.EXTEND, num_extend=1, slots=one, starts=one + start, num_tokens=one + len(row),
+        input_ids=np.array(row, dtype=np.int32), sample=np.array([False]), mask_rows=none, prompt_logprob_rows=none,
+        prompt_logprob_offsets=none, prompt_logprob_nexts=none, admitted=(), table_slots=none, table_firsts=none,
+        table_counts=none, table_pages=none,
+    ))  # fmt: skip
+
+
+def edited(sampler: Sampling) -> list[float]:
+    return sampler.edited(torch.linspace(-1, 1, VOCAB), 0, 0)
 
 
 PROMPT = [1, 2, 3, 4, 1, 2]
@@ -148,22 +154,23 @@ PROMPT = [1, 2, 3, 4, 1, 2]
         "other-and-stale", "stale-alone", "all-taken-back", "outside-the-vocabulary",
     ],
 )  # fmt: skip
-def test_extend_rows_of_a_running_slot(sampled: list[int], start: int, row: list[int], sequence: list[int]) -> None:
-    penalties = penalties_of(PROMPT, [])
+def test_extend_rows_of_a_running_slot(
+    kernels: SampleKernels, sampled: list[int], start: int, row: list[int], sequence: list[int]
+) -> None:
+    sampler = penalised(kernels, PROMPT, [])
     for token in sampled:
-        penalties.count(token)
-    penalties.follow(start, np.array(row, dtype=np.int32))
-    assert edited(penalties) == edited(penalties_of(PROMPT, sequence))
+        count(sampler, token)
+    follow(sampler, start, row)
+    assert edited(sampler) == edited(penalised(kernels, PROMPT, sequence))
 
 
-def test_a_chunked_prompt_counts_once() -> None:
-    penalties, output = penalties_of(PROMPT, [7, 7]), [7, 7]
+def test_a_chunked_prompt_counts_once(kernels: SampleKernels) -> None:
+    sampler, output = penalised(kernels, PROMPT, [7, 7]), [7, 7]
     for start in range(0, len(PROMPT) + 2, 2):
-        penalties.follow(start, np.array((PROMPT + output)[start : start + 2], dtype=np.int32))
-    assert edited(penalties) == edited(penalties_of(PROMPT, output))
+        follow(sampler, start, (PROMPT + output)[start : start + 2])
+    assert edited(sampler) == edited(penalised(kernels, PROMPT, output))
 
 
-def test_a_tiny_repetition_penalty_stays_finite() -> None:
+def test_a_tiny_repetition_penalty_stays_finite(kernels: SampleKernels) -> None:
     params = replace(PENALISED, repetition_penalty=1e-44)
-    penalties = Penalties(SlotParams(0, 1, params, (), np.array([0, 39], dtype=np.int32)), VOCAB)
-    assert np.isfinite(edited(penalties)).all()
+    assert np.isfinite(edited(penalised(kernels, [0], [39], params))).all()

@@ -1,16 +1,12 @@
-"""Memory accounting, the page table and the relay."""
+"""Memory accounting."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.exec.future_map import FutureMap, UnwrittenToken
-from services.worker.exec.pools.pools import PageTable, free_memory, kv_pool_tokens
+from services.worker.exec.pools.pools import free_memory, kv_pool_tokens
 
 GIB = 1 << 30
 
@@ -54,47 +50,3 @@ V1 = {"proc/self/cgroup": "5:cpu,memory:/box\n4:cpuset:/\n"}
 def test_free_memory(tmp_path: Path, files: dict[str, str], gib: int) -> None:
     write(tmp_path, {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {8 * GIB // 1024} kB\n", **files})
     assert free_memory(tmp_path / "proc", tmp_path / "cg") == gib * GIB
-
-
-def test_free_memory_of_this_machine() -> None:
-    assert free_memory() > 0
-
-
-def update(slots: list[int], firsts: list[int], counts: list[int], pages: list[int]) -> BatchPlan:
-    columns = [np.array(values, dtype=np.int32) for values in (slots, firsts, counts, pages)]
-    empty = np.zeros(0, dtype=np.int32)
-    return BatchPlan(
-        0, ForwardMode.IDLE, 0, empty, empty, empty, empty, empty.astype(np.bool_), empty, empty, empty, empty, (), *columns
-    )
-
-
-def test_page_table_applies_updates_in_order() -> None:
-    table = PageTable(max_slots=3, max_pages=4, page_size=2)
-    table.update(update([1, 0, 1], [0, 2, 1], [2, 1, 2], [7, 8, 5, 9, 3]))
-    assert table.tensor.tolist() == [[-1, -1, 5, -1], [7, 9, 3, -1], [-1] * 4]
-    assert table.capacity == 8
-
-
-def test_locations() -> None:
-    table = PageTable(max_slots=2, max_pages=4, page_size=2)
-    table.update(update([1], [0], [2], [7, 0]))
-    slots, positions = np.array([1, 1, 1, 1, 0], np.int32), np.array([0, 1, 3, 4, 0], np.int32)
-    assert table.locations(slots, positions).tolist() == [14, 15, 1, -1, -1]
-
-
-def test_relay_hands_on_what_was_written() -> None:
-    relay = FutureMap(4, check=True)
-    relay.write(torch.tensor([2, 0]), torch.tensor([11, 12]))
-    assert relay.gather(torch.tensor([0, 2])).tolist() == [12, 11]
-
-
-@pytest.mark.parametrize("poisoned", [False, True], ids=["never-written", "admitted-anew"])
-def test_relay_catches_reads_of_nothing(poisoned: bool) -> None:
-    relay, lenient = FutureMap(2, check=True), FutureMap(2)
-    for each in (relay, lenient):
-        if poisoned:
-            each.write(torch.tensor([1]), torch.tensor([5]))
-            each.poison(torch.tensor([1]))
-    with pytest.raises(UnwrittenToken, match=r"slots \[1\]"):
-        relay.gather(torch.tensor([1]))
-    assert lenient.gather(torch.tensor([1])).tolist() == [0]

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import Finish, FinishReason, Submit
 from services.worker.core.contracts.sampling import DryParams, GrammarKind, GrammarSpec, SamplingParams
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.contracts.protocol import Run
-from services.worker.exec.cpu import CpuExecutor
+from services.worker.exec.executor import DeviceExecutor
 from services.worker.loop.text_rules import ModelText
+from tests.core.deployed_config import deployed_config
+from tests.exec.host_executors import build_host_executor
 from tests.grammar import model
 
 VOCAB, CONTEXT, PAGE, OUTPUTS = 1280, 512, 4, 40
@@ -40,7 +40,7 @@ class Book:
 class Engine:
     """One worker's core on an executor, turned by hand. rest, logprobs, finishes: by handle."""
 
-    executor: CpuExecutor
+    executor: DeviceExecutor
     jump: bool = True
     prev: Run | None = None
     rest: dict[int, list[int]] = field(default_factory=dict)
@@ -48,7 +48,9 @@ class Engine:
     finishes: dict[int, Finish] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = SchedulerConfig(400, PAGE, CONTEXT, VOCAB, model.EOS, max_running_requests=8, chunked_prefill_size=16)
+        config = deployed_config(
+            400, PAGE, CONTEXT, VOCAB, eos_token_ids=model.EOS, max_running_requests=8, chunked_prefill_size=16
+        )
         self.core = Scheduler(config, ModelText(model.tokenizer()), Book(self.jump))
 
     def run(self, wishes: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
@@ -84,9 +86,9 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def executors() -> Iterator[list[CpuExecutor]]:
+def executors() -> Iterator[list[DeviceExecutor]]:
     made = [
-        build_cpu_executor(str(model.DEMO), "float32", PAGE, 8, 400, 0.5, CONTEXT, 1, lambda _: None, check_relay=True)[0]
+        build_host_executor(str(model.DEMO), "float32", PAGE, 8, 400, 0.5, CONTEXT, 1, lambda _: None, check_relay=True)[0]
         for _ in range(2)
     ]
     yield made
@@ -122,7 +124,7 @@ def cuts_of(length: int) -> list[int]:
     return sorted({1, 2, length // 3, length // 2, length - 1, length} - {0})
 
 
-def check_cuts(executors: list[CpuExecutor], params: SamplingParams, jump: bool = True) -> list[int]:
+def check_cuts(executors: list[DeviceExecutor], params: SamplingParams, jump: bool = True) -> list[int]:
     """Returns the undisturbed output."""
     whole = Engine(executors[0], jump)
     whole.run([((), params)])
@@ -146,17 +148,17 @@ def check_cuts(executors: list[CpuExecutor], params: SamplingParams, jump: bool 
 
 
 @pytest.mark.parametrize("wish", WISHES)
-def test_the_rest_is_that_of_the_undisturbed_run(executors: list[CpuExecutor], wish: str) -> None:
+def test_the_rest_is_that_of_the_undisturbed_run(executors: list[DeviceExecutor], wish: str) -> None:
     output = check_cuts(executors, WISHES[wish])
     assert len(set(output)) > 8, "the answer must vary to show anything"
 
 
-def test_with_a_grammar_and_no_jumps(executors: list[CpuExecutor]) -> None:
+def test_with_a_grammar_and_no_jumps(executors: list[DeviceExecutor]) -> None:
     text = model.tokenizer().decode(check_cuts(executors, WISHES["grammar"], jump=False), True)
     assert json.loads(text)["first_name"] == "naive world"
 
 
-def test_penalties_and_seed_matter_here(executors: list[CpuExecutor]) -> None:
+def test_penalties_and_seed_matter_here(executors: list[DeviceExecutor]) -> None:
     """What is compared above differs where a parameter does."""
     engine = Engine(executors[0])
     engine.run([((), WISHES[wish]) for wish in ("greedy", "drawn", "penalties", "dry")])
@@ -164,7 +166,7 @@ def test_penalties_and_seed_matter_here(executors: list[CpuExecutor]) -> None:
 
 
 @pytest.mark.parametrize("rule", ["stop", "stop_regex"])
-def test_a_stop_string_that_spans_the_cut(executors: list[CpuExecutor], rule: str) -> None:
+def test_a_stop_string_that_spans_the_cut(executors: list[DeviceExecutor], rule: str) -> None:
     whole = Engine(executors[0])
     whole.run([((), WISHES["drawn"])])
     tokens = whole.rest[0]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.reference import layers as reference
+from kernels.contracts.sample_ops import SampleKernels
 from kernels.reference.draws import largest, support
 from services.worker.core.contracts.plan import RowFault, SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
-from services.worker.exec.sampler import Sampler
-from services.worker.exec.uniform import uniforms
+from tests.exec.sampling import Sampling
+from tests.kernels.sampling_case import uniforms
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 LOGITS = [1.0, 4.0, 2.0, 4.5, 0.5, 3.0, -1.0, 2.5]
@@ -27,14 +27,16 @@ def slot_params(
     return SlotParams(slot, num_prompt, params, stops, np.array(history, dtype=np.int32))
 
 
-def sampler_of(params: SamplingParams, history: list[int] | None = None, num_prompt: int = 0, **rest: Any) -> Sampler:
+def sampler_of(
+    kernels: SampleKernels, params: SamplingParams, history: list[int] | None = None, num_prompt: int = 0, **rest: Any
+) -> Sampling:
     """A sampler whose slot 0 holds params, over a vocabulary of 8."""
-    sampler = Sampler(4, len(LOGITS), reference)
+    sampler = Sampling(4, len(LOGITS), kernels)
     sampler.admit(slot_params(0, params, history or [], num_prompt, **rest))
     return sampler
 
 
-def sample_one(sampler: Sampler, logits: list[float], position: int = 10, slot: int = 0) -> int:
+def sample_one(sampler: Sampling, logits: list[float], position: int = 10, slot: int = 0) -> int:
     result = sampler.sample(torch.tensor([logits]), np.array([slot], np.int32), np.array([position], np.int32))
     assert not result.faults
     return int(result.tokens[0])
@@ -88,9 +90,12 @@ def test_top_k_takes_the_lowest_of_equals() -> None:
     ],
     ids=["plain", "cold", "top-k", "top-p", "min-p"],
 )
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
-    sampler, draws = sampler_of(params), 4000
-    counts = Counter(sample_one(sampler, LOGITS, position) for position in range(draws))
+def test_draws_follow_the_distribution(kernels: SampleKernels, params: SamplingParams) -> None:
+    sampler, draws = sampler_of(kernels, params), 4000
+    counts: Counter[int] = Counter()
+    for first in range(0, draws, 4):  # as many rows as the sampler has slots
+        positions = np.arange(first, first + 4, dtype=np.int32)
+        counts.update(sampler.sample(torch.tensor([LOGITS] * 4), np.zeros(4, np.int32), positions).tokens.tolist())
     scaled = np.array(LOGITS) / params.temperature
     kept = expected_support(scaled, params.top_k, params.top_p, params.min_p)
     chances = np.where([i in kept for i in range(len(LOGITS))], np.exp(scaled), 0.0)
@@ -109,9 +114,9 @@ def test_uniforms_depend_on_seed_and_position_alone() -> None:
     assert np.histogram(grid, bins=10, range=(0, 1))[0].tolist() == pytest.approx([1000] * 10, abs=120)
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
+def test_a_draw_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
     params = SamplingParams(8, temperature=1.0, top_p=0.9, seed=11)
-    sampler = Sampler(4, len(LOGITS), reference)
+    sampler = Sampling(4, len(LOGITS), kernels)
     for slot, other in enumerate([params, GREEDY, replace(params, seed=5), replace(params, frequency_penalty=1.0)]):
         sampler.admit(slot_params(slot, other, [], 0))
     alone = [sample_one(sampler, LOGITS, position) for position in range(50)]
@@ -137,41 +142,43 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     ids=["none", "frequency-counts-output", "frequency-not-prompt", "presence-output", "presence-not-prompt",
          "repetition-prompt", "repetition-output", "bias", "bias-outside-vocabulary"],
 )  # fmt: skip
-def test_edited_greedy(params: SamplingParams, history: list[int], num_prompt: int, expected: int) -> None:
-    assert sample_one(sampler_of(params, history, num_prompt), LOGITS) == expected
+def test_edited_greedy(
+    kernels: SampleKernels, params: SamplingParams, history: list[int], num_prompt: int, expected: int
+) -> None:
+    assert sample_one(sampler_of(kernels, params, history, num_prompt), LOGITS) == expected
 
 
-def test_repetition_penalty_pushes_negative_logits_down() -> None:
-    sampler = sampler_of(replace(GREEDY, repetition_penalty=2.0), [0], 1)
+def test_repetition_penalty_pushes_negative_logits_down(kernels: SampleKernels) -> None:
+    sampler = sampler_of(kernels, replace(GREEDY, repetition_penalty=2.0), [0], 1)
     assert sample_one(sampler, [-1.0, -1.5, *[-9.0] * 6]) == 1
 
 
-def test_sampled_tokens_count_for_penalties() -> None:
-    sampler = sampler_of(replace(GREEDY, frequency_penalty=0.4))
+def test_sampled_tokens_count_for_penalties(kernels: SampleKernels) -> None:
+    sampler = sampler_of(kernels, replace(GREEDY, frequency_penalty=0.4))
     assert [sample_one(sampler, LOGITS) for _ in range(5)] == [3, 3, 1, 3, 1]
 
 
-def test_admission_forgets_the_last_holder() -> None:
-    sampler = sampler_of(replace(GREEDY, frequency_penalty=5.0), [3, 1], 0)
+def test_admission_forgets_the_last_holder(kernels: SampleKernels) -> None:
+    sampler = sampler_of(kernels, replace(GREEDY, frequency_penalty=5.0), [3, 1], 0)
     assert sample_one(sampler, LOGITS) == 5
     sampler.admit(slot_params(0, GREEDY, [], 0))
     assert sample_one(sampler, LOGITS) == 3
 
 
 @pytest.mark.parametrize(("position", "expected"), [(4, 1), (5, 1), (6, 3), (7, 3)])
-def test_stop_tokens_wait_for_min_new_tokens(position: int, expected: int) -> None:
-    sampler = sampler_of(replace(GREEDY, min_new_tokens=2), num_prompt=4, stops=(3, 77))
+def test_stop_tokens_wait_for_min_new_tokens(kernels: SampleKernels, position: int, expected: int) -> None:
+    sampler = sampler_of(kernels, replace(GREEDY, min_new_tokens=2), num_prompt=4, stops=(3, 77))
     assert sample_one(sampler, LOGITS, position) == expected
 
 
-def test_ties_go_to_the_lowest_id() -> None:
-    assert sample_one(sampler_of(GREEDY), [0.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]) == 1
+def test_ties_go_to_the_lowest_id(kernels: SampleKernels) -> None:
+    assert sample_one(sampler_of(kernels, GREEDY), [0.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]) == 1
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(8), replace(GREEDY, logit_bias=((1, 1.0),))])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_nan_faults_its_row_alone(params: SamplingParams, poison: float) -> None:
-    sampler = sampler_of(params)
+def test_nan_faults_its_row_alone(kernels: SampleKernels, params: SamplingParams, poison: float) -> None:
+    sampler = sampler_of(kernels, params)
     sampler.admit(slot_params(1, GREEDY, [], 0))
     logits = torch.tensor([LOGITS, LOGITS, LOGITS])
     logits[1, 5] = poison
@@ -181,12 +188,12 @@ def test_nan_faults_its_row_alone(params: SamplingParams, poison: float) -> None
 
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-3])
-def test_tiny_temperature_is_greedy(temperature: float) -> None:
-    assert sample_one(sampler_of(SamplingParams(8, temperature=temperature)), [1e4, *[-1e4] * 6, 9999.0]) == 0
+def test_tiny_temperature_is_greedy(kernels: SampleKernels, temperature: float) -> None:
+    assert sample_one(sampler_of(kernels, SamplingParams(8, temperature=temperature)), [1e4, *[-1e4] * 6, 9999.0]) == 0
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
-    sampler = sampler_of(SamplingParams(8, temperature=0.1, top_k=1, logit_bias=((6, 100.0),), top_logprobs=3))
+def test_logprobs_are_of_the_raw_logits(kernels: SampleKernels) -> None:
+    sampler = sampler_of(kernels, SamplingParams(8, temperature=0.1, top_k=1, logit_bias=((6, 100.0),), top_logprobs=3))
     sampler.admit(slot_params(1, replace(GREEDY, top_logprobs=0), [], 0))
     result = sampler.sample(torch.tensor([LOGITS] * 3), np.array([0, 1, 2], np.int32), np.array([1, 1, 1], np.int32))
     expected = torch.tensor(LOGITS).log_softmax(0)
@@ -199,9 +206,9 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(8, temperature=1.0)])
-def test_allowed_tokens(params: SamplingParams) -> None:
+def test_allowed_tokens(kernels: SampleKernels, params: SamplingParams) -> None:
     mask = {0: np.array([1 << 2 | 1 << 4], dtype=np.uint32)}
-    sampler = sampler_of(params)
+    sampler = sampler_of(kernels, params)
     drawn = {
         int(sampler.sample(torch.tensor([LOGITS]), np.array([0], np.int32), np.array([p], np.int32), mask).tokens[0])
         for p in range(60)
@@ -209,25 +216,29 @@ def test_allowed_tokens(params: SamplingParams) -> None:
     assert drawn == ({2} if params is GREEDY else {2, 4})
 
 
-def test_the_input_logits_are_left_alone() -> None:
+def test_the_input_logits_are_left_alone(kernels: SampleKernels) -> None:
     logits = torch.tensor([LOGITS])
-    sampler_of(SamplingParams(8, frequency_penalty=1.0), [1], 0).sample(logits, np.array([0], np.int32), np.array([2], np.int32))
+    sampler_of(kernels, SamplingParams(8, frequency_penalty=1.0), [1], 0).sample(
+        logits, np.array([0], np.int32), np.array([2], np.int32)
+    )
     assert logits.tolist() == [LOGITS]
 
 
 @pytest.mark.parametrize("where", ["apply", "admit"])
-def test_a_row_whose_parameters_cannot_be_applied_fails_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(4, len(LOGITS), reference)
+def test_a_row_whose_parameters_cannot_be_applied_fails_alone(
+    kernels: SampleKernels, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = Sampling(4, len(LOGITS), kernels)
     plain = slot_params(0, GREEDY, [], 0)
-    odd = slot_params(1, replace(GREEDY, repetition_penalty=1.5), [1], 0)
+    odd = slot_params(1, replace(GREEDY, repetition_penalty=1.5, dry=DryParams(1.0)), [1], 0)
     sampler.admit(plain)
     with monkeypatch.context() as broken:
         if where == "admit":
-            broken.setattr("services.worker.exec.penalties.TokenCounts", raising)
+            broken.setattr("services.worker.exec.sampling.admission.past_counts", raising)
         sampler.admit(odd)
     with monkeypatch.context() as broken:
         if where == "apply":
-            broken.setattr("services.worker.exec.penalties.Penalties.apply", raising)
+            broken.setattr("services.worker.exec.sampling.dry.Repeats.penalties", raising)
         result = sampler.sample(torch.tensor([LOGITS, LOGITS]), np.array([0, 1], np.int32), np.array([4, 4], np.int32))
     assert result.faults == {1: RowFault.FAILED}
     assert int(result.tokens[0]) == 3
@@ -239,6 +250,6 @@ def raising(*args: object, **more: object) -> None:
     raise OverflowError("made to fail")
 
 
-def test_a_repeat_may_be_asked_to_be_as_long_as_an_int64_holds() -> None:
+def test_a_repeat_may_be_asked_to_be_as_long_as_an_int64_holds(kernels: SampleKernels) -> None:
     dry = DryParams(multiplier=1.0, allowed_length=1 << 40)
-    assert sample_one(sampler_of(replace(GREEDY, dry=dry), [3, 3, 3, 3], 4), LOGITS) == 3
+    assert sample_one(sampler_of(kernels, replace(GREEDY, dry=dry), [3, 3, 3, 3], 4), LOGITS) == 3

@@ -1,4 +1,5 @@
-"""The real scheduler over the CPU executor says what transformers says, greedily, token for token, whatever the schedule."""
+"""The real scheduler over the executor on host streams says what transformers says, greedily, token for token, whatever the
+schedule."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.invariants import violations
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.contracts.protocol import Executor, Run
 from services.worker.exec.fake import FakeExecutor
+from tests.core.deployed_config import deployed_config
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 NEW_TOKENS = 64
@@ -38,8 +40,8 @@ class NoText:
 class Checkpoint:
     """A checkpoint on disk, and what transformers answers to each of PROMPTS."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, name: str, folder: Path, kernels: str) -> None:
+        self.folder, self.kernels = folder, kernels
         model = MODELS[name].build(folder)
         with torch.inference_mode():
             self.answers = [self._generate(model, prompt) for prompt in PROMPTS]
@@ -52,8 +54,8 @@ class Checkpoint:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return Checkpoint(request.param, tmp_path_factory.mktemp("model"))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, kernel_name: str) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp("model"), kernel_name)
 
 
 def config_for(**changes: Any) -> SchedulerConfig:
@@ -65,7 +67,7 @@ def config_for(**changes: Any) -> SchedulerConfig:
         "max_running_requests": 16,
         "chunked_prefill_size": 0,
     }
-    return SchedulerConfig(**{**values, **changes})
+    return deployed_config(**{**values, **changes})
 
 
 class Served:
@@ -121,7 +123,7 @@ class Served:
 
 
 def serve(checkpoint: Checkpoint, config: SchedulerConfig, overlap: bool = True) -> Served:
-    executor, _ = build_cpu_executor(
+    executor, _ = build_host_executor(
         model_path=str(checkpoint.folder),
         dtype="float32",
         page_size=config.page_size,
@@ -132,6 +134,7 @@ def serve(checkpoint: Checkpoint, config: SchedulerConfig, overlap: bool = True)
         num_threads=1,
         progress=lambda _: None,
         check_relay=True,
+        kernels=checkpoint.kernels,
     )
     return Served(config, executor, overlap)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.exec.build import build_cpu_executor
 from tests.exec.driver import Driver, Sequence
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 NUM_NEW = 40
@@ -32,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def driving(folder: Path) -> Iterator[Driver]:
-    executor, _ = build_cpu_executor(str(folder), "float32", PAGE, 32, 1024, 0.5, None, 1, lambda _: None, check_relay=True)
+def driving(folder: Path, kernel_name: str) -> Iterator[Driver]:
+    executor, _ = build_host_executor(str(folder), "float32", PAGE, 32, 1024, 0.5, None, 1, lambda _: None, True, kernel_name)
     yield Driver(executor, PAGE)
     executor.close()
 

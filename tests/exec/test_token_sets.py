@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.ops import Kernels
-from kernels.cpu import load_kernels
-from kernels.reference import layers as reference
+from kernels.contracts.sample_ops import SampleKernels
 from services.worker.core.contracts.plan import RowFault, SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.exec.sampler import Sampled, Sampler
+from services.worker.exec.contracts.step_data import Outcome
+from tests.exec.sampling import Sampling
 
 VOCAB = 100  # three words and a bit
 GREEDY = SamplingParams(8, temperature=0.0)
 DRAWING = SamplingParams(8, temperature=1.0)
-
-
-@pytest.fixture(params=["reference", "cpu"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return reference if request.param == "reference" else load_kernels(1, torch.float32)  # type: ignore[return-value]
 
 
 def rising() -> torch.Tensor:
@@ -38,9 +32,11 @@ def mask(*tokens: int) -> np.ndarray:
     return words
 
 
-def sample(kernels: Kernels, rows: list[SamplingParams], masks: dict[int, np.ndarray] | None = None, **slot: Any) -> Sampled:
+def sample(
+    kernels: SampleKernels, rows: list[SamplingParams], masks: dict[int, np.ndarray] | None = None, **slot: Any
+) -> Outcome:
     """One token for each of the given parameters, all over the same logits."""
-    sampler = Sampler(len(rows), VOCAB, kernels)
+    sampler = Sampling(len(rows), VOCAB, kernels)
     stops = slot.get("stops", ())
     for index, params in enumerate(rows):
         sampler.admit(SlotParams(index, 0, params, stops, np.empty(0, np.int32)))
@@ -70,7 +66,9 @@ def sample(kernels: Kernels, rows: list[SamplingParams], masks: dict[int, np.nda
         "allowed-less-banned", "mask-and-allowed", "mask-less-banned", "bias-cannot-lift", "bias-within",
     ],
 )  # fmt: skip
-def test_the_best_of_what_is_allowed(kernels: Kernels, params: SamplingParams, allowed: np.ndarray | None, expected: int) -> None:
+def test_the_best_of_what_is_allowed(
+    kernels: SampleKernels, params: SamplingParams, allowed: np.ndarray | None, expected: int
+) -> None:
     result = sample(kernels, [params], {} if allowed is None else {0: allowed})
     assert result.faults == {} and result.tokens.tolist() == [expected]
 
@@ -86,13 +84,13 @@ def test_the_best_of_what_is_allowed(kernels: Kernels, params: SamplingParams, a
     ],
     ids=["plain", "top-k", "top-p", "min-p", "hot"],
 )
-def test_draws_stay_inside_and_reach_everything(kernels: Kernels, params: SamplingParams) -> None:
+def test_draws_stay_inside_and_reach_everything(kernels: SampleKernels, params: SamplingParams) -> None:
     rows = [replace(params, seed=seed) for seed in range(300)]
     result = sample(kernels, rows, dict.fromkeys(range(len(rows)), mask(31, 50, 51)))
     assert set(result.tokens.tolist()) == {31, 50, 51} and not result.faults
 
 
-def test_a_mixed_batch_masks_its_own_rows_alone(kernels: Kernels) -> None:
+def test_a_mixed_batch_masks_its_own_rows_alone(kernels: SampleKernels) -> None:
     rows = [GREEDY, GREEDY, replace(GREEDY, banned_token_ids=(99,)), GREEDY, replace(GREEDY, presence_penalty=1.0)]
     result = sample(kernels, rows, {3: mask(12), 1: mask(70, 8)})
     assert result.tokens.tolist() == [99, 70, 98, 12, 99]
@@ -111,7 +109,7 @@ def test_a_mixed_batch_masks_its_own_rows_alone(kernels: Kernels) -> None:
     ids=["empty-mask", "empty-mask-drawing", "allowed-outside", "all-banned", "disjoint", "stop-alone-before-its-time"],
 )
 def test_nothing_left_faults_its_row_alone(
-    kernels: Kernels, params: SamplingParams, allowed: np.ndarray | None, stops: tuple[int, ...]
+    kernels: SampleKernels, params: SamplingParams, allowed: np.ndarray | None, stops: tuple[int, ...]
 ) -> None:
     params = replace(params, top_logprobs=0)
     result = sample(kernels, [GREEDY, params, DRAWING], {} if allowed is None else {1: allowed}, stops=stops)
@@ -119,17 +117,17 @@ def test_nothing_left_faults_its_row_alone(
     assert result.tokens[:2].tolist() == [99, 0] and result.logprobs == {}
 
 
-def test_logits_that_are_not_finite_are_no_matter_of_masks(kernels: Kernels) -> None:
-    sampler = Sampler(2, VOCAB, kernels)
+def test_logits_that_are_not_finite_are_no_matter_of_masks(kernels: SampleKernels) -> None:
+    sampler = Sampling(3, VOCAB, kernels)
     logits = rising().repeat(3, 1)
     logits[0, 7], logits[1, 7], logits[2, 8:] = torch.nan, torch.inf, -torch.inf
-    slots, masks = np.array([0, 1, 0], np.int32), {0: mask(1), 1: mask(), 2: mask(9)}
+    slots, masks = np.arange(3, dtype=np.int32), {0: mask(1), 1: mask(), 2: mask(9)}
     result = sampler.sample(logits, slots, np.zeros(3, np.int32), masks)
     assert result.faults == {0: RowFault.NAN_LOGITS, 1: RowFault.NAN_LOGITS, 2: RowFault.NO_TOKEN_ALLOWED}
 
 
-def test_admission_forgets_the_last_holders_bans(kernels: Kernels) -> None:
-    sampler = Sampler(1, VOCAB, kernels)
+def test_admission_forgets_the_last_holders_bans(kernels: SampleKernels) -> None:
+    sampler = Sampling(1, VOCAB, kernels)
     for params, expected in ((replace(GREEDY, banned_token_ids=(99,)), 98), (GREEDY, 99)):
         sampler.admit(SlotParams(0, 0, params, (), np.empty(0, np.int32)))
         for allowed in ({}, {0: ~mask()}):

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.gpu.image import pins_of
 from tests.gpu.parts import COMPILING, Part, all_parts, chosen
 from tests.gpu.report import write_report
 from tests.gpu.results import DONE, Result, Source, State, Status, command_of, load_state
-from tests.gpu.run_part import Ran, run_part
+from tests.gpu.run_part import Ran, Wait, run_part, wait_for
 from tests.gpu.source import source_of
 from tests.gpu.wheels import install
 
@@ -92,20 +92,22 @@ class Check:
         environment: dict[str, str],
         root: Path = ROOT,
         least_s: float = LEAST_S,
+        wait: Wait = wait_for,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._work, self._out, self._root, self._least_s = work, out, root, least_s
         self._facts, self._source, self._state, self._parts = facts, source, state, parts
-        self._environment = environment
+        self._environment, self._wait, self._clock = environment, wait, clock
         work.mkdir(parents=True, exist_ok=True)
 
     def run(self, wanted: Sequence[Part], deadline: float | None, keep: bool) -> int:
-        """deadline: of time.monotonic, None for none. Returns the exit status."""
+        """deadline: of the clock, None for none. Returns the exit status."""
         report = self._report()
         for part in self._in_turn(wanted, keep):
             if self._state.is_done(part, self._source, self._facts, keep):
                 print(f"{part.label}: done before", flush=True)
                 continue
-            left = part.limit_s if deadline is None else min(part.limit_s, deadline - time.monotonic())
+            left = part.limit_s if deadline is None else min(part.limit_s, deadline - self._clock())
             if left < min(self._least_s, part.limit_s):
                 print(f"{part.label}: no time is left; start the check again to go on", flush=True)
                 continue
@@ -120,7 +122,7 @@ class Check:
 
     def _run_one(self, part: Part, left: float) -> None:
         print(f"{part.label}: {part.about} (up to {left:.0f} s)", flush=True)
-        result = self._result(part, run_part(part, self._work, self._root, left, self._environment), left)
+        result = self._result(part, run_part(part, self._work, self._root, left, self._environment, self._wait), left)
         kept = self._state.put(result)
         print(f"{part.label}: {result.status} in {result.seconds:.0f} s", flush=True)
         if kept is not result:

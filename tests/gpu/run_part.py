@@ -11,6 +11,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,18 @@ class Ran:
     outcome: dict[str, Any]
 
 
-def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: dict[str, str]) -> Ran:
+Wait = Callable[[subprocess.Popen[bytes], float], int | None]
+"""A process and how many seconds it may take -> its exit status, None where the limit came first."""
+
+
+def wait_for(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    try:
+        return process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: dict[str, str], wait: Wait = wait_for) -> Ran:
     """Its output goes to folder/NAME.log and to stdout."""
     out = folder / f"{part.stem}.{'xml' if part.kind == TESTS else 'json'}"
     log = folder / f"{part.stem}.log"
@@ -48,9 +60,7 @@ def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: 
             command, cwd=root, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
-            code: int | None = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = wait(process, limit_s)
         finally:
             _end(process)
     seconds = time.monotonic() - begun

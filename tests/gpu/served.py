@@ -15,6 +15,7 @@ from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
 from tests.benchmarks.gpu.serving import NoText
+from tests.benchmarks.pinned_config import pinned_config
 
 
 @dataclass
@@ -44,7 +45,7 @@ def config_for(vocab_size: int, **changes: Any) -> SchedulerConfig:
     """For executors as tests.exec.device_executors makes them."""
     values: dict[str, Any] = {"num_pages": 1024, "page_size": 4, "context_len": 512, "max_running_requests": 16}
     limits = {"chunked_prefill_size": 256, "max_prefill_tokens": 512}
-    return SchedulerConfig(vocab_size=vocab_size, **{**values, **limits, **changes})
+    return pinned_config(vocab_size=vocab_size, **{**values, **limits, **changes})
 
 
 class Served:

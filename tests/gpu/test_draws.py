@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.exec.build import build_cpu_executor
 from tests.exec.device_executors import executor_of
+from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 from tests.gpu.served import Asked, Served, config_for
 from tests.gpu.truth import prompts_of
@@ -40,7 +40,7 @@ def test_draws_are_those_of_the_cpu_executor(tmp_path: Path, device: str) -> Non
     """Logits differ by rounding, so a draw at the very edge between two tokens may fall on the other side: once in 1,000 draws at
     the very most, after which that request's text goes its own way."""
     MODELS["qwen3"].build(tmp_path)
-    cpu, _ = build_cpu_executor(
+    cpu, _ = build_host_executor(
         model_path=str(tmp_path),
         dtype="float32",
         page_size=4,

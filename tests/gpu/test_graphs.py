@@ -12,7 +12,7 @@ import pytest
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.exec.device.build import DeviceExecutor
+from services.worker.exec.build import DeviceExecutor
 from tests.exec.device_executors import GRAPH_ROWS, executor_of
 from tests.exec.driver import Driver, Sequence
 from tests.exec.tiny_models import MODELS

@@ -8,9 +8,11 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.contracts.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
+from kernels.reference import sampling
 
 ALWAYS = (1 << 31) - 1
 POISON = 777.0
@@ -165,3 +167,9 @@ def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: Slo
     kernels.select_tokens(left.tokens, left.faults, held, left.edited, rows, table, left.relay)
     assert held.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the logits are left alone"
     return Left(*(column.cpu() for column in (left.tokens, left.faults, left.edited, left.relay, left.counts)))
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:
+    """float64[n], the twin's definition."""
+    pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
+    return np.array([sampling.uniform(seed, position) for seed, position in pairs])

@@ -1,4 +1,4 @@
-"""Each C++ kernel does what its twin in kernels.reference.layers does, over odd shapes, in float32 and bfloat16."""
+"""Each C++ kernel does what its twin in torch does, over odd shapes, in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import Draws, RaggedRows
-from kernels.cpu import load_kernels
+from kernels.contracts.ops import RaggedRows
+from kernels.contracts.row_fault import RowFault
+from kernels.contracts.sample_ops import Measured, SampleKernels
+from kernels.cpu import load_kernels, load_sampling
 from kernels.cpu.build import BuildFailed, built_library
 from kernels.cpu.library import CpuKernels
+from kernels.cpu.sampling import CpuSampling
 from kernels.reference import layers as reference
+from kernels.reference import sampling as sampling_twin
+from tests.all_pairs import each_pair
+from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of
 
 DTYPES = [torch.float32, torch.bfloat16]
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +38,7 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-@every_dtype
-@pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("size", [1, 31, 64, 1000, 1024])
+@each_pair(dtype=DTYPES, rows=[1, 3, 40], size=[1, 31, 64, 1000, 1024])
 def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
     found, expected = torch.empty_like(x), torch.empty_like(x)
@@ -44,9 +47,7 @@ def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int)
     assert_same(found, expected, dtype)
 
 
-@every_dtype
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("size", [33, 1024])
+@each_pair(dtype=DTYPES, rows=[1, 40], size=[33, 1024])
 def test_fused_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
     held, held_too = random(rows, size, dtype=dtype, seed=2), random(rows, size, dtype=dtype, seed=2)
@@ -57,9 +58,7 @@ def test_fused_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, 
     assert_same(found, expected, dtype)
 
 
-@every_dtype
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("size", [1, 17, 768])
+@each_pair(dtype=DTYPES, rows=[1, 40], size=[1, 17, 768])
 def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x = random(rows, 2 * size, dtype=dtype) * 8
     found, expected = torch.empty(rows, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
@@ -76,11 +75,14 @@ def test_extremes_survive_activation(kernels: CpuKernels) -> None:
     assert torch.isnan(found[0, 6])
 
 
-@every_dtype
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 8, 13, 32, 70])
-@pytest.mark.parametrize(("outs", "ins"), [(64, 32), (65, 64), (16, 2), (200, 66), (192, 1024)])
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, outs: int, ins: int, bias: bool) -> None:
+@each_pair(
+    dtype=DTYPES,
+    rows=[1, 2, 5, 6, 7, 8, 13, 32, 70],
+    weights=[(64, 32), (65, 64), (16, 2), (200, 66), (192, 1024)],
+    bias={"plain": False, "bias": True},
+)
+def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool) -> None:
+    outs, ins = weights
     x, weight = random(rows, ins, dtype=dtype), random(outs, ins, dtype=dtype, seed=1) / ins**0.5
     added = random(outs, dtype=dtype, seed=2) if bias else None
     for out_dtype in {dtype, torch.float32}:
@@ -90,11 +92,14 @@ def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, outs: int, i
         assert_same(found, expected, dtype)
 
 
-@every_dtype
-@pytest.mark.parametrize("rows", [1, 6, 9, 32])
-@pytest.mark.parametrize(("size", "ins"), [(32, 64), (33, 64), (96, 66), (100, 1024)])
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int, ins: int, bias: bool) -> None:
+@each_pair(
+    dtype=DTYPES,
+    rows=[1, 6, 9, 32],
+    weights=[(32, 64), (33, 64), (96, 66), (100, 1024)],
+    bias={"plain": False, "bias": True},
+)
+def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool) -> None:
+    size, ins = weights
     x, weight = random(rows, ins, dtype=dtype), random(2 * size, ins, dtype=dtype, seed=1) / ins**0.5
     added = random(2 * size, dtype=dtype, seed=2) if bias else None
     found, expected = torch.empty(rows, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
@@ -126,13 +131,16 @@ def ragged(shapes: list[tuple[int, int]], page_size: int, seed: int = 0) -> tupl
     ), num_pages
 
 
-@every_dtype
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (2, 2, 6), (6, 1, 128)])
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "qk-norm"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@each_pair(
+    dtype=DTYPES,
+    shape=[(4, 2, 16), (2, 2, 6), (6, 1, 128)],
+    normed={"plain": False, "qk-norm": True},
+    page_size=[1, 4, 16],
+)
 def test_rope_write_kv(
-    kernels: CpuKernels, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, normed: bool, page_size: int
+    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], normed: bool, page_size: int
 ) -> None:
+    heads, kv_heads, head_dim = shape
     rows, num_pages = ragged([(0, 5), (17, 1), (3, 30)], page_size)
     rows.locations[2] = -1
     qkv = random(36, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -156,19 +164,21 @@ BATCHES = {
     "decodes": [(0, 1), (15, 1), (16, 1), (17, 1), (64, 1), (200, 1)],
     "one-extend": [(0, 100)],
     "chunk-behind-a-prefix": [(37, 50)],
-    "mixed": [(0, 3), (64, 64), (5, 70), (33, 1), (128, 1)],
+    "mixed": [(0, 3), (64, 64), (5, 70), (33, 1), (128, 1), (9, 4)],
 }
 
 
-@every_dtype
-@pytest.mark.parametrize("batch", list(BATCHES))
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 128), (4, 4, 96), (2, 1, 256), (16, 1, 64), (4, 2, 20)]
+@each_pair(
+    dtype=DTYPES,
+    batch=list(BATCHES),
+    shape=[(4, 2, 64), (7, 1, 128), (4, 4, 96), (2, 1, 256), (16, 1, 64), (4, 2, 20)],
+    layout=[(1, 0), (4, 0), (16, 0), (16, 24), (4, 1), (16, 70)],
 )
-@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (4, 0), (16, 0), (16, 24), (4, 1), (16, 70)])
 def test_paged_attention(
-    kernels: CpuKernels, dtype: torch.dtype, batch: str, heads: int, kv_heads: int, head_dim: int, page_size: int, window: int
+    kernels: CpuKernels, dtype: torch.dtype, batch: str, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
+    """shape: heads, KV heads, numbers of a head. layout: tokens of a page, and of the window."""
+    (heads, kv_heads, head_dim), (page_size, window) = shape, layout
     rows, num_pages = ragged(BATCHES[batch], page_size)
     num_tokens = int(rows.num_tokens.sum())
     qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -185,46 +195,112 @@ def test_paged_attention(
     assert_same(found, expected, dtype)
 
 
+def chosen(logits: Tensor, asked: Asked, positions: list[int]) -> Left:
+    """What select_tokens leaves: one row of logits and one slot for each position."""
+    vocab_size, rows = logits.shape[1], [Row(slot, position) for slot, position in enumerate(positions)]
+    table = table_of([asked] * len(rows), vocab_size)
+    return sampled(CpuSampling(built_library(), 2), logits, rows_of(rows, vocab_size), table, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("row", "place"),
-    [
-        ([0.0, 3.0, 3.0, 1.0], 1),
-        ([-torch.inf] * 4, 0),
-        ([1.0, torch.nan, 9.0, torch.nan], 1),
-        ([torch.inf, torch.nan], 1),
-        ([-5.0], 0),
-    ],
-    ids=["lowest-of-equals", "all-minus-infinity", "nan-wins", "nan-before-infinity", "one"],
+    [([0.0, 3.0, 3.0, 1.0], 1), ([-5.0], 0), ([-torch.inf, -1e30, -1e30], 1)],
+    ids=["lowest-of-equals", "one", "after-minus-infinity"],
 )
-def test_argmax_cases(kernels: CpuKernels, row: list[float], place: int) -> None:
-    assert kernels.argmax(torch.tensor([row])).tolist() == [place]
+def test_greedy_cases(row: list[float], place: int) -> None:
+    left = chosen(torch.tensor([row]), Asked(), [4])
+    assert left.tokens.tolist() == left.relay.tolist() == [place] and left.faults.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[-torch.inf] * 4, [1.0, torch.nan, 9.0, torch.nan], [torch.inf, torch.nan], [1.0, torch.inf]],
+    ids=["all-minus-infinity", "nan", "nan-behind-infinity", "infinity"],
+)
+@pytest.mark.parametrize("asked", [Asked(), Asked(1.0), Asked(1.0, top_p=0.5)], ids=["greedy", "draw", "top-p"])
+def test_a_row_that_is_not_finite_gives_no_token(row: list[float], asked: Asked) -> None:
+    left = chosen(torch.tensor([row]), asked, [4])
+    assert (left.tokens.tolist(), left.faults.tolist(), left.relay.tolist()) == ([0], [RowFault.NAN_LOGITS], [-1])
 
 
 @pytest.mark.parametrize("size", [1, 100, 4096, 4097, 20001])
-def test_argmax(kernels: CpuKernels, size: int) -> None:
+def test_greedy(size: int) -> None:
     logits = random(5, size)
-    assert torch.equal(kernels.argmax(logits), logits.argmax(-1))
+    assert chosen(logits, Asked(), [1] * 5).tokens.tolist() == logits.argmax(-1).tolist()
+
+
+CUTS = [(-1, 1.0, 0.0), (5, 1.0, 0.0), (200, 1.0, 0.0), (-1, 0.9, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.05), (40, 0.8, 0.01)]
+
+
+def assert_draws_as_the_twin(size: int, temperature: float, cut: tuple[int, float, float]) -> None:
+    logits, count = (random(4, size) * 3).round(decimals=1), 50  # rounded: ties at every cut
+    logits[2, 1:] = -torch.inf
+    each, asked = logits[torch.arange(count) % 4], Asked(temperature, *cut, seed=9)
+    found, rows = chosen(each, asked, list(range(count))), [Row(slot, slot) for slot in range(count)]
+    expected = sampled(sampling_twin, each, rows_of(rows, size), table_of([asked] * count, size), torch.device("cpu"))
+    assert found.faults.tolist() == expected.faults.tolist() == [0] * count
+    assert int((found.tokens != expected.tokens).sum()) <= 1, "only rounding at a boundary between two tokens may differ"
+    assert found.relay.tolist() == found.tokens.tolist()
+
+
+def measured(kernels: SampleKernels, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:
+    count = len(rows)
+    out = Measured(
+        torch.zeros(count), torch.zeros((count, num_top), dtype=torch.int32), torch.zeros(count, num_top), torch.zeros(count)
+    )
+    kernels.measure_logprobs(out, logits, tokens, rows)
+    return out
+
+
+@pytest.mark.parametrize("vocab_size", [1, 33, 257, 2048, 8193])
+@pytest.mark.parametrize("num_top", [0, 1, 5, 32])
+@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
+def test_measure_logprobs(vocab_size: int, num_top: int, tied: bool) -> None:
+    logits = random(3, vocab_size, seed=vocab_size) * 4
+    logits = logits.round() if tied else logits
+    logits[1, vocab_size // 3 :] = -torch.inf if vocab_size > 3 else 0.0
+    tokens = torch.tensor([0, vocab_size - 1, vocab_size, -1], dtype=torch.int32)
+    rows = torch.tensor([2, 0, 1, 1], dtype=torch.int32)
+    found, expected = (
+        measured(kernels, logits, tokens, rows, num_top) for kernels in (CpuSampling(built_library(), 2), sampling_twin)
+    )
+    assert found.top_ids.equal(expected.top_ids)
+    for name in ("own", "top", "mass"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_shows_in_its_mass(poison: float) -> None:
+    logits = torch.zeros((2, 3000))
+    logits[0, 2500] = poison
+    tokens, rows = torch.zeros(2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    assert measured(CpuSampling(built_library(), 2), logits, tokens, rows, 2).mass.isfinite().tolist() == [False, True]
+
+
+def test_sampling_columns_that_do_not_fit_are_refused() -> None:
+    kernels, table, rows = CpuSampling(built_library(), 1), table_of([Asked()], 40), rows_of([Row(0)], 40)
+    logits, ints, relay = torch.zeros(1, 40), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.edit_logits(torch.zeros(1, 41), logits, rows, table)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.edit_logits(torch.zeros(2, 40), torch.zeros(2, 40), rows, table)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.select_tokens(torch.zeros(2, dtype=torch.int32), ints, logits, logits, rows, table, relay)
+    with pytest.raises(ValueError, match="do not fit"):
+        measured(kernels, logits, ints, ints, 33)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000, 5001])
-@pytest.mark.parametrize("temperature", [1e-6, 0.5, 3.0])
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"),
-    [(-1, 1.0, 0.0), (5, 1.0, 0.0), (200, 1.0, 0.0), (-1, 0.9, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.05), (40, 0.8, 0.01)],
-)
-def test_draw(kernels: CpuKernels, size: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    logits, count = (random(4, size) * 3).round(decimals=1), 50  # rounded: ties at every cut
-    logits[2, 1:] = -torch.inf
-    draws = Draws(
-        rows=torch.arange(count) % 4,
-        temperatures=torch.full((count,), temperature),
-        top_ks=torch.full((count,), top_k),
-        top_ps=torch.full((count,), top_p),
-        min_ps=torch.full((count,), min_p),
-        uniforms=torch.linspace(0.001, 0.9999, count, dtype=torch.float64),
-    )
-    found, expected = kernels.draw(logits, draws), reference.draw(logits, draws)
-    assert int((found != expected).sum()) <= 1, "only rounding at a boundary between two tokens may differ"
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_draw(size: int, cut: tuple[int, float, float]) -> None:
+    """From flat distributions, where every cut leaves tokens out that have some mass."""
+    assert_draws_as_the_twin(size, 3.0, cut)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.5])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_draw_from_sharp_distributions(temperature: float, cut: tuple[int, float, float]) -> None:
+    assert_draws_as_the_twin(1000, temperature, cut)
 
 
 def test_without_a_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,8 +308,8 @@ def test_without_a_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch, 
         raise BuildFailed("no C++ compiler found")
 
     monkeypatch.setattr("kernels.cpu.built_library", no_library)
-    assert load_kernels(1, torch.bfloat16) is reference
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert load_kernels(1, torch.bfloat16) is reference and load_sampling(1) is reference
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
 
 
 def test_wrong_shapes_are_refused(kernels: CpuKernels) -> None:

@@ -1,4 +1,5 @@
-"""The sampling twin samples what the CPU executor's sampler samples, row for row and step for step."""
+"""The C++ sampling kernels and torch's twins: the executor's sampler over either samples what the twin does over columns made by
+hand, row for row and step for step; and what each does with faults, counts and padding."""
 
 from __future__ import annotations
 
@@ -8,19 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Fault, Measured
-from kernels.reference import layers as reference
+from kernels.contracts.row_fault import RowFault
+from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Measured, SampleKernels
+from kernels.cpu.build import built_library
+from kernels.cpu.sampling import CpuSampling
 from kernels.reference import sampling as sampling_twin
-from services.worker.core.contracts.plan import RowFault, SlotParams
+from services.worker.core.contracts.plan import SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
-from services.worker.exec.sampler import Sampler
 from services.worker.exec.sampling.dry import Repeats
 from services.worker.exec.sampling.token_sets import token_words
-from services.worker.exec.uniform import uniforms
-from tests.kernels.sampling_case import ALWAYS, Asked, Row, rows_of, sampled, table_of
+from tests.exec.sampling import Sampling, sample_kernels
+from tests.kernels.sampling_case import ALWAYS, Asked, Row, rows_of, sampled, table_of, uniforms
 
 CPU = torch.device("cpu")
 SLOTS, STEPS, PROMPT = 40, 10, 5
+
+
+@pytest.fixture(params=["cpp", "torch"])
+def kernels(request: pytest.FixtureRequest) -> SampleKernels:
+    return sample_kernels(request.param)
 
 
 def random_params(chance: random.Random, vocab_size: int) -> SamplingParams:
@@ -65,9 +72,9 @@ def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
 
 @pytest.mark.parametrize("vocab_size", [1, 33, 257, 1000])
 @pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
-def test_as_the_cpu_sampler(vocab_size: int, tied: bool) -> None:
+def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
     chance, numbers = random.Random(vocab_size), np.random.default_rng(vocab_size)
-    sampler, slots = Sampler(SLOTS, vocab_size, reference), []
+    sampler, slots = Sampling(SLOTS, vocab_size, kernels), []
     for index in range(SLOTS):
         history = numbers.integers(0, vocab_size, PROMPT + chance.randrange(4)).astype(np.int32)
         stops = (chance.randrange(vocab_size), chance.randrange(vocab_size))
@@ -101,7 +108,7 @@ def test_as_the_cpu_sampler(vocab_size: int, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_dry_takes_is_a_loss(temperature: float) -> None:
+def test_what_dry_takes_is_a_loss(kernels: SampleKernels, temperature: float) -> None:
     dry, history = DryParams(multiplier=2.0, allowed_length=1), np.array([3, 1, 2, 3, 1], dtype=np.int32)
     params = SamplingParams(9, temperature=temperature, seed=7, dry=dry)
     ids, lost = Repeats(dry, history.astype(np.int64)).penalties()
@@ -111,7 +118,7 @@ def test_what_dry_takes_is_a_loss(temperature: float) -> None:
     logits = torch.tensor([[0.0, 0.1, 2.0, 0.2, 0.3, 1.0, 0.4, 0.5]])
     for position in range(5, 25):
         left = sampled(sampling_twin, logits, rows_of([Row(0, position, losses=losses)], 8), table, CPU)
-        fresh = Sampler(1, 8, reference)
+        fresh = Sampling(1, 8, kernels)
         fresh.admit(SlotParams(0, 5, params, (), history))
         found = fresh.sample(logits, np.array([0], np.int32), np.array([position], np.int32))
         assert left.tokens.tolist() == found.tokens.tolist()
@@ -119,41 +126,43 @@ def test_what_dry_takes_is_a_loss(temperature: float) -> None:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("asked", [Asked(), Asked(1.0), Asked(1.0, biases=((1, 2.0),))])
-def test_faults(asked: Asked, poison: float) -> None:
+def test_faults(kernels: SampleKernels, asked: Asked, poison: float) -> None:
     logits = torch.zeros((3, 8))
     logits[0, 3] = poison
     rows = rows_of([Row(0), Row(1, mask=[]), Row(2, mask=[5])], 8)
-    left = sampled(sampling_twin, logits, rows, table_of([asked] * 3, 8), CPU)
-    assert left.faults.tolist() == [Fault.NAN_LOGITS, Fault.NO_TOKEN_ALLOWED, 0]
+    left = sampled(kernels, logits, rows, table_of([asked] * 3, 8), CPU)
+    assert left.faults.tolist() == [RowFault.NAN_LOGITS, RowFault.NO_TOKEN_ALLOWED, 0]
     assert left.tokens.tolist() == [0, 0, 5] and left.relay.tolist() == [-1, -1, 5]
 
 
-def test_uniforms_are_those_of_the_executor() -> None:
+def test_every_language_draws_with_the_same_numbers() -> None:
+    """C++ and Python here, Triton in test_triton_select_tokens."""
     numbers = np.random.default_rng(1)
-    seeds = np.append(numbers.integers(0, 1 << 64, 200, dtype=np.uint64), np.uint64(2**64 - 1))
-    positions = np.append(numbers.integers(0, ALWAYS, 200), ALWAYS).astype(np.int32)
-    found = [sampling_twin.uniform(int(seed), int(position)) for seed, position in zip(seeds, positions, strict=True)]
-    assert found == uniforms(seeds, positions).tolist()
+    seeds = np.append(numbers.integers(0, 1 << 64, 200, dtype=np.uint64), np.array([0, 1 << 63, 2**64 - 1], dtype=np.uint64))
+    positions = np.append(numbers.integers(0, ALWAYS, 202), ALWAYS).astype(np.int32)
+    cpp = CpuSampling(built_library(), 1)
+    found = cpp.uniforms(torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(positions))
+    assert found.tolist() == uniforms(seeds, positions).tolist()
 
 
-def test_counts_stop_at_their_greatest() -> None:
+def test_counts_stop_at_their_greatest(kernels: SampleKernels) -> None:
     table = table_of([Asked(counted=True, seen=(2,), outputs={2: MAX_COUNT}), Asked(counted=True), Asked()], 4)
-    left = sampled(sampling_twin, torch.tensor([[0.0, 0, 9, 0]] * 3), rows_of([Row(0), Row(1), Row(2)], 4), table, CPU)
+    left = sampled(kernels, torch.tensor([[0.0, 0, 9, 0]] * 3), rows_of([Row(0), Row(1), Row(2)], 4), table, CPU)
     assert left.counts.tolist() == [[0, 0, SEEN | MAX_COUNT, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
 
 
-def test_padding_touches_nothing() -> None:
-    left = sampled(sampling_twin, torch.full((2, 4), torch.nan), rows_of([Row(-1), Row(-1)], 4), table_of([Asked()], 4), CPU)
+def test_padding_touches_nothing(kernels: SampleKernels) -> None:
+    left = sampled(kernels, torch.full((2, 4), torch.nan), rows_of([Row(-1), Row(-1)], 4), table_of([Asked()], 4), CPU)
     assert left.tokens.tolist() == left.faults.tolist() == [0, 0]
     assert left.relay.tolist() == [-1] and (left.edited == 777).all()
 
 
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(3, 5), (40, 7), (40, 0)])
-def test_measured(vocab_size: int, num_top: int) -> None:
+def test_measured(kernels: SampleKernels, vocab_size: int, num_top: int) -> None:
     logits = torch.randn((4, vocab_size), generator=torch.Generator().manual_seed(3)).mul(2).round()
     out = Measured(torch.zeros(3), torch.full((3, num_top), 9, dtype=torch.int32), torch.zeros(3, num_top), torch.zeros(3))
     tokens = torch.tensor([1, 2, vocab_size], dtype=torch.int32)
-    sampling_twin.measure_logprobs(out, logits, tokens, torch.tensor([3, -1, 0], dtype=torch.int32))
+    kernels.measure_logprobs(out, logits, tokens, torch.tensor([3, -1, 0], dtype=torch.int32))
     chances = logits.log_softmax(-1)
     assert out.own.tolist() == pytest.approx([float(chances[3, 1]), 0.0, -torch.inf], abs=1e-6)
     assert out.mass[0] == pytest.approx(float(logits[3].logsumexp(0)), abs=1e-6)

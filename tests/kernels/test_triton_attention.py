@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers as reference
+from kernels.reference import layers
 from kernels.triton.attention.attention import (
     AttentionCall,
     AttentionScratch,
@@ -24,6 +24,7 @@ from kernels.triton.attention.attention import (
 )
 from kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, choose_splits, plan_decode, plan_extend, retiled
 from kernels.triton.attention.attention_tiles import deal_splits
+from tests.all_pairs import each_pair
 
 Shapes = list[tuple[int, int]]  # (start, tokens) of each row
 
@@ -107,7 +108,7 @@ def expected(call: AttentionCall) -> Tensor:
     q, keys, values = (tensor.float().cpu() for tensor in (call.q, call.k_pool, call.v_pool))
     sinks = None if call.sinks is None else call.sinks.float().cpu()
     rows = on(torch.device("cpu"), call.rows)
-    reference.general_attention(out, q, keys, values, rows, call.scale, call.window, call.softcap, sinks)
+    layers.general_attention(out, q, keys, values, rows, call.scale, call.window, call.softcap, sinks)
     return out
 
 
@@ -159,9 +160,7 @@ def test_shapes(shapes: Shapes, heads: tuple[int, int], dims: tuple[int, int], p
     assert_right(call)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-@pytest.mark.parametrize("head_dim", [24, 128])
+@each_pair(dtype=[torch.float16, torch.bfloat16], shapes={"mixed": MIXED, "decodes": DECODES}, head_dim=[24, 128])
 def test_half_types(shapes: Shapes, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
     call = case(shapes, (4, 2), (head_dim, head_dim), 16, device, dtype=dtype, sinks=True)
     attend(call)

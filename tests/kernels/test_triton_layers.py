@@ -11,11 +11,13 @@ from kernels.reference import layers as reference
 from kernels.triton.launch import MAX_BLOCK
 from kernels.triton.layers.layers import TritonLayers
 from kernels.triton.layers.rope_kv import FEW_TOKENS
+from tests.all_pairs import each_pair, each_value
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 POISON = -77.0
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=[str(dtype).removeprefix("torch.") for dtype in DTYPES])
+
+# A kernel converts where it loads and stores, and looks at the dtype nowhere else: shapes and dtypes meet in no code.
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,9 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-@every_dtype
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 7), (5, 64), (2, 1000), (1, 16384)])
-def test_rms_norm(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> None:
+@each_value(dtype=DTYPES, shape=[(1, 1), (3, 7), (5, 64), (2, 1000), (1, 16384)])
+def test_rms_norm(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    rows, size = shape
     x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=dtype, device=device, seed=1)
     (found, whole), expected = guarded(rows, size, dtype, device), torch.empty_like(x)
     kernels.rms_norm(found, x, weight, 1e-5)
@@ -53,11 +55,11 @@ def test_rms_norm(kernels: TritonLayers, device: torch.device, dtype: torch.dtyp
     assert_unharmed(whole)
 
 
-@every_dtype
-@pytest.mark.parametrize(("rows", "size"), [(1, 1000), (4, 33)])
+@each_value(dtype=DTYPES, shape=[(1, 1000), (4, 33), (2, 64)])
 def test_the_residual_rounds_before_the_norm_reads_it(
-    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, size: int
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
+    rows, size = shape
     x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=dtype, device=device, seed=1)
     held, whole = guarded(rows, size, dtype, device)
     held.copy_(random(rows, size, dtype=dtype, device=device, seed=2))
@@ -82,9 +84,9 @@ def test_what_the_norm_reads_has_the_rounding_of_the_residual(kernels: TritonLay
     assert found.tolist() == torch.tensor([[2.0**0.5, 2.0**-10.5]], dtype=torch.float16).tolist()
 
 
-@every_dtype
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 17), (2, 1030)])
-def test_silu_and_mul(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> None:
+@each_value(dtype=DTYPES, shape=[(1, 1), (3, 17), (2, 1030)])
+def test_silu_and_mul(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    rows, size = shape
     x = random(rows, 2 * size, dtype=dtype, device=device) * 8
     (found, whole), expected = guarded(rows, size, dtype, device), torch.empty(rows, size, dtype=dtype, device=device)
     kernels.silu_and_mul(found, x)
@@ -101,13 +103,11 @@ def test_extremes_survive_activation(kernels: TritonLayers, device: torch.device
     assert torch.isnan(found[0, 5])
 
 
-@every_dtype
-@pytest.mark.parametrize("rows", [0, 1, 7])
-@pytest.mark.parametrize(("outs", "ins"), [(65, 64), (10, 3)])
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@each_pair(dtype=DTYPES, rows=[0, 1, 7], weights=[(65, 64), (10, 3)], bias={"plain": False, "bias": True})
 def test_linear(
-    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, outs: int, ins: int, bias: bool
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
 ) -> None:
+    outs, ins = weights
     x = random(rows, ins, dtype=dtype, device=device)
     weight = random(outs, ins, dtype=dtype, device=device, seed=1) / ins**0.5
     added = random(outs, dtype=dtype, device=device, seed=2) if bias else None
@@ -146,10 +146,9 @@ def scattered(tokens: int, cells: int, device: torch.device) -> RaggedRows:
     return placed(places, [(7 * token) % 20 for token in range(tokens)], device)
 
 
-@every_dtype
-@pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "dim", "page_size", "normed"),
-    [
+@each_value(
+    dtype=DTYPES,
+    shape=[
         (1, 3, 1, 16, 1, True),
         (5, 3, 3, 32, 4, False),
         (4, 14, 2, 80, 16, True),
@@ -159,16 +158,10 @@ def scattered(tokens: int, cells: int, device: torch.device) -> RaggedRows:
     ],
 )
 def test_rope_write_kv(
-    kernels: TritonLayers,
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    page_size: int,
-    normed: bool,
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int, bool]
 ) -> None:
+    """shape: tokens, heads, KV heads, numbers of a head, tokens of a page, whether there are norms."""
+    tokens, heads, kv_heads, dim, page_size, normed = shape
     pages = -(-2 * tokens // page_size) + 1
     rows = scattered(tokens, pages * page_size, device)
     width = (heads + 2 * kv_heads) * dim
@@ -198,20 +191,12 @@ def test_a_token_written_nowhere_may_stand_past_the_rope_table(kernels: TritonLa
     assert qkv[:, :4].tolist() == [[0.0, 0.0, 2.0, 2.0]] * 2
 
 
-@every_dtype
-@pytest.mark.parametrize(
-    ("tokens", "kv_heads", "key_dim", "value_dim", "page_size"), [(1, 1, 3, 16, 1), (7, 3, 24, 10, 4), (4, 6, 576, 512, 2)]
-)
+@each_value(dtype=DTYPES, shape=[(1, 1, 3, 16, 1), (7, 3, 24, 10, 4), (4, 6, 576, 512, 2)])
 def test_write_kv_of_strided_inputs(
-    kernels: TritonLayers,
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: int,
-    kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    page_size: int,
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int]
 ) -> None:
+    """shape: tokens, KV heads, numbers of a key and of a value, tokens of a page."""
+    tokens, kv_heads, key_dim, value_dim, page_size = shape
     pages = -(-2 * tokens // page_size) + 1
     rows = scattered(tokens, pages * page_size, device)
     keys = random(kv_heads, tokens, key_dim, dtype=dtype, device=device).transpose(0, 1)

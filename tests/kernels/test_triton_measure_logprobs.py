@@ -1,4 +1,4 @@
-"""measure_logprobs in Triton: the same top tokens as its twin, and numbers as close as float32 sums are."""
+"""measure_logprobs in Triton and in C++: the same top tokens as its twin, and numbers as close as float32 sums are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.contracts.sample_ops import Measured
-from kernels.reference import sampling as sampling_twin
+from kernels.reference import sampling
 from kernels.triton.sampling.sampling import TritonSampling
 
 POISON = 55
@@ -37,7 +37,7 @@ def assert_as_twin(
     logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int, device: torch.device, max_rows: int = 8
 ) -> Measured:
     found, expected = measured(logits, tokens, rows, num_top, device, max_rows), room(len(rows), num_top)
-    sampling_twin.measure_logprobs(expected, logits, tokens, rows)
+    sampling.measure_logprobs(expected, logits, tokens, rows)
     assert found.top_ids.equal(expected.top_ids)
     for name in ("own", "top", "mass"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=1e-5)

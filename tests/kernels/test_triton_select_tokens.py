@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Fault
+from kernels.contracts.row_fault import RowFault
+from kernels.contracts.sample_ops import MAX_COUNT, SEEN
 from kernels.reference import sampling as sampling_twin
 from kernels.reference.draws import draw_token, support
 from kernels.triton.sampling.sampling import TritonSampling
 from kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
-from services.worker.exec.uniform import uniforms
-from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of
+from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of, uniforms
 
 NEAR = 2e-6
 WIDE = 5000  # more tokens than candidates can be
@@ -202,7 +202,7 @@ def test_one_token_is_allowed_or_none(asked: Asked, device: torch.device) -> Non
     slots = [asked, asked, replace(asked, allowed=[7]), replace(asked, allowed=[7], stops=(7,), stopped_until=99)]
     left = assert_as_twin(noise(4, 2200), rows, slots, device)
     assert left.tokens.tolist() == [2100, 0, 7, 0]
-    assert left.faults.tolist() == [0, Fault.NO_TOKEN_ALLOWED, 0, Fault.NO_TOKEN_ALLOWED]
+    assert left.faults.tolist() == [0, RowFault.NO_TOKEN_ALLOWED, 0, RowFault.NO_TOKEN_ALLOWED]
     assert left.relay.tolist() == [2100, -1, 7, -1]
 
 
@@ -212,7 +212,7 @@ def test_what_is_not_finite_faults_its_row_alone(asked: Asked, poison: float, de
     logits = noise(3, 2100)
     logits[0, 2077], logits[1] = poison, -torch.inf
     left = assert_as_twin(logits, [Row(slot) for slot in range(3)], [asked, asked, Asked()], device)
-    assert left.faults.tolist() == [Fault.NAN_LOGITS, Fault.NAN_LOGITS, 0]
+    assert left.faults.tolist() == [RowFault.NAN_LOGITS, RowFault.NAN_LOGITS, 0]
     assert left.relay.tolist()[:2] == [-1, -1] and int(left.relay[2]) == int(logits[2].argmax())
 
 

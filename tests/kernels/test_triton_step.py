@@ -8,16 +8,23 @@ from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
 from kernels.contracts.step_ops import StepKernels, TableUpdates
+from kernels.cpu.build import built_library
+from kernels.cpu.library import CpuKernels
 from kernels.reference import layers as reference
 from kernels.triton.layers.layers import TritonLayers
+from tests.all_pairs import each_pair
 
 POISON = -7777
-PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
 
 
-@pytest.fixture(params=["triton", "torch"])
+NAMES = ("triton", "torch") if torch.cuda.is_available() else ("triton", "torch", "cpp")
+
+
+@pytest.fixture(params=NAMES)
 def kernels(request: pytest.FixtureRequest, device: torch.device) -> StepKernels:
-    return TritonLayers(device) if request.param == "triton" else reference
+    made = {"triton": lambda: TritonLayers(device), "torch": lambda: reference, "cpp": lambda: CpuKernels(built_library(), 2)}
+    kernels: StepKernels = made[request.param]()
+    return kernels
 
 
 def column(values: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -118,9 +125,13 @@ STEPS: dict[str, tuple[list[tuple[int, int, int]], int]] = {
 }
 
 
-@PAGE_SIZES
-@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
+@each_pair(
+    indirect=("kernels",),
+    kernels=["triton", "torch"],
+    page_size=[1, 4, 16],
+    case=STEPS,
+    counted={"counted": True, "uncounted": False},
+)
 def test_resolve_tokens(
     kernels: StepKernels, device: torch.device, page_size: int, case: tuple[list[tuple[int, int, int]], int], counted: bool
 ) -> None:
@@ -200,8 +211,9 @@ def test_page_indices(kernels: StepKernels, device: torch.device, slots: list[in
     assert out.tolist() == expected
 
 
-def test_columns_that_do_not_fit_are_refused(device: torch.device) -> None:
-    kernels, table = TritonLayers(device), torch.zeros(1, 3, dtype=torch.int32, device=device)
+@pytest.mark.parametrize("kernels", [name for name in NAMES if name != "torch"], indirect=True)
+def test_columns_that_do_not_fit_are_refused(kernels: StepKernels, device: torch.device) -> None:
+    table = torch.zeros(1, 3, dtype=torch.int32, device=device)
     held = ragged([(0, 0, 1)], table, 1, device)
     short = TableUpdates(*(column([0] * count, device) for count in (2, 2, 1, 2)), column([1, 2], device))
     relay, ids = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
@@ -212,6 +224,8 @@ def test_columns_that_do_not_fit_are_refused(device: torch.device) -> None:
     known, one = column([1, 2], device), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.resolve_tokens(one, held, column([1], device), relay, None, 0, 4, 50, 1, known)
+    if isinstance(kernels, CpuKernels):
+        return  # its page_indices is the twin
     with pytest.raises(ValueError, match="do not fit"):
         kernels.page_indices(ids.int(), column([0, 1, 2], device), held)
 

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from services.local.ports import HOST, free_ports
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 WAIT_S = 30
@@ -36,7 +36,7 @@ def process_of(service: str) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Cha
     argv += ["--metrics-port", str(metrics_port), "--grace-s", str(GRACE_S)]
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
     try:
-        with grpc.insecure_channel(f"{HOST}:{port}", options=rpc.CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(f"{HOST}:{port}", options=grpc_server.CHANNEL_OPTIONS) as channel:
             grpc.channel_ready_future(channel).result(WAIT_S)
             yield process, channel, metrics_port
     finally:
@@ -138,11 +138,13 @@ def slow_client(port: int) -> int:
     raise ConnectionError("closed before the answer's end")
 
 
-async def started(get: grpc.RpcMethodHandler) -> tuple[rpc.Server, int]:
+async def started(get: grpc.RpcMethodHandler) -> tuple[grpc_server.Server, int]:
     """A server with one method, and its port."""
     (port,) = free_ports(1)
     handlers = grpc.method_handlers_generic_handler("test.Test", {"Get": get})
-    return await rpc.start_server(HOST, port, rpc.Health("test"), lambda s: s.add_generic_rpc_handlers((handlers,))), port
+    return await grpc_server.start_server(
+        HOST, port, grpc_server.Health("test"), lambda s: s.add_generic_rpc_handlers((handlers,))
+    ), port
 
 
 async def nothing() -> None:
@@ -193,7 +195,7 @@ def test_while_calls_end_new_ones_are_sent_away(ends: bool) -> None:
 
         server, port = await started(grpc.unary_stream_rpc_method_handler(get))
         serving = asyncio.create_task(server.serve_until(stop, GRACE_S if ends else 0.1, nothing))
-        async with rpc.channel(f"{HOST}:{port}") as channel:
+        async with grpc_server.channel(f"{HOST}:{port}") as channel:
             health, method = health_pb2_grpc.HealthStub(channel), channel.unary_stream("/test.Test/Get")
             call = method(b"")
             assert await call.read() == b"first"

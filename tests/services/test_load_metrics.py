@@ -3,18 +3,18 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from services.worker.exec.contracts.executor_stats import ExecutorStats
-from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.metrics.executor_metrics import ExecutorMetrics
 from services.worker.metrics.loading_metrics import LoadMetrics
 
 
-def info(**values: object) -> ModelInfo:
-    return ModelInfo("LlamaForCausalLM", 512, 257, (5,), 10, 16, "bfloat16", 1234, 96, **values)  # type: ignore[arg-type]
+def info(**values: object) -> LoadedInfo:
+    return LoadedInfo("LlamaForCausalLM", 512, 257, (5,), 10, 16, "bfloat16", 1234, 96, **values)  # type: ignore[arg-type]
 
 
-def figures(model: ModelInfo) -> CollectorRegistry:
+def figures(model: LoadedInfo) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(LoadMetrics("m", model))
+    registry.register(LoadMetrics(model, "m"))
     return registry
 
 
@@ -34,7 +34,7 @@ def test_a_model_that_tells_no_phases() -> None:
 
 def test_how_steps_were_run() -> None:
     registry, stats = CollectorRegistry(), ExecutorStats()
-    registry.register(ExecutorMetrics("m", stats))
+    registry.register(ExecutorMetrics(stats, "m"))
     stats.graph_steps, stats.eager_steps, stats.pieces, stats.given_up = 7, 3, 2, 1
     for name, labels, value in (
         ("rootstock_worker_steps_total", {"mode": "graph"}, 7),

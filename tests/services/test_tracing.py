@@ -31,8 +31,9 @@ def test_off_loads_no_tracer_and_no_exporter() -> None:
     """Libraries that services use load OpenTelemetry's API, and parts of its metrics, by themselves."""
     code = f"""
 import importlib, sys
-OURS = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "services.shared.observe.spans",
-    "services.shared.observe.span_export")
+OURS = (
+    "opentelemetry.sdk.trace", "opentelemetry.exporter", "services.shared.observe.spans", "services.shared.observe.span_export"
+)
 for name in {MODULES}:
     importlib.import_module(name)
 from services.shared.settings import ServiceSettings, load
@@ -127,7 +128,7 @@ def test_a_collector_that_is_down_costs_one_line_and_no_time(caplog: pytest.LogC
         tracing.close()
         assert time.monotonic() - begun < 10, "the end of a process does not wait for a collector"
     assert lines()
-    assert all(record.name.startswith("services.shared.span") for record in lines())
+    assert all(record.name.startswith("services.shared.observe.span") for record in lines())
     assert len(lines()) <= 2, "one when spans were lost, one at the end"
 
 

@@ -25,12 +25,12 @@ from services.sim.fleet.load_view import LoadView
 from services.sim.fleet.report import FleetReport, make_report, worst_window
 from services.sim.fleet.simulation import FleetOutcome, FleetSimulation
 from services.sim.fleet.worker import WorkerLoad
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.exec.fake import TimeModel
+from tests.core.deployed_config import deployed_config
 
 PREFIX_AWARE = str(RoutingPolicy.PREFIX_AWARE)
-SCHEDULER = SchedulerConfig(1024, 16, 4096, VOCAB_SIZE, (EOS_ID,), max_running_requests=16)
+SCHEDULER = deployed_config(1024, 16, 4096, VOCAB_SIZE, eos_token_ids=(EOS_ID,), max_running_requests=16)
 FLEET = FleetConfig(SCHEDULER, PRESETS["h200-like"], RoutingConfig(), workers=4)
 
 

@@ -8,20 +8,19 @@ import pytest
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.sim.core.run.time_models import PRESETS
 from services.sim.core.trace.arrivals import OpenLoop
-from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
 from services.sim.core.trace.trace import Trace
 from services.sim.core.trace.workloads import hot_prefix, random_lengths, shared_prefix
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.report import FleetReport, make_report
 from services.sim.fleet.simulation import FleetSimulation
-from services.worker.core.contracts.config import SchedulerConfig
+from tests.sim.deployed_worker import on_gpu
 
 WORKERS, PAGE_SIZE = 8, 16
 SAMPLES_PER_WINDOW = 20  # 2 s
 
 
 def compare(trace: Trace, kv_tokens: int, *policies: RoutingPolicy) -> list[FleetReport]:
-    scheduler = SchedulerConfig(kv_tokens // PAGE_SIZE, PAGE_SIZE, 4096, VOCAB_SIZE, (EOS_ID,))
+    scheduler = on_gpu(kv_tokens // PAGE_SIZE, 4096, page_size=PAGE_SIZE)
     config = FleetConfig(scheduler, PRESETS["h200-like"], RoutingConfig(), workers=WORKERS)
     reports = []
     for policy in policies:

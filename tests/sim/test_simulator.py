@@ -20,13 +20,14 @@ from services.sim.core.trace.workloads import multi_turn, random_lengths, shared
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.exec.fake import TimeModel
+from tests.core.deployed_config import deployed_config
 
 TIMES = PRESETS["h200-like"]
 
 
 def config_of(num_pages: int = 4096, **fields: Any) -> SchedulerConfig:
-    defaults = {"page_size": 16, "context_len": 8192, "max_running_requests": 32}
-    return SchedulerConfig(num_pages=num_pages, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,), **{**defaults, **fields})
+    defaults: dict[str, Any] = {"page_size": 16, "context_len": 8192, "max_running_requests": 32}
+    return deployed_config(num_pages, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,), **{**defaults, **fields})
 
 
 def simulate(

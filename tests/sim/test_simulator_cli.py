@@ -6,7 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,15 @@ import pytest
 
 from services.sim.core import __main__ as cli
 from services.sim.core.report.timeline import BINS, mean_of_gauge, mean_of_intervals
-from services.sim.core.run.config_flags import SET_BY_SIM, add_config_flags, config_of
-from services.worker.core.contracts.config import SchedulerConfig
+from services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config, simulated_model
+from services.worker.core.contracts.config import SchedulePolicy
+from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.device_limits import resolved
+from services.worker.scheduler_config import scheduler_config
+from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
 SMALL = ["--num-pages", "512", "--context-len", "4096", "--max-running-requests", "16"]
 
 
@@ -61,7 +66,7 @@ def test_scheduler_settings_and_time_model_are_taken_from_flags(
 ) -> None:
     model = tmp_path / "model.json"
     model.write_text('{"base": 0.1}')
-    slow = run_json(capsys, str(trace), *SMALL, "--time-model", str(model), "--no-overlap", "--concurrency", "16")
+    slow = run_json(capsys, str(trace), *SMALL, "--time-model", str(model), "--no-enable-overlap", "--concurrency", "16")
     assert slow["tpot"]["p50"] == pytest.approx(0.1, rel=0.1), "a prefill step may stand between two tokens"
     mixed = run_json(capsys, str(trace), *SMALL, "--enable-mixed-chunk", "--chunked-prefill-size", "64")
     assert mixed["steps"]["mixed"] > 0
@@ -71,18 +76,33 @@ def test_scheduler_settings_and_time_model_are_taken_from_flags(
     assert fast["seconds"] < run_json(capsys, str(trace), *SMALL)["seconds"]
 
 
-def test_every_field_of_the_configuration_has_a_flag() -> None:
+def settings_with(*flags: str) -> WorkerSettings:
     parser = argparse.ArgumentParser()
     add_config_flags(parser)
-    flags = {option for action in parser._actions for option in action.option_strings}
-    for field in fields(SchedulerConfig):
-        assert (f"--{field.name.replace('_', '-')}" in flags) is (field.name not in SET_BY_SIM), field.name
-    config = config_of(parser.parse_args(["--page-size", "32", "--max-queued-requests", "7"]))
-    assert (config.page_size, config.max_queued_requests) == (32, 7)
-    untouched = SchedulerConfig(config.num_pages, 32, config.context_len, config.vocab_size, config.eos_token_ids)
-    assert {field.name for field in fields(config) if getattr(config, field.name) != getattr(untouched, field.name)} == {
-        "max_queued_requests"
-    }
+    return settings_of(parser.parse_args(flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "device_bytes"),
+    [((), 140 * GIB), (("--device-gib", "24"), 24 * GIB), (("--device-gib", "0"), None)],
+    ids=["an H200", "a small GPU", "a CPU"],
+)
+def test_without_flags_it_simulates_a_worker_as_it_is_deployed(
+    flags: tuple[str, ...], device_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed = resolved(WorkerSettings(), device_bytes)
+    monkeypatch.setenv("ROOTSTOCK_MAX_QUEUED_REQUESTS", "7")  # the environment is not asked
+    settings = settings_with(*flags)
+    assert settings == deployed
+    simulated = simulated_config(settings, 512, GraphLimits(8, 100, 0.5))
+    model = replace(simulated_model(settings, 512, GraphLimits()), graph_rows=(8,), graph_rereads=100, eager_step_cost=0.5)
+    assert simulated == scheduler_config(deployed, model, bos_token_id=-1)
+
+
+def test_flags_are_the_workers_settings() -> None:
+    given = {"page_size": 32, "max_queued_requests": 7, "schedule_policy": SchedulePolicy.LPM, "enable_radix_cache": False}
+    flags = ("--page-size", "32", "--max-queued-requests", "7", "--schedule-policy", "lpm", "--no-enable-radix-cache")
+    assert settings_with(*flags) == settings_with().model_copy(update=given)
 
 
 @pytest.mark.parametrize("kind", ["shared-prefix", "random", "multi-turn", "storm", "grammars"])
@@ -100,7 +120,8 @@ def test_every_kind_of_trace_is_made_and_runs(kind: str, tmp_path: Path, capsys:
         pytest.param(["missing.jsonl"], "missing.jsonl", id="no such trace"),
         pytest.param(["{trace}", "--timeline", "run.bmp"], "run.bmp", id="a picture of another kind"),
         pytest.param(["{trace}", "--time-model", "missing.json"], "missing.json", id="no such time model"),
-        pytest.param(["{trace}", "--page-size", "0"], "page_size", id="a bad setting"),
+        pytest.param(["{trace}", "--page-size", "0"], "page_size", id="a setting out of range"),
+        pytest.param(["{trace}", "--chunked-prefill-size", "8"], "chunked_prefill_size", id="settings that do not go together"),
         pytest.param(["fit", "missing.jsonl"], "missing.jsonl", id="nothing to fit"),
     ],
 )

@@ -13,8 +13,8 @@ from services.sim.core import __main__ as cli
 from services.sim.core.run.fit import StepTiming, fit_time_model, nonnegative_least_squares, read_timings, write_timings
 from services.sim.core.run.measure import MeasureShape, measure
 from services.sim.core.run.time_models import PRESETS, load_time_model, time_model_json
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.exec.fake import FakeExecutor, TimeModel
+from tests.core.deployed_config import deployed_config
 
 TRUE = TimeModel(base=3e-3, per_prefill_token=4e-5, per_row=2e-5, per_context_token=5e-8)
 
@@ -88,8 +88,14 @@ def test_what_is_no_model_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_measuring_covers_prefill_batches_and_contexts() -> None:
-    config = SchedulerConfig(
-        num_pages=512, page_size=4, context_len=256, vocab_size=1000, max_running_requests=8, chunked_prefill_size=32
+    config = deployed_config(
+        num_pages=512,
+        page_size=4,
+        context_len=256,
+        vocab_size=1000,
+        max_running_requests=8,
+        chunked_prefill_size=32,
+        max_extend_steps=0,
     )
     executor = FakeExecutor(512, 4, 8, config.max_pages_per_request, 1000)
     timings = measure(executor, config, MeasureShape(batches=(1, 8), prompts=(16, 100), output=6), lambda: 0.0)
@@ -114,7 +120,7 @@ def test_a_model_on_this_machine_is_measured_and_fitted(tmp_path: Path, capsys: 
 
 
 def test_measuring_asks_for_sizes_that_fit() -> None:
-    config = SchedulerConfig(num_pages=8, page_size=4, context_len=32, vocab_size=1000, max_running_requests=8)
+    config = deployed_config(num_pages=8, page_size=4, context_len=32, vocab_size=1000, max_running_requests=8)
     executor = FakeExecutor(8, 4, 8, config.max_pages_per_request, 1000)
     with pytest.raises(ValueError, match="fit"):
         measure(executor, config, MeasureShape(batches=(4,), prompts=(64,)), lambda: 0.0)

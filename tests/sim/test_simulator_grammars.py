@@ -7,20 +7,18 @@ from dataclasses import replace
 import pytest
 
 from services.sim.core.report.report import Report, make_report
-from services.sim.core.run.config_flags import with_graphs
 from services.sim.core.run.simulation import Outcome, Simulation
 from services.sim.core.run.time_models import PRESETS, load_time_model
 from services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
-from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
 from services.sim.core.trace.trace import Trace, TraceRequest, read_trace, write_trace
 from services.sim.core.trace.workloads import grammars
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.plan import ForwardMode
 from services.worker.exec.fake import TimeModel
+from tests.sim.deployed_worker import on_gpu
 
 H200 = PRESETS["h200-8b"]
 RUNS = (2, 4, 8, 16)
-PLAIN = SchedulerConfig(50_000, 16, 4096, VOCAB_SIZE, (EOS_ID,))
+PLAIN = on_gpu(50_000, 4096)
 
 
 def outcomes(trace: Trace) -> dict[str, Outcome]:
@@ -28,7 +26,7 @@ def outcomes(trace: Trace) -> dict[str, Outcome]:
     runs = {
         "sampled": (PLAIN, replace(H200, graph_rereads=0), False),
         "eager": (PLAIN, replace(H200, graph_rereads=0), True),
-        "graph": (with_graphs(PLAIN, H200.graphs), H200, True),
+        "graph": (on_gpu(50_000, 4096, H200.graphs), H200, True),
     }
     return {
         name: Simulation(config, trace, OpenLoop(trace), times, jumps=jumps).run()
@@ -56,7 +54,7 @@ def test_a_run_is_told_at_once_and_computed_in_one_step_that_a_graph_holds() -> 
     """One request alone: a prompt, two tokens, a run of 10, and the end: 4 steps, of which 1 has no graph."""
     times = TimeModel(base=1.0, per_context_token=0.001, eager_step=0.5, graph_rows=16, graph_rereads=500)
     trace = Trace(64, (TraceRequest(0.0, (), 20, 14, 14, forced=((2, 10),)),))
-    for config in (with_graphs(PLAIN, times.graphs), PLAIN):
+    for config in (on_gpu(50_000, 4096, times.graphs), PLAIN):
         outcome = Simulation(config, trace, OpenLoop(trace), times, overlap=False).run()
         contexts = 20 + 21 + sum(range(22, 33)) + 33
         assert outcome.steps.column("mode").tolist() == [
@@ -72,7 +70,7 @@ def test_without_room_in_the_graph_a_step_leaves_it_only_where_that_pays() -> No
     """As many rows as the largest graph has: what a row alone is saved does not outweigh what it costs the 31 beside it."""
     times = TimeModel(base=1.0, eager_step=0.4, graph_rows=32, graph_rereads=1 << 30)
     trace = grammars(32, 1 / 32, 64, 64, 8, (8,), rate=0.0, seed=0)
-    config = replace(with_graphs(PLAIN, times.graphs), max_running_requests=32)
+    config = on_gpu(50_000, 4096, times.graphs, max_running_requests=32)
     outcome = Simulation(config, trace, ClosedLoop(trace, 32), times).run()
     begun = outcome.steps.column("prefill_tokens") >= 64
     lasted = outcome.steps.column("end") - outcome.steps.column("begin")

@@ -9,11 +9,11 @@ from services.sim.core.report.report import Report, make_report
 from services.sim.core.run.simulation import Outcome, Simulation
 from services.sim.core.run.time_models import PRESETS
 from services.sim.core.trace.arrivals import ClosedLoop
-from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
 from services.sim.core.trace.trace import Trace
 from services.sim.core.trace.workloads import shared_prefix, storm
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.exec.fake import TimeModel
+from tests.sim.deployed_worker import on_gpu
 
 PAGE_SIZE = 16
 LPM_FALLBACK = 128  # waiting requests above which lpm is fcfs
@@ -29,14 +29,8 @@ def reports() -> dict[SchedulePolicy, Report]:
     trace = shared_prefix(groups=64, per_group=16, prefix=2048, suffix=128, output=256, rate=0.0, seed=0)
     out = {}
     for policy in (SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT):
-        config = SchedulerConfig(
-            num_pages=trace.unique_block_tokens // 4 // PAGE_SIZE,
-            page_size=PAGE_SIZE,
-            context_len=4096,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=(EOS_ID,),
-            schedule_policy=policy,
-        )
+        num_pages = trace.unique_block_tokens // 4 // PAGE_SIZE
+        config = on_gpu(num_pages, 4096, page_size=PAGE_SIZE, schedule_policy=policy)
         out[policy] = make_report(run(trace, config, LPM_FALLBACK, PRESETS["h200-like"]), 1.0)
         assert out[policy].finished == 1024 and out[policy].max_queue <= LPM_FALLBACK
     return out
@@ -54,27 +48,19 @@ def test_depth_first_by_weight_hits_as_often_as_longest_prefix_first(reports: di
 @pytest.mark.parametrize("policy", [SchedulePolicy.FCFS, SchedulePolicy.LPM])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"chunked_prefill_size": 2048, "adaptive_chunk_rows": 256, "max_extend_steps": 2, "max_running_requests": 64}],
-    ids=["the simulator's defaults", "the worker's defaults"],
+    [{}, {"chunked_prefill_size": 2048, "max_running_requests": 64}, {"max_extend_steps": 0, "adaptive_chunk_rows": 0}],
+    ids=["a large GPU's defaults", "a CPU's defaults", "prompts first"],
 )
 def test_the_cache_costs_adjacent_pairs_no_time_to_first_token(settings: dict[str, int], policy: SchedulePolicy) -> None:
     """64 pairs at once, 128 tokens shared and 128 of each request's own: the second one waits for what the first one computes."""
     trace = shared_prefix(groups=64, per_group=2, prefix=128, suffix=128, output=64, rate=0.0, seed=0, adjacent=True)
     p99 = {}
     for cached in (True, False):
-        config = SchedulerConfig(
-            num_pages=50_000,
-            page_size=PAGE_SIZE,
-            context_len=4096,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=(EOS_ID,),
-            schedule_policy=policy,
-            enable_radix_cache=cached,
-            **settings,  # type: ignore[arg-type]
-        )
+        config = on_gpu(50_000, 4096, page_size=PAGE_SIZE, schedule_policy=policy, enable_radix_cache=cached, **settings)
         report = make_report(run(trace, config, len(trace.requests), PRESETS["h200-like"]), 1.0)
         p99[cached] = report.ttft.p99
-        assert report.hit_rate == (0.25 if cached else 0)
+        # Where a chunk ends within a shared prefix, what is left of it may be too little to wait for.
+        assert report.hit_rate == pytest.approx(0.25 if cached else 0, abs=0.001)
     assert p99[True] <= p99[False]
 
 
@@ -82,15 +68,7 @@ def test_throughput_is_back_in_the_minute_after_a_retraction_storm() -> None:
     """A saturated worker that has learned to expect a tenth of max_new_tokens; then, for a while, all of it is said."""
     slow = TimeModel(base=20e-3, per_prefill_token=100e-6, per_row=40e-6, per_context_token=100e-9)
     trace = storm(requests=2600, input_len=512, output=64, factor=10, begin=0.46, end=0.52, rate=0.0, seed=0)
-    config = SchedulerConfig(
-        num_pages=2048,
-        page_size=PAGE_SIZE,
-        context_len=2048,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(EOS_ID,),
-        max_running_requests=64,
-    )
-    outcome = run(trace, config, 96, slow)
+    outcome = run(trace, on_gpu(2048, 2048, page_size=PAGE_SIZE, max_running_requests=64), 96, slow)
     stormy = np.array([request.output_len > 64 for request in trace.requests])
     begin, end = float(outcome.requests.sent[stormy].min()), float(outcome.requests.ended[stormy].max())
     assert outcome.requests.finished.all()

@@ -28,7 +28,8 @@ template <typename T> struct Attention {
 
     // Element offset in the pools of one position of a row.
     int64_t place(int64_t row, int64_t position, int64_t kv_head) const {
-        const int64_t page = std::max(page_table[slots[row] * table_width + position / page_size], 0);
+        const int64_t slot = std::max(slots[row], 0);  // a row of padding reads some page that is there
+        const int64_t page = std::max(page_table[slot * table_width + position / page_size], 0);
         return ((page * kv_heads + kv_head) * page_size + position % page_size) * head_dim;
     }
     // First position that a token at `position` sees.

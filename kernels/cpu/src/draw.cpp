@@ -1,9 +1,12 @@
-// Drawing tokens: temperature, top-k, top-p, min-p and the inverse of the cumulated mass, one row per piece of work.
+// Drawing tokens: temperature, top-k, top-p, min-p and the inverse of the cumulated mass; and the likeliest one.
 
+#include "draw.h"
+
+#include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "numeric.h"
-#include "schedule.h"
 
 namespace rootstock {
 namespace {
@@ -11,13 +14,6 @@ namespace {
 constexpr int64_t kBlock = 64;
 constexpr int64_t kLikely = 256;  // of the likeliest tokens tried for top-p before all are ranked
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-struct Rule {
-    float temperature;
-    int64_t top_k;  // below 1: all
-    float top_p, min_p;
-    double uniform;
-};
 
 // One row at work: mass[i] = exp((x[i] - peak) / temperature), block by block with its sums and highest logits.
 struct Row {
@@ -130,23 +126,39 @@ int64_t draw_filtered(const Row& row, const Rule& rule) {
     return last;
 }
 
-int64_t draw_row(Row& row, const Rule& rule) {
+}  // namespace
+
+int64_t draw_row(const float* x, int64_t size, const Rule& rule) {
+    thread_local Row row;
+    row.x = x;
+    row.size = size;
     weigh(row, rule.temperature);
-    const bool ranked = rule.top_k > 0 && rule.top_k < row.size;
+    const bool ranked = rule.top_k > 0 && rule.top_k < size;
     return ranked || rule.top_p < 1.0f || rule.min_p > 0.0f ? draw_filtered(row, rule) : draw_from_all(row, rule.uniform);
 }
 
-}  // namespace
-}  // namespace rootstock
-
-// out[i]: the token drawn from logits [any, size] at row rows[i]. Logits have a finite maximum; temperatures are above 0.
-extern "C" void rootstock_draw(int64_t* out, const float* logits, const int64_t* rows, const float* temperatures,
-                               const int64_t* top_ks, const float* top_ps, const float* min_ps, const double* uniforms,
-                               int64_t count, int64_t size, int threads) {
-    rootstock::for_each_piece(count, threads, [&](int64_t i, int64_t) {
-        thread_local rootstock::Row row;
-        row.x = logits + rows[i] * size;
-        row.size = size;
-        out[i] = rootstock::draw_row(row, {temperatures[i], top_ks[i], top_ps[i], min_ps[i], uniforms[i]});
-    });
+// Chunks keep the second look inside the cache.
+int64_t argmax_row(const float* x, int64_t size) {
+    constexpr int64_t kChunk = 4096;
+    float best = -std::numeric_limits<float>::infinity();
+    int64_t place = 0;
+    for (int64_t begin = 0; begin < size; begin += kChunk) {
+        const int64_t count = std::min(kChunk, size - begin);
+        const float* chunk = x + begin;
+        float peak = -std::numeric_limits<float>::infinity();
+        int nans = 0;
+#pragma omp simd reduction(max : peak) reduction(+ : nans)
+        for (int64_t i = 0; i < count; ++i) {
+            peak = chunk[i] > peak ? chunk[i] : peak;
+            nans += chunk[i] != chunk[i];
+        }
+        if (nans > 0) return begin + (std::find_if(chunk, chunk + count, [](float v) { return v != v; }) - chunk);
+        if (peak > best) {
+            best = peak;
+            place = begin + (std::find(chunk, chunk + count, peak) - chunk);
+        }
+    }
+    return place;
 }
+
+}  // namespace rootstock

@@ -1,4 +1,4 @@
-// Norms, gated activation, rotary embedding with the write into the paged pool, argmax. Memory-bound; plain loops.
+// Norms, gated activation, rotary embedding with the write into the paged pool. Memory-bound; plain loops.
 
 #include <algorithm>
 #include <vector>
@@ -107,30 +107,6 @@ void rope_write_kv(T* qkv, const T* q_norm, const T* k_norm, const float* cos_si
     }
 }
 
-// Lowest index of the largest value; the first NaN wins over all. Chunks keep the second look inside the cache.
-int64_t argmax_row(const float* x, int64_t size) {
-    constexpr int64_t kChunk = 4096;
-    float best = -std::numeric_limits<float>::infinity();
-    int64_t place = 0;
-    for (int64_t begin = 0; begin < size; begin += kChunk) {
-        const int64_t count = std::min(kChunk, size - begin);
-        const float* chunk = x + begin;
-        float peak = -std::numeric_limits<float>::infinity();
-        int nans = 0;
-#pragma omp simd reduction(max : peak) reduction(+ : nans)
-        for (int64_t i = 0; i < count; ++i) {
-            peak = chunk[i] > peak ? chunk[i] : peak;
-            nans += chunk[i] != chunk[i];
-        }
-        if (nans > 0) return begin + (std::find_if(chunk, chunk + count, [](float v) { return v != v; }) - chunk);
-        if (peak > best) {
-            best = peak;
-            place = begin + (std::find(chunk, chunk + count, peak) - chunk);
-        }
-    }
-    return place;
-}
-
 }  // namespace
 }  // namespace rootstock
 
@@ -171,11 +147,6 @@ void rootstock_rope_write_kv(void* qkv, const void* q_norm, const void* k_norm, 
                                  static_cast<const float*>(k_norm), cos_sin, positions, locations,
                                  static_cast<float*>(keys), static_cast<float*>(values), tokens, shape, threads);
     }
-}
-
-void rootstock_argmax(int64_t* out, const float* logits, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
-    for (int64_t row = 0; row < rows; ++row) out[row] = rootstock::argmax_row(logits + row * size, size);
 }
 
 }  // extern "C"

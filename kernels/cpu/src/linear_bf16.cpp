@@ -130,7 +130,7 @@ extern "C" {
 void rootstock_prefer_huge_pages(void* data, int64_t bytes) { rootstock::prefer_huge_pages(data, bytes); }
 
 // 1 if the packed linear layers below are there.
-int rootstock_has_packed_linear() { return ROOTSTOCK_DOT_BF16; }
+void rootstock_has_packed_linear(int32_t* answer) { *answer = ROOTSTOCK_DOT_BF16; }
 
 // weight [rows, depth] -> [ceil(rows / 64)][depth / 2][64][2], padded with zeros. depth is even; a gated weight's rows are even.
 void rootstock_pack_linear(bf16* packed, const bf16* weight, int64_t rows, int64_t depth, int gated, int threads) {

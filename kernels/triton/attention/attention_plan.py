@@ -74,7 +74,7 @@ class HeadShape:
     @property
     def size(self) -> int:
         """Of the tables: what a program pads keys and values to, 64 at least."""
-        return max(64, triton.next_power_of_2(max(self.head_dim, self.value_dim)))
+        return max(64, int(triton.next_power_of_2(max(self.head_dim, self.value_dim))))
 
     def blocks(self, table: dict[tuple[int, int], Blocks]) -> Blocks:
         return table.get((self.size, self.itemsize), SMALLEST_BLOCKS)
@@ -195,6 +195,6 @@ def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_t
     """The same work with other block sizes, and as many splits for each tile. Only a launch with splits may be given some."""
     if launch.one_token:
         programs = launch.programs // (launch.tiles + launch.extra) * launch.tiles
-        sizes = {"blocks": blocks, "splits": splits, "min_blocks": max(SPLIT_PLACES // blocks.n, 1)}
-        return replace(launch, programs=programs, extra=0, **sizes)
+        min_blocks = max(SPLIT_PLACES // blocks.n, 1)
+        return replace(launch, programs=programs, extra=0, blocks=blocks, splits=splits, min_blocks=min_blocks)
     return _tiled(shape, blocks, launch.num_rows, num_tokens, splits)

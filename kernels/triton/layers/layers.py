@@ -1,6 +1,5 @@
-"""The Triton kernels as kernels.contracts.ops.Kernels and kernels.contracts.step_ops.StepKernels.
-
-Matrix products are torch's (cuBLAS)."""
+"""The Triton kernels as kernels.contracts.ops.Kernels and kernels.contracts.step_ops.StepKernels. Matrix products are
+torch's (cuBLAS)."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.contracts.ops import PackedLinear
-from kernels.reference import layers as reference
+from kernels.reference import layers
 from kernels.triton.attention import attention
 from kernels.triton.launch import misfit
 from kernels.triton.layers import activation, norms, rope_kv, step, write_kv
@@ -16,8 +15,7 @@ from kernels.triton.layers import activation, norms, rope_kv, step, write_kv
 
 class TritonLayers:
     """Holds nothing but its device. Every call is launched on the current stream of the current device, which has to be
-    `device`, and can be captured in a CUDA graph once a call of the same shapes has compiled its kernel; argmax and draw
-    excepted, which are the reference's.
+    `device`, and can be captured in a CUDA graph once a call of the same shapes has compiled its kernel.
 
     gated_linear allocates [T, 2 N], and attention what it splits keys into: from torch's caching allocator, which under capture
     takes it from the graph's own pool and gives it to the next layer.
@@ -36,10 +34,8 @@ class TritonLayers:
     update_page_table = staticmethod(step.update_page_table)
     resolve_tokens = staticmethod(step.resolve_tokens)
     page_indices = staticmethod(step.page_indices)
-    pack_linear = staticmethod(reference.pack_linear)
-    pack_gated = staticmethod(reference.pack_gated)
-    argmax = staticmethod(reference.argmax)
-    draw = staticmethod(reference.draw)
+    pack_linear = staticmethod(layers.pack_linear)
+    pack_gated = staticmethod(layers.pack_gated)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)

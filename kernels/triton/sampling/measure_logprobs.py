@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.contracts.sample_ops import MAX_TOP as MOST_TOP
 from kernels.contracts.sample_ops import Measured
 from kernels.triton.launch import misfit, require_contiguous
 
 TILE, TILES_OF_SPAN = 2048, 4
-MAX_TOP = tl.constexpr(32)
+MAX_TOP = tl.constexpr(MOST_TOP)
 NOTHING = tl.constexpr(-(1 << 63))  # below every float, -inf included
 
 

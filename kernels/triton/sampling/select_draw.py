@@ -6,7 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.contracts.sample_ops import MAX_COUNT, Fault, SlotColumn
+from kernels.contracts.row_fault import RowFault
+from kernels.contracts.sample_ops import MAX_COUNT, SlotColumn
 from kernels.triton.sampling.select_candidates import STEPS, draw_candidates, gather, group_keys
 from kernels.triton.sampling.select_keys import (
     GREEDY,
@@ -36,8 +37,8 @@ from kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
 from kernels.triton.sampling.select_wide import cut_row, walk
 
 COUNTS = tl.constexpr(int(SlotColumn.COUNTS))
-NAN_LOGITS = tl.constexpr(int(Fault.NAN_LOGITS))
-NO_TOKEN_ALLOWED = tl.constexpr(int(Fault.NO_TOKEN_ALLOWED))
+NAN_LOGITS = tl.constexpr(int(RowFault.NAN_LOGITS))
+NO_TOKEN_ALLOWED = tl.constexpr(int(RowFault.NO_TOKEN_ALLOWED))
 COUNT_BITS = tl.constexpr(MAX_COUNT)
 
 

@@ -61,7 +61,7 @@ def kind_of(params, slot, vocab_size):
 
 @triton.jit
 def key_of(x, peak, temperature):
-    """int32, of logits at most at the peak. The same float32 that kernels.reference.layers.draw cuts by, but for its sign."""
+    """int32, of logits at most at the peak. The same float32 that kernels.reference.draws.support cuts by, but for its sign."""
     return tl.div_rn(peak - x, temperature + tl.zeros_like(x)).to(tl.int32, bitcast=True)
 
 

@@ -18,7 +18,7 @@ PROGRAMS = 528  # aimed at by a launch over all rows: four for each multiprocess
 
 def tiles_of_each(num_rows: int, num_tiles: int) -> int:
     """Tiles that one program does, for about PROGRAMS of them in all."""
-    return triton.cdiv(num_tiles, min(num_tiles, triton.cdiv(PROGRAMS, num_rows)))
+    return int(triton.cdiv(num_tiles, min(num_tiles, triton.cdiv(PROGRAMS, num_rows))))
 
 
 def select_tokens(
@@ -31,7 +31,8 @@ def select_tokens(
     relay: Tensor,
     scratch: SelectScratch,
 ) -> None:
-    """See kernels.contracts.sample_ops. Raises ValueError where there are more rows than scratch has, or another vocabulary."""
+    """See kernels.contracts.sample_ops. Raises ValueError where there are more rows than the scratch has, or its vocabulary is
+    another."""
     num_rows, vocab_size = logits.shape
     peak_tiles, num_tiles, tallies = (triton.cdiv(vocab_size, size) for size in (PEAK_TILE, TILE, TALLY_TILE))
     num_groups = triton.cdiv(vocab_size, GROUP.value)

@@ -19,7 +19,7 @@ from services.gateway.discovery.watch import Discovery
 from services.gateway.request.abort import AbortScope, PeerAnswer
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import authorization
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class PeerGateways:
     def _set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
         """Those that are not ready are asked too: a gateway that drains still has requests."""
         for address in endpoints.keys() - self._channels.keys():
-            self._channels[address] = rpc.channel(address)
+            self._channels[address] = grpc_server.channel(address)
         for address in self._channels.keys() - endpoints.keys():
             closing = asyncio.get_running_loop().create_task(self._channels.pop(address).close(CALL_TIMEOUT_S))
             self._closing.add(closing)
@@ -109,7 +109,7 @@ class PeerGateways:
         return [answer for answer in await asyncio.gather(*asked) if answer.gateway != self.name]
 
     async def _ask(self, address: str, channel: grpc.aio.Channel, request: pb.AbortRequest) -> PeerAnswer:
-        stub = gateway_pb2_grpc.GatewayPeerStub(channel)  # type: ignore[no-untyped-call]
+        stub = gateway_pb2_grpc.GatewayPeerStub(channel)
         try:
             answer = await stub.Abort(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from services.gateway.admin import bodies
+from services.gateway.admin import bodies as bodies
 from services.gateway.admin.bodies import Abort, AdminBody, ControlBody, Load
 from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.admin.workers import ControlledWorkers, WorkerAnswer

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.admin import bodies
+from services.gateway.admin import bodies as bodies
 from services.gateway.admin.operations import ROUTES, Operation, Operations
 from services.gateway.http.body import ClientGone, read_body
 from services.gateway.request.errors import ApiError, internal

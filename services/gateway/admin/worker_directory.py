@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from services.gateway.peers.worker_link import WorkerLink
+from services.gateway.dispatch.model_pool import AnyLink, ModelPool
 from services.gateway.request.errors import ApiError, unavailable
 from services.shared.control_values import as_json
 
 RETRY_AFTER_S = 1
 
 
+class Workers(Protocol):
+    """Links to all that discovery knows, by address."""
+
+    @property
+    def links(self) -> Mapping[str, AnyLink]: ...
+
+    def pool_of(self, link: AnyLink) -> ModelPool[Any] | None:
+        """That of its model, while it is connected."""
+
+
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
     """worker_id: "" where it has not said it yet. address: of its gRPC port, "" where nobody knows it. control: address of its
     control service, "" for none. why: why it has none, in words. link: None for one that is configured by its control address
-    and known by nothing else."""
+    and known by nothing else. pool: that of its model, while it is connected."""
 
     worker_id: str
     address: str
     control: str
     why: str = ""
-    link: WorkerLink | None = None
+    link: AnyLink | None = None
+    pool: ModelPool[Any] | None = None
 
     def is_called(self, name: str) -> bool:
         return name in (self.worker_id, self.address, self.control)
@@ -37,20 +48,20 @@ class KnownWorker:
     @property
     def load(self) -> dict[str, Any] | None:
         """What it told last, and how it is seen here; None while it is not connected."""
-        link = self.link
-        if link is None or link.info is None or link.pool is None:
+        link, pool = self.link, self.pool
+        if link is None or link.info is None or pool is None:
             return None
-        seen = {"model": link.pool.model.name, "usable": link in link.pool.usable(), "open_here": len(link.open)}
+        seen = {"model": pool.model.name, "usable": link in pool.usable(), "open_here": len(link.open)}
         limits = {"max_running_requests": link.info.max_running_requests, "context_len": link.info.context_len}
         return {**seen, **limits, **(as_json(link.load) if link.load is not None else {})}
 
 
 class WorkerDirectory:
-    """links: to all workers that are known. controls: addresses of control services, where they are configured; none: as the
-    workers say, on the host that each is reached at."""
+    """controls: addresses of control services, where they are configured; none: as the workers say, on the host that each is
+    reached at."""
 
-    def __init__(self, links: Callable[[], Collection[WorkerLink]], controls: Sequence[str]) -> None:
-        self._links = links
+    def __init__(self, workers: Workers, controls: Sequence[str]) -> None:
+        self._workers = workers
         self._controls = controls
 
     def find(self, name: str | None) -> list[KnownWorker]:
@@ -65,18 +76,18 @@ class WorkerDirectory:
         raise ApiError(404, f"There is no such worker; there are: {there}.", param="worker", code="worker_not_found")
 
     def _known(self) -> list[KnownWorker]:
-        linked = [_of(link) for link in self._links()]
+        linked = [_of(link, self._workers.pool_of(link)) for link in self._workers.links.values()]
         if not self._controls:
             return sorted(linked, key=lambda worker: (worker.worker_id, worker.address))
         by_control = {worker.control: worker for worker in linked if worker.control}
         return [by_control.get(control) or KnownWorker("", "", control) for control in self._controls]
 
 
-def _of(link: WorkerLink) -> KnownWorker:
+def _of(link: AnyLink, pool: ModelPool[Any] | None) -> KnownWorker:
     info = link.info or link.last_info
     if info is None:
-        return KnownWorker("", link.address, "", "it has never been connected", link)
+        return KnownWorker("", link.address, "", "it has never been connected", link, pool)
     if not info.control_port:
-        return KnownWorker(info.worker_id, link.address, "", "its control service is off (control_port)", link)
+        return KnownWorker(info.worker_id, link.address, "", "its control service is off (control_port)", link, pool)
     host = link.address.rpartition(":")[0]
-    return KnownWorker(info.worker_id, link.address, f"{host}:{info.control_port}", link=link)
+    return KnownWorker(info.worker_id, link.address, f"{host}:{info.control_port}", link=link, pool=pool)

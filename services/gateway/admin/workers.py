@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from rootstock.v1 import control_pb2_grpc
 from services.gateway.admin.worker_directory import KnownWorker
 from services.shared.control_values import as_json
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import authorization
 
 
@@ -45,8 +45,8 @@ class ControlledWorkers:
     async def _ask(self, worker: KnownWorker, rpc_name: str, request: Message, timeout_s: float) -> WorkerAnswer:
         if not worker.control:
             return WorkerAnswer(worker, {}, grpc.StatusCode.UNAVAILABLE, worker.why)
-        async with rpc.channel(worker.control) as channel:
-            stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+        async with grpc_server.channel(worker.control) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
             try:
                 response = await getattr(stub, rpc_name)(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:

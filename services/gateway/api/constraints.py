@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from rootstock.v1 import common_pb2 as pb
-from services.gateway.api.openai.types import ConstraintBody
+from services.gateway.api.request_body import ConstraintBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 

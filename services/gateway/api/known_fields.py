@@ -7,19 +7,34 @@ whose clients send new fields, and refused on SGLang's. Null asks for nothing, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.request.errors import ApiError
+from services.shared import limits
+from services.shared.sampling_parameter import Api
+from services.shared.sampling_parameters import UNSERVED
 
 Neutral = Mapping[str, tuple[Any, ...]]  # name → values that ask for nothing
 
 
 @dataclass(frozen=True, slots=True)
 class KnownFields:
+    """per_prompt: a list of values that ask for nothing, one for each prompt, asks for nothing either."""
+
     unused: frozenset[str]
     neutral: Neutral
+    per_prompt: bool = False
+
+    def asks_for_nothing(self, name: str, value: Any) -> bool:
+        if value is None or name in self.unused:
+            return True
+        neutral = self.neutral.get(name)
+        if neutral is None:
+            return False
+        many = self.per_prompt and isinstance(value, list) and len(value) <= limits.MAX_BATCH_PROMPTS
+        return is_one_of(value, neutral) or (many and all(one is None or is_one_of(one, neutral) for one in value))
 
 
 def is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -33,6 +48,12 @@ def refuse_unserved(body: Mapping[str, Any], known: KnownFields) -> None:
     options = body.get("stream_options")
     if isinstance(options, dict):
         _refuse(options, STREAM_OPTIONS, "stream_options.")
+
+
+def without_neutral(body: Mapping[str, Any], served: Collection[str], known: KnownFields) -> dict[str, Any]:
+    """The body without members that ask for nothing: clients of SGLang's API send its whole form, mostly at its defaults. Those
+    that are served stay."""
+    return {name: value for name, value in body.items() if name in served or not known.asks_for_nothing(name, value)}
 
 
 def _refuse(body: Mapping[str, Any], neutral: Neutral, path: str = "") -> None:
@@ -69,23 +90,8 @@ _UNUSED = frozenset(
     )
 )
 
-_SAMPLING: Neutral = {
-    "bad_words": ([],),
-    "best_of": (1,),
-    "custom_logit_processor": (),
-    "custom_params": (),
-    "early_stopping": (False,),
-    "guided_whitespace_pattern": (),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "repetition_detection": (),
-    "spaces_between_special_tokens": (True,),
-    "thinking_token_budget": (-1,),
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
-    "watermarking": (False,),
-}
-_PROMPT: Neutral = {
+SAMPLING: Neutral = {row.name: row.neutral for row in UNSERVED if Api.CHAT in row.apis}
+PROMPT: Neutral = {
     "audio": (),
     "chat_template": (),
     "function_call": ("none", "auto"),
@@ -107,7 +113,7 @@ _PROMPT: Neutral = {
     "use_audio_in_video": (False,),
     "web_search_options": (),
 }
-_ANSWER: Neutral = {
+ANSWER: Neutral = {
     "include_reasoning": (True,),
     "modalities": ([], ["text"]),
     "moderation": (),
@@ -124,7 +130,7 @@ _ANSWER: Neutral = {
     "routed_experts_start_len": (0,),
     "verbosity": ("medium",),
 }
-_PLACEMENT: Neutral = {
+PLACEMENT: Neutral = {
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
@@ -136,8 +142,8 @@ _PLACEMENT: Neutral = {
     "routed_dp_rank": (),
     "vllm_xargs": ({},),
 }
-_EVERYWHERE: Neutral = {**_SAMPLING, **_PROMPT, **_ANSWER, **_PLACEMENT}
-_OF_TEMPLATES: Neutral = {
+_EVERYWHERE: Neutral = {**SAMPLING, **PROMPT, **ANSWER, **PLACEMENT}
+OF_TEMPLATES: Neutral = {
     "add_generation_prompt": (True, False),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -146,29 +152,26 @@ _OF_TEMPLATES: Neutral = {
     "tools": ([],),
 }
 
+OF_CHAT: Neutral = {"add_special_tokens": (False,), "echo": (False,)}  # a chat template writes its own special tokens
+OF_EMBEDDINGS: Neutral = {
+    "activation": (),
+    "additional_data": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "embed_override_token_id": (),
+    "embed_overrides": (),
+    "is_cross_encoder_request": (False,),
+    "messages": (),
+    "return_pooled_hidden_states": (False,),
+    "session_params": (),
+    "softmax": (),
+    "use_activation": (),
+}
+
 STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-# A chat template writes its own special tokens.
-CHAT = KnownFields(_UNUSED, {**_EVERYWHERE, "add_special_tokens": (False,), "echo": (False,)})
-COMPLETION = KnownFields(_UNUSED, {**_EVERYWHERE, **_OF_TEMPLATES})
-EMBEDDING = KnownFields(
-    _UNUSED,
-    {
-        **_EVERYWHERE,
-        **_OF_TEMPLATES,
-        "activation": (),
-        "additional_data": (),
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-        "embed_override_token_id": (),
-        "embed_overrides": (),
-        "is_cross_encoder_request": (False,),
-        "messages": (),
-        "return_pooled_hidden_states": (False,),
-        "session_params": (),
-        "softmax": (),
-        "use_activation": (),
-    },
-)
+CHAT = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_CHAT})
+COMPLETION = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_TEMPLATES})
+EMBEDDING = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_TEMPLATES, **OF_EMBEDDINGS})
 # Of SGLang's GenerateReqInput and EmbeddingReqInput.
 NATIVE = KnownFields(
     frozenset(("log_metrics", "no_logs")),
@@ -190,4 +193,8 @@ NATIVE = KnownFields(
         "use_audio_in_video": (False,),
         "video_data": ([],),
     },
+    per_prompt=True,
+)
+NATIVE_SAMPLING = KnownFields(
+    NATIVE.unused, {**NATIVE.neutral, **{row.name: row.neutral for row in UNSERVED if Api.GENERATE in row.apis}}
 )

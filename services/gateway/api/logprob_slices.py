@@ -6,9 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import Any
+
+import orjson
 
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.logprobs import TokenLogprob
+from services.gateway.request.logprobs import TokenLogprob, values_per_token
 
 SLICE_VALUES = 4096  # some milliseconds of rendering
 LOWEST = -9999.0  # JSON has no infinity; OpenAI's own word for "very unlikely"
@@ -17,8 +20,11 @@ Entry = tuple[int, TokenLogprob | None]  # token id, and its values; None where 
 Texts = Mapping[int, bytes]
 
 
-def values_per_token(top: int, chosen: int) -> int:
-    return 1 + top + chosen
+def extend(array: bytearray, values: Sequence[Any]) -> None:
+    """More elements of a JSON array, whose inside `array` is."""
+    if values:
+        array += b"," if array else b""
+        array += orjson.dumps(values)[1:-1]
 
 
 class Slices:

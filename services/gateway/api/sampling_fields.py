@@ -6,51 +6,52 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
-from services.gateway.api.openai.types import DryBody
+from services.gateway.api.request_body import SamplingBody
 from services.gateway.request.errors import bad_request
-from services.shared import limits
+from services.shared import sampling_parameters as table
+from services.shared.sampling_parameter import Parameter, spelled
 
 
 def stop_strings(value: Any) -> list[str]:
-    return _texts(value, "stop", limits.MAX_STOP_STRINGS, limits.MAX_STOP_STRING_CHARS)
+    return _texts(value, table.STOP)
 
 
 def stop_regexes(value: Any) -> list[str]:
     """Whether they are patterns is the worker's to say."""
-    return _texts(value, "stop_regex", limits.MAX_STOP_REGEXES, limits.MAX_STOP_REGEX_CHARS)
+    return _texts(value, table.STOP_REGEX)
 
 
-def _texts(value: Any, param: str, most: int, most_chars: int) -> list[str]:
+def _texts(value: Any, row: Parameter) -> list[str]:
     if value is None:
         return []
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list) and len(texts) > most:
-        raise bad_request(param, f"'{param}' may have at most {most} strings.")
+    name, texts = row.wire, [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and len(texts) > row.most:
+        raise bad_request(name, f"'{name}' may have at most {row.most} strings.")
     if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
-        raise bad_request(param, f"'{param}' must be a string or a list of strings.")
-    if any(not 1 <= len(item) <= most_chars for item in texts):
-        raise bad_request(param, f"A string of '{param}' must have 1 to {most_chars} characters.")
+        raise bad_request(name, f"'{name}' must be a string or a list of strings.")
+    if any(not 1 <= len(item) <= row.chars for item in texts):
+        raise bad_request(name, f"A string of '{name}' must have 1 to {row.chars} characters.")
     return texts
 
 
 def logit_bias(entries: Mapping[str, float], vocab_size: int) -> dict[int, float]:
-    low, high = limits.LOGIT_BIAS_RANGE
+    row = table.LOGIT_BIAS
     bias: dict[int, float] = {}
     for key, value in entries.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise bad_request("logit_bias", "The keys of 'logit_bias' must be token ids.")
-        if not low <= value <= high:
-            raise bad_request("logit_bias", f"The values of 'logit_bias' must be from {low:g} to {high:g}.")
+        if row.fault(value):
+            raise bad_request("logit_bias", f"The values of 'logit_bias' must be {spelled(row.low, row.high)}.")
         bias[int(key)] = value
     check_token_ids(list(bias), vocab_size, "logit_bias")
     return bias
 
 
-def dry(body: DryBody) -> pb.Dry | None:
+def dry(body: SamplingBody) -> pb.Dry | None:
     """None: no penalty."""
     for breaker in body.dry_sequence_breakers or ():
-        if not 1 <= len(breaker) <= limits.MAX_DRY_BREAKER_CHARS:
-            message = f"A text of 'dry_sequence_breakers' must have 1 to {limits.MAX_DRY_BREAKER_CHARS} characters."
+        if not 1 <= len(breaker) <= table.DRY_SEQUENCE_BREAKERS.chars:
+            message = f"A text of 'dry_sequence_breakers' must have 1 to {table.DRY_SEQUENCE_BREAKERS.chars} characters."
             raise bad_request("dry_sequence_breakers", message)
     if not body.dry_multiplier or body.dry_penalty_last_n == 0:
         return None

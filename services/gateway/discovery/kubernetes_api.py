@@ -40,9 +40,9 @@ def load_client() -> client.ApiClient:
     configuration = client.Configuration()
     configuration.retries = False  # whoever lists and watches waits between attempts
     try:
-        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        config.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
-        config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        config.load_kube_config(client_configuration=configuration)
     return client.ApiClient(configuration)
 
 

@@ -1,33 +1,35 @@
 """Places choices on workers, moves them on when a worker is lost, and carries what comes back to the detokenizers. The one
 writer of where a choice is.
 
-A choice is in exactly one place: its pool's queue (no worker has room), its pool's `moved` (its worker was lost, and none has
-room yet) or `parked` (its session's worker is not connected), one WorkerLink's `open` (two with a hedge), or nowhere. A request
-that fails or ends is released from wherever it is; release is idempotent. A choice that moves takes its prompt and its output
-along: the next worker goes on where the last one was heard.
+A choice's Placement is in exactly one place: its pool's queue (no worker has room), its pool's `moved` (its worker was lost, and
+none has room yet) or `parked` (its session's worker is not connected), one WorkerLink's `open` (two with a hedge), or nowhere. A
+request that fails or ends is released from wherever it is; release is idempotent. A choice that moves takes its prompt and its
+output along: the next worker goes on where the last one was heard.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway import hedging
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.dispatch import sessions
+from services.gateway.dispatch import sessions, worker_errors
 from services.gateway.dispatch.fleet import Fleet
 from services.gateway.dispatch.model_catalog import ModelCatalog
-from services.gateway.dispatch.model_pool import ModelPool
+from services.gateway.dispatch.model_pool import PromptBlocks
+from services.gateway.dispatch.placement import Link, Placement, Pool
+from services.gateway.dispatch.refusals import Refusals
+from services.gateway.dispatch.waiting import Waiting
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.reconnect import StreamBroken
-from services.gateway.peers.worker_link import WorkerLink
-from services.gateway.request.errors import ApiError, from_worker, internal, unavailable
+from services.gateway.request.errors import ApiError, internal, unavailable
 from services.gateway.request.request import Choice, ClientRequest
-from services.gateway.waiting import Waiting
+from services.gateway.routing import session_home
 from services.shared.observe import log
 
 logger = logging.getLogger(__name__)
@@ -47,10 +49,12 @@ class Dispatcher:
         metrics: GatewayMetrics,
         changed: Callable[[], None],
     ) -> None:
-        self.fleet = Fleet(settings, self, metrics, self._ticked)
+        self.fleet = Fleet(settings, self, self._ticked)
         self._settings = settings
-        self._waiting = Waiting(settings, metrics, self._place)
-        self.catalog = ModelCatalog(settings, self.fleet, self._waiting)
+        refusals = Refusals(settings.retry_after_s, metrics)
+        self._waiting = Waiting(settings, refusals, metrics, self._place)
+        self.catalog = ModelCatalog(settings, self.fleet.pools, self.fleet.may_grow, refusals)
+        self._placements: dict[Choice, Placement] = {}  # from start to release
         self._detoks = detoks
         self._handles = handles
         self._metrics = metrics
@@ -69,18 +73,21 @@ class Dispatcher:
     async def run(self) -> None:
         await self.fleet.run()
 
-    def start(self, request: ClientRequest) -> None:
-        """Places every choice, or lets it wait. Raises ApiError if the queue is full."""
+    def start(self, request: ClientRequest, refused_by: Collection[str] = ()) -> None:
+        """Places every choice, or lets it wait. refused_by: addresses of workers that get none of it while there are others.
+        Raises ApiError if the queue is full."""
         pool = self.fleet.pools[request.model.name]
         if pool.model.source != request.model.source:
             raise self._replaced()
         for choice in request.choices:
-            choice.pool = pool
-            if choice.generation.session is not None:
-                if not self._place(pool, choice):
-                    self._waiting.park(pool, choice)
-            elif pool.num_waiting or not self._place(pool, choice):
-                self._waiting.wait(pool, choice)
+            if choice.number == 0:
+                blocks = PromptBlocks(choice.prompt, choice.generation.cache_salt)
+            self._placements[choice] = placement = Placement(choice, pool, blocks, refused_by)
+            if placement.in_session:
+                if not self._place(placement):
+                    self._waiting.park(placement)
+            elif pool.num_waiting or not self._place(placement):
+                self._waiting.wait(placement)
         self._waiting.pump(pool)  # what waits may wait for one worker only
 
     def _replaced(self) -> ApiError:
@@ -88,74 +95,71 @@ class Dispatcher:
         return unavailable("The model is being replaced.", self._settings.retry_after_s, "model_replaced")
 
     def release(self, choice: Choice) -> None:
-        self._withdraw(choice)
-        self._detoks.drop(choice.decoding)
+        placement = self._placements.pop(choice, None)
+        if placement is not None:
+            self._withdraw(placement)
+        self._detoks.drop(choice.text.decoding)
 
-    def _withdraw(self, choice: Choice) -> None:
-        pool = choice.pool
-        if pool is None:
-            return
-        self._waiting.leave(pool, choice)
-        copy = hedging.cancel(choice)
-        if copy is not None:
-            self._has_room(pool, copy)
-        if choice.link is not None:
-            link, choice.link = choice.link, None
-            link.abort(choice.handle)
-            self._has_room(pool, link)
-        if choice.placed_at:  # one that no worker has had has cost nothing
-            self._waiting.charge(pool, choice)
+    def _withdraw(self, placement: Placement) -> None:
+        self._waiting.leave(placement)
+        for link in placement.withdraw():
+            self._has_room(placement.pool, link)
+        if placement.placed_at:  # one that no worker has had has cost nothing
+            self._waiting.charge(placement)
 
     def abort(self, choice: Choice) -> bool:
         """Ends a choice with what has come so far; its last text is still to come. False for one that has ended."""
-        if choice.decoding.finished or choice.ending is not None or choice.request.error is not None:
+        placement = self._placements.get(choice)
+        if placement is None or choice.output.verdict is not None or choice.request.error is not None:
             return False
-        self._withdraw(choice)
-        prompt_tokens, completion_tokens = len(choice.prompt.ids), len(choice.output_ids)
+        self._withdraw(placement)
+        prompt_tokens, completion_tokens = len(choice.prompt.ids), len(choice.output.ids)
         reason = pb.FINISH_REASON_ABORT
         choice.finish(worker_pb2.Finish(reason=reason, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
-        self._detoks.touch(choice.decoding)
+        self._detoks.touch(choice.text.decoding)
         return True
+
+    def worker_ids(self, choice: Choice) -> list[str]:
+        """Of those that it is on."""
+        placement = self._placements.get(choice)
+        return placement.worker_ids() if placement is not None else []
 
     # Placing
 
-    def _place(self, pool: ModelPool, choice: Choice) -> bool:
+    def _place(self, placement: Placement) -> bool:
         """Gives it to a worker, if there is one with room that would take it."""
-        session = choice.generation.session
+        pool, session = placement.pool, placement.choice.generation.session
         if session is not None:
             links = list(pool.links.values())  # also those that take nothing new: it can go nowhere else
-            index = sessions.place(session.session_id, [link.info.worker_id if link.info else "" for link in links])
+            index = session_home.place(session.session_id, [link.info.worker_id if link.info else "" for link in links])
             if index is None or links[index].paused:
                 return False
-            self._submit(pool, choice, links[index], SESSION, 0)
+            self._submit(placement, links[index], SESSION, 0)
             return True
-        pick = pool.pick(choice)
+        pick = pool.pick(placement, asyncio.get_running_loop().time())
         if pick is None:
             return False
-        self._submit(pool, choice, pool.links[pick.row], pick.reason, pick.predicted_tokens)
+        self._submit(placement, pool.links[pick.row], pick.reason, pick.predicted_tokens)
         return True
 
-    def _submit(self, pool: ModelPool, choice: Choice, link: WorkerLink, reason: str, predicted_tokens: int) -> None:
-        now = choice.request.clock()
-        choice.link, choice.handle = link, next(self._handles)
-        choice.placed_at, choice.predicted_tokens = now, predicted_tokens
-        if not choice.output_ids:
-            choice.weights = link.weights
-        self._send(pool, choice, link, choice.handle, reason, predicted_tokens)
+    def _submit(self, placement: Placement, link: Link, reason: str, predicted_tokens: int) -> None:
+        handle, request = next(self._handles), placement.choice.request
+        placement.place(link, handle, predicted_tokens, request.clock())
+        self._send(placement, link, handle, reason, predicted_tokens)
         after_s = self._settings.hedge_after_s
-        if after_s and choice.generation.session is None and not choice.output_ids:
-            choice.hedge_timer = asyncio.get_running_loop().call_later(after_s, self._hedge, pool, choice)
-        choice.request.submitted()
+        if after_s and not placement.in_session and not placement.has_begun:
+            placement.hedge_after(after_s, partial(self._hedge, placement))
+        request.submitted()
 
-    def _send(self, pool: ModelPool, choice: Choice, link: WorkerLink, handle: int, reason: str, predicted_tokens: int) -> None:
+    def _send(self, placement: Placement, link: Link, handle: int, reason: str, predicted_tokens: int) -> None:
+        choice, pool = placement.choice, placement.pool
         request, generation = choice.request, choice.generation
         now = request.clock()
         left_s = self._settings.request_timeout_s - (now - request.arrived)
         submit = worker_pb2.Submit(
             handle=handle,
             request_id=choice.request_id,
-            output_ids=choice.output_ids,
-            sampling=choice.sampling,
+            output_ids=choice.output.ids,
             stream=generation.stream,
             cache_salt=generation.cache_salt,
             priority=generation.priority,
@@ -165,34 +169,36 @@ class Dispatcher:
             revision="" if link.weights is None else link.weights.revision,
         )
         if choice.trace is not None:
-            submit.traceparent = choice.trace.submits(link, submit, len(choice.prompt.ids), reason, predicted_tokens)
-        link.submit(choice, submit)
-        pool.picked(choice, link.row, now + self._settings.speculative_s)
+            worker_id = link.info.worker_id if link.info is not None else ""
+            tokens = len(choice.prompt.ids)
+            submit.traceparent = choice.trace.submits(link.address, worker_id, submit, reason, tokens, predicted_tokens)
+        link.submit(placement, submit)
+        pool.picked(placement, link, now + self._settings.speculative_s)
         link.breaker.begin(now)
         pool.refresh(link, now)  # a probe is the only one
-        self._waiting.charge(pool, choice)
+        self._waiting.charge(placement)
         self._metrics.decisions.labels(reason).inc()
 
-    def _hedge(self, pool: ModelPool, choice: Choice) -> None:
+    def _hedge(self, placement: Placement) -> None:
         """Makes the copy, unless the first token has come or nobody else has room."""
-        choice.hedge_timer = None
-        if choice.link is None or choice.output_ids or len(choice.prompt_logprobs):
+        if placement.link is None or placement.has_begun or len(placement.choice.output.prompt_logprobs):
             return
-        pick = pool.pick(choice, without=choice.link)
+        pool = placement.pool
+        pick = pool.pick(placement, asyncio.get_running_loop().time(), without=placement.link)
         if pick is not None:
-            choice.hedge = hedging.Hedge(pool.links[pick.row], next(self._handles), pool.links[pick.row].weights)
-            self._send(pool, choice, choice.hedge.link, choice.hedge.handle, HEDGE, pick.predicted_tokens)
+            link, handle = pool.links[pick.row], next(self._handles)
+            placement.copy_to(link, handle)
+            self._send(placement, link, handle, HEDGE, pick.predicted_tokens)
 
-    def _settle(self, choice: Choice, link: WorkerLink) -> None:
+    def _settle(self, placement: Placement, link: Link) -> None:
         """This link's copy goes on alone."""
-        loser = hedging.settle(choice, link)
-        if loser is not None and choice.pool is not None:
-            self._has_room(choice.pool, loser)
+        loser = placement.settle(link)
+        if loser is not None:
+            self._has_room(placement.pool, loser)
 
-    def _has_room(self, pool: ModelPool, link: WorkerLink) -> None:
+    def _has_room(self, pool: Pool, link: Link) -> None:
         """The link has lost a request, for whatever reason."""
-        if link.pool is not None:
-            link.pool.refresh(link, asyncio.get_running_loop().time())
+        self.fleet.refresh(link)
         self._waiting.pump(pool)
 
     # What links tell
@@ -203,7 +209,7 @@ class Dispatcher:
             self._waiting.give_up(pool, self.fleet.may_serve)
             self._waiting.pump(pool)
 
-    def on_hello(self, link: WorkerLink) -> None:
+    def on_hello(self, link: Link) -> None:
         pool = self.fleet.join(link)
         for old in self.fleet.take_replaced():
             self._waiting.fail_all(old, self._replaced())
@@ -215,9 +221,9 @@ class Dispatcher:
         self._changed()
         self._waiting.pump(pool)
 
-    def on_load(self, link: WorkerLink) -> None:
+    def on_load(self, link: Link) -> None:
         assert link.load is not None
-        pool = link.pool
+        pool = self.fleet.pool_of(link)
         if pool is None:
             return
         if link.load.draining != link.draining:
@@ -229,10 +235,10 @@ class Dispatcher:
             self._changed()
             self._waiting.wake_parked(pool)
         link.crowded_until = 0.0
-        pool.refresh(link, asyncio.get_running_loop().time())
+        self.fleet.refresh(link)
         self._waiting.pump(pool)
 
-    def on_step(self, link: WorkerLink, step: worker_pb2.StepOutput) -> None:
+    def on_step(self, link: Link, step: worker_pb2.StepOutput) -> None:
         self.last_step_at = asyncio.get_running_loop().time()
         token_ids = list(step.token_ids)
         if len(step.handles) != len(step.counts) or sum(step.counts) != len(token_ids):
@@ -240,32 +246,55 @@ class Dispatcher:
         position = 0
         for handle, count in zip(step.handles, step.counts, strict=True):
             begin, position = position, position + count
-            choice = link.open.get(handle)
-            if choice is None:
+            placement = link.open.get(handle)
+            if placement is None:
                 continue  # aborted here, and the worker did not know yet
-            if choice.hedge is not None:
-                self._settle(choice, link)
-            choice.output_ids += token_ids[begin:position]
+            if placement.hedge is not None:
+                self._settle(placement, link)
+            placement.choice.output.extend(token_ids[begin:position])
             link.open_tokens += count
-            self._detoks.touch(choice.decoding)
+            self._detoks.touch(placement.choice.text.decoding)
         self._on_logprobs(link, step)
         for finish in step.finishes:
-            choice = link.close(finish.handle)
-            if choice is not None:
-                self._finish(link, choice, finish)
+            placement = link.close(finish.handle)
+            if placement is not None:
+                self._finish(link, placement, finish)
 
-    def _on_logprobs(self, link: WorkerLink, step: worker_pb2.StepOutput) -> None:
-        for rows in step.logprobs:
-            if (choice := link.open.get(rows.handle)) is not None:
-                choice.add_logprobs(rows)
-        for rows in step.prompt_logprobs:
-            if (choice := link.open.get(rows.handle)) is not None:
-                self._settle(choice, link)
-                choice.add_prompt_logprobs(rows)
+    def _on_logprobs(self, link: Link, step: worker_pb2.StepOutput) -> None:
+        try:
+            for rows in step.logprobs:
+                if (placement := link.open.get(rows.handle)) is not None:
+                    placement.choice.output.add_logprobs(rows)
+            for rows in step.prompt_logprobs:
+                if (placement := link.open.get(rows.handle)) is not None:
+                    self._settle(placement, link)
+                    placement.choice.output.add_prompt_logprobs(rows)
+        except ValueError as error:
+            raise StreamBroken(str(error)) from None
 
-    def _finish(self, link: WorkerLink, choice: Choice, finish: worker_pb2.Finish) -> None:
-        pool = choice.pool
-        assert pool is not None
+    def _finish(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
+        choice = placement.choice
+        self._judge(link, choice, finish)
+        if finish.reason != pb.FINISH_REASON_ABORT:
+            self._settle(placement, link)
+        elif placement.survives(link):
+            self._has_room(placement.pool, link)
+            return
+        placement.leave()
+        self._waiting.charge(placement)
+        if finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED):
+            self._aborted(link, placement, finish)
+        elif choice.output.lacks_logprobs:
+            choice.request.fail(internal("The worker's log probabilities do not fit its tokens."))
+        else:
+            self._metrics.predicted_tokens.inc(placement.predicted_tokens)
+            choice.finish(finish)
+            if choice.ending is None:
+                self._detoks.touch(choice.text.decoding)
+        self._has_room(placement.pool, link)
+
+    def _judge(self, link: Link, choice: Choice, finish: worker_pb2.Finish) -> None:
+        """What an end says of the worker."""
         now = choice.request.clock()
         if choice.trace is not None:
             choice.trace.finished(finish)
@@ -276,108 +305,83 @@ class Dispatcher:
         if finish.error == pb.ERROR_CODE_UNAVAILABLE:
             link.draining = True
             self._changed()
-        if finish.reason != pb.FINISH_REASON_ABORT:
-            self._settle(choice, link)
-        elif hedging.survives(choice, link):
-            self._has_room(pool, link)
-            return
-        choice.link = None
-        hedging.cancel(choice)
-        self._waiting.charge(pool, choice)
-        if finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED):
-            self._aborted(pool, link, choice, finish)
-        elif choice.generation.wants_logprobs and len(choice.logprobs) != len(choice.output_ids):
-            choice.request.fail(internal("The worker's log probabilities do not fit its tokens."))
-        else:
-            self._metrics.predicted_tokens.inc(choice.predicted_tokens)
-            choice.finish(finish)
-            if choice.ending is None:
-                self._detoks.touch(choice.decoding)
-        self._has_room(pool, link)
 
-    def _aborted(self, pool: ModelPool, link: WorkerLink, choice: Choice, finish: worker_pb2.Finish) -> None:
-        names, grammar_field = choice.generation.fields, choice.generation.grammar_field
-        error = from_worker(finish.error, finish.message, self._settings.retry_after_s, names, grammar_field)
-        if finish.error == pb.ERROR_CODE_QUEUE_FULL:
+    def _aborted(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
+        choice, code = placement.choice, finish.error
+        if code == pb.ERROR_CODE_QUEUE_FULL:
             link.crowded_until = choice.request.clock() + CROWDED_S
-        if link.pool is not None:
-            link.pool.refresh(link, choice.request.clock())
-        if finish.error == pb.ERROR_CODE_UNAVAILABLE and choice.generation.session is not None:
+        self.fleet.refresh(link)
+        if code == pb.ERROR_CODE_UNAVAILABLE and placement.in_session:
             choice.request.fail(sessions.session_worker_away(self._settings.retry_after_s))
-        elif finish.error == pb.ERROR_CODE_UNAVAILABLE and choice.can_move:
-            self._move(pool, choice, "drain")
-        elif finish.error == pb.ERROR_CODE_QUEUE_FULL and choice.can_move:
-            self._move(pool, choice, RETRY)
-        elif finish.error == pb.ERROR_CODE_OTHER_WEIGHTS:
-            self._other_weights(pool, link, choice)
-        elif finish.error == pb.ERROR_CODE_INTERNAL and self._may_retry(pool, link, choice):
-            choice.retried = True
-            self._move(pool, choice, RETRY)
+        elif code == pb.ERROR_CODE_UNAVAILABLE and choice.can_move:
+            self._move(placement, "drain")
+        elif code == pb.ERROR_CODE_QUEUE_FULL and choice.can_move:
+            self._move(placement, RETRY)
+        elif code == pb.ERROR_CODE_OTHER_WEIGHTS:
+            self._other_weights(link, placement)
+        elif code == pb.ERROR_CODE_INTERNAL and self._may_retry(link, placement):
+            placement.count_retry()
+            self._move(placement, RETRY)
         else:
-            choice.request.fail(error)
+            choice.request.fail(worker_errors.of_finish(finish, choice.generation, self._settings.retry_after_s))
 
-    def _other_weights(self, pool: ModelPool, link: WorkerLink, choice: Choice) -> None:
+    def _other_weights(self, link: Link, placement: Placement) -> None:
         """The submit has crossed the hello that tells of others. A worker that names the ones that it refuses gets one more
         chance: it may have had others in between."""
-        contradicts = choice.weights == link.weights
-        if choice.generation.session is not None:
-            choice.request.fail(sessions.session_weights_replaced(self._settings.retry_after_s))
-        elif contradicts and choice.retried:
-            link.breaker.failed(choice.request.clock())
-            choice.request.fail(internal("The worker refuses the weights that it names."))
-        elif choice.can_move:
-            choice.retried = choice.retried or contradicts
-            self._move(pool, choice, "weights")
+        request, contradicts = placement.choice.request, placement.weights == link.weights
+        if placement.in_session:
+            request.fail(sessions.session_weights_replaced(self._settings.retry_after_s))
+        elif contradicts and placement.retried:
+            link.breaker.failed(request.clock())
+            request.fail(internal("The worker refuses the weights that it names."))
+        elif placement.choice.can_move:
+            if contradicts:
+                placement.count_retry()
+            self._move(placement, "weights")
 
     @staticmethod
-    def _may_retry(pool: ModelPool, link: WorkerLink, choice: Choice) -> bool:
+    def _may_retry(link: Link, placement: Placement) -> bool:
         """A fault before the first token: once, where there is another worker."""
-        if choice.output_ids or choice.retried or not choice.can_move:
+        if placement.has_begun or placement.retried or not placement.choice.can_move:
             return False
-        choice.refused_by.append(link.address)
-        return any(other.address not in choice.refused_by for other in pool.usable())
+        placement.refused(link.address)
+        return any(other.address not in placement.refused_by for other in placement.pool.usable())
 
-    def on_down(self, link: WorkerLink, orphans: list[Choice]) -> None:
+    def on_down(self, link: Link, orphans: list[Placement]) -> None:
         self.fleet.leave(link)
         self._changed()
         if orphans and not link.draining:
             link.breaker.failed(asyncio.get_running_loop().time())
-        orphans = [choice for choice in orphans if not hedging.survives(choice, link)]
-        for choice in orphans:
-            choice.link = None
-            choice.refused_by.clear()
-            hedging.cancel(choice)
-        for choice in orphans:
-            if choice.request.error is None:  # else a sibling has just ended the whole request
-                self._go_on(choice, link)
+        orphans = [placement for placement in orphans if not placement.survives(link)]
+        for placement in orphans:
+            placement.leave()
+            placement.forget_refusals()
+        for placement in orphans:
+            if placement.choice.request.error is None:  # else a sibling has just ended the whole request
+                self._go_on(placement, link)
         for other in self.fleet.unused(link):
             self.on_hello(other)
 
-    def _go_on(self, choice: Choice, link: WorkerLink) -> None:
+    def _go_on(self, placement: Placement, link: Link) -> None:
         """With a choice whose worker, the link's, was lost."""
-        pool, retry_after_s = choice.pool, self._settings.retry_after_s
-        assert pool is not None
-        survived = choice.request.clock() - choice.placed_at >= SHORT_LIFE_S
+        request, retry_after_s = placement.choice.request, self._settings.retry_after_s
         if not link.draining:  # else it was about to end anyway
-            choice.crashes = 1 if survived else choice.crashes + 1
-        if choice.can_move and choice.crashes <= MAX_CRASHES:
-            self._move(pool, choice, "lost")
-        elif choice.generation.session is not None:
-            choice.request.fail(sessions.session_worker_away(retry_after_s))
+            placement.count_crash(survived=request.clock() - placement.placed_at >= SHORT_LIFE_S)
+        if placement.choice.can_move and placement.crashes <= MAX_CRASHES:
+            self._move(placement, "lost")
+        elif placement.in_session:
+            request.fail(sessions.session_worker_away(retry_after_s))
         else:
             message = "The worker was lost before the answer was complete."
-            choice.request.fail(unavailable(message, retry_after_s, "worker_lost"))
+            request.fail(unavailable(message, retry_after_s, "worker_lost"))
 
-    def _move(self, pool: ModelPool, choice: Choice, cause: str) -> None:
+    def _move(self, placement: Placement, cause: str) -> None:
         """To another worker, with the output so far."""
-        self._metrics.moves.labels(cause, "begun" if choice.output_ids else "new").inc()
-        logger.info(
-            "request moves to another worker",
-            extra=log.fields(
-                **choice.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=len(choice.output_ids)
-            ),
-        )
-        choice.move()
-        if not self._place(pool, choice):
-            self._waiting.wait_first(pool, choice)
-            self._waiting.give_up(pool, self.fleet.may_serve)
+        choice, tokens = placement.choice, len(placement.choice.output.ids)
+        self._metrics.moves.labels(cause, "begun" if tokens else "new").inc()
+        fields = log.fields(**choice.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)
+        logger.info("request moves to another worker", extra=fields)
+        choice.output.leave_worker()
+        if not self._place(placement):
+            self._waiting.wait_first(placement)
+            self._waiting.give_up(placement.pool, self.fleet.may_serve)

@@ -1,8 +1,4 @@
-"""All workers, as links that follow discovery, grouped into one pool per model. Decides nothing about requests.
-
-A link lives as long as its address is known; one whose address has gone gets nothing new and is closed when its last request
-has ended or its stream breaks.
-"""
+"""All workers, as links that follow discovery, grouped into one pool per model. Decides nothing about requests."""
 
 from __future__ import annotations
 
@@ -15,14 +11,13 @@ from dataclasses import replace
 
 from rootstock.v1 import worker_pb2
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.discovery.watch import Discovery
-from services.gateway.dispatch.model_pool import ModelPool
+from services.gateway.dispatch.model_pool import AnyLink, ModelPool
+from services.gateway.dispatch.placement import Link, Placement, Pool
 from services.gateway.index.mirror import IndexMirror
-from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.weights import Weights
 from services.gateway.peers.worker_link import LinkEvents, WorkerLink
 from services.gateway.request.generation import ModelInfo
-from services.gateway.request.request import Choice
 from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
 from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make_policy
@@ -35,58 +30,61 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25  # how late a lease, a breaker or an expired guess is noticed
 YOUNG_S = 5.0  # after the start
 SWEEP_BLOCKS = 2000  # of workers that have gone, per tick
+MAX_REMEMBERED = 1024  # addresses that discovery does not know any more, with their last weights; the oldest go first
 NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)
 
 
 class Fleet:
     """ticked: called several times a second, when what time alone changes has been brought up to date."""
 
-    def __init__(
-        self, settings: GatewaySettings, events: LinkEvents, metrics: GatewayMetrics, ticked: Callable[[], None]
-    ) -> None:
-        self.links: dict[str, WorkerLink] = {}  # by address
-        self.pools: dict[str, ModelPool] = {}  # by the name that clients know
+    def __init__(self, settings: GatewaySettings, events: LinkEvents[Placement], ticked: Callable[[], None]) -> None:
+        self._replicas: Replicas[Link] = Replicas(self._make, self._remember)
+        self.links: Mapping[str, Link] = self._replicas.by_address
+        self.pools: dict[str, Pool] = {}  # by the name that clients know
+        self._pool_of: dict[AnyLink, Pool] = {}
+        self._weights_of: dict[str, Weights] = {}  # by address, of links that are closed
         self._settings = settings
         self._events = events
         self._ticked = ticked
         self._rng = random.Random()
-        self._group: asyncio.TaskGroup | None = None
         self._young_until = 0.0
-        self._replaced: list[ModelPool] = []
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._discovery = Discovery(settings.workers, self._endpoints_changed, dns_refresh_s=settings.dns_refresh_s)
+        self._replaced: list[Pool] = []
         self.index = PrefixIndex(settings.max_speculative_blocks) if settings.routing_policy in NEEDS_INDEX else None
         self.mirror: IndexMirror | None = None
         if settings.redis_url and self.index is not None:
             self.mirror = IndexMirror(settings.redis_url, self.index, lambda: None)
-        metrics.watch_fleet(self)
 
     async def run(self) -> None:
         self._young_until = asyncio.get_running_loop().time() + YOUNG_S
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                group.create_task(self._discovery.run())
-                group.create_task(self._tick())
-                if self.mirror is not None:
-                    group.create_task(self.mirror.run())
-        finally:
-            self._group = None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._replicas.run())
+            group.create_task(self._tick())
+            if self.mirror is not None:
+                group.create_task(self.mirror.run())
 
-    @property
+    def pool_of(self, link: AnyLink) -> Pool | None:
+        """That of its worker's model, while it is connected."""
+        return self._pool_of.get(link)
+
+    def refresh(self, link: AnyLink) -> None:
+        """After anything about the link has changed."""
+        pool = self._pool_of.get(link)
+        if pool is not None:
+            pool.refresh(link, asyncio.get_running_loop().time())
+
     def may_grow(self) -> bool:
         """Shortly after the start, workers that were never met may still name their models."""
         return asyncio.get_running_loop().time() < self._young_until and not all(link.met for link in self.links.values())
 
-    def take_replaced(self) -> list[ModelPool]:
+    def take_replaced(self) -> list[Pool]:
         """Pools whose name has got another model since the last call."""
         replaced, self._replaced = self._replaced, []
         return replaced
 
-    def usable(self) -> list[WorkerLink]:
+    def usable(self) -> list[Link]:
         return [link for pool in self.pools.values() for link in pool.usable()]
 
-    def join(self, link: WorkerLink) -> ModelPool | None:
+    def join(self, link: Link) -> Pool | None:
         """The pool of the model that the link's worker has named. None: the gateway's one name is another model's."""
         info = link.info
         assert info is not None
@@ -115,11 +113,12 @@ class Fleet:
         if self.mirror is not None:
             self.mirror.watch_model(info.model)
         now = asyncio.get_running_loop().time()
-        if link.pool is pool:
+        if self._pool_of.get(link) is pool:
             self._retire(link)
-            pool.columns.owner[link.row] = -1
+            pool.columns.owner[pool.row_of(link)] = -1
             pool.renew(link, now)
         else:
+            self._pool_of[link] = pool
             pool.join(link, now)
         _agree(pool)
         return pool
@@ -127,11 +126,11 @@ class Fleet:
     def may_serve(self, weights: Weights) -> bool:
         """Whether a worker has them, or may have when it is back: one that is lost had them, or was never met. While discovery
         names none that serves the model, whoever comes may have them."""
-        known = [link.weights for link in self.links.values() if not link.retired]
+        known = [link.weights for link in self.links.values() if not link.retiring]
         mine = [each for each in known if each is None or each.model == weights.model]
         return not mine or any(each in (None, weights) for each in mine)
 
-    def _new_pool(self, model: ModelInfo) -> ModelPool:
+    def _new_pool(self, model: ModelInfo) -> Pool:
         settings = self._settings
         config = RoutingConfig(
             gate_abs=settings.routing_imbalance_abs,
@@ -139,17 +138,17 @@ class Fleet:
             load_weight=settings.routing_load_weight,
         )
         policy = make_policy(settings.routing_policy, config, self._rng)
-        queue: FairQueue[Choice] = FairQueue(settings.max_waiting_requests, settings.weights())
+        queue: FairQueue[Placement] = FairQueue(settings.max_waiting_requests, settings.weights())
         return ModelPool(model, policy, self.index, queue, self._lease_alive, self._owner_of, settings.worker_queue_slack)
 
-    def _lease_alive(self, link: WorkerLink) -> bool:
+    def _lease_alive(self, link: AnyLink) -> bool:
         """A worker that keeps no lease, or says itself that Redis refuses it, needs none."""
         info, load = link.info, link.load
         if self.mirror is None or info is None or not info.publishes_index or load is None or not load.lease_held:
             return True
         return self.mirror.lease_alive(info.worker_id, load.index_generation) is not False
 
-    def _owner_of(self, link: WorkerLink) -> int:
+    def _owner_of(self, link: AnyLink) -> int:
         """With a mirror, it says who owns what; without one, a worker's own word about its generation does."""
         info, load = link.info, link.load
         if self.index is None or info is None:
@@ -161,62 +160,54 @@ class Fleet:
             self._retire(link)
         return self.index.owner(info.worker_id, generation)
 
-    def _retire(self, link: WorkerLink) -> None:
+    def _retire(self, link: AnyLink) -> None:
         """What the link's worker held it holds no more. Where it is known by two addresses, the last one counts."""
-        if self.index is None or self.mirror is not None or link.pool is None:
+        pool = self._pool_of.get(link)
+        if self.index is None or self.mirror is not None or pool is None:
             return
-        owners = link.pool.columns.owner
-        owner = int(owners[link.row])
+        owners = pool.columns.owner
+        owner = int(owners[pool.row_of(link)])
         if owner >= 0 and (owners == owner).sum() == 1:
             self.index.retire(owner)
 
-    def leave(self, link: WorkerLink) -> None:
+    def leave(self, link: AnyLink) -> None:
         """The link's session is over."""
-        pool = link.pool
+        pool = self._pool_of.get(link)
         if pool is None:
             return
         self._retire(link)  # what it will hold when it comes back, nobody here knows
+        del self._pool_of[link]
         pool.leave(link)
         _agree(pool)
 
-    def unused(self, gone: WorkerLink) -> list[WorkerLink]:
+    def unused(self, gone: AnyLink) -> list[Link]:
         """Connected links that could not join while the worker that has gone, of another model, had the gateway's one name."""
         pool = self.pools.get(self._settings.model_name)
         if pool is None or pool.links:
             return []
-        return [link for link in self.links.values() if link is not gone and link.info is not None and link.pool is None]
+        return [link for link in self.links.values() if link is not gone and link.info is not None and self.pool_of(link) is None]
 
-    def _endpoints_changed(self, endpoints: Mapping[str, bool]) -> None:
+    def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
+        """endpoints: address → ready, as discovery says."""
+        self._replicas.set_endpoints(endpoints)
         now = asyncio.get_running_loop().time()
-        for address, ready in endpoints.items():
-            link = self.links.get(address)
-            if link is None:
-                link = self._open(address)
-            link.endpoint_ready = ready
-            if link.pool is not None:
-                link.pool.refresh(link, now)
-        for address, link in self.links.items():
-            if address not in endpoints:
-                link.endpoint_ready, link.retired = False, True
-                if link.pool is not None:
-                    link.pool.refresh(link, now)
-            else:
-                link.retired = False
-        self._close_retired()
+        for link, pool in self._pool_of.items():
+            pool.refresh(link, now)
 
-    def _open(self, address: str) -> WorkerLink:
+    def _make(self, address: str) -> Link:
         settings = self._settings
         cooldown_s = settings.breaker_cooldown_s  # also for a probe without a result, as when its client has gone
         breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
-        link = self.links[address] = WorkerLink(address, self._events, settings.worker_silence_s, breaker)
-        assert self._group is not None
-        self._tasks[address] = self._group.create_task(link.run())
+        link: Link = WorkerLink(address, self._events, settings.worker_silence_s, breaker)
+        link.weights = self._weights_of.pop(address, None)
         return link
 
-    def _close_retired(self) -> None:
-        for address in [address for address, link in self.links.items() if link.retired and not link.open]:
-            del self.links[address]
-            self._tasks.pop(address).cancel()
+    def _remember(self, link: Link) -> None:
+        """An address that comes back is known by the weights that it had."""
+        if link.weights is not None:
+            self._weights_of[link.address] = link.weights
+        while len(self._weights_of) > MAX_REMEMBERED:
+            del self._weights_of[next(iter(self._weights_of))]
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -229,11 +220,12 @@ class Fleet:
                     self.index.sweep(SWEEP_BLOCKS)
             for pool in self.pools.values():
                 pool.refresh_all(now)
-            self._close_retired()
+            for link in list(self.links.values()):
+                self._replicas.retire(link)
             self._ticked()
 
 
-def _agree(pool: ModelPool) -> None:
+def _agree(pool: Pool) -> None:
     """Any of its workers may get any of its requests: the shortest context counts, and prompts are cut where all of them say so.
     Blocks are named by the weights that most of them have, of two equal halves by those that they were named by. Sampling
     defaults are those of the worker among these whose id comes first, so that all gateways take the same."""

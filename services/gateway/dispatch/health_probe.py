@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.dispatch.dispatcher import Dispatcher
-from services.gateway.dispatch.model_pool import ModelPool
+from services.gateway.dispatch.placement import Link, Pool
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import Generation, ModelInfo, Part, Prompt
+from services.gateway.request.generation import Generation, ModelInfo, Part, Prompt, one_step
 from services.gateway.request.request import ClientRequest
 from services.shared.limits import PRIORITY_RANGE
 
@@ -34,13 +33,14 @@ class GenerationProbe:
 
     async def failure(self) -> str:
         """Why no answer can be made; "" if one can."""
-        connected = [link for link in self._dispatcher.fleet.links.values() if link.pool is not None]
+        fleet = self._dispatcher.fleet
+        connected = [link for link in fleet.links.values() if fleet.pool_of(link) is not None]
         if not connected:
             return "No worker is connected."
         last = self._dispatcher.last_step_at
         if last is not None and asyncio.get_running_loop().time() - last < RECENT_S:
             return ""
-        fit = [link for pool in self._dispatcher.fleet.pools.values() for link in pool.usable() if not link.hangs]
+        fit = [link for pool in fleet.pools.values() for link in pool.usable() if not link.hangs]
         if any(link.load is not None and link.load.num_open for link in fit):
             return ""
         if not fit:
@@ -49,14 +49,13 @@ class GenerationProbe:
             self._trial = asyncio.create_task(self._try(fit))
         return await asyncio.shield(self._trial)
 
-    async def _try(self, idle: Sequence[WorkerLink]) -> str:
+    async def _try(self, idle: Sequence[Link]) -> str:
         request = ClientRequest(f"health-{next(self._numbers)}", self._dispatcher, self._metrics)
         pool = self._asked(idle)
         try:
             async with asyncio.timeout(TRY_S):
                 request.begin([Part(Prompt([_PROMPT_ID], None), _one_token(pool.model))], pool.model)
-                request.choices[0].refused_by += [link.address for link in pool.links.values() if link not in idle]
-                self._dispatcher.start(request)
+                self._dispatcher.start(request, {link.address for link in pool.links.values() if link not in idle})
                 await request.news()
         except ApiError as error:
             return error.message
@@ -66,14 +65,14 @@ class GenerationProbe:
             request.close()
         return ""
 
-    def _asked(self, idle: Sequence[WorkerLink]) -> ModelPool:
+    def _asked(self, idle: Sequence[Link]) -> Pool:
         """The default model's workers, if one of them is idle."""
-        pools = [link.pool for link in idle if link.pool is not None]
+        pools = [pool for link in idle if (pool := self._dispatcher.fleet.pool_of(link)) is not None]
         default = self._dispatcher.catalog.default
         return next((pool for pool in pools if pool.model == default), pools[0])
 
 
-def _trouble(link: WorkerLink) -> str:
+def _trouble(link: Link) -> str:
     name = link.info.worker_id if link.info is not None else link.address
     if link.paused:
         return f"{name} is paused"
@@ -85,17 +84,4 @@ def _trouble(link: WorkerLink) -> str:
 
 def _one_token(model: ModelInfo) -> Generation:
     embedding = None if model.generates else pb.Embedding()
-    return Generation(
-        stream=False,
-        include_usage=False,
-        n=1,
-        seed=None,
-        max_tokens=1,
-        sampling=pb.SamplingParams(temperature=0.0, embedding=embedding),
-        stop_token_ids=frozenset(),
-        skip_special_tokens=True,
-        include_stop=False,
-        return_token_ids=False,
-        cache_salt="",
-        priority=PRIORITY_RANGE[1],
-    )
+    return one_step(pb.SamplingParams(temperature=0.0, embedding=embedding), PRIORITY_RANGE[1])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.dispatch.fleet import Fleet
+from services.gateway.dispatch.placement import Pool
+from services.gateway.dispatch.refusals import Refusals
+from services.gateway.dispatch.sessions import SessionWorker
 from services.gateway.request.errors import unknown_model
 from services.gateway.request.generation import ModelInfo
-from services.gateway.waiting import Waiting
 
 LOOK_S = 0.5  # how often a request looks whether its model may still appear
 
@@ -17,32 +19,36 @@ LOOK_S = 0.5  # how often a request looks whether its model may still appear
 class ModelCatalog:
     """strangers: requests that wait until a worker names their model."""
 
-    def __init__(self, settings: GatewaySettings, fleet: Fleet, waiting: Waiting) -> None:
+    def __init__(
+        self, settings: GatewaySettings, pools: Mapping[str, Pool], may_grow: Callable[[], bool], refusals: Refusals
+    ) -> None:
+        """pools: by the name that clients know. may_grow: whether workers that were never met may still name their models."""
         self._settings = settings
-        self._fleet = fleet
-        self._waiting = waiting
+        self._pools = pools
+        self._may_grow = may_grow
+        self._refusals = refusals
         self._grown = asyncio.Event()
         self.strangers = 0
 
     @property
     def default(self) -> ModelInfo | None:
         """The one that is meant where none is named: the first of the setting `models` that is known, else the first by name."""
-        known = self._fleet.pools
+        known = self._pools
         name = next((name for name in self._settings.models if name in known), min(known, default=""))
         return known[name].model if name else None
 
     def models(self) -> list[ModelInfo]:
-        return [pool.model for pool in self._fleet.pools.values()]
+        return [pool.model for pool in self._pools.values()]
 
-    def workers_of(self, name: str | None = None) -> list[tuple[str, str]]:
-        """(worker id, address) of a model's connected workers; None: the default model's."""
+    def workers_of(self, name: str | None = None) -> list[SessionWorker]:
+        """A model's connected workers; None: the default model's."""
         model = self._find(name)
-        links = self._fleet.pools[model.name].links.values() if model is not None else ()
-        return [(link.info.worker_id, link.address) for link in links if link.info is not None]
+        links = self._pools[model.name].links.values() if model is not None else ()
+        return [SessionWorker(link.info.worker_id, link.address, link.paused) for link in links if link.info is not None]
 
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
         """What block hashes of a prompt begin with; empty where nobody needs them."""
-        pool = self._fleet.pools.get(model.name)
+        pool = self._pools.get(model.name)
         return model.hash_root(cache_salt) if pool is not None and pool.wants_hashes else b""
 
     def grown(self) -> None:
@@ -56,9 +62,9 @@ class ModelCatalog:
         deadline = loop.time() + self._settings.queue_timeout_s
         while (found := self._find(name)) is None:
             if loop.time() >= deadline:
-                raise self._waiting.no_worker()
-            expected = name is None or not self._fleet.pools or name in self._settings.models
-            if not expected and not self._fleet.may_grow:
+                raise self._refusals.no_worker()
+            expected = name is None or not self._pools or name in self._settings.models
+            if not expected and not self._may_grow():
                 raise unknown_model()
             await self._wait(deadline if expected else loop.time() + LOOK_S)
         return found
@@ -66,13 +72,13 @@ class ModelCatalog:
     def _find(self, name: str | None) -> ModelInfo | None:
         if name is None:
             return self.default
-        pool = self._fleet.pools.get(name)
+        pool = self._pools.get(name)
         return None if pool is None else pool.model
 
     async def _wait(self, until: float) -> None:
         """For a worker to connect, or that time. Raises ApiError if too many wait already."""
         if self.strangers >= self._settings.max_waiting_requests:
-            raise self._waiting.full()
+            raise self._refusals.full()
         self.strangers += 1
         try:
             with suppress(TimeoutError):  # the caller looks at the time

@@ -1,78 +1,48 @@
-"""Where a session lives, and the calls that open and close it.
-
-A session's KV is on one worker. Every gateway computes which one from the session's id and the workers that it sees ready, so
-several gateways agree without talking, and none keeps a table. An id that a gateway has made up ends in its worker's mark and
-stays with that worker whatever others come and go; an id that a client has chosen moves when a worker appears that ranks
-higher for it, and the session is then unknown there.
-"""
+"""The calls that open and close a session where it lives, and what clients are told of one that cannot go on."""
 
 from __future__ import annotations
 
 import logging
-import re
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from hashlib import blake2b
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.routing.session_home import new_session_id, place
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-_MADE_HERE = re.compile(r"s-[0-9a-f]{32}-([0-9a-f]{8})")
 
 R = TypeVar("R")
 
 
-def place(session_id: str, worker_ids: Sequence[str]) -> int | None:
-    """Index of the session's worker; None if there is none, or if the id names a worker that is not among them.
+class SessionWorker(NamedTuple):
+    """One that is connected. paused: no step runs there."""
 
-    Rendezvous hashing (Thaler and Ravishankar 1998): the worker with the highest hash of (worker, session) wins, so one
-    that comes or goes moves only the sessions that it wins.
-    """
-    made_here = _MADE_HERE.fullmatch(session_id)
-    if made_here is not None:
-        marks = [_mark(worker_id) for worker_id in worker_ids]
-        return marks.index(made_here[1]) if made_here[1] in marks else None
-    if not worker_ids:
-        return None
-    return max(range(len(worker_ids)), key=lambda i: (_weight(session_id, worker_ids[i]), worker_ids[i]))
-
-
-def new_session_id(worker_ids: Sequence[str]) -> str:
-    """An id that stays with one of these workers, of which there is at least one."""
-    name = uuid.uuid4().hex
-    index = place(name, worker_ids)
-    assert index is not None
-    return f"s-{name}-{_mark(worker_ids[index])}"
-
-
-def _mark(worker_id: str) -> str:
-    return blake2b(worker_id.encode(), digest_size=4).hexdigest()
-
-
-def _weight(session_id: str, worker_id: str) -> bytes:
-    return blake2b(session_id.encode(), digest_size=16, key=blake2b(worker_id.encode(), digest_size=32).digest()).digest()
+    worker_id: str
+    address: str
+    paused: bool
 
 
 class SessionCalls:
     """Opens and closes sessions on their workers. Each call has a connection of its own: they are rare."""
 
-    def __init__(self, connected: Callable[[str | None], Sequence[tuple[str, str]]], retry_after_s: int) -> None:
-        """connected: (worker id, address) of a model's workers, of the default one's for None."""
+    def __init__(self, connected: Callable[[str | None], Sequence[SessionWorker]], retry_after_s: int) -> None:
+        """connected: a model's workers, the default one's for None."""
         self._connected = connected
         self._retry_after_s = retry_after_s
 
     async def open(self, model: str | None, session_id: str | None, capacity_tokens: int, ttl_s: float | None) -> str:
         """The id of the session that was opened. Raises ApiError."""
         if session_id is None:
-            session_id = new_session_id([worker_id for worker_id, _ in self._workers(model)])
+            workers = self._workers(model)
+            running = [each for each in workers if not each.paused] or workers  # its turns wait while its worker is paused
+            session_id = new_session_id([each.worker_id for each in running])
         request = worker_pb2.OpenSessionRequest(
             session_id=session_id,
             capacity_tokens=capacity_tokens,
@@ -91,7 +61,7 @@ class SessionCalls:
         if not answer.closed:
             raise ApiError(404, "There is no such session.", param="session_id", code="session_not_found")
 
-    def _workers(self, model: str | None) -> Sequence[tuple[str, str]]:
+    def _workers(self, model: str | None) -> Sequence[SessionWorker]:
         workers = self._connected(model)
         if not workers:
             raise unavailable("No worker is connected.", self._retry_after_s, "no_worker")
@@ -99,13 +69,13 @@ class SessionCalls:
 
     async def _call(self, model: str | None, session_id: str, call: Callable[[worker_pb2_grpc.WorkerStub], Awaitable[R]]) -> R:
         workers = self._workers(model)
-        index = place(session_id, [worker_id for worker_id, _ in workers])
+        index = place(session_id, [each.worker_id for each in workers])
         if index is None:
             raise session_worker_away(self._retry_after_s)
-        address = workers[index][1]
-        async with rpc.channel(address) as channel:
+        address = workers[index].address
+        async with grpc_server.channel(address) as channel:
             try:
-                return await call(worker_pb2_grpc.WorkerStub(channel))  # type: ignore[no-untyped-call]
+                return await call(worker_pb2_grpc.WorkerStub(channel))
             except grpc.aio.AioRpcError as error:
                 raise self._translate(error, address) from None
 

@@ -10,24 +10,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.api.openai.preparation import Plan
-from services.gateway.api.openai.render import DONE, Renderer, StreamRenderer, sse_error, usage_of
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.http.body import ClientGone, read_body, until_gone
+from services.gateway.http.renderer import DONE, Renderer, StreamRenderer, sse_error
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts, TokenTexts
 from services.gateway.request import budgets
 from services.gateway.request.abort import AbortScope
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import ClientRequest, Phase
+from services.gateway.request.request import Choice, ClientRequest, Phase, Releaser
 from services.gateway.request.trace import RequestTrace, begin_trace
+from services.gateway.request.usage import usage_of
 from services.shared import limits
 from services.shared.observe.log import fields
 
@@ -49,13 +49,26 @@ Prepare = Callable[[bytes, Origin], Awaitable[Plan]]  # body
 MakeRenderer = Callable[[ClientRequest, int, str, ModelTexts], Renderer]  # request, created (Unix seconds), model
 
 
+class Dispatch(Releaser, Protocol):
+    """Who has choices computed."""
+
+    def start(self, request: ClientRequest) -> None:
+        """Raises ApiError when there is no room for it."""
+
+    def abort(self, choice: Choice) -> bool:
+        """Ends it with what has come so far. False for one that has ended."""
+
+    def worker_ids(self, choice: Choice) -> list[str]:
+        """Of those that it is on."""
+
+
 class Generator:
     """Knows all generation requests that are open. One per process."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        dispatcher: Dispatcher,
+        dispatcher: Dispatch,
         token_texts: TokenTexts,
         metrics: GatewayMetrics,
         tracing: Tracing | None = None,
@@ -166,16 +179,17 @@ class Exchange(Response):
             return 0
         whole = (request.request_id, *request.origin.names)
         if request.phase is Phase.ACCEPTED:
-            if not scope.on("") or not scope.names(*whole, *request.origin.part_names):
+            if not scope.on(()) or not scope.names(*whole, *request.origin.part_names):
                 return 0
             self.interrupt(error)
             return 1
         named = (each for each in request.choices if scope.names(*whole, each.part.request_id, each.request_id))
-        meant = [each for each in named if scope.on(each.worker_id)]
+        dispatcher = self._generator.dispatcher
+        meant = [each for each in named if scope.on(dispatcher.worker_ids(each))]
         if meant and request.generation.wants_embedding:
             request.fail(error)
             return int(request.error is not None)
-        return sum(self._generator.dispatcher.abort(choice) for choice in meant)
+        return sum(dispatcher.abort(choice) for choice in meant)
 
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
         request = self._request
@@ -225,7 +239,7 @@ class Exchange(Response):
             budgets.check_logprobs(plan.parts, plan.model.context_len)
             request.begin(plan.parts, plan.model)
             if request.trace is not None:
-                request.trace.begin(plan.model.name, plan.parts)
+                request.trace.begin(plan.model.name, len(request.choices))
         except (ValueError, OverflowError):
             # Every field has its check; this is for a value that passed and does not fit its protobuf message.
             logger.warning("a value does not fit its message", extra=fields(**request.origin.log_fields), exc_info=True)

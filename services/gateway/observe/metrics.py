@@ -6,21 +6,15 @@ Labels are bounded: routes and phases are ours, models are names the server know
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter as Count
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from services.gateway.routing.breaker import BreakerState
 from services.shared.observe.metrics_server import LATENCY_BUCKETS_S
-
-if TYPE_CHECKING:
-    from services.gateway.dispatch.fleet import Fleet
-    from services.gateway.index.mirror import IndexMirror
+from services.shared.observe.readings import Reading, Readings, Value
 
 PREFIX = "rootstock_gateway_"
 OTHER = "other"
@@ -38,6 +32,10 @@ class UnlockedHistogram(Collector):
         self._sum = 0.0
         registry.register(self)
 
+    def describe(self) -> Iterator[Metric]:
+        """Without samples."""
+        yield HistogramMetricFamily(self._name, self._text)
+
     def observe(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
@@ -47,62 +45,20 @@ class UnlockedHistogram(Collector):
         buckets = []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
-            buckets.append((floatToGoString(bound), total))  # type: ignore[no-untyped-call]
+            buckets.append((floatToGoString(bound), total))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
-class QueueCollector(Collector):
-    def __init__(self, waiting: Callable[[], Mapping[str, int]]) -> None:
-        self._waiting = waiting
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(f"{PREFIX}queue_length", "Choices that wait for a worker with room.", labels=["model"])
-        for model, count in self._waiting().items():
-            family.add_metric([model or OTHER], float(count))
-        yield family
+def _by_model(waiting: Callable[[], Mapping[str, int]]) -> Value:
+    return {(model or OTHER,): count for model, count in waiting().items()}
 
 
-class FleetCollector(Collector):
-    """Workers and the prefix index as the gateway sees them."""
+class QueueMetrics(Readings[Callable[[], Mapping[str, int]]]):
+    """Of choices that wait for a worker, by model."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    def collect(self) -> Iterator[Metric]:
-        fleet = self._fleet
-        workers = GaugeMetricFamily(f"{PREFIX}workers", "Workers by model and state.", labels=["model", "state"])
-        for name, pool in fleet.pools.items():
-            usable = len(pool.usable())
-            workers.add_metric([name, "usable"], float(usable))
-            workers.add_metric([name, "unusable"], float(len(pool.links) - usable))
-        yield workers
-        breakers = Count(link.breaker.state.value for link in fleet.links.values())
-        family = GaugeMetricFamily(f"{PREFIX}breakers", "Workers by the state of their circuit breaker.", labels=["state"])
-        for state in BreakerState:
-            family.add_metric([state.value], float(breakers[state.value]))
-        yield family
-        if fleet.index is not None:
-            yield self._gauge("index_blocks", "Blocks in this copy of the prefix index.", fleet.index.num_blocks)
-            yield self._gauge(
-                "index_speculative_blocks", "Blocks thought to be where they were sent.", fleet.index.num_speculative
-            )
-        if fleet.mirror is not None:
-            yield from self._mirror(fleet.mirror)
-
-    def _mirror(self, mirror: IndexMirror) -> Iterator[Metric]:
-        yield self._gauge("index_up", "Whether Redis answers; without it routing goes by what is known.", mirror.available)
-        yield self._gauge("index_lag_seconds", "Time since this copy had all that Redis had.", mirror.lag_s)
-        for name, text, value in (
-            ("index_events", "Batches of changes that were read.", mirror.counts.events),
-            ("index_bad_events", "Entries that were no batch of changes.", mirror.counts.bad_events),
-            ("index_loads", "Times that all blocks of a worker were read.", mirror.counts.loads),
-            ("index_gaps", "Of those, because batches had been missed.", mirror.counts.gaps),
-        ):
-            yield CounterMetricFamily(PREFIX + name, text, value=float(value))
-
-    @staticmethod
-    def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-        return GaugeMetricFamily(PREFIX + name, text, value=float(value))
+    rows = (
+        Reading(GaugeMetricFamily, f"{PREFIX}queue_length", "Choices that wait for a worker with room.", _by_model, ("model",)),
+    )
 
 
 class GatewayMetrics:
@@ -138,10 +94,15 @@ class GatewayMetrics:
 
     def watch_queue(self, waiting: Callable[[], Mapping[str, int]]) -> None:
         """waiting: choices that wait for a worker, by model."""
-        self.registry.register(QueueCollector(waiting))
+        self.registry.register(QueueMetrics(waiting))
 
-    def watch_fleet(self, fleet: Fleet) -> None:
-        self.registry.register(FleetCollector(fleet))
+    def first_token(self, since_arrival: float) -> None:
+        """Seconds."""
+        self.time_to_first_token.observe(since_arrival)
+
+    def further_tokens(self, between_two: float, count: int) -> None:
+        """Seconds between each of so many."""
+        self.inter_token_latency.observe(between_two, count)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)

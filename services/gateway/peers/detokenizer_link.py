@@ -18,25 +18,26 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers import served_model
 from services.gateway.peers.detokenizer_window import DecodeWindow
 from services.gateway.peers.reconnect import Duplex, StreamBroken, keep_connected
+from services.gateway.peers.replicas import Replicas
+from services.gateway.peers.silence import until_silent
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import internal, unavailable
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 
 logger = logging.getLogger(__name__)
 
 MAX_BREAKS = 16  # batches of one decoding whose stream broke, without a text between
 MAX_LOST = 3  # reopenings of one decoding: one that can never be decoded does not go round for ever
 SILENCE_S = 5.0  # without an answer while batches are unanswered: every batch is answered at once, so nobody is there
-SILENCE_TICKS = 4  # that a silence is counted in: this process's own pauses are one tick, however long
 
 Call = Duplex[detokenizer_pb2.DecodeBatch, detokenizer_pb2.TextBatch]
 
 
 class DetokLink:
-    """One detokenizer. `open` holds the decodings pinned to it, by handle, whether they were sent yet or not.
+    """One detokenizer. `window` holds the decodings pinned to it, whether they were sent yet or not.
 
-    connected: its stream is up. ready: it may be given new decodings. retiring: it ends when `open` is empty.
+    connected: its stream is up. ready: it may be given new decodings. retiring: it ends when none is open.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class DetokLink:
         silence_s: float,
         on_up: Callable[[DetokLink], None],
         on_down: Callable[[list[Decoding]], None],
-        on_empty: Callable[[DetokLink], None],
+        on_idle: Callable[[DetokLink], None],
     ) -> None:
-        """`on_empty` is called while retiring, when nothing is open any more."""
+        """`on_idle` is called when nothing is open any more."""
         self.address = address
         self.connected = False
         self.ready = True
@@ -57,36 +58,27 @@ class DetokLink:
         self._silence_s = silence_s
         self._on_up = on_up
         self._on_down = on_down
-        self._on_empty = on_empty
-        self._window = DecodeWindow(on_down)
+        self._on_idle = on_idle
+        self.window = DecodeWindow(on_down, self._changed)
         self._wake = asyncio.Event()
 
     @property
-    def open(self) -> dict[int, Decoding]:
-        return self._window.open
+    def busy(self) -> bool:
+        return bool(self.window.open)
 
     def takes(self, model: str) -> bool:
         """Whether a new decoding of this model may be pinned to it."""
         return self.connected and self.ready and served_model.serves(self.model, model)
 
-    def adopt(self, decoding: Decoding, handle: int) -> None:
-        """Pins a decoding to this link under a handle that was never used before."""
-        decoding.link = self
-        self._window.adopt(decoding, handle)
-        self._wake.set()
-
-    def touch(self, decoding: Decoding) -> None:
-        self._window.touch(decoding)
-        self._wake.set()
-
-    def drop(self, decoding: Decoding) -> None:
-        self._window.drop(decoding)
-        self._wake.set()
-        self._retire()
+    def _changed(self) -> None:
+        if self.window.has_more:
+            self._wake.set()
+        if not self.busy:
+            self._on_idle(self)
 
     async def run(self) -> None:
-        channel = rpc.channel(self.address)
-        self.stub = stub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[no-untyped-call]
+        channel = grpc_server.channel(self.address)
+        self.stub = stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
         try:
             await keep_connected("detokenizer", self.address, lambda: self._session(stub))
         finally:
@@ -98,8 +90,8 @@ class DetokLink:
         helpers: list[asyncio.Task[None]] = []
         silence: asyncio.Task[None] | None = None
         try:
-            await call.write(self._window.greeting())
-            silence = self._helper(call, self._watch_silence())
+            await call.write(self.window.greeting())
+            silence = self._helper(call, until_silent(self._silence_s, self._answers_due))
             helpers.append(silence)
             await self._receive(call)
             info = stub.Info(detokenizer_pb2.DetokenizerInfoRequest(), timeout=served_model.INFO_S)
@@ -110,7 +102,6 @@ class DetokLink:
             self._on_up(self)
             while True:
                 await self._receive(call)
-                self._retire()
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if silence is None or not silence.done() or task is None or task.cancelling():
@@ -121,8 +112,8 @@ class DetokLink:
                 helper.cancel()
             call.cancel()
             self.connected = False
-            self._on_down(self._window.reset())
-            self._retire()
+            self._on_down(self.window.reset())
+            self._changed()
 
     @staticmethod
     def _helper(call: Call, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -135,9 +126,7 @@ class DetokLink:
         batch = await call.read()
         if not isinstance(batch, detokenizer_pb2.TextBatch):
             raise StreamBroken("ended by peer")
-        self._window.answered(batch)
-        if self._window.has_more:
-            self._wake.set()  # there is room for it
+        self.window.answered(batch)
 
     async def _write(self, call: Call) -> None:
         """Sends what has gathered since the last batch: at most one batch per event-loop tick."""
@@ -145,22 +134,13 @@ class DetokLink:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while (batch := self._window.next_batch()) is not None:
+                while (batch := self.window.next_batch()) is not None:
                     await call.write(batch)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, with its reason
 
-    async def _watch_silence(self) -> None:
-        """Returns when batches were unanswered for so long."""
-        answers, ticks = -1, 0
-        while ticks < SILENCE_TICKS:
-            await asyncio.sleep(self._silence_s / SILENCE_TICKS)
-            ticks = ticks + 1 if self._window.in_flight and self._window.answers == answers else 0
-            answers = self._window.answers
-
-    def _retire(self) -> None:
-        if self.retiring and not self.open:
-            self._on_empty(self)
+    def _answers_due(self) -> int | None:
+        return self.window.answers if self.window.in_flight else None
 
 
 class DetokPool:
@@ -177,9 +157,7 @@ class DetokPool:
         silence_s: float = SILENCE_S,
     ) -> None:
         """`addresses` until set_endpoints() is called. `changed` is called when connected() may have changed."""
-        self._links: dict[str, DetokLink] = {}
-        self._tasks: dict[DetokLink, asyncio.Task[None]] = {}  # while run() runs
-        self._group: asyncio.TaskGroup | None = None  # while run() runs
+        self._replicas = Replicas(self._make)
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
         self._handles = handles
@@ -190,62 +168,36 @@ class DetokPool:
         metrics.watch_connected("detokenizer", self.connected)
         self.set_endpoints(dict.fromkeys(addresses, True))
 
+    def _make(self, address: str) -> DetokLink:
+        return DetokLink(address, self._silence_s, self._up, self._down, self._replicas.retire)
+
     @property
     def links(self) -> list[DetokLink]:
         """Those that retire included."""
-        return list(self._links.values())
+        return list(self._replicas.by_address.values())
 
     def connected(self, model: str = served_model.ANY) -> int:
         """Detokenizers that a new decoding could go to."""
-        return sum(link.takes(model) for link in self._links.values())
+        return sum(link.takes(model) for link in self.links)
 
     def stubs(self, model: str = served_model.ANY) -> list[detokenizer_pb2_grpc.DetokenizerStub]:
         """Of the usable detokenizers, for calls beside the streams."""
-        return [link.stub for link in self._links.values() if link.takes(model) and link.stub is not None]
+        return [link.stub for link in self.links if link.takes(model) and link.stub is not None]
 
     def set_endpoints(self, endpoints: Endpoints) -> None:
         """New ones are connected to. Those that are gone keep their decodings until these end or the stream breaks."""
-        for address, ready in endpoints.items():
-            link = self._links.get(address)
-            if link is None:
-                link = self._links[address] = DetokLink(address, self._silence_s, self._up, self._down, self._close)
-                self._start(link)
-            link.ready, link.retiring = ready, False
-        for link in self.links:
-            if link.address not in endpoints:
-                link.ready, link.retiring = False, True
-                if not link.open:
-                    self._close(link)
+        self._replicas.set_endpoints(endpoints)
         self._changed()
         self._house_waiting()
 
     async def run(self) -> None:
-        """Keeps the streams up until cancelled. Once in a pool's life."""
-        async with asyncio.TaskGroup() as group:
-            self._group = group
-            for link in self._links.values():
-                self._start(link)
-            try:
-                await asyncio.get_running_loop().create_future()
-            finally:
-                self._group = None
-
-    def _start(self, link: DetokLink) -> None:
-        if self._group is not None:
-            self._tasks[link] = task = self._group.create_task(link.run())
-            task.add_done_callback(lambda _: self._tasks.pop(link, None))
-
-    def _close(self, link: DetokLink) -> None:
-        if self._links.get(link.address) is link:
-            del self._links[link.address]
-        task = self._tasks.pop(link, None)
-        if task is not None and not task.cancelling():
-            task.cancel()
+        """Keeps the streams up until cancelled. Once."""
+        await self._replicas.run()
 
     def touch(self, decoding: Decoding) -> None:
         """`ids` has grown or the decoding is finished: its text will come."""
-        if decoding.link is not None:
-            decoding.link.touch(decoding)
+        if decoding.stream is not None:
+            decoding.stream.touch(decoding)
         elif decoding.homeless is None:
             self._house(decoding)
 
@@ -255,17 +207,17 @@ class DetokPool:
             self._homeless.pop(decoding, None)
             decoding.homeless.cancel()
             decoding.homeless = None
-        if decoding.link is not None:
-            decoding.link.drop(decoding)
+        if decoding.stream is not None:
+            decoding.stream.drop(decoding)
 
     def _link_for(self, decoding: Decoding) -> DetokLink | None:
-        links = [link for link in self._links.values() if link.takes(decoding.model)]
-        return min(links, key=lambda link: len(link.open), default=None)
+        links = [link for link in self.links if link.takes(decoding.model)]
+        return min(links, key=lambda link: len(link.window.open), default=None)
 
     def _house(self, decoding: Decoding) -> None:
         link = self._link_for(decoding)
         if link is not None:
-            link.adopt(decoding, next(self._handles))
+            link.window.adopt(decoding, next(self._handles))
             return
         loop = asyncio.get_running_loop()
         self._homeless[decoding] = None
@@ -277,7 +229,7 @@ class DetokPool:
             link = self._link_for(decoding)
             if link is not None:
                 self.drop(decoding)
-                link.adopt(decoding, next(self._handles))
+                link.window.adopt(decoding, next(self._handles))
 
     def _give_up(self, decoding: Decoding) -> None:
         self.drop(decoding)

@@ -22,7 +22,8 @@ Rows = list[tuple[int, int, bool]]  # handle, new ids, finished
 
 
 class DecodeWindow:
-    def __init__(self, on_lost: Callable[[list[Decoding]], None]) -> None:
+    def __init__(self, on_lost: Callable[[list[Decoding]], None], on_change: Callable[[], None]) -> None:
+        """on_lost: told of decodings that the peer does not know. on_change: there may be more to send, or less open."""
         self.open: dict[int, Decoding] = {}  # by handle, whether they were sent yet or not
         self.answers = 0
         self._opening: dict[int, Decoding] = {}  # a part of _dirty
@@ -31,6 +32,7 @@ class DecodeWindow:
         self._in_flight: deque[tuple[int, Rows]] = deque()
         self._seq = 0
         self._on_lost = on_lost
+        self._on_change = on_change
 
     @property
     def in_flight(self) -> int:
@@ -41,11 +43,14 @@ class DecodeWindow:
         return bool(self._dirty or self._closes)
 
     def adopt(self, decoding: Decoding, handle: int) -> None:
-        decoding.handle, decoding.sent = handle, decoding.decoded
+        """Pins a decoding to this stream under a handle that was never used before."""
+        decoding.stream, decoding.handle, decoding.sent = self, handle, decoding.decoded
         self.open[handle] = self._opening[handle] = self._dirty[handle] = decoding
+        self._on_change()
 
     def touch(self, decoding: Decoding) -> None:
         self._dirty[decoding.handle] = decoding
+        self._on_change()
 
     def drop(self, decoding: Decoding) -> None:
         if self.open.pop(decoding.handle, None) is None:
@@ -53,7 +58,8 @@ class DecodeWindow:
         self._dirty.pop(decoding.handle, None)
         if self._opening.pop(decoding.handle, None) is None:
             self._closes.append(decoding.handle)
-        decoding.link = None
+        decoding.stream = None
+        self._on_change()
 
     def greeting(self) -> detokenizer_pb2.DecodeBatch:
         """The first batch, empty: its answer shows that somebody serves the stream."""
@@ -110,6 +116,7 @@ class DecodeWindow:
             self._on_lost(self._take_lost(lost))
         for (handle, count, finished), text in zip(rows, batch.texts, strict=True):
             self._hand_out(handle, count, finished, text)
+        self._on_change()
 
     def _hand_out(self, handle: int, count: int, finished: bool, text: str) -> None:
         decoding = self.open.get(handle)
@@ -120,14 +127,14 @@ class DecodeWindow:
         decoding.emitted_chars += len(text)
         if finished:
             del self.open[handle]
-            decoding.link, decoding.done = None, True
+            decoding.stream, decoding.done = None, True
         decoding.sink.on_text(text, count)
 
     def _take_lost(self, handles: list[int]) -> list[Decoding]:
         lost = [self.open.pop(handle) for handle in handles if handle in self.open]
         for decoding in lost:
             self._dirty.pop(decoding.handle, None)
-            decoding.link = None
+            decoding.stream = None
             decoding.lost += 1
         return lost
 
@@ -145,5 +152,5 @@ class DecodeWindow:
         self._in_flight.clear()
         self._seq = 0
         for decoding in orphans:
-            decoding.link = None
+            decoding.stream = None
         return orphans

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
-from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.served_model import ANY
 from services.gateway.request.errors import unavailable
 from services.shared.limits import MAX_TOKEN_TEXTS
@@ -23,11 +22,14 @@ CALL_S = 2.0  # that one detokenizer gets, then the next is asked
 PAUSE_S = 0.2
 
 
+Stubs = Callable[[str], Sequence[detokenizer_pb2_grpc.DetokenizerStub]]  # model → those of its usable detokenizers
+
+
 class TokenTexts:
     """One per process, on the event loop."""
 
-    def __init__(self, detoks: DetokPool, wait_s: float, retry_after_s: int) -> None:
-        self._detoks = detoks
+    def __init__(self, stubs: Stubs, wait_s: float, retry_after_s: int) -> None:
+        self._stubs = stubs
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
         self._known: dict[str, dict[int, bytes]] = {}  # by model
@@ -69,7 +71,7 @@ class TokenTexts:
             await asyncio.sleep(PAUSE_S)
 
     def _in_turn(self, model: str) -> list[detokenizer_pb2_grpc.DetokenizerStub]:
-        stubs = self._detoks.stubs(model)
+        stubs = list(self._stubs(model))
         self._turn += 1
         first = self._turn % len(stubs) if stubs else 0
         return stubs[first:] + stubs[:first]

@@ -12,8 +12,10 @@ from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.discovery.endpoints import Endpoints
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers import served_model
+from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.tokenizer_replica import Replica
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.request.trace import EncodeCall
 from services.shared.observe.log import fields
 from services.shared.observe.tracing import trace_fields
 
@@ -26,7 +28,6 @@ ATTEMPT_SHARES = (0.2, 0.3)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
-EncodeCall = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest
 Call = Callable[[tokenizer_pb2_grpc.TokenizerStub, float], Awaitable[tokenizer_pb2.EncodeResponse]]
 
 
@@ -40,9 +41,7 @@ class TokenizerClient:
         changed: Callable[[], None],
     ) -> None:
         """`addresses` until set_endpoints() is called. `changed` is called when connected() may have changed."""
-        self._replicas: dict[str, Replica] = {}
-        self._tasks: dict[Replica, asyncio.Task[None]] = {}  # while run() runs
-        self._group: asyncio.TaskGroup | None = None  # while run() runs
+        self._replicas = Replicas(lambda address: Replica(address, changed))
         self._timeout_s = timeout_s
         self._retry_after_s = retry_after_s
         self._retries = metrics.retries.labels("tokenizer")
@@ -53,46 +52,19 @@ class TokenizerClient:
 
     def connected(self, model: str = served_model.ANY) -> int:
         """Tokenizers that a call could go to."""
-        return sum(replica.connected and replica.serves(model) for replica in self._replicas.values())
+        return len(self._usable(model))
+
+    def _usable(self, model: str) -> list[Replica]:
+        return [one for one in self._replicas.by_address.values() if one.connected and one.serves(model)]
 
     def set_endpoints(self, endpoints: Endpoints) -> None:
         """New ones are connected to. Those that are gone finish their calls."""
-        for address, ready in endpoints.items():
-            replica = self._replicas.get(address)
-            if replica is None:
-                replica = self._replicas[address] = Replica(address, self._changed)
-                self._start(replica)
-            replica.ready, replica.retiring = ready, False
-        for replica in list(self._replicas.values()):
-            if replica.address not in endpoints:
-                replica.ready, replica.retiring = False, True
-                self._retire(replica)
+        self._replicas.set_endpoints(endpoints)
         self._changed()
 
     async def run(self) -> None:
-        """Keeps the replicas connected until cancelled. Once in a client's life."""
-        async with asyncio.TaskGroup() as group:
-            self._group = group
-            for replica in self._replicas.values():
-                self._start(replica)
-            try:
-                await asyncio.get_running_loop().create_future()
-            finally:
-                self._group = None
-
-    def _start(self, replica: Replica) -> None:
-        if self._group is not None:
-            self._tasks[replica] = task = self._group.create_task(replica.run())
-            task.add_done_callback(lambda _: self._tasks.pop(replica, None))
-
-    def _retire(self, replica: Replica) -> None:
-        if not replica.retiring or replica.in_flight:
-            return
-        if self._replicas.get(replica.address) is replica:
-            del self._replicas[replica.address]
-        task = self._tasks.pop(replica, None)
-        if task is not None and not task.cancelling():
-            task.cancel()
+        """Keeps the replicas up until cancelled. Once."""
+        await self._replicas.run()
 
     async def encode(
         self, request: tokenizer_pb2.EncodeRequest, param: str = "prompt", model: str = served_model.ANY
@@ -140,11 +112,11 @@ class TokenizerClient:
             return await call(replica.stub, limit_s)
         finally:
             replica.in_flight -= 1
-            self._retire(replica)
+            self._replicas.retire(replica)
 
     def _next(self, model: str, silent: set[Replica]) -> Replica | None:
         """A connected one in turn, preferably one that is not silent; None if there is none."""
-        usable = [one for one in self._replicas.values() if one.connected and one.serves(model)]
+        usable = self._usable(model)
         candidates = [one for one in usable if one not in silent] or usable
         if not candidates:
             return None
@@ -153,7 +125,7 @@ class TokenizerClient:
 
     def _limit_s(self, attempt: int, left_s: float, model: str, tried: set[Replica]) -> float:
         """Of an attempt: while there is another replica to try, one that goes unanswered leaves time for it."""
-        others = any(one.connected and one.serves(model) and one not in tried for one in self._replicas.values())
+        others = any(one not in tried for one in self._usable(model))
         return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s
 
     def _translate(self, error: grpc.aio.AioRpcError, request: EncodeCall, param: str) -> ApiError:

@@ -12,7 +12,7 @@ from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.peers import served_model
 from services.gateway.peers.reconnect import StreamBroken
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,12 @@ class Replica:
         self.model = served_model.ANY  # as it said when it connected
         self._changed = changed
         self._doubted = asyncio.Event()
-        self._channel = rpc.channel(address)
-        self.stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._channel = grpc_server.channel(address)
+        self.stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
+
+    @property
+    def busy(self) -> bool:
+        return self.in_flight > 0
 
     def serves(self, model: str) -> bool:
         return self.ready and served_model.serves(self.model, model)

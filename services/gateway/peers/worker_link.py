@@ -1,7 +1,7 @@
 """The gateway's stream to one worker: submits and aborts go out in one message per event-loop tick, steps come in.
 
-Owns which choices are open on the worker. Knows nothing of what they mean: that is the LinkEvents' part. When the stream
-breaks, the worker aborts what came over it, and the open choices are handed back.
+Owns what is open on the worker. Knows nothing of what it means: that is the LinkEvents' part. When the stream breaks, the worker
+aborts what came over it, and what is open is handed back.
 
 A worker that has told its load does so every second. One that falls silent for `silence_s` is taken for lost, whatever the
 connection looks like: stopped, cut off, or hanging.
@@ -11,48 +11,68 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from rootstock.v1 import worker_pb2, worker_pb2_grpc
+from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.gateway.peers.reconnect import Duplex, StreamBroken, keep_connected
+from services.gateway.peers.silence import until_silent
 from services.gateway.peers.weights import Weights, weights_of
 from services.gateway.routing.breaker import CircuitBreaker
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server as rpc
-
-if TYPE_CHECKING:
-    from services.gateway.dispatch.model_pool import ModelPool
-    from services.gateway.request.request import Choice
+from services.shared.rpc import grpc_server
 
 logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 4 << 20  # of submits in one message: far below what gRPC accepts, for a burst of long prompts is large
 
 ID_BYTES = 3  # of a token id in a message, about: counting them exactly takes as long as sending them
-LOOKS = 5  # that find nothing new, within the time that a link may be silent: a pause of this process is one, however long
 
 Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
-class LinkEvents(Protocol):
+class Occupant(Protocol):
+    """What is open on workers, by a handle on each. Its prompt and its output so far are read when it is sent."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+
+    def write_sampling(self, into: common_pb2.SamplingParams) -> None:
+        """Its parameters, into a message that goes out."""
+
+    def aborted(self, handle: int) -> None:
+        """By the gateway."""
+
+    def lost(self, handle: int) -> None:
+        """The worker is gone."""
+
+
+Open = TypeVar("Open", bound=Occupant)
+
+
+class LinkEvents(Protocol[Open]):
     """Called on the event loop; must not block."""
 
-    def on_hello(self, link: WorkerLink) -> None:
+    def on_hello(self, link: WorkerLink[Open]) -> None:
         """The link is connected, or was and its worker has got other weights: its `info` is new."""
 
-    def on_step(self, link: WorkerLink, step: worker_pb2.StepOutput) -> None: ...
+    def on_step(self, link: WorkerLink[Open], step: worker_pb2.StepOutput) -> None: ...
 
-    def on_load(self, link: WorkerLink) -> None:
+    def on_load(self, link: WorkerLink[Open]) -> None:
         """The link's `load` is new."""
 
-    def on_down(self, link: WorkerLink, orphans: list[Choice]) -> None:
+    def on_down(self, link: WorkerLink[Open], orphans: list[Open]) -> None:
         """The session is over; `orphans` were open on it."""
 
 
-class WorkerLink:
-    def __init__(self, address: str, events: LinkEvents, silence_s: float, breaker: CircuitBreaker) -> None:
+class WorkerLink(Generic[Open]):
+    def __init__(self, address: str, events: LinkEvents[Open], silence_s: float, breaker: CircuitBreaker) -> None:
         self.address = address
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
@@ -61,54 +81,55 @@ class WorkerLink:
         self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
         self.draining = False  # it said that it is going away; until its next hello
         self.paused = False  # no step runs there until an operator says so; as its last load says, also of an earlier stream
-        self.endpoint_ready = True  # as discovery sees it
+        self.ready = True  # as discovery sees it
+        self.retiring = False  # discovery does not know the address any more
         self.crowded_until = 0.0  # its own queue was full: until its next load, or this time
         self.met = False  # it has been connected once
-        self.retired = False  # discovery does not know the address any more
-        self.open: dict[int, Choice] = {}
+        self.open: dict[int, Open] = {}  # by handle
         self.open_tokens = 0  # prompt and output of what is open, as far as it is known here
-        self.pool: ModelPool | None = None  # of its model, and
-        self.row = -1  # its row there, while it is connected
         self._silence_s = silence_s
         self._heard = 0  # messages
         self._events = events
-        self._submits: dict[int, worker_pb2.Submit] = {}  # without their prompts, which their choices have
+        self._submits: dict[int, worker_pb2.Submit] = {}  # without what Occupant gives
         self._aborts: list[int] = []
         self._wake = asyncio.Event()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.open)
 
     @property
     def hangs(self) -> bool:
         """Its step takes longer than any may."""
         return self.load is not None and 0 < self.load.step_limit_ms < self.load.step_age_ms
 
-    def submit(self, choice: Choice, submit: worker_pb2.Submit) -> None:
-        """submit: all but the prompt, which is copied once, into the message that goes out."""
-        self.open[submit.handle] = choice
-        self.open_tokens += len(choice.prompt.ids) + len(choice.output_ids)
+    def submit(self, occupant: Open, submit: worker_pb2.Submit) -> None:
+        """submit: all but prompt and sampling parameters, which are copied once, into the message that goes out."""
+        self.open[submit.handle] = occupant
+        self.open_tokens += occupant.num_tokens
         self._submits[submit.handle] = submit
         self._wake.set()
 
-    def close(self, handle: int) -> Choice | None:
-        """Forgets the choice, which the worker has ended."""
-        choice = self.open.pop(handle, None)
-        if choice is not None:
-            self.open_tokens -= len(choice.prompt.ids) + len(choice.output_ids)
-        return choice
+    def close(self, handle: int) -> Open | None:
+        """Forgets what the worker has ended."""
+        occupant = self.open.pop(handle, None)
+        if occupant is not None:
+            self.open_tokens -= occupant.num_tokens
+        return occupant
 
     def abort(self, handle: int) -> None:
-        """Forgets the choice: whatever the worker still says of it is dropped."""
-        choice = self.close(handle)
-        if choice is None:
+        """Forgets it: whatever the worker still says of it is dropped."""
+        occupant = self.close(handle)
+        if occupant is None:
             return
-        if choice.trace is not None:
-            choice.trace.aborted(handle)
+        occupant.aborted(handle)
         if self._submits.pop(handle, None) is None:
             self._aborts.append(handle)
             self._wake.set()
 
     async def run(self) -> None:
-        channel = rpc.channel(self.address)
-        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        channel = grpc_server.channel(self.address)
+        stub = worker_pb2_grpc.WorkerStub(channel)
         try:
             await keep_connected("worker", self.address, lambda: self._session(stub.Generate(wait_for_ready=True)))
         finally:
@@ -128,7 +149,7 @@ class WorkerLink:
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
-            listener = asyncio.create_task(self._listen(call))
+            listener = asyncio.create_task(self._end_when_silent(call))
             self._events.on_hello(self)
             while True:
                 message = await self._read(call)
@@ -157,9 +178,8 @@ class WorkerLink:
 
     def _reset(self) -> None:
         orphans = list(self.open.values())
-        for handle, choice in self.open.items():
-            if choice.trace is not None:
-                choice.trace.lost(handle)
+        for handle, occupant in self.open.items():
+            occupant.lost(handle)
         self.info = self.load = None
         self.open.clear()
         self.open_tokens = 0
@@ -167,13 +187,9 @@ class WorkerLink:
         self._aborts.clear()
         self._events.on_down(self, orphans)
 
-    async def _listen(self, call: Call) -> None:
-        """Ends the call when a worker that tells its load has fallen silent."""
-        heard, silent = self._heard, 0
-        while silent < LOOKS:
-            await asyncio.sleep(self._silence_s / LOOKS)
-            silent = silent + 1 if self.load is not None and self._heard == heard else 0
-            heard = self._heard
+    async def _end_when_silent(self, call: Call) -> None:
+        """Of a worker that tells its load messages are due all the time."""
+        await until_silent(self._silence_s, lambda: self._heard if self.load is not None else None)
         logger.warning("worker is silent", extra=fields(address=self.address, seconds=self._silence_s))
         call.cancel()
 
@@ -193,7 +209,8 @@ class WorkerLink:
             handle = next(iter(self._submits))
             submit = message.submits.add()
             submit.CopyFrom(self._submits.pop(handle))
-            submit.prompt_ids.extend(self.open[handle].prompt.ids)
+            self.open[handle].write_sampling(submit.sampling)
+            submit.prompt_ids.extend(self.open[handle].prompt_ids)
             size += ID_BYTES * (len(submit.prompt_ids) + len(submit.output_ids)) + submit.sampling.ByteSize()
         return message
 

@@ -6,7 +6,7 @@ other gateways at once. One that does not answer in time is told of as not reach
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,9 +28,9 @@ class AbortScope:
     def names(self, *names: str) -> bool:
         return self.rid is None or self.rid in names
 
-    def on(self, worker: str) -> bool:
-        """worker: "" for none."""
-        return not self.worker or self.worker == worker
+    def on(self, workers: Collection[str]) -> bool:
+        """workers: ids of those that it is on; of two, while one has a copy."""
+        return not self.worker or self.worker in workers
 
 
 @dataclass(frozen=True, slots=True)

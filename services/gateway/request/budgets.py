@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.api.logprob_slices import values_per_token
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation, Part
+from services.gateway.request.logprobs import values_per_token
 from services.shared import limits
 
 

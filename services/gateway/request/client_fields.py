@@ -1,13 +1,12 @@
-"""Workers name what they refuse as their messages do; a client is told its own field's name."""
+"""Workers name what they refuse by its path in their messages; a client is told its own field's name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from rootstock.v1 import common_pb2 as pb
-
-GRAMMAR = frozenset(("grammar", "pattern", *(kind.name for kind in pb.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields)))
+from services.shared.sampling_parameter import Api
+from services.shared.sampling_parameters import renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,8 @@ _SESSION = {
 }
 _OPENAI = {
     **_SESSION,
+    **renamed(Api.CHAT),
     "request_id": "rid",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
     "dry": "dry_multiplier",
     "logprobs.token_ids": "logprob_token_ids",
 }
@@ -58,7 +56,7 @@ GENERATE = ClientFields(
         "priority": "priority",
         "routing_key": "routing_key",
         "request_id": "rid",
-        "seed": "sampling_params.sampling_seed",
+        **{wire: f"sampling_params.{name}" for wire, name in renamed(Api.GENERATE).items()},
     }
 )
 ENCODE = ClientFields({**_VECTOR, "cache_salt": "extra_key", "request_id": "rid"})

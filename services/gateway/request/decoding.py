@@ -1,19 +1,16 @@
 """One handle's way from token ids to text: everything that is needed to go on decoding on another detokenizer.
 
-Written by its owner (ids, finish) and by the DetokLink that holds it (the rest).
+Written by its owner (ids, finish), by the DecodeWindow that holds it (the rest), and by the DetokPool (homeless).
 """
 
 from __future__ import annotations
 
 from asyncio import TimerHandle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rootstock.v1 import detokenizer_pb2
 from services.gateway.request.errors import ApiError
-
-if TYPE_CHECKING:
-    from services.gateway.peers.detokenizer_link import DetokLink
 
 PROMPT_TAIL = 5  # ids of the prompt that give the first decoded piece its context
 
@@ -28,6 +25,16 @@ class DecodeSink(Protocol):
         """No text will follow."""
 
 
+class DecodeStream(Protocol):
+    """What a decoding is pinned to."""
+
+    def touch(self, decoding: Decoding) -> None:
+        """`ids` has grown or the decoding is finished."""
+
+    def drop(self, decoding: Decoding) -> None:
+        """No more text is wanted. No effect on one that is not here."""
+
+
 class Decoding:
     __slots__ = (
         "_open_fields",
@@ -39,13 +46,13 @@ class Decoding:
         "handle",
         "homeless",
         "ids",
-        "link",
         "lost",
         "matched_stop",
         "model",
         "request_id",
         "sent",
         "sink",
+        "stream",
         "traceparent",
     )
 
@@ -67,7 +74,7 @@ class Decoding:
         self.request_id = request_id  # for logs
         self.ids = ids
         self.handle = 0  # of the stream that it is open on; a new one with every open
-        self.link: DetokLink | None = None
+        self.stream: DecodeStream | None = None  # None: on no detokenizer
         self.homeless: TimerHandle | None = None  # runs while no detokenizer is connected
         self.sent = 0  # ids that went out on the current stream or were replayed to it
         self.decoded = 0  # ids whose text has come back

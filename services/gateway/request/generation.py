@@ -1,13 +1,15 @@
-"""What a client asks for, whatever endpoint it came to. Plain data, valid by construction: validation.py makes it."""
+"""What a client asks for, whatever endpoint it came to. Plain data, valid by construction: translation.py makes it."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
+from services.gateway.request.answer_body import TEXT_ALONE, AnswerBody
 from services.gateway.request.client_fields import ClientFields
 from services.shared.index.block_hash import root_hash
 from services.shared.index.cache_namespace import cache_namespace
@@ -40,6 +42,16 @@ class ModelInfo:
         return root_hash(self.source, self.revision, self.tokenizer, cache_namespace("", cache_salt))
 
 
+class Models(Protocol):
+    """Those that can be asked for."""
+
+    def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
+        """What block hashes of a prompt begin with; empty where nobody needs them."""
+
+    async def wait_for(self, name: str | None = None) -> ModelInfo:
+        """The model of this name, the default one for None. Waits for its first worker. Raises ApiError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding.
@@ -53,6 +65,20 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceSampling:
+    """One choice's parameters. asked: the message that was made of the client's body, the same object for all choices. own: what
+    differs by prompt and choice, and what the model has defaults for; no field of it is set in `asked`."""
+
+    asked: pb.SamplingParams
+    own: pb.SamplingParams
+
+    def write(self, into: pb.SamplingParams) -> None:
+        """Into a message that goes out: the one copy that is made of what was asked."""
+        into.CopyFrom(self.asked)
+        into.MergeFrom(self.own)
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """What is asked of one prompt. `sampling` lacks max_new_tokens and seed, which differ by prompt and choice, and of what the
     model has defaults for, what the client has not said.
@@ -60,7 +86,7 @@ class Generation:
     fields: the client's names of what a worker may refuse. grammar_field: the one that `sampling.grammar` came from. In a
     session the prompt is what the turn adds to a context that only the worker knows. vector_as_base64: an embedding is
     answered as its little-endian float32. hidden: nothing was to be made, so the one token that a worker makes at least is
-    not shown. stream_repeats: each event of its stream has all that came before.
+    not shown. stream_repeats: each event of its stream has all that came before. answer: what is shown beside its text.
     """
 
     stream: bool
@@ -72,7 +98,6 @@ class Generation:
     stop_token_ids: frozenset[int]
     skip_special_tokens: bool
     include_stop: bool
-    return_token_ids: bool
     cache_salt: str
     priority: int
     routing_key: str = ""
@@ -81,6 +106,7 @@ class Generation:
     grammar_field: str | None = None
     vector_as_base64: bool = False
     hidden: bool = False
+    answer: AnswerBody = TEXT_ALONE
     stream_repeats: bool = False
 
     @property
@@ -107,24 +133,44 @@ class Generation:
         most = self.most_tokens(prompt_tokens, context_len)
         return most if self.max_tokens is not None else min(most, UNLIMITED_ANSWER_TOKENS)
 
-    def sampling_of(self, choice: int, prompt_tokens: int, model: ModelInfo) -> pb.SamplingParams:
+    def sampling_of(self, choice: int, prompt_tokens: int, model: ModelInfo) -> ChoiceSampling:
         """The parameters of one choice: `choice` counts from 0 within its prompt. Whichever worker goes on with it goes by the
-        same ones."""
-        params = pb.SamplingParams()
-        params.CopyFrom(self.sampling)
+        same ones. Raises ValueError for what does not fit the message."""
+        own = pb.SamplingParams()
         if self.wants_embedding:
-            params.max_new_tokens = 1
-            return params
+            own.max_new_tokens = 1
+            return ChoiceSampling(self.sampling, own)
         if self.max_tokens is not None or self.session is None:
-            params.max_new_tokens = self.most_tokens(prompt_tokens, model.context_len)
+            own.max_new_tokens = self.most_tokens(prompt_tokens, model.context_len)
         for name in NAMES:
-            if not params.HasField(name):
-                setattr(params, name, getattr(model.defaults, name))
+            if not self.sampling.HasField(name):
+                setattr(own, name, getattr(model.defaults, name))
         if self.seed is not None:
-            params.seed = (self.seed + choice) & _UINT64_MASK
-        elif params.temperature > 0:
-            params.seed = secrets.randbits(64)  # made here, so that another worker can go on with it
-        return params
+            own.seed = (self.seed + choice) & _UINT64_MASK
+        elif (own if own.HasField("temperature") else self.sampling).temperature > 0:
+            own.seed = secrets.randbits(64)  # made here, so that another worker can go on with it
+        return ChoiceSampling(self.sampling, own)
+
+
+def one_step(
+    sampling: pb.SamplingParams, priority: int, cache_salt: str = "", routing_key: str = "", fields: ClientFields | None = None
+) -> Generation:
+    """One token, or the vector that is made in its place."""
+    return Generation(
+        stream=False,
+        include_usage=False,
+        n=1,
+        seed=None,
+        max_tokens=1,
+        sampling=sampling,
+        stop_token_ids=frozenset(),
+        skip_special_tokens=True,
+        include_stop=False,
+        cache_salt=cache_salt,
+        priority=priority,
+        routing_key=routing_key,
+        fields=fields or ClientFields(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +184,19 @@ class Part:
     generation: Generation
     prefix: str = ""
     request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A valid request with its prompts as token ids."""
+
+    model: ModelInfo
+    parts: list[Part]
+
+    def routed(self, key: str) -> Plan:
+        """With this routing key wherever the body gave none."""
+        keyed = [
+            replace(part, generation=replace(part.generation, routing_key=part.generation.routing_key or key))
+            for part in self.parts
+        ]
+        return Plan(self.model, keyed)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rootstock.v1 import worker_pb2
-from services.gateway.peers.reconnect import StreamBroken
 
 
 class TokenLogprob(NamedTuple):
@@ -21,6 +20,10 @@ class TokenLogprob(NamedTuple):
     top_ids: Sequence[int]
     top_values: Sequence[float]
     chosen_values: Sequence[float]
+
+
+def values_per_token(top: int, chosen: int) -> int:
+    return 1 + top + chosen
 
 
 class LogprobTable:
@@ -40,14 +43,14 @@ class LogprobTable:
         return len(self._values)
 
     def extend(self, rows: worker_pb2.LogprobRows) -> None:
-        """Raises StreamBroken for arrays that do not fit each other, or the rows before them."""
+        """Raises ValueError for arrays that do not fit each other, or the rows before them."""
         count = len(rows.values)
         per_row = len(rows.chosen_values) // count if count else 0
         if not self._values:
             self._k, self._per_row = rows.k, per_row
         shape = (len(rows.top_ids), len(rows.top_values), len(rows.chosen_values))
         if shape != (count * self._k, count * self._k, count * self._per_row):
-            raise StreamBroken("log probabilities whose arrays do not fit")
+            raise ValueError("log probabilities whose arrays do not fit")
         self._values.extend(rows.values)
         self._top_ids.extend(rows.top_ids)
         self._top_values.extend(rows.top_values)

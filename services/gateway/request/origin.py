@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from services.gateway.peers.tokenizer_client import EncodeCall
-    from services.gateway.request.trace import RequestTrace
+from services.gateway.request.trace import EncodeCall, RequestTrace
 
 
 @dataclass(frozen=True, slots=True)

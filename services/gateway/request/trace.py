@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
+from rootstock.v1 import tokenizer_pb2, worker_pb2
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError
-from services.gateway.request.generation import Part
 
 if TYPE_CHECKING:
-    from services.gateway.peers.tokenizer_client import EncodeCall
-    from services.gateway.peers.worker_link import WorkerLink
     from services.shared.observe.spans import Span, Tracing
 
 REQUEST_ID = "rootstock.request_id"
 ENDED_BY = "rootstock.ended_by"
+EncodeCall = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings", "/encode": "embeddings"}
 
 
@@ -47,9 +45,8 @@ class RequestTrace:
         finally:
             span.end()
 
-    def begin(self, model: str, parts: list[Part]) -> None:
-        """The request is valid, and its prompts are ids."""
-        choices = sum(part.generation.n for part in parts)
+    def begin(self, model: str, choices: int) -> None:
+        """The request is valid, and its prompts are ids. choices: how many answers that makes."""
         self._span.set({"gen_ai.request.model": model, "gen_ai.request.choice.count": choices})
 
     def choice(self, request_id: str) -> ChoiceTrace:
@@ -106,17 +103,18 @@ class ChoiceTrace:
             self._queue.end()
             self._queue = None
 
-    def submits(self, link: WorkerLink, submit: worker_pb2.Submit, prompt_tokens: int, reason: str, predicted_tokens: int) -> str:
-        """Returns the traceparent for the worker."""
+    def submits(self, address: str, worker_id: str, submit: worker_pb2.Submit, reason: str, tokens: int, predicted: int) -> str:
+        """address, worker_id: where it goes. tokens: of its prompt; predicted: of those, what is thought to be cached there.
+        Returns the traceparent for the worker."""
         span = self._parent.client(
             "attempt",
             {
                 REQUEST_ID: self._request_id,
-                "rootstock.worker.address": link.address,
-                "rootstock.worker": link.info.worker_id if link.info is not None else "",
+                "rootstock.worker.address": address,
+                "rootstock.worker": worker_id,
                 "rootstock.routing.reason": reason,
-                "rootstock.routing.predicted_tokens": predicted_tokens,
-                "rootstock.prompt_tokens": prompt_tokens,
+                "rootstock.routing.predicted_tokens": predicted,
+                "rootstock.prompt_tokens": tokens,
                 "rootstock.resumed_tokens": len(submit.output_ids),
             },
         )

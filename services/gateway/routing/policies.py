@@ -36,7 +36,7 @@ REASONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Routable:
     """What a policy chooses from. rows: never empty, those left by the filters; ready: also those without room."""
 
     ask: Ask
@@ -47,7 +47,7 @@ class Choice:
     rng: random.Random
 
 
-Chooser = Callable[[Choice], tuple[int, str]]
+Chooser = Callable[[Routable], tuple[int, str]]
 
 
 class Policy:
@@ -63,7 +63,7 @@ class Policy:
         if not len(rows):
             return None
         rows = with_adapter(rows, ready, ask, workers, self._config)
-        row, reason = self._choose(Choice(ask, workers, rows, ready, self._config, self._rng))
+        row, reason = self._choose(Routable(ask, workers, rows, ready, self._config, self._rng))
         return Pick(row, reason, 0 if ask.matched is None else int(ask.matched[row]))
 
 
@@ -72,40 +72,40 @@ def make_policy(name: str, config: RoutingConfig, rng: random.Random) -> Policy:
     return Policy(_CHOOSERS[RoutingPolicy(name)], config, rng)
 
 
-def _round_robin(c: Choice) -> tuple[int, str]:
+def _round_robin(c: Routable) -> tuple[int, str]:
     return int(c.rows[c.workers.last_pick[c.rows].argmin()]), "round_robin"
 
 
-def _random(c: Choice) -> tuple[int, str]:
+def _random(c: Routable) -> tuple[int, str]:
     return int(c.rows[c.rng.randrange(len(c.rows))]), "random"
 
 
-def _least_loaded(c: Choice) -> int:
+def _least_loaded(c: Routable) -> int:
     return least(c.rows, relative_load(c.rows, c.workers), c.workers)
 
 
-def _least_requests(c: Choice) -> tuple[int, str]:
+def _least_requests(c: Routable) -> tuple[int, str]:
     return _least_loaded(c), "least_requests"
 
 
-def _least_tokens(c: Choice) -> tuple[int, str]:
+def _least_tokens(c: Routable) -> tuple[int, str]:
     return least(c.rows, c.workers.tokens[c.rows] / running_slots(c.rows, c.workers), c.workers), "least_tokens"
 
 
-def _power_of_two(c: Choice) -> tuple[int, str]:
+def _power_of_two(c: Routable) -> tuple[int, str]:
     """The less loaded of two drawn ones (Mitzenmacher 2001)."""
     two = np.array(c.rng.sample(range(len(c.rows)), min(2, len(c.rows))))
     rows = c.rows[two]
     return least(rows, relative_load(rows, c.workers), c.workers), "power_of_two"
 
 
-def _affinity(c: Choice) -> tuple[int, str]:
+def _affinity(c: Routable) -> tuple[int, str]:
     if not c.ask.key:
         return _least_requests(c)
     return _by_key(c, over_gate(c.ready, c.ready, c.workers, c.config))
 
 
-def _by_key(c: Choice, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
+def _by_key(c: Routable, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
     """The key's first worker that may be chosen (bounded load: Mirrokni et al. 2018). too_busy: bool[ready]."""
     weights = rendezvous_weights(c.ask.key, c.workers.key[c.ready])
     first = int(c.ready[weights.argmax()])
@@ -117,7 +117,7 @@ def _by_key(c: Choice, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
     return row, "affinity" if row == first else "affinity_overflow"
 
 
-def _prefix_aware(c: Choice) -> tuple[int, str]:
+def _prefix_aware(c: Routable) -> tuple[int, str]:
     """Score = matched / prompt tokens - load_weight x load in units of the mean; a match at a worker whose load would be above
     load_bound x the mean counts nothing.
 
@@ -138,7 +138,7 @@ def _prefix_aware(c: Choice) -> tuple[int, str]:
     return best, "prefix" if matched[c.rows == best].any() else "prefix_overflow"
 
 
-def _without_match(c: Choice) -> tuple[int, str]:
+def _without_match(c: Routable) -> tuple[int, str]:
     """With a key, the key's worker, within the same bound: one user's prompts meet there again. Else one of the idlest, by the
     prompt's first block: gateways that see a new prefix at the same time agree on where it goes, without talking."""
     if c.ask.key:

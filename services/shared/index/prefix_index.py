@@ -1,4 +1,4 @@
-"""The prefix index in Redis as workers write it and gateways read it (DESIGN §5): key names and the event's form.
+"""The prefix index in Redis as workers write it and gateways read it (docs/fleet.md#the-index): key names and the event's form.
 
     kv:{MODEL}:v1:b:HASH   hash   field WORKER:GEN, value "": that worker holds the block
     own:WORKER:GEN         set    the hashes that this generation of the worker holds: the reverse index

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import accepts
 
 METADATA_KEY = "authorization"
@@ -32,7 +32,7 @@ async def start_guarded_server(
     host: str, port: int, token: str, add: Callable[[grpc.aio.Server], None]
 ) -> tuple[grpc.aio.Server, int]:
     """A started server with what `add` registers, and its port (0 takes a free one). Raises RuntimeError if the port is taken."""
-    server = grpc.aio.server(interceptors=(TokenCheck(token),), options=rpc.SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(TokenCheck(token),), options=grpc_server.SERVER_OPTIONS)
     add(server)
     bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     await server.start()

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from services.shared.settings import of_values
+from services.sim.core.run.config_flags import add_setting_flag
 from services.sim.core.run.fit import StepTiming, fit_time_model, read_timings, write_timings
 from services.sim.core.run.measure import MeasureShape, measure
 from services.sim.core.run.time_models import time_model_json
-from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.device_limits import resolved
+from services.worker.scheduler_config import scheduler_config
+from services.worker.settings import WorkerSettings
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,10 +34,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _measure_model(args: argparse.Namespace) -> list[StepTiming]:
-    from services.worker.exec.build import build_cpu_executor  # torch: only where something is to be measured
+    # torch: only where something is to be measured
+    from services.worker.exec.build import DeviceOptions, build_device_executor
 
-    shape = MeasureShape(args.batches, args.prompts, args.output)
-    executor, info = build_cpu_executor(
+    shape, settings = MeasureShape(args.batches, args.prompts, args.output), _settings(args)
+    most = max(args.batches) + (settings.chunked_prefill_size or max(args.batches) * max(shape.prompts))
+    executor, info = build_device_executor(
         model_path=str(args.source),
         dtype=args.dtype,
         page_size=args.page_size,
@@ -41,22 +47,27 @@ def _measure_model(args: argparse.Namespace) -> list[StepTiming]:
         num_pages=-(-shape.pool_tokens // args.page_size),
         mem_fraction_static=1.0,
         context_len=None,
-        num_threads=args.num_threads,
+        options=DeviceOptions(device="cpu", num_threads=args.num_threads, max_tokens=most),
         progress=lambda message: print(message, file=sys.stderr),
     )
-    config = SchedulerConfig(
-        num_pages=info.num_pages,
-        page_size=info.page_size,
-        context_len=info.context_len,
-        vocab_size=info.vocab_size,
-        max_running_requests=max(args.batches),
-        chunked_prefill_size=args.chunked_prefill_size,
-        enable_radix_cache=False,
-    )
     try:
-        return measure(executor, config, shape, time.monotonic)
+        return measure(executor, scheduler_config(settings, info, bos_token_id=-1), shape, time.monotonic)
     finally:
         executor.close()
+
+
+def _settings(args: argparse.Namespace) -> WorkerSettings:
+    """Of a worker with room for the largest batch, which decodes as one, its prompts first. Nothing is cached from round to
+    round. Raises ValueError."""
+    given = {
+        "page_size": args.page_size,
+        "max_running_requests": max(args.batches),
+        "chunked_prefill_size": args.chunked_prefill_size,
+        "adaptive_chunk_rows": 0,
+        "max_extend_steps": 0,
+        "enable_radix_cache": False,
+    }
+    return resolved(of_values(WorkerSettings, given), None)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -77,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=_sizes, default=(16, 64, 256, 512), metavar="A,B,…", help="default 16,64,256,512")
     parser.add_argument("--output", type=int, default=16, help="decode steps per round (default 16)")
     parser.add_argument("--chunked-prefill-size", type=int, default=512, help="default 512")
-    parser.add_argument("--page-size", type=int, default=16, help="default 16")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="default auto")
+    for name in ("page_size", "dtype"):
+        add_setting_flag(parser, name)
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     return parser

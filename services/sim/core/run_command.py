@@ -12,12 +12,13 @@ from pathlib import Path
 
 from services.sim.core.report.report import as_dict, as_table, make_report
 from services.sim.core.report.timeline import check_drawable, draw_timeline
-from services.sim.core.run.config_flags import add_config_flags, config_of, with_graphs
+from services.sim.core.run.config_flags import NUM_PAGES, add_config_flags, settings_of, simulated_config
 from services.sim.core.run.simulation import Simulation
 from services.sim.core.run.time_models import PRESETS, load_time_model
 from services.sim.core.run.worker import HostTimes
 from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
 from services.sim.core.trace.trace import BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, Trace, read_trace
+from services.worker.core.contracts.graph_limits import GraphLimits
 
 
 def main(argv: Sequence[str]) -> None:
@@ -26,16 +27,15 @@ def main(argv: Sequence[str]) -> None:
     if args.timeline:
         check_drawable(args.timeline)
     trace = read_trace(args.trace, args.block_size)
-    time_model, config = load_time_model(args.time_model), config_of(args)
-    if args.jumps == "graph" and not config.graph_rows:
-        config = with_graphs(config, time_model.graphs)
+    time_model, settings = load_time_model(args.time_model), settings_of(args)
+    graphs = time_model.graphs if args.jumps == "graph" else GraphLimits()
     simulation = Simulation(
-        config,
+        simulated_config(settings, args.num_pages, graphs),
         trace,
         _arrivals(trace, args),
         time_model if args.jumps == "graph" else replace(time_model, graph_rereads=0),
         HostTimes(args.plan_us * 1e-6, args.commit_us * 1e-6),
-        args.overlap,
+        settings.enable_overlap,
         args.jumps != "none",
     )
     gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-model", default="h200-like", metavar="NAME|FILE", help=f"one of {presets}, or what fit wrote")
     parser.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="host time of a plan, microseconds")
     parser.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="host time of a commit, microseconds")
-    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True, help="plan a step while another runs")
+    parser.add_argument("--num-pages", type=int, default=NUM_PAGES, metavar="N", help=f"of the KV pool (default {NUM_PAGES:,})")
     parser.add_argument(
         "--jumps",
         choices=("graph", "eager", "none"),

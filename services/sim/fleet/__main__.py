@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.sim.core.run.config_flags import add_config_flags, config_of
+from services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config
 from services.sim.core.run.simulation import SimulationError
 from services.sim.core.run.time_models import PRESETS, load_time_model
 from services.sim.core.run.worker import HostTimes
@@ -22,10 +22,10 @@ from services.sim.fleet.config import FleetConfig, Kill
 from services.sim.fleet.report import FleetReport, as_dict, as_table, make_report
 from services.sim.fleet.simulation import FleetSimulation
 from services.sim.fleet.workloads import WORKLOADS
-from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.settings import WorkerSettings
 
 KV_TOKENS = 800_000  # of an 8B model on one large accelerator
-DERIVED = ("num_pages", "context_len")
+DERIVED = ("context_len",)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,14 +75,16 @@ def _trace(args: argparse.Namespace) -> Trace:
 
 
 def _config(args: argparse.Namespace, trace: Trace) -> FleetConfig:
+    settings, time_model = _settings(args, trace), load_time_model(args.time_model)
+    kv_tokens = round(args.kv_share * trace.unique_block_tokens) if args.kv_share else args.kv_tokens
     return FleetConfig(
-        scheduler=_scheduler_config(args, trace),
-        time_model=load_time_model(args.time_model),
+        scheduler=simulated_config(settings, max(kv_tokens // settings.page_size, 1), time_model.graphs),
+        time_model=time_model,
         routing=RoutingConfig(**{field.name: getattr(args, field.name) for field in fields(RoutingConfig)}),
         workers=args.workers,
         gateways=args.gateways,
         host=HostTimes(args.plan_us * 1e-6, args.commit_us * 1e-6),
-        overlap=args.overlap,
+        overlap=settings.enable_overlap,
         slack=args.slack,
         hop_s=args.hop_s,
         report_s=args.report_s,
@@ -94,11 +96,10 @@ def _config(args: argparse.Namespace, trace: Trace) -> FleetConfig:
     )
 
 
-def _scheduler_config(args: argparse.Namespace, trace: Trace) -> SchedulerConfig:
-    """The context is as long as the trace needs it: a thousand workers' page tables would not fit otherwise."""
-    kv_tokens = round(args.kv_share * trace.unique_block_tokens) if args.kv_share else args.kv_tokens
+def _settings(args: argparse.Namespace, trace: Trace) -> WorkerSettings:
+    """Of each worker. The context is as long as the trace needs it: a thousand workers' page tables would not fit otherwise."""
     longest = max(request.input_len + max(request.max_new_tokens, request.output_len) for request in trace.requests)
-    return config_of(args, num_pages=max(kv_tokens // args.page_size, 1), context_len=longest + 1)
+    return settings_of(args, context_len=longest + 1)
 
 
 def _policies(text: str) -> list[str]:
@@ -154,7 +155,6 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--time-model", default="h200-like", metavar="NAME|FILE", help=f"one of {presets}, or what sim fit wrote")
     group.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="host time of a plan, microseconds")
     group.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="host time of a commit, microseconds")
-    group.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True, help="plan a step while another runs")
     defaults = {field.name: field.default for field in fields(FleetConfig)}
     for name, about in (
         ("slack", "requests beyond those that a worker runs before more wait at the gateway, as a share"),

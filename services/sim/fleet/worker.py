@@ -77,7 +77,7 @@ class FleetWorker:
         if not self.alive:
             return WorkerLoad(Counter(), 0)
         stats = self._sim.core.stats()
-        pages = stats.pages_leased + stats.pages_cached - stats.pages_evictable
+        pages = stats.pages_used
         return WorkerLoad(self._open.copy(), pages * self._page_size)
 
     def take_cache_events(self) -> CacheEvents | None:

@@ -16,7 +16,6 @@ from services.worker.control.profiles import Profiles
 from services.worker.control.servicer import ControlServicer
 from services.worker.identity.model_identity import ServedWeights
 from services.worker.loop.barrier import Command
-from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -32,27 +31,37 @@ class ControlServer:
         await self.server.stop(grace_s)
 
 
+@dataclass(frozen=True, slots=True)
+class ControlAddress:
+    """port: 0 for no control service. token, or the file that holds it: what callers bring. profile_dir: where profiles go."""
+
+    host: str
+    port: int
+    token: str
+    token_file: str
+    profile_dir: str
+
+
 async def start_control(
-    settings: WorkerSettings,
+    at: ControlAddress,
     put: Callable[[Command], None],
     worker_id: str,
     model: str,
     weights: ServedWeights | None = None,
 ) -> ControlServer | None:
-    """None where settings switch it off. put: the inbox's. weights: None where they have no name.
+    """None where it is switched off. put: the inbox's. weights: None where they have no name.
 
     Raises ValueError for settings that would let strangers in or a token that cannot be read, RuntimeError if the port is taken.
     """
-    if not settings.control_port:
+    if not at.port:
         return None
-    token = read_token(settings.control_token, settings.control_token_file)
-    require_token_beyond_loopback("control_host", settings.control_host, token)
-    servicer = ControlServicer(put, worker_id, model, Profiles(Path(settings.profile_dir), worker_id), weights=weights)
+    token = read_token(at.token, at.token_file)
+    require_token_beyond_loopback("control_host", at.host, token)
+    servicer = ControlServicer(put, worker_id, model, Profiles(Path(at.profile_dir), worker_id), weights=weights)
 
     def add(server: grpc.aio.Server) -> None:
-        control_pb2_grpc.add_ControlServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
 
-    host = settings.control_host
-    server, port = await start_guarded_server(host, settings.control_port, token, add)
-    logger.info("control service on %s:%d, %s", host, port, "with a token" if token else "without a token")
+    server, port = await start_guarded_server(at.host, at.port, token, add)
+    logger.info("control service on %s:%d, %s", at.host, port, "with a token" if token else "without a token")
     return ControlServer(port, server)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import StepResult
 from services.worker.core.intake import Intake
-from services.worker.core.kv.radix_cache import TOKEN_BYTES
-from services.worker.core.queue.finish import Ending, TextRules, check_fault
+from services.worker.core.kv.tree_node import TOKEN_BYTES
+from services.worker.core.queue.finish import FinishDecision, TextRules, check_fault
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.step_rows import Step
@@ -27,11 +27,14 @@ class Committer:
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         plan, columns = step.plan, self._table.columns
+        assert result.step_id == plan.step_id, "a result is committed to the step that it is of"
+        assert len(result.tokens) == plan.num_rows == len(step.requests), "a token for every row"
         live = columns.epoch[plan.slots] == step.epochs
         sound = live & ~np.isin(np.arange(plan.num_rows), list(result.faults)) if result.faults else live
         columns.committed[plan.slots[sound]] = (plan.starts + plan.num_tokens)[sound]
         self._commit_prompt_logprobs(step, result, sound)
         if not live.all():
+            assert (columns.epoch[plan.slots] >= step.epochs).all(), "an epoch only rises"
             self._commit_gone(step, result, ~live, now)
         self._publish_extends(step, sound)
         fresh = plan.sample & live
@@ -59,6 +62,7 @@ class Committer:
             request = step.requests[row]
             if sound[row] and request.lease is not None:
                 committed = int(self._table.columns.committed[request.lease.slot])
+                assert committed * TOKEN_BYTES <= len(request.key), "an extend row computed tokens that are known"
                 self._table.memory.publish(request.lease, request.key[: committed * TOKEN_BYTES])
 
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
@@ -68,6 +72,7 @@ class Committer:
             counts = request.phase is Phase.WAITING and request.flight_step == result.step_id and row not in result.faults
             if (sound[row] or counts) and row in result.prompt_logprobs:
                 values = result.prompt_logprobs[row]
+                assert request.logprob_done + len(values.values) <= request.num_prompt_tokens, "logprobs of prompt tokens"
                 request.logprob_done += len(values.values)
                 request.logprob_planned = max(request.logprob_planned, request.logprob_done)
                 self._table.outputs.add_prompt_logprobs(request, values)
@@ -108,9 +113,15 @@ class Committer:
             self._table.end(requests[at], ending, now)
 
     def _emit(
-        self, slots: NDArray[np.int32], tokens: NDArray[np.int32], count: I64, requests: list[Request], endings: dict[int, Ending]
+        self,
+        slots: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        count: I64,
+        requests: list[Request],
+        endings: dict[int, FinishDecision],
     ) -> None:
         """Rows that go on and are due: every `interval` tokens, and the first token at once."""
+        assert len(slots) == len(tokens) == len(count) == len(requests), "columns of the same rows"
         columns = self._table.columns
         sent = columns.sent[slots]
         due = (count - sent >= columns.interval[slots]) | (sent == 0)

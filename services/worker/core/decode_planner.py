@@ -1,4 +1,5 @@
-"""Which running requests take their next token in this step, and who is retracted where memory has run out (reference 2 §9)."""
+"""Which running requests take their next token in this step, and who is retracted where memory has run out
+(docs/scheduler.md#retraction)."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ class DecodePlanner:
         if not more.all():
             requests = [r for r, m in zip(requests, more.tolist(), strict=True) if m]
             slots = slots[more]
-        need = slots[columns.computed[slots] >= table.memory.slots.num_pages[slots] * table.config.page_size]
+        computed, room = columns.computed[slots], table.memory.slots.num_pages[slots] * table.config.page_size
+        need = slots[computed >= room]
+        assert not len(need) or (computed <= room).all(), "a row was planned beyond its pages"
+        assert len(requests) == len(slots), "each row has a slot"
         return DecodeRows(requests, slots), need.astype(np.int32)
 
     def _make_room(self, now: float, flight_step: int, step_id: int) -> tuple[DecodeRows, NDArray[np.int32]]:

@@ -1,5 +1,5 @@
 """Which prompt tokens the next step computes: started extends first, then waiting requests in the policy's order
-(reference 2 §4, §5, §19)."""
+(docs/scheduler.md#which-rows-a-step-has, docs/scheduler.md#admission-and-budgets)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from services.worker.core.contracts.graph_limits import strides
-from services.worker.core.kv.radix_cache import TOKEN_BYTES, Match
+from services.worker.core.kv.radix_cache import Match
+from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.prefill_adder import (
     CLIP_MAX_NEW_TOKENS,
     NO_ROWS,
@@ -269,6 +270,8 @@ class ExtendPlanner:
             return False
         columns = table.columns
         target = int(columns.target[lease.slot])
+        assert start == columns.computed[lease.slot], "a chunk begins where the one before it ended"
+        assert start + count <= target, "a chunk ends with what is to be extended"
         last = start + count == target
         logprobs = _computes_logprobs(request)
         rows.add(request, start, count, last)

@@ -12,18 +12,14 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import StepResult
-from services.worker.core.queue.finish import Ending, TextRules, check_fault, check_finished
+from services.worker.core.queue.finish import FinishDecision, TextRules, check_fault, check_finished, refused
 from services.worker.core.queue.request import Request
 
-_OUTSIDE_GRAMMAR = Ending(
+_OUTSIDE_GRAMMAR = FinishDecision(
     FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token does not fit the request's grammar"
 )
-_GIVEN_OUTSIDE_GRAMMAR = Ending(
-    FinishReason.ABORT,
-    error=ErrorCode.INVALID_ARGUMENT,
-    message="output_ids: the output does not fit the request's grammar",
-)
-_NO_VECTOR = Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
+_GIVEN_OUTSIDE_GRAMMAR = refused("the output does not fit the request's grammar", "output_ids")
+_NO_VECTOR = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
 
 
 @dataclass(slots=True)
@@ -31,7 +27,7 @@ class Taken:
     """endings, jumped: by the request's place in the list that was given. jumped: its grammar added tokens of its own.
     num_tokens: appended to outputs."""
 
-    endings: dict[int, Ending] = field(default_factory=dict)
+    endings: dict[int, FinishDecision] = field(default_factory=dict)
     jumped: list[int] = field(default_factory=list)
     num_tokens: int = 0
 
@@ -50,6 +46,7 @@ class Intake:
         result: StepResult,
     ) -> Taken:
         """Token i goes to request i, from row rows[i] of the result. Only where look is set may the request end."""
+        assert len(requests) == len(tokens) == len(look) == len(rows), "columns of the same rows"
         taken = Taken()
         looked = np.flatnonzero(look).tolist()
         for at in looked:
@@ -74,6 +71,7 @@ class Intake:
     def take_given(self, request: Request) -> Taken:
         """The output that the request came with, as if its last token had just been sampled: its grammar follows it, and it may
         be complete. Once the request has its matcher."""
+        assert request.num_followed < len(request.output_ids), "a matcher has yet to take the last token"
         taken = Taken()
         matcher = request.matcher
         if matcher is not None and not all(matcher.accept(token) for token in request.output_ids[request.num_followed : -1]):
@@ -88,21 +86,21 @@ class Intake:
         one, here = np.array([token], dtype=np.int32), np.array([row], dtype=np.int64)
         return self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
 
-    def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> Ending | None:
+    def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> FinishDecision | None:
         """Endings that add no token: faults, and vectors."""
         if request.params.embedding is None:
             return check_fault(token, self._vocab_size, result.faults.get(row))
         if row in result.faults:
             return check_fault(0, self._vocab_size, result.faults[row])
         vector = result.embeddings.get(row)
-        return _NO_VECTOR if vector is None else Ending(FinishReason.EMBEDDED, embedding=vector)
+        return _NO_VECTOR if vector is None else FinishDecision(FinishReason.EMBEDDED, embedding=vector)
 
     def _take_logprobs(self, requests: list[Request], rows: NDArray[np.int64], result: StepResult, taken: Taken) -> None:
         for at, row in enumerate(rows.tolist()):
             if requests[at].wants_logprobs and at not in taken.endings and row in result.logprobs:
                 requests[at].logprobs.append(result.logprobs[row])
 
-    def _after_output(self, request: Request, at: int, taken: Taken, outside: Ending = _OUTSIDE_GRAMMAR) -> None:
+    def _after_output(self, request: Request, at: int, taken: Taken, outside: FinishDecision = _OUTSIDE_GRAMMAR) -> None:
         """outside: the ending of output that the grammar does not allow."""
         matcher = request.matcher
         if matcher is None:
@@ -116,7 +114,7 @@ class Intake:
         if ending is not None:
             taken.endings[at] = ending
 
-    def _jump(self, request: Request, at: int, taken: Taken) -> Ending | None:
+    def _jump(self, request: Request, at: int, taken: Taken) -> FinishDecision | None:
         """Appends what the grammar leaves no choice about, up to where the request ends."""
         matcher = request.matcher
         assert matcher is not None
@@ -132,7 +130,7 @@ class Intake:
         return None
 
 
-def _refused(matcher: Matcher, outside: Ending) -> Ending:
+def _refused(matcher: Matcher, outside: FinishDecision) -> FinishDecision:
     if matcher.fault:
-        return Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=matcher.fault)
+        return refused(matcher.fault, "grammar")
     return outside

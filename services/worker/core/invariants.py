@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.radix_cache import TreeNode
+from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.queue.request import Phase
 from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.queue.waiting_queue import Kept

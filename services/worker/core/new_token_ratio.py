@@ -1,4 +1,5 @@
-"""NewTokenRatio: the share of running requests' remaining max_new_tokens that admission reserves (reference 2 §9.3)."""
+"""NewTokenRatio: the share of running requests' remaining max_new_tokens that admission reserves
+(docs/scheduler.md#new_token_ratio)."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ class NewTokenRatio:
         self._floor = self._init * MIN_RATIO_FACTOR
         self._decay = (self._init - self._floor) / DECAY_STEPS
         self.value = self._init
+        assert 0 <= self._floor <= self._init <= 1, "a share"
 
     def step(self) -> None:
         """One decode step went well."""
@@ -27,6 +29,7 @@ class NewTokenRatio:
 
     def raise_on_retract(self, num_decoded: int, batch_size: int, sum_max_new: int) -> None:
         """num_decoded, sum_max_new: outputs so far and at most, summed over the rows that stay; batch_size: their number."""
+        assert num_decoded >= 0 and batch_size > 0, "some rows stay"
         self.value = min(1.0, (num_decoded + RETRACT_DECODE_STEPS * batch_size) / (sum_max_new + 1))
 
     def reset(self) -> None:

@@ -1,4 +1,5 @@
-"""Decides what the next step runs: extends first, else decodes; both where they share a step (reference 2 §4, §11).
+"""Decides what the next step runs: extends first, else decodes; both where they share a step
+(docs/scheduler.md#which-rows-a-step-has).
 
 Sees lengths only, never the tokens of the step in flight. Advances `computed` and `planned_out`; commit follows later.
 """
@@ -35,6 +36,7 @@ class Planner:
         table = self._table
         flight_step = flight.plan.step_id if flight else -1
         self._step_id += 1
+        assert flight_step < self._step_id, "steps are numbered in the order of their plans"
         self.extends.preempt(self.ratio.value, flight, self._step_id)
         if self._decodes_are_due() and (step := self._decode_only(now, flight_step)):
             return step

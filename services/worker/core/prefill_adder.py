@@ -1,4 +1,4 @@
-"""PrefillAdder: how much more may be extended in the step that is being planned (reference 2 §5, §9.4).
+"""PrefillAdder: how much more may be extended in the step that is being planned (docs/scheduler.md#admission-and-budgets).
 
 Budgets in tokens: total (KV that admitted requests may come to need), input (tokens of this step), chunk (where prompts
 are cut), logprob (prompt tokens whose logprobs are computed). It answers; the scheduler acts. Made anew for every pass.
@@ -60,6 +60,7 @@ class PrefillAdder:
         max_requests: int,
         max_logprob_tokens: int,
     ) -> None:
+        assert len(rows.remaining) == len(rows.held) == len(rows.ignore_eos), "columns of the same rows"
         self._page_size = page_size
         self._rows = rows
         self._ratio = new_token_ratio
@@ -76,6 +77,7 @@ class PrefillAdder:
     def chunk(self, start: int, remaining: int, logprobs: bool) -> int:
         """Tokens of an extend at `start` that this step takes: all that remain, or a page-aligned part, or 0. logprobs:
         those of the extended tokens are wanted, so they are cut to that budget too."""
+        assert start >= 0 and remaining > 0, "an extend with nothing left to compute"
         if self._requests_left == 0:
             return 0
         if self._chunk is None and not logprobs:
@@ -109,15 +111,18 @@ class PrefillAdder:
 
     def added(self, count: int, remaining: int, max_new: int, ignore_eos: bool, logprobs: bool) -> None:
         """`count` tokens went into the plan; `remaining` stay to be extended. The KV of `count` is already allocated."""
+        assert count > 0 and remaining >= 0, "a row computes a token, and no more than are left"
         self._empty = False
         self._input -= count
         self._logprobs -= count if logprobs else 0
         if self._requests_left is not None:
             self._requests_left -= 1
+            assert self._requests_left >= 0, "more rows than a step may have"
         if self._chunk is not None:
             self._chunk -= count
         self._reserved += self._ceil(remaining) + min(max_new, CLIP_MAX_NEW_TOKENS)
         self._pending += self._ceil(remaining)
+        assert not logprobs or self._logprobs >= 0, "more prompt logprobs than a step may compute"
         self._added.append((max_new, count + remaining, ignore_eos))
 
     @property

@@ -1,4 +1,5 @@
-"""Who loses its lease when memory runs out or someone more urgent waits (CORE.md, admission and budgets; reference 2 §9, §13)."""
+"""Who loses its lease when memory runs out (docs/scheduler.md#retraction) or someone more urgent waits
+(docs/scheduler.md#preemption)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scheduler core: messages and results in, plans and outputs out. Pure: no clock, no I/O, no threads, no tensors.
 
 One caller, in this order per turn: messages, plan, (launch), commit of the step before. At most one step is uncommitted
-when a plan is made. The same calls give the same plans. Semantics: docs/architecture.md and CORE.md's terms.
+when a plan is made. The same calls give the same plans. Semantics: docs/scheduler.md.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from dataclasses import replace
 from services.worker.core.committer import Committer
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, StepOutput, StepStats, Submit
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.planner import Planner
-from services.worker.core.queue.admission import Refusal, make_request, refusal
-from services.worker.core.queue.finish import Ending, TextRules
+from services.worker.core.queue.admission import make_request, refusal
+from services.worker.core.queue.finish import FinishDecision, TextRules, refused
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.stats import StepStats, stats_of
 from services.worker.core.step_rows import Extend, Step
 from services.worker.core.tunables import Tunable, retuned, tunables
 
-_CANCELLED = Ending(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
+_CANCELLED = FinishDecision(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
 
 
 class Scheduler:
@@ -76,7 +77,7 @@ class Scheduler:
         self.table.trace.now = now
         resolved = self._resolve(message, now)
         if not isinstance(resolved, Submit):
-            self.table.refuse(message.peer, message.handle, message.request_id, *resolved)
+            self.table.refuse(message.peer, message.handle, message.request_id, resolved)
             return
         self._next_seq += 1
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
@@ -96,7 +97,7 @@ class Scheduler:
 
     def end_all(self, message: str, now: float) -> None:
         """Ends every request: the worker is going away."""
-        ending = Ending(FinishReason.ABORT, error=ErrorCode.UNAVAILABLE, message=message)
+        ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.UNAVAILABLE, message=message)
         for request in list(self.table.by_key.values()):
             self.table.end(request, ending, now)
 
@@ -109,7 +110,7 @@ class Scheduler:
         """Ends the requests that wait for it. reason: for their clients. busy: the compiler takes no more just now; requests with
         output from elsewhere wait on, and it is asked again."""
         error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
-        ending = Ending(FinishReason.ABORT, error=error, message=reason)
+        ending = refused(reason, "" if busy else "grammar", error)
         gate = self.table.gate
         for request in gate.put_off(spec, now) if busy else gate.waiting_for(spec):
             self.table.end(request, ending, now)
@@ -128,7 +129,7 @@ class Scheduler:
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.table.trace.now = now
         for request, message in self.table.expired(now):
-            self.table.end(request, Ending(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
+            self.table.end(request, FinishDecision(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
         self.table.sessions.expire(self.table.memory, now)
         self.table.memory.forget_empty()
         for request in self.table.gate.ask_again(now):
@@ -156,7 +157,7 @@ class Scheduler:
 
     def fail(self, step_id: int, message: str, now: float) -> None:
         """The oldest uncommitted step failed as a whole: its requests end with an error, the others go on."""
-        ending = Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+        ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
         for request in self._take_flight(step_id).requests:
             if self.table.by_key.get((request.peer, request.handle)) is request:
                 self.table.end(request, ending, now)
@@ -256,55 +257,30 @@ class Scheduler:
         return found
 
     def stats(self) -> StepStats:
-        table, memory = self.table, self.table.memory
-        return StepStats(
-            num_running=table.num_running,
-            num_waiting=table.num_waiting,
-            pages_leased=memory.num_leased,
-            pages_cached=memory.tree.num_pages,
-            pages_evictable=memory.tree.num_evictable,
-            pages_free=memory.pages.num_free,
-            new_token_ratio=self._planner.ratio.value,
-            batch_is_full=table.batch_is_full,
-            prompt_tokens_total=table.prompt_tokens_total,
-            cached_tokens_total=table.cached_tokens_total,
-            generated_tokens_total=table.generated_tokens_total,
-            retractions_total=table.retractions_total,
-            evicted_pages_total=memory.evicted_pages_total,
-            requests_total=table.requests_total,
-            aborts_total=table.aborts_total,
-            num_gated=len(table.gate),
-            num_retracted=table.waiting.num_back,
-            num_sessions=len(table.sessions),
-            session_tokens=table.sessions.num_tokens,
-            preemptions_total=table.preemptions_total,
-            waiting_tokens=table.waiting_tokens,
-            resumed_total=table.resumed_total,
-            paused=self.paused,
-        )
+        return stats_of(self.table, self._planner.ratio.value, self.paused)
 
     def _take_given(self, request: Request, now: float) -> None:
         """Once it stands in the queue with all that it needs."""
         if request.num_given and request.phase is Phase.WAITING:
             self._committer.take_given(request, now)
 
-    def _resolve(self, message: Submit, now: float) -> Submit | Refusal:
+    def _resolve(self, message: Submit, now: float) -> Submit | FinishDecision:
         """The message as it can be queued, or why it cannot. What has output already finds room in a full queue, as what is
         retracted does: its client has seen it begin."""
         if self.closed:
-            return ErrorCode.UNAVAILABLE, self.closed
+            return refused(self.closed, error=ErrorCode.UNAVAILABLE)
         if message.revision and message.revision != self.revision:
-            return ErrorCode.OTHER_WEIGHTS, "the worker has other weights than the request is for"
+            return refused("the worker has other weights than the request is for", error=ErrorCode.OTHER_WEIGHTS)
         if message.session is not None:
             resolved = self.table.sessions.resolve(message)
             if isinstance(resolved, str):
-                return ErrorCode.INVALID_ARGUMENT, resolved
+                return refused(resolved, "session")
             message = resolved
         if found := refusal(message, self.config, self.table.gate.is_offered):
             return found
         full = self.table.num_waiting >= self.config.max_queued_requests
         if full and not message.output_ids and not self._displace(message, now):
-            return ErrorCode.QUEUE_FULL, "the request queue is full"
+            return refused("the request queue is full", error=ErrorCode.QUEUE_FULL)
         return message
 
     def _displace(self, message: Submit, now: float) -> bool:
@@ -313,11 +289,12 @@ class Scheduler:
         if last is None or self.config.rank(message.priority) >= last.rank:
             return False
         text = "a more urgent request took its place in a full queue"
-        ending = Ending(FinishReason.ABORT, error=ErrorCode.QUEUE_FULL, message=text)
+        ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.QUEUE_FULL, message=text)
         self.table.end(last, ending, now)
         return True
 
     def _take_flight(self, step_id: int) -> Step:
+        assert self._flight, "a result of no step"
         step = self._flight.pop(0)
         assert step.plan.step_id == step_id, "results come back in the order of their plans"
         return step

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams
-from services.worker.core.kv.memory import TableUpdates
+from services.worker.core.kv.memory import PageTableUpdates
+from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.queue.request import Request
 from services.worker.core.queue.request_columns import SlotColumns
 
@@ -59,6 +60,9 @@ class ExtendRows:
         self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, request.stop_token_ids, history))
 
     def add(self, request: Request, start: int, count: int, last: bool) -> None:
+        known = len(request.key) // TOKEN_BYTES
+        assert 0 <= start < start + count <= known, "an extend row computes tokens that are known"
+        assert last == (start + count == known), "the last chunk ends with the last known token, no other does"
         if request.params.prompt_logprobs_from >= 0:
             self._add_logprobs(request, start, count)
         self.requests.append(request)
@@ -73,7 +77,9 @@ class ExtendRows:
         if request.logprob_planned >= length or end < request.logprob_planned:
             return
         following = int(request.prompt_ids[end]) if end < length else -1
-        self.logprobs.append((len(self.requests), request.logprob_planned - 1 - start, following))
+        offset = request.logprob_planned - 1 - start
+        assert 0 <= offset < count, "the first logprob that is wanted lies in the row"
+        self.logprobs.append((len(self.requests), offset, following))
         request.logprob_planned = min(end, length - 1) + 1
 
 
@@ -86,9 +92,11 @@ class DecodeRows:
 NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
 
 
-def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: TableUpdates) -> Step:
+def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: PageTableUpdates) -> Step:
     num_extend, num_decode = len(extends.requests), len(decodes.requests)
     extend_slots = [r.lease.slot for r in extends.requests if r.lease]
+    assert len(set(extend_slots)) == num_extend, "each extend row has a slot of its own"
+    assert len(decodes.slots) == num_decode, "each decode row has a slot"
     slots = np.concatenate([np.array(extend_slots, dtype=np.int64), decodes.slots])
     starts = np.concatenate([np.array(extends.starts, dtype=np.int64), columns.computed[decodes.slots] - 1])
     sample = np.array(extends.sample + [True] * num_decode, dtype=np.bool_)
@@ -112,4 +120,10 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         table_counts=updates.counts,
         table_pages=updates.pages,
     )
+    assert len(plan.input_ids) == sum(extends.counts), "a token for every position of the extend rows"
+    assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "columns of one step are of one length"
+    if num_extend:
+        ends = (starts + plan.num_tokens)[:num_extend]
+        assert (ends == columns.computed[slots[:num_extend]]).all(), "a row ends where its slot is planned to"
+    assert len(updates.slots) == len(updates.firsts) == len(updates.counts) <= len(updates.pages), "an update has a page"
     return Step(plan, extends.requests + decodes.requests, columns.epoch[slots])

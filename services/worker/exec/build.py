@@ -1,24 +1,69 @@
-"""Makes an executor from a Hugging Face folder: the model, its pools, and what else a model runner needs."""
+"""Makes an executor for a GPU or a CPU from a Hugging Face folder, or from a model that is loaded already."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from services.worker.exec.contracts.model_info import ModelInfo
-from services.worker.exec.cpu import CpuExecutor
-from services.worker.exec.device_memory import DeviceMemory
-from services.worker.exec.future_map import FutureMap
+from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
+from services.worker.exec.attention.choose import choose_attention
+from services.worker.exec.attention.kernel_attention import KernelAttention
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.contracts.executor_stats import ExecutorStats
+from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.exec.contracts.options import DeviceOptions
+from services.worker.exec.device import device_of, load_target, streams_of
+from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
+from services.worker.exec.executor import DeviceExecutor
+from services.worker.exec.kernel_set import KernelSet, sample_kernels
 from services.worker.exec.loading import LoadedModel, LoadRequest, load_again, load_model
+from services.worker.exec.memory_parts import MemoryParts, NoModel
+from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.pools import layer_kv
-from services.worker.exec.pools.pools import KVPool, PageTable, PoolTooSmall, free_memory, kv_pool_tokens
-from services.worker.exec.runner import ModelRunner
-from services.worker.exec.sampler import Sampler
+from services.worker.exec.pools.embedding_pool import EmbeddingPool
+from services.worker.exec.pools.pools import KVPool, PoolTooSmall, free_memory, kv_pool_tokens
+from services.worker.exec.sampling.logprob_requests import PIECE_BYTES
+from services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
+from services.worker.exec.sizing import PoolNeeds, pages_of_device
+from services.worker.exec.step.cuda_graph_runner import CudaGraphRunner
+from services.worker.exec.step.graph_sizes import graph_sizes
+from services.worker.exec.step.idle_steps import StepBounds, largest_step
+from services.worker.exec.step.model_runner import DeviceRunner
+from services.worker.exec.step.passes import POISON, ForwardPass
+from services.worker.exec.streams.capture import CudaGraphMemory, GraphMemory
+from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.streams.returned_memory import return_cached, return_memory
+from services.worker.exec.warm_up import PROMPTS, warm_up
+from services.worker.exec.weights.load_phases import LoadPhases
+
+logger = logging.getLogger(__name__)
+
+KNOWN_TOKENS = 64  # that the largest graph has room for beside a token of each slot
+HOST_PROMPTS = (1, 20)  # tokens of the steps that warm up a CPU, where nothing is compiled
+T = TypeVar("T")
+
+__all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
 
 
-def build_cpu_executor(
+@dataclass(frozen=True, slots=True)
+class DeviceParts:
+    """What an executor is made of, in place of what its options would choose. eager_cost: see GraphLimits; None: measured."""
+
+    streams: Streams | None = None
+
+    kernels: KernelSet | None = None
+    attention: Callable[[AttentionShape], AttentionBackend] | None = None
+    graph_memory: GraphMemory | None = None
+    eager_cost: float | None = None
+
+
+def build_device_executor(
     model_path: str,
     dtype: str,
     page_size: int,
@@ -26,59 +71,294 @@ def build_cpu_executor(
     num_pages: int | None,
     mem_fraction_static: float,
     context_len: int | None,
-    num_threads: int,
+    options: DeviceOptions,
     progress: Callable[[str], None],
     check_relay: bool = False,
-) -> tuple[CpuExecutor, ModelInfo]:
-    """Loads a Hugging Face folder and starts the forward thread.
+) -> tuple[DeviceExecutor, LoadedInfo]:
+    """dtype: auto, bfloat16, float16 or float32. num_pages: None for what mem_fraction_static of the device holds beside the
+    model (on a CPU: of the memory that is free). context_len: tokens; None for the model's own, or what the pool holds if
+    that is less. check_relay: a step fails that decodes a slot which nothing was sampled for.
 
-    dtype: auto, bfloat16, float16 or float32. num_pages: None to fill mem_fraction_static of the memory left after the
-    weights. context_len: tokens; None for the model's own. check_relay: raise on decoding a slot that nothing was sampled for.
-    Raises CheckpointError, UnsupportedModel, PoolTooSmall.
+    Raises NoDevice, CheckpointError, UnsupportedModel, PoolTooSmall, and ValueError for options that cannot be had.
     """
-    torch.set_num_threads(num_threads)
-    request = LoadRequest(Path(model_path), dtype, page_size, context_len, num_threads, progress)
+    device = device_of(options.device)
+    phases = LoadPhases()
+    threads = options.num_threads
+    torch.set_num_threads(threads)
+    request = LoadRequest(
+        Path(model_path), dtype, page_size, context_len, threads, progress, phases, load_target(device, options)
+    )
     loaded = load_model(request)
-    pages_per_slot = -(-loaded.context_len // page_size)
-    pages = num_pages or _num_pages(loaded, page_size, max_slots * pages_per_slot, mem_fraction_static)
-    progress(f"KV pool: {pages} pages of {page_size} tokens, {pages * page_size * loaded.kv_bytes_per_token >> 20} MiB")
-    vocab_size = int(loaded.config.vocab_size)
-    with request.phases.timed("kv_pool"):
-        pool = _allocate(loaded, pages, page_size)
-    runner = ModelRunner(
-        loaded.model,
-        pool,
-        PageTable(max_slots, pages_per_slot + 1, page_size),
-        FutureMap(max_slots, check_relay),
-        Sampler(max_slots, vocab_size, loaded.kernels),
-        vocab_size,
-        loaded.pooling,
-    )
-    executor = CpuExecutor(runner, num_threads, _memory(runner, loaded, request, pages))
-    progress(f"loaded in: {request.phases.describe()}")
-    return executor, loaded.info(request, pages)
+    made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay)
+    pages = made.finish(num_pages, mem_fraction_static, context_len)
+    executor = DeviceExecutor(made.runner, made.memory_parts(request, pages))
+    progress(f"loaded in: {phases.describe()}")
+    fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
+    if fitting < loaded.context_len:
+        progress(f"context_len is {fitting}, what the KV pool holds, and not the model's {loaded.context_len}")
+    return executor, loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
 
 
-def _num_pages(loaded: LoadedModel, page_size: int, most: int, fraction: float) -> int:
-    """most: pages that all slots can fill, which is what a model without keys and values gets. Raises PoolTooSmall."""
-    per_token = loaded.kv_bytes_per_token
-    if per_token == 0:
-        return most
-    pages = kv_pool_tokens(free_memory(), fraction, per_token) // page_size
-    if pages < 1:
-        raise PoolTooSmall(f"no room for a page of {page_size} tokens ({page_size * per_token} bytes) beside the weights")
-    return pages
+def assemble_executor(
+    loaded: LoadedModel,
+    max_slots: int,
+    page_size: int,
+    num_pages: int | None,
+    mem_fraction_static: float,
+    options: DeviceOptions,
+    progress: Callable[[str], None],
+    check_relay: bool = False,
+    parts: DeviceParts | None = None,
+) -> tuple[DeviceExecutor, int]:
+    """Of a model that is on the device already; the executor, and the pages of its pool. Raises as build_device_executor()."""
+    made = _Assembly(loaded, max_slots, page_size, options, progress, LoadPhases(), check_relay, parts)
+    pages = made.finish(num_pages, mem_fraction_static)
+    return DeviceExecutor(made.runner), pages
 
 
-def _allocate(loaded: LoadedModel, pages: int, page_size: int) -> KVPool:
-    return layer_kv.allocate(loaded.layers, pages, page_size, loaded.dtype, loaded.kernels)
+def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
+    """Of the largest step that is computed in one piece. An encoder's step holds a whole prompt at least."""
+    if not loaded.is_encoder:
+        return options.max_tokens
+    return max(options.max_whole_tokens or options.max_tokens, loaded.context_len)
 
 
-def _memory(runner: ModelRunner, loaded: LoadedModel, request: LoadRequest, pages: int) -> DeviceMemory:
-    """Keeps of the loaded model what a pool's size depends on, and not the model."""
-    layers, dtype, kernels, shape = loaded.layers, loaded.dtype, loaded.kernels, loaded.shape
-    return DeviceMemory(
-        runner,
-        load_model=lambda: load_again(request, shape).model,
-        allocate_pool=lambda: layer_kv.allocate(layers, pages, request.page_size, dtype, kernels),
-    )
+def _sum_in_float32() -> None:
+    """Kernels.linear accumulates in float32; cuBLAS would add parts of long sums in half precision. Holds for the process."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+class _Assembly:
+    """Puts an executor's parts together. All device work runs on the forward stream."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        max_slots: int,
+        page_size: int,
+        options: DeviceOptions,
+        progress: Callable[[str], None],
+        phases: LoadPhases,
+        check_relay: bool,
+        parts: DeviceParts | None = None,
+    ) -> None:
+        self._loaded, self._max_slots, self._page_size = loaded, max_slots, page_size
+        self._options, self._progress, self._phases = options, progress, phases
+        self._parts = parts or DeviceParts()
+        self._device = device_of(options.device)
+        _sum_in_float32()
+        self._streams = self._parts.streams or streams_of(self._device, options.num_threads)
+        vocab_size = int(loaded.config.vocab_size)
+        rows = min(max_slots, EDITED_ROWS)
+        self._kernels = self._parts.kernels or self._kernels_for(rows, vocab_size)
+        pages_per_slot = -(-loaded.context_len // page_size) + 1
+        self._largest = min(_step_tokens(options, loaded), max_slots * loaded.context_len)
+        self._wanted = max(max_slots, PIECE_BYTES // (4 * vocab_size))  # of sampled rows, and of a piece of a prompt's logits
+        self._bounds = StepBounds(self._largest, max_slots, loaded.context_len, loaded.generates)
+        widest = min(max_slots + KNOWN_TOKENS, options.max_graph_rows, self._largest)
+        self._widest = widest if options.cuda_graphs else 0  # rows of the largest graph
+        self.runner = self._run(partial(self._make_runner, vocab_size, pages_per_slot, check_relay))
+        self.graph_rows = self._graph_rows()
+
+    def _kernels_for(self, rows: int, vocab_size: int) -> KernelSet:
+        """rows: sampled by one launch. The layers' are those that the weights were laid out for."""
+        options = self._options
+        sampling = sample_kernels(options.kernels, self._device, options.num_threads, rows, vocab_size)
+        return KernelSet(self._loaded.kernels, sampling)
+
+    def _run(self, work: Callable[[], T]) -> T:
+        """Where steps will run. Waits for it; what cannot be made leaves no thread behind."""
+
+        def on_forward() -> T:
+            with self._streams.on_forward():
+                return work()
+
+        try:
+            return self._streams.collect(on_forward)()
+        except BaseException:
+            self._streams.close()
+            raise
+
+    def _make_runner(self, vocab_size: int, pages_per_slot: int, check_relay: bool) -> DeviceRunner:
+        max_slots, device = self._max_slots, self._device
+        table = torch.full((max_slots, pages_per_slot), -1, dtype=torch.int32, device=device)
+        relay = torch.full((max_slots,), POISON, dtype=torch.int64, device=device)
+        unwritten = torch.zeros(1, dtype=torch.int32, device=device) if check_relay else None
+        model, attention = self._attending()
+        passes = ForwardPass(model, self._pool(1), self._kernels.layers, table, relay, self._page_size, vocab_size, unwritten)
+        return DeviceRunner(
+            streams=self._streams,
+            passes=passes,
+            attention=attention,
+            kernels=self._kernels.layers,
+            sampler=DeviceSampler(max_slots, vocab_size, self._kernels.sampling, self._streams, relay),
+            embeddings=EmbeddingPool(self._loaded.pooling, max_slots, device),
+            relay=relay,
+            unwritten=unwritten,
+            reclaim=partial(return_cached, device),
+            max_tokens=self._largest,
+            max_wanted=self._wanted,
+            cut_rows=not self._loaded.is_encoder,
+        )
+
+    def _attending(self) -> tuple[CausalModel, AttentionBackend]:
+        """Keeps what sizes depend on, and not the model, whose memory may be given back."""
+        model, self._loaded = self._loaded.model, replace(self._loaded, model=NoModel())
+        if not isinstance(model, Decoder):
+            return model, KernelAttention(self._kernels.layers)
+        config, context = model.config, self._loaded.context_len
+        pages_per_slot = -(-context // self._page_size) + 1
+        shape = AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=self._page_size,
+            windows=tuple(dict.fromkeys(config.windows)),
+            max_rows=max(self._max_slots, self._widest),
+            max_tokens=self._largest,
+            max_context=pages_per_slot * self._page_size,
+            max_pages=max(self._max_slots, self._widest) * pages_per_slot,
+        )
+        backend = self._attention(shape)
+        attending = model.attending(backend.attend)
+        attending.reserve(self._largest, self._wanted)
+        return attending, backend
+
+    def _attention(self, shape: AttentionShape) -> AttentionBackend:
+        if self._parts.attention is not None:
+            return self._parts.attention(shape)
+        name, dtype = self._options.attention_backend, self._loaded.dtype
+        return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress)
+
+    def _pool(self, pages: int) -> KVPool:
+        """On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
+        with self._device:  # for kernels that allocate on torch's default device
+            pool = layer_kv.allocate(self._loaded.layers, pages, self._page_size, self._loaded.dtype, self._kernels.layers)
+        if self._device.type == "cuda":
+            for each in (*pool.keys, *pool.values):
+                each.zero_()
+        return pool
+
+    def _graph_rows(self) -> tuple[int, ...]:
+        if (
+            not self._widest
+            or not self.runner.attention.captures
+            or (self._device.type != "cuda" and self._parts.graph_memory is None)
+        ):
+            return ()
+        return graph_sizes(self._widest)
+
+    def finish(self, num_pages: int | None, mem_fraction_static: float, context_len: int | None = None) -> int:
+        """Sizes the pool, warms up and captures. context_len: that the pool must hold. Returns the pages of the pool."""
+        return self._run(partial(self._finished, num_pages, mem_fraction_static, context_len or self._page_size))
+
+    def _finished(self, num_pages: int | None, mem_fraction_static: float, context_len: int) -> int:
+        with self._phases.timed("profile"):
+            pages = num_pages or self._pages(mem_fraction_static, context_len)
+        with self._phases.timed("kv_pool"):
+            self.runner.passes.pool = self._pool(pages)
+        megabytes = pages * self._page_size * self._loaded.kv_bytes_per_token >> 20
+        self._progress(f"KV pool: {pages} pages of {self._page_size} tokens, {megabytes} MiB")
+        with self._phases.timed("warm_up"):
+            warm_up(self.runner, self._bounds, (*PROMPTS, self._largest) if self._device.type == "cuda" else HOST_PROMPTS)
+            self.runner.stats = ExecutorStats()
+        with self._phases.timed("graphs"):
+            self.capture()
+            self._limit_graphs()
+        self._streams.synchronize()
+        return pages
+
+    def capture(self) -> None:
+        """Decode steps, where they are to be captured; those that were are forgotten."""
+        if not self.graph_rows:
+            return
+        runner = self.runner
+        memory = self._parts.graph_memory or CudaGraphMemory(self._streams)
+        graphs = runner.graphs = CudaGraphRunner(self.graph_rows, memory, runner.passes, runner.sampler, runner.attention)
+
+        def told(number: int, total: int) -> None:
+            if number == total or number % 8 == 0:
+                self._progress(f"captured {number} of {total} decode graphs")
+
+        with torch.inference_mode(), self._streams.on_forward():
+            self._contained(partial(graphs.capture, told))
+
+    def _limit_graphs(self) -> None:
+        """What is known of a sequence joins a graph as far as that is cheaper than a step without one."""
+        if not self.graph_rows:
+            return
+        rows, given = self.graph_rows[-1], self._parts.eager_cost
+        cost = measured_eager_cost(self.runner, rows) if given is None else given
+        limits = graph_limits(rows, cost, self._loaded.weight_bytes, self._loaded.kv_bytes_per_token)
+        self.runner.graph_limits = limits
+        self._progress(
+            f"a step of {rows} rows takes {1 + cost:.2f} times as long without its graph: known tokens join one that"
+            f" has room, as far as {limits.rereads} tokens of KV are read again"
+        )
+
+    def _contained(self, capture: Callable[[], None]) -> None:
+        """What cannot be captured is launched step by step: slower, and right. Raises what the device itself has failed with."""
+        try:
+            capture()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            logger.exception("decode steps could not be captured")
+            self._progress(f"no decode graphs: capturing failed, and steps are launched kernel by kernel ({error})")
+            self._streams.synchronize()
+            self.runner.attention.release_graphs()
+            self.runner.graphs, self.graph_rows = None, ()
+
+    def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:
+        shape = self._loaded.shape
+
+        def load_model_again() -> CausalModel:
+            self._loaded = load_again(request, shape)
+            model, self.runner.attention = self._attending()
+            return model
+
+        return MemoryParts(self.runner, load_model_again, lambda: self._pool(pages), self.capture)
+
+    def _pages(self, mem_fraction_static: float, context_len: int) -> int:
+        per_token = self._loaded.kv_bytes_per_token
+        if per_token == 0:
+            return self._max_slots * -(-self._loaded.context_len // self._page_size)
+        if self._device.type != "cuda":
+            return self._pages_of_host(mem_fraction_static, per_token)
+        needs = PoolNeeds(
+            layers=self._loaded.layers,
+            dtype=self._loaded.dtype,
+            page_size=self._page_size,
+            context_len=context_len,
+            weight_bytes=self._loaded.weight_bytes,
+            fixed_bytes=torch.cuda.memory_allocated(self._device) - self._loaded.weight_bytes,
+        )
+        largest = partial(largest_step, self.runner, self._bounds)
+        return pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
+
+    def _pages_of_host(self, mem_fraction_static: float, per_token: int) -> int:
+        """Of the memory that the weights have left. Raises PoolTooSmall."""
+        pages, size = kv_pool_tokens(free_memory(), mem_fraction_static, per_token) // self._page_size, self._page_size
+        if pages < 1:
+            raise PoolTooSmall(f"no room for a page of {size} tokens ({size * per_token} bytes) beside the weights")
+        return pages
+
+    def _graph_bytes(self) -> int:
+        """Of all graphs, judged by the largest two: what comes after the first shares its memory."""
+        if not self.graph_rows:
+            return 0
+        taken = []
+        for sizes in (self.graph_rows[-1:], self.graph_rows[-2:]):
+            before = torch.cuda.mem_get_info(self._device)[0]
+            runner = self.runner
+            graphs = CudaGraphRunner(sizes, CudaGraphMemory(self._streams), runner.passes, runner.sampler, runner.attention)
+            self._contained(partial(graphs.capture, lambda number, total: None))
+            self._streams.synchronize()
+            taken.append(before - torch.cuda.mem_get_info(self._device)[0])
+            graphs.release()
+            return_memory(self._device)
+            if not self.graph_rows:
+                return 0
+        first, both = taken
+        return max(0, first) + max(0, both - first) * (len(self.graph_rows) - 1)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.exec.attention.backend import AttentionBatch
-from services.worker.exec.step.forward_batch import StepColumns
+from services.worker.exec.step.forward_batch import ForwardBatch
+from services.worker.exec.step.idle_steps import idle_decode
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.warm_up import idle_decode
 
 STEPS = 20
 
@@ -18,6 +18,7 @@ STEPS = 20
 def graph_limits(rows: int, eager_cost: float, weight_bytes: int, kv_bytes_per_token: int) -> GraphLimits:
     """rows: of the largest graph. A decode step reads the weights, so a token of KV takes kv_bytes / weight_bytes of its time;
     so many of them are read anew at most as take what the step without a graph would."""
+    assert rows > 0 and eager_cost >= 0, "a graph has rows, and a step without it is no quicker"
     readable = int(eager_cost * weight_bytes / kv_bytes_per_token) if kv_bytes_per_token else 0
     return GraphLimits(rows, readable, eager_cost)
 
@@ -27,7 +28,7 @@ def measured_eager_cost(runner: DeviceRunner, rows: int) -> float:
     so that the host's time hides behind the device's where it can, as it does in service. On the forward stream; waits for
     the device."""
     assert runner.graphs is not None, "there is a graph to compare with"
-    graph, idle = runner.graphs.for_rows(rows), StepColumns.idle(runner.passes.capacity, rows)
+    graph, idle = runner.graphs.for_rows(rows), ForwardBatch.idle(runner.passes.capacity, rows)
     assert graph is not None and graph.size == rows, "rows are a graph's"
 
     def replayed() -> None:

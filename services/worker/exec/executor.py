@@ -1,14 +1,11 @@
-"""The executor for GPUs: launches steps on streams of the device and waits for results alone. No thread of its own.
-
-Runs on a CPU too, with the same code and streams that are none, for tests.
-"""
+"""The executor: has steps run on the streams of a device, a GPU's or a CPU's, and waits for results alone."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
-import torch
 from torch.profiler import ProfilerActivity
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
@@ -34,10 +31,10 @@ class DeviceExecutor:
     """
 
     def __init__(self, runner: DeviceRunner, memory: Releasable | None = None, on_lost: Callable[[str], None] = _ignore) -> None:
-        self._runner = runner
+        self._runner, self._streams = runner, runner.streams
         self.on_lost = on_lost
         self._lost = False
-        on_gpu = runner.streams.device.type == "cuda"
+        on_gpu = self._streams.device.type == "cuda"
         self._profile = StepProfile((ProfilerActivity.CPU, ProfilerActivity.CUDA) if on_gpu else (ProfilerActivity.CPU,))
         self._operator = Operator(self._profile, memory)
 
@@ -46,61 +43,77 @@ class DeviceExecutor:
         return self._runner
 
     def forward(self, plan: BatchPlan) -> DeviceRun:
-        run: list[DeviceRun] = []
-        with torch.inference_mode():
-            try:
-                self._profile.record(f"forward {plan.step_id}", lambda: run.append(self._runner.forward(plan)))
-            except Exception as error:  # of any kind: it belongs to the waiter of this step
-                return self._failed(DeviceRun(plan, Readback(self._runner.streams)), error)
-        return run[0]
+        run = DeviceRun(plan, Readback(self._streams))
+        self._streams.launch(partial(self._forward, run))
+        return run
 
     def sample(self, run: Run, masks: Masks) -> None:
         own = _own(run)
-        with torch.inference_mode():
-            try:
-                if own.error is None:
-                    self._profile.record(f"sample {own.plan.step_id}", lambda: self._runner.sample(own, masks))
-                else:
-                    self._runner.release(own)
-            except Exception as error:  # as above
-                self._failed(own, error)
+        self._streams.launch(partial(self._sample, own, masks))
+        own.result = self._streams.collect(partial(self._result, own))
 
     def wait(self, run: Run) -> StepResult:
         own = _own(run)
-        if own.error is None:
-            try:
-                with torch.inference_mode():
-                    return self._runner.result(own)
-            except Exception as error:  # as above; a device reports here what went wrong in its kernels
-                self._failed(own, error)
-        raise ExecutorError(f"step {own.plan.step_id} failed: {own.error!r}") from own.error
+        assert own.result is not None, "a step is sampled once, and then waited for once"
+        result, own.result = own.result, None  # a cycle would keep the step's tensors
+        return result()
 
     def apply(self, operation: Operation) -> None:
         try:
-            with torch.inference_mode():
-                self._runner.streams.synchronize()
-                self._operator.do(operation)
+            self._streams.collect(partial(self._operate, operation))()
         except OperationRefused:
             raise
         except Exception as error:
             raise ExecutorError(f"{type(operation).__name__} failed: {error!r}") from error
 
     def close(self) -> None:
+        self._streams.collect(self._end)()
+        self._streams.close()
+
+    # What runs on the streams
+
+    def _forward(self, run: DeviceRun) -> None:
+        try:
+            self._profile.record(f"forward {run.plan.step_id}", partial(self._runner.forward, run))
+        except Exception as error:  # of any kind: it belongs to the waiter of this step
+            self._failed(run, error)
+
+    def _sample(self, run: DeviceRun, masks: Masks) -> None:
+        try:
+            if run.error is None:
+                self._profile.record(f"sample {run.plan.step_id}", partial(self._runner.sample, run, masks))
+            else:
+                self._runner.release(run)
+        except Exception as error:  # as above
+            self._failed(run, error)
+
+    def _result(self, run: DeviceRun) -> StepResult:
+        if run.error is None:
+            try:
+                return self._runner.result(run)
+            except Exception as error:  # as above; a device reports here what went wrong in its kernels
+                self._failed(run, error)
+        raise ExecutorError(f"step {run.plan.step_id} failed: {run.error!r}") from run.error
+
+    def _operate(self, operation: Operation) -> None:
+        self._streams.synchronize()
+        self._operator.do(operation)
+
+    def _end(self) -> None:
         self._settle()
         self._runner.drop()
 
-    def _failed(self, run: DeviceRun, error: Exception) -> DeviceRun:
+    def _failed(self, run: DeviceRun, error: Exception) -> None:
         run.error = error
         if self._settle():
             self._runner.free_uploads()
-        return run
 
     def _settle(self) -> bool:
         """Waits for the device. False: it is lost."""
         if self._lost:
             return False
         try:
-            self._runner.streams.synchronize()
+            self._streams.synchronize()
         except Exception as failure:  # whatever the driver raises: there is no device to go on with
             self._lost = True
             self.on_lost(f"the device does not answer any more: {failure}")

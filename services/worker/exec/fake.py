@@ -128,6 +128,7 @@ class FakeExecutor:
         self.row_faults: dict[int, dict[int, RowFault]] = {}
 
     def forward(self, plan: BatchPlan) -> FakeRun:
+        assert len(plan.starts) == len(plan.num_tokens) == len(plan.sample) == plan.num_rows, "columns of one length"
         self._apply_table(plan)
         for admitted in plan.admitted:
             self.future_map[admitted.slot] = -1
@@ -143,6 +144,7 @@ class FakeExecutor:
                 if ids[0] < 0:
                     raise ExecutorError(f"step {plan.step_id}: slot {slot} gathers a token that was never sampled")
             self._write(slot, start, ids)
+        assert at == len(plan.input_ids), "a token for every position of the extend rows"
         begin = max(self._busy_until, self._clock())
         self._busy_until = begin + self._time.seconds(plan)
         tokens = np.full(plan.num_rows, -1, dtype=np.int32)
@@ -152,6 +154,7 @@ class FakeExecutor:
         run = _own(run)
         plan = run.plan
         assert not run.sampled, "a step is sampled once"
+        assert masks.keys() <= set(plan.mask_rows.tolist()), "a mask for a row that asked for none"
         run.sampled = True
         for row in np.flatnonzero(plan.sample).tolist():
             slot = int(plan.slots[row])
@@ -191,6 +194,7 @@ class FakeExecutor:
         """The "log probability" of a prompt token is minus its id."""
         slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.num_tokens[row])
         first, following = int(plan.prompt_logprob_offsets[index]), int(plan.prompt_logprob_nexts[index])
+        assert 0 <= first < count, "the first prompt token that is wanted is predicted in the row"
         ids = self._read(slot, start + count)[start + first + 1 :]
         if following >= 0:
             ids = np.append(ids, np.int32(following))
@@ -204,13 +208,18 @@ class FakeExecutor:
         at = 0
         columns = zip(plan.table_slots.tolist(), plan.table_firsts.tolist(), plan.table_counts.tolist(), strict=True)
         for slot, first, count in columns:
+            assert 0 <= first < first + count <= self.page_table.shape[1], "an update beyond a slot's row of the page table"
             self.page_table[slot, first : first + count] = plan.table_pages[at : at + count]
             at += count
+        assert at == len(plan.table_pages), "a page for every place that the updates name"
 
     def _write(self, slot: int, start: int, ids: I32) -> None:
         positions = np.arange(start, start + len(ids))
-        self.kv[self.page_table[slot, positions // self._page_size], positions % self._page_size] = ids
+        pages = self.page_table[slot, positions // self._page_size]
+        assert pages.min() >= 0, "a row writes where no plan has named a page"
+        self.kv[pages, positions % self._page_size] = ids
 
     def _read(self, slot: int, length: int) -> I32:
         pages = self.page_table[slot, : -(-length // self._page_size)]
+        assert len(pages) and pages.min() >= 0, "a row reads where no plan has named a page"
         return self.kv[pages].reshape(-1)[:length].copy()

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from kernels.contracts.ops import Kernels
+from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu import load_kernels
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
@@ -37,7 +38,7 @@ class LoadTarget:
     """Where a model shall run. kernels: of its dtype. weights: reads a decoder's, and counts as the phase "weights"."""
 
     device: torch.device
-    kernels: Callable[[torch.dtype], Kernels]
+    kernels: Callable[[torch.dtype], LayerKernels]
     weights: WeightLoader
 
 
@@ -55,16 +56,16 @@ class LoadRequest:
     target: LoadTarget | None = None
 
     def on_device(self) -> LoadTarget:
-        return self.target or LoadTarget(torch.device("cpu"), lambda dtype: load_kernels(self.num_threads, dtype), _timed_weights)
+        return self.target or LoadTarget(torch.device("cpu"), lambda dtype: load_kernels(self.num_threads, dtype), timed_weights)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """layers: what each keeps of a token, none for an encoder. weight_bytes: resident. The rest as in ModelInfo."""
+    """layers: what each keeps of a token, none for an encoder. weight_bytes: resident. The rest as in LoadedInfo."""
 
     model: CausalModel
     config: Any
-    kernels: Kernels
+    kernels: LayerKernels
     dtype: torch.dtype
     layers: tuple[LayerKV, ...]
     context_len: int
@@ -92,9 +93,9 @@ class LoadedModel:
         graph_rows: tuple[int, ...] = (),
         graphs: GraphLimits = NO_GRAPHS,
         context_len: int | None = None,
-    ) -> ModelInfo:
+    ) -> LoadedInfo:
         """context_len: None for the model's. Raises CheckpointError if the folder does not say where its texts end."""
-        return ModelInfo(
+        return LoadedInfo(
             architecture=architecture_of(self.config),
             context_len=context_len or self.context_len,
             vocab_size=int(self.config.vocab_size),
@@ -124,7 +125,7 @@ class _Opened:
     checkpoint: Checkpoint
     dtype: torch.dtype
     target: LoadTarget
-    kernels: Kernels
+    kernels: LayerKernels
 
     def context(self, longest: int) -> int:
         return min(self.request.context_len or longest, longest)
@@ -156,7 +157,7 @@ def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:
     return again
 
 
-def _timed_weights(
+def timed_weights(
     checkpoint: Checkpoint,
     config: DecoderConfig,
     dtype: torch.dtype,
@@ -164,6 +165,7 @@ def _timed_weights(
     progress: Callable[[str], None],
     phases: LoadPhases,
 ) -> DecoderWeights:
+    """A WeightLoader for a CPU: straight from the checkpoint."""
     with phases.timed("weights"):
         return load_weights(checkpoint, config, dtype, kernels, progress)
 
@@ -182,6 +184,7 @@ def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
     weights = load(opened.checkpoint, config, opened.dtype, opened.kernels, request.progress, request.phases)
     context = opened.context(config.max_position_embeddings)
     num_positions = (-(-context // request.page_size) + 1) * request.page_size  # a slot's pages hold no more
+    assert 0 < context < num_positions, "a row of the table for every position, and for those of a last page"
     cos_sin = rope_table(config.rope, config.head_dim, num_positions).to(opened.target.device)
     return LoadedModel(
         model=Decoder(config, weights, cos_sin, opened.kernels),

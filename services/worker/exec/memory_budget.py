@@ -28,12 +28,18 @@ class DeviceMemoryUse:
     @property
     def own(self) -> int:
         """All of ours but the pool."""
-        return sum(getattr(self, part) for part in PARTS)
+        total: int = sum(getattr(self, part) for part in PARTS)
+        return total
+
+    @property
+    def _held(self) -> int:
+        held: int = sum(getattr(self, part) for part in self.held_now)
+        return held
 
     @property
     def elsewhere(self) -> int:
         """In use and none of the parts: other processes, the driver's context, what the allocator holds and does not use."""
-        return max(0, self.total - self.free_now - sum(getattr(self, part) for part in self.held_now))
+        return max(0, self.total - self.free_now - self._held)
 
 
 def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int) -> int:
@@ -43,7 +49,9 @@ def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int
     held elsewhere. reserve: bytes that stay free in any case.
     """
     budget = min(int(use.total * mem_fraction_static), use.total - reserve)
-    return max(0, budget - use.elsewhere - use.own)
+    left = max(0, budget - use.elsewhere - use.own)
+    assert left + use.own <= max(budget, use.own), "the pool takes what the others leave"
+    return left
 
 
 def kv_pool_pages(

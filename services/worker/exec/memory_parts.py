@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
-import torch
+from torch import Tensor
 
+from kernels.contracts.ops import RaggedRows
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
-from services.worker.exec.device_memory import NO_POOL, NoModel
 from services.worker.exec.pools.pools import KVPool
 from services.worker.exec.step.model_runner import DeviceRunner
+from services.worker.exec.streams.returned_memory import return_memory
+
+NO_POOL = KVPool((), ())
+
+
+class NoModel:
+    """Stands where a model was whose weights are released."""
+
+    def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> NoReturn:
+        raise RuntimeError("the weights are released")
+
+    def states(self, wanted: Tensor) -> NoReturn:
+        raise RuntimeError("the weights are released")
+
+    def logits(self, wanted: Tensor) -> NoReturn:
+        raise RuntimeError("the weights are released")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +60,8 @@ class MemoryParts:
         except Exception as error:  # of any kind: loaders raise many, and nothing has changed so far
             raise OperationRefused(f"cannot resume: {error}") from error
         passes.model, passes.pool = model, pool
+        assert len(pool.keys) == len(pool.values), "each layer has keys and values"
+        if streams.device.type == "cpu":
+            return_memory(streams.device)  # what loading took is the system's again
         if not isinstance(model, NoModel) and pool is not NO_POOL:
             self.capture()
-
-
-def return_memory(device: torch.device) -> None:
-    """What is free inside the process becomes free on the device, garbage too."""
-    gc.collect()
-    return_cached(device)
-
-
-def return_cached(device: torch.device) -> None:
-    """What torch's allocator keeps for later becomes free on the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from services.worker.exec.activation_peak import profile_peak
-from services.worker.exec.attention.backend import AttentionBatch
 from services.worker.exec.memory_budget import DeviceMemoryUse, describe, kv_pool_bytes, kv_pool_pages
-from services.worker.exec.memory_parts import return_memory
 from services.worker.exec.pools import layer_kv
 from services.worker.exec.pools.layer_kv import LayerKV
-from services.worker.exec.step.forward_batch import NOBODY, DeviceColumns, StepColumns
 from services.worker.exec.step.model_runner import DeviceRunner
+from services.worker.exec.streams.returned_memory import return_memory
 
 RESERVE = 512 << 20  # bytes of the device that stay free: libraries take some at times of their own choosing
 
@@ -36,44 +33,6 @@ class PoolNeeds:
         return layer_kv.bytes_per_token(self.layers, self.dtype) * self.page_size
 
 
-@dataclass(frozen=True, slots=True)
-class StepBounds:
-    """Of one step: tokens, sampled rows, tokens of one row. generates: there is a vocabulary to sample from."""
-
-    max_tokens: int
-    max_slots: int
-    context_len: int
-    generates: bool
-
-
-def largest_step(runner: DeviceRunner, bounds: StepBounds) -> None:
-    """A prompt of max_tokens, or as many as that takes, and max_slots tokens sampled behind it; over page 0 alone."""
-    max_tokens, max_slots = bounds.max_tokens, bounds.max_slots
-    passes, streams = runner.passes, runner.streams
-    count = min(max_tokens, bounds.context_len)
-    rows = -(-max_tokens // count)
-    counts = np.full(rows, count, dtype=np.int32)
-    counts[-1] = max_tokens - count * (rows - 1)
-    nobody, zeros = np.full(max_slots, NOBODY, dtype=np.int32), np.zeros(max_slots, dtype=np.int32)
-    slots = np.arange(rows, dtype=np.int32) % len(passes.table)
-    offsets = (np.arange(rows) * count).astype(np.int32)
-    starts = np.zeros(rows, dtype=np.int32)
-    columns = StepColumns(rows, slots, starts, counts, offsets, np.arange(0), nobody, zeros, zeros, count, count)
-    with streams.on_forward():
-        passes.table.fill_(0)
-        device = DeviceColumns.of(torch.from_numpy(columns.words()).to(passes.device), rows)
-        ids, ragged = passes.fresh_rows(columns, device)
-        given = torch.zeros(columns.total, dtype=torch.int32, device=passes.device)
-        runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, rows, ragged))
-        passes.run(ids, ragged, columns, given)
-        if bounds.generates:
-            logits = passes.model.logits(device.sample_indices.long())
-            runner.sampler.run_kernels(logits, runner.sampler.passing_space(device.sample_slots, device.sample_positions))
-        else:
-            passes.model.states(device.sample_indices.long())
-        passes.table.fill_(-1)
-
-
 def pages_of_device(
     runner: DeviceRunner,
     needs: PoolNeeds,
@@ -84,6 +43,7 @@ def pages_of_device(
 ) -> int:
     """The runner holds a pool of one page. Raises PoolTooSmall."""
     device = runner.streams.device
+    assert needs.page_bytes > 0, "a page takes memory"
     peak = profile_peak(largest, device)
     return_memory(device)
     graphs = graph_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,11 @@ import torch
 from services.shared.limits import MAX_TOP_LOGPROBS
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
-from services.worker.exec.attention.backend import AttentionBatch
 from services.worker.exec.sampling.logprob_requests import TOPS
-from services.worker.exec.sizing import StepBounds, largest_step
-from services.worker.exec.step.forward_batch import DeviceColumns, StepColumns
-from services.worker.exec.step.model_runner import DeviceRunner
+from services.worker.exec.step.idle_steps import StepBounds, idle_decode, largest_step
+from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
 from services.worker.exec.step.plan_pieces import NOTHING
+from services.worker.exec.streams.readback import Readback
 
 PROMPTS = (1, 20, 100, 1000)  # tokens, beside the most: kernels are chosen by how many there are
 DECODES = (1, 40)  # rows of steps that no graph holds
@@ -34,9 +34,11 @@ EVERYTHING = SamplingParams(
 VECTOR = SamplingParams(max_new_tokens=1, embedding=EmbeddingParams())
 
 
-def warm_up(runner: DeviceRunner, bounds: StepBounds) -> None:
-    """On the forward stream. Leaves the page table empty, the pool's first pages undefined, and slot 0 to its next admission."""
-    for tokens in (*PROMPTS, bounds.max_tokens):
+def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = PROMPTS) -> None:
+    """prompts: tokens of steps to launch, no more than bounds allow. On the forward stream.
+
+    Leaves the page table empty, the pool's first pages undefined, and slot 0 to its next admission."""
+    for tokens in prompts:
         some = replace(bounds, max_tokens=min(tokens, bounds.max_tokens), max_slots=min(tokens, bounds.max_slots))
         largest_step(runner, some)
     for rows in DECODES:
@@ -44,16 +46,6 @@ def warm_up(runner: DeviceRunner, bounds: StepBounds) -> None:
     if bounds.generates:
         _logprobs(runner)
     _request(runner, bounds.generates)
-
-
-def idle_decode(runner: DeviceRunner, rows: int) -> DeviceColumns:
-    """The forward pass of a decode step of padding alone, launched kernel by kernel."""
-    passes, columns = runner.passes, StepColumns.idle(runner.passes.capacity, rows)
-    device = DeviceColumns.of(torch.from_numpy(columns.words()).to(passes.device), rows)
-    ids, ragged = passes.fresh_rows(columns, device)
-    runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, ragged))
-    passes.run(ids, ragged, columns, given=None)
-    return device
 
 
 def _logprobs(runner: DeviceRunner) -> None:
@@ -66,7 +58,8 @@ def _logprobs(runner: DeviceRunner) -> None:
 def _request(runner: DeviceRunner, generates: bool) -> None:
     """A request that wants all there is, as steps bring it: a prompt of one token, then one decode step."""
     for start, given in ((0, 1), (1, 0)) if generates else ((0, 1),):
-        run = runner.forward(_step(start, given, EVERYTHING if generates else VECTOR))
+        run = DeviceRun(_step(start, given, EVERYTHING if generates else VECTOR), Readback(runner.streams))
+        runner.forward(run)
         masks = {0: np.full(runner.sampler.num_words, ~np.uint32(0), dtype=np.uint32)} if generates else {}
         runner.sample(run, masks)
         runner.result(run)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rootstock.v1 import worker_pb2
-from services.worker.core.contracts.messages import StepStats
+from services.worker.core.stats import StepStats
 from services.worker.front.outbox import PeerStream, StreamOutbox
 from services.worker.loop.pulse import Pulse
 from services.worker.loop.step_limit import StepLimit
@@ -133,9 +133,8 @@ class LoadReport:
         )
         stats = self.stats
         if stats is not None:
-            pinned = stats.pages_cached - stats.pages_evictable
             load.num_running, load.num_waiting = stats.num_running, stats.num_waiting
-            load.used_tokens = (stats.pages_leased + pinned) * self._page_size + stats.waiting_tokens
+            load.used_tokens = stats.pages_used * self._page_size + stats.waiting_tokens
             load.cached_tokens = stats.pages_evictable * self._page_size
             load.paused = stats.paused
         return load

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.worker.front.busyness import LoadReport
 from services.worker.front.outbox import StreamOutbox
 from services.worker.loop.loop import STOPPING
@@ -23,7 +23,7 @@ async def drain(outbox: StreamOutbox, load: LoadReport, scheduler: SchedulerThre
     outbox.closed = STOPPING
     load.tell()
     empty = asyncio.create_task(outbox.wait_empty())
-    hurry = asyncio.create_task(rpc.stop_signal().wait())
+    hurry = asyncio.create_task(grpc_server.stop_signal().wait())
     await asyncio.wait((empty, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     if hurry.done():
         logger.warning("a second signal: not waiting for %d open requests", outbox.num_open)

@@ -118,7 +118,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.CloseSessionResponse:
         closed: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._inbox.put(CloseSession(request.session_id, closed))
-        return worker_pb2.CloseSessionResponse(closed=await asyncio.wrap_future(closed))
+        was_open = await asyncio.wrap_future(closed)
+        return worker_pb2.CloseSessionResponse(closed=was_open)
 
     async def _read(self, requests: AsyncIterator[worker_pb2.GenerateRequest], peer: int, stream: PeerStream) -> None:
         async for request in requests:

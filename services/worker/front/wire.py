@@ -9,7 +9,8 @@ from rootstock.v1 import common_pb2, worker_pb2
 from services.shared import limits
 from services.worker.core.contracts.messages import Finish, PeerOutput, SessionTurn, Submit
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
-from services.worker.front.sampling_wire import InvalidRequest, ModelLimits, sampling_from_pb, within
+from services.worker.front.invalid_request import InvalidRequest
+from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb, within
 
 __all__ = ["InvalidRequest", "ModelLimits", "output_to_pb", "refusal_to_pb", "submit_from_pb"]
 
@@ -49,13 +50,13 @@ def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLim
     if not output:
         return ()
     if message.HasField("session"):
-        raise InvalidRequest("output_ids: not in a session")
+        raise InvalidRequest("output_ids", "not in a session")
     if message.sampling.HasField("embedding"):
-        raise InvalidRequest("output_ids: not for an embedding")
+        raise InvalidRequest("output_ids", "not for an embedding")
     if prompt_len + len(output) > model.context_len:
-        raise InvalidRequest(f"output_ids: with the prompt they are more than the context's {model.context_len} tokens")
+        raise InvalidRequest("output_ids", f"with the prompt they are more than the context's {model.context_len} tokens")
     if max(output) >= model.vocab_size:
-        raise InvalidRequest(f"output_ids: a token id is not below the vocabulary's size, {model.vocab_size}")
+        raise InvalidRequest("output_ids", f"a token id is not below the vocabulary's size, {model.vocab_size}")
     return output
 
 
@@ -64,9 +65,9 @@ def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[n
     context only the core knows."""
     prompt = np.array(message.prompt_ids, dtype=np.uint32)
     if not len(prompt):
-        raise InvalidRequest("prompt_ids: the prompt is empty")
+        raise InvalidRequest("prompt_ids", "the prompt is empty")
     if int(prompt.max()) >= model.vocab_size:
-        raise InvalidRequest(f"prompt_ids: a token id is not below the vocabulary's size, {model.vocab_size}")
+        raise InvalidRequest("prompt_ids", f"a token id is not below the vocabulary's size, {model.vocab_size}")
     if model.allow_auto_truncate and not message.HasField("session"):
         prompt = prompt[: model.context_len - (0 if message.sampling.HasField("embedding") else 1)]
     return prompt.astype(np.int32)
@@ -77,7 +78,7 @@ def _session_from_pb(message: worker_pb2.Submit) -> SessionTurn | None:
         return None
     turn = message.session
     if not turn.session_id:
-        raise InvalidRequest("session: session_id is empty")
+        raise InvalidRequest("session", "session_id is empty")
     within(len(turn.session_id), limits.MAX_SESSION_ID_CHARS, "session.session_id")
     within(len(turn.parent_request_id), limits.MAX_REQUEST_ID_CHARS, "session.parent_request_id")
     offset = turn.offset if turn.HasField("offset") else -1
@@ -89,7 +90,9 @@ def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_p
         handle=message.handle,
         reason=common_pb2.FINISH_REASON_ABORT,
         error=common_pb2.ERROR_CODE_INVALID_ARGUMENT,
-        message=str(error),
+        field=error.field,
+        element=error.element,
+        message=error.why,
         prompt_tokens=len(message.prompt_ids),
     )
 
@@ -134,6 +137,7 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         matched_stop=finish.matched_stop,
         error=int(finish.error),  # type: ignore[arg-type]
         message=finish.message,
+        field=finish.field,
         prompt_tokens=finish.prompt_tokens,
         cached_tokens=finish.cached_tokens,
         completion_tokens=finish.completion_tokens,

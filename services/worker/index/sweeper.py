@@ -1,4 +1,4 @@
-"""Clears what dead generations left in Redis, a few blocks at a time, through their own: sets (DESIGN §5).
+"""Clears what dead generations left in Redis, a few blocks at a time, through their own: sets (docs/fleet.md#the-index).
 
 Every worker looks after itself and after a few random others of its model. A generation is dead when the worker's lease names
 another one; or when the lease is gone, and was gone some time before as well: a lease may be a moment late.

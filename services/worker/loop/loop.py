@@ -14,11 +14,12 @@ from typing import Protocol
 
 from services.shared.observe.log import fields
 from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import StepOutput, StepStats, Submit
+from services.worker.core.contracts.messages import StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
+from services.worker.core.stats import StepStats
 from services.worker.core.step_rows import Extend
 from services.worker.exec.contracts.protocol import Executor, ExecutorError, Masks, Run
 from services.worker.loop.barrier import Command, Pace
@@ -99,7 +100,8 @@ class _Flight:
 
 class Loop:
     """overlap: plan step N+1 before step N is committed. consecutive_prefill_overlap: also where both are extends; without
-    it the first token of step N goes out before step N+1 is launched, for the sake of its latency (reference 2 §20)."""
+    it the first token of step N goes out before step N+1 is launched, for the sake of its latency (SGLang's
+    is_disable_overlap_for_batch)."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.plan import BatchPlan
-from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.model_info import LoadedInfo
 
 FLOOR_S = 10.0  # no limit is shorter: a machine may be busy with something else for as long
 SLACK = 3.0  # what a step may take beyond its estimate
@@ -18,7 +18,7 @@ FADES = 0.99  # of the worst pace, with each further step of that size: one stal
 QUERY_HEADS = 4.0  # that share a KV head, as a rule
 
 
-def attention_span(info: ModelInfo) -> float:
+def attention_span(info: LoadedInfo) -> float:
     """Positions whose attention costs a token about as much as all weights do; infinite where nothing is known.
 
     A token takes two operations per weight, and per position two for each element of all layers' keys and values, for each

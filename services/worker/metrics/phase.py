@@ -7,59 +7,62 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
 
-LABELS = ("model_name",)
+from services.shared.observe.readings import Reading, Readings
 
 
-class Phase(enum.StrEnum):
+class WorkerPhase(enum.StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
 
 
-class WorkerLife(Collector):
-    """model: the name that clients use. The cold start counts from this object's making to ready()."""
+class WorkerLife:
+    """cold_start_s: from this object's making to ready(), None until then. is_hung, hangs: now, and times so far."""
 
-    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._model = model
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begun = clock()
-        self._cold_start_s: float | None = None
-        self._phase = Phase.LOADING
-        self._hung = False
-        self._hangs = 0
+        self.cold_start_s: float | None = None
+        self.phase = WorkerPhase.LOADING
+        self.is_hung = False
+        self.hangs = 0
 
     def ready(self) -> None:
-        self._phase = Phase.READY
-        self._cold_start_s = self._clock() - self._begun
+        self.phase = WorkerPhase.READY
+        self.cold_start_s = self._clock() - self._begun
 
     def draining(self) -> None:
-        self._phase = Phase.DRAINING
+        self.phase = WorkerPhase.DRAINING
 
     def hung(self) -> None:
-        self._hung = True
-        self._hangs += 1
+        self.is_hung = True
+        self.hangs += 1
 
     def recovered(self) -> None:
-        self._hung = False
+        self.is_hung = False
 
-    def collect(self) -> Iterator[Metric]:
-        phases = GaugeMetricFamily("rootstock_worker_phase", "1 for the phase that the worker is in.", labels=(*LABELS, "phase"))
-        for phase in Phase:
-            phases.add_metric((self._model, phase), float(phase is self._phase))
-        yield phases
-        hung = GaugeMetricFamily("rootstock_worker_hung", "1 while the loop does not turn though it should.", labels=LABELS)
-        hung.add_metric((self._model,), float(self._hung))
-        yield hung
-        hangs = CounterMetricFamily("rootstock_worker_hangs", "Times that the loop stopped turning.", labels=LABELS)
-        hangs.add_metric((self._model,), float(self._hangs))
-        yield hangs
-        if self._cold_start_s is not None:
-            text = "From the process's first answer to ready, in seconds."
-            start = GaugeMetricFamily("rootstock_worker_cold_start_seconds", text, labels=LABELS)
-            start.add_metric((self._model,), self._cold_start_s)
-            yield start
+
+def _phases(life: WorkerLife) -> dict[tuple[str, ...], float]:
+    return {(phase,): phase is life.phase for phase in WorkerPhase}
+
+
+class LifeMetrics(Readings[WorkerLife]):
+    """The label: the name that clients use."""
+
+    labels = ("model_name",)
+    rows = (
+        Reading(Gauge, "rootstock_worker_phase", "1 for the phase that the worker is in.", _phases, ("phase",)),
+        Reading(Gauge, "rootstock_worker_hung", "1 while the loop does not turn though it should.", lambda life: life.is_hung),
+        Reading(Counter, "rootstock_worker_hangs", "Times that the loop stopped turning.", lambda life: life.hangs),
+        Reading(
+            Gauge,
+            "rootstock_worker_cold_start_seconds",
+            "From the process's first answer to ready, in seconds.",
+            lambda life: life.cold_start_s,
+        ),
+    )

@@ -1,72 +1,100 @@
-"""The worker's metrics under SGLang's names (DESIGN §6), computed from counts that the loop leaves behind.
+"""The worker's metrics under SGLang's names (docs/metrics.md), from what the loop's turns add up to.
 
-Written on the loop's thread (`planned`, `turned`, `sent`), read by scrapes; what is written is replaced whole, never edited.
+A figure of the scheduler's is a field of StepStats that says so; one of the loop's a field of LoopCounts and a row here.
+`sent` and `arrived` are called on the threads of the loop and of the server, `collect` by scrapes.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.worker.core.contracts.messages import FinishReason, StepOutput, StepStats
-from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.kv.cache_events import CacheEvents
+from services.shared.observe.readings import Reading, Value
+from services.worker.core.contracts.messages import FinishReason, StepOutput
+from services.worker.core.stats import Told, told
 from services.worker.metrics.histogram import BatchHistogram
+from services.worker.metrics.loop_counts import LoopCounts
 
 LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank")
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 8)
 E2E_BUCKETS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400)
 QUEUE_BUCKETS = (0.0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-RATE_WINDOW_S = 10.0  # over which throughput and hit rate are taken
+TTFT = ("sglang:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+ITL = ("sglang:inter_token_latency_seconds", "Time between a request's tokens.", ITL_BUCKETS)
+E2E = ("sglang:e2e_request_latency_seconds", "Arrival to end.", E2E_BUCKETS)
+QUEUE = ("sglang:queue_time_seconds", "Arrival to first step.", QUEUE_BUCKETS)
+
+
+def _figure(field: str, mark: Told, counts: LoopCounts) -> float:
+    value = float(getattr(counts.stats, field))
+    return value * counts.page_size if mark.in_pages else value
+
+
+def _of_stats(field: str, mark: Told) -> Reading[LoopCounts]:
+    family = Counter if field.endswith("_total") else Gauge
+    return Reading(family, mark.metric, mark.text, partial(_figure, field, mark))
+
+
+def _waiting(counts: LoopCounts) -> Value:
+    return counts.stats.num_waiting - counts.stats.num_gated if counts.stats is not None else None
+
+
+def _tokens_by_mode(counts: LoopCounts) -> Value:
+    cached = counts.stats.cached_tokens_total if counts.stats is not None else 0
+    return {("prefill_compute",): counts.prefill_tokens, ("prefill_cache",): cached, ("decode",): counts.decode_tokens}
+
+
+BLOCKS = "rootstock_worker_cache_blocks_"
+ROWS: tuple[Reading[LoopCounts], ...] = (
+    *(_of_stats(field, mark) for field, mark in told().items()),
+    Reading(Gauge, "sglang:num_queue_reqs", "Requests that wait to run.", _waiting),
+    Reading(Gauge, "sglang:num_used_tokens", "Tokens of KV that running requests use.", lambda c: c.used_tokens),
+    Reading(Gauge, "sglang:kv_used_tokens", "Tokens of KV that running requests use.", lambda c: c.used_tokens),
+    Reading(
+        Gauge,
+        "sglang:token_usage",
+        "Share of the KV pool that running requests use.",
+        lambda c: c.used_tokens / (c.num_pages * c.page_size),
+    ),
+    Reading(Gauge, "sglang:max_total_num_tokens", "Size of the KV pool in tokens.", lambda c: c.num_pages * c.page_size),
+    Reading(Gauge, "rootstock_worker_max_running_requests", "Requests that can run at once.", lambda c: c.max_running),
+    Reading(Gauge, "sglang:gen_throughput", "Output tokens per second lately.", lambda c: c.throughput),
+    Reading(Gauge, "sglang:cache_hit_rate", "Share of admitted prompt tokens that were cached, lately.", lambda c: c.hit_rate),
+    Reading(Counter, BLOCKS + "stored", "Blocks that became cached here, where events are on.", lambda c: c.stored_blocks),
+    Reading(Counter, BLOCKS + "removed", "Blocks that were evicted, where events are on.", lambda c: c.removed_blocks),
+    Reading(
+        Counter,
+        "rootstock_worker_cache_cleared",
+        "Times that all blocks went at once, where events are on.",
+        lambda c: c.cleared,
+    ),
+    Reading(Counter, "rootstock_worker_forward_steps", "Steps that were launched.", lambda c: c.steps),
+    Reading(Counter, "sglang:realtime_tokens", "Tokens as they are computed.", _tokens_by_mode, ("mode",)),
+)
+
+
+def _pool_shape() -> InfoMetricFamily:
+    return InfoMetricFamily("sglang:cache_config", "Shape of the KV pool.", labels=LABELS)
 
 
 class WorkerMetrics(Collector):
-    """page_size in tokens. arrived() must be called for each submit, from any thread."""
+    """counts: what the loop's turns add up to. arrived() must be called for each submit, from any thread."""
 
-    def __init__(
-        self, model_name: str, page_size: int, num_pages: int, max_running: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, model_name: str, counts: LoopCounts, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts = counts
         self._label_values = (model_name, "unified", "0", "0")
-        self._page_size, self._num_pages, self._max_running = page_size, num_pages, max_running
         self._clock = clock
-        self._stats: StepStats | None = None
-        self._samples: deque[tuple[float, StepStats]] = deque()
         self._arrivals: dict[tuple[int, int], float] = {}
         self._last: dict[tuple[int, int], float] = {}
-        self._steps = 0
-        self._stored_blocks = self._removed_blocks = self._cleared = 0
-        self._prefill_tokens = 0
-        self._decode_tokens = 0
-        self._ttft = BatchHistogram("sglang:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self._itl = BatchHistogram("sglang:inter_token_latency_seconds", "Time between a request's tokens.", ITL_BUCKETS)
-        self._e2e = BatchHistogram("sglang:e2e_request_latency_seconds", "Arrival to end.", E2E_BUCKETS)
-        self._queue = BatchHistogram("sglang:queue_time_seconds", "Arrival to first step.", QUEUE_BUCKETS)
-
-    # Written by the loop
-
-    def planned(self, plan: BatchPlan) -> None:
-        self._steps += 1
-        self._prefill_tokens += len(plan.input_ids)
-        self._decode_tokens += plan.num_rows - plan.num_extend
-
-    def turned(self, stats: StepStats, busy: bool) -> None:
-        self._stats = stats
-        now = self._clock()
-        if not self._samples or now - self._samples[-1][0] >= 1.0:
-            self._samples.append((now, stats))
-            while now - self._samples[0][0] > RATE_WINDOW_S:
-                self._samples.popleft()
-
-    def cached(self, events: CacheEvents) -> None:
-        self._stored_blocks += len(events.stored)
-        self._removed_blocks += len(events.removed)
-        self._cleared += events.cleared
+        self._ttft, self._itl, self._e2e, self._queue = (BatchHistogram(*each) for each in (TTFT, ITL, E2E, QUEUE))
 
     def arrived(self, peer: int, handle: int) -> None:
         self._arrivals[peer, handle] = self._clock()
@@ -100,77 +128,20 @@ class WorkerMetrics(Collector):
 
     # Read by scrapes
 
+    @classmethod
+    def describe(cls) -> Iterator[Metric]:
+        """Every metric, without samples."""
+        yield from (HistogramMetricFamily(name, text, labels=LABELS) for name, text, _ in (TTFT, ITL, E2E, QUEUE))
+        yield _pool_shape()
+        yield from (row.described(LABELS) for row in ROWS)
+
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats
+        counts = self.counts
         for histogram in (self._ttft, self._itl, self._e2e, self._queue):
             yield histogram.collect(LABELS, self._label_values)
-        info = InfoMetricFamily("sglang:cache_config", "Shape of the KV pool.", labels=LABELS)
-        info.add_metric(self._label_values, {"page_size": str(self._page_size), "num_pages": str(self._num_pages)})
+        info = _pool_shape()
+        info.add_metric(self._label_values, {"page_size": str(counts.page_size), "num_pages": str(counts.num_pages)})
         yield info
-        if stats is not None:
-            yield from self._gauges(stats)
-            yield from self._counters(stats)
-
-    def _gauges(self, stats: StepStats) -> Iterator[Metric]:
-        used = stats.pages_leased + stats.pages_cached - stats.pages_evictable
-        throughput, hit_rate = self._rates(stats)
-        for name, help_text, value in (
-            ("sglang:num_running_reqs", "Requests that run.", stats.num_running),
-            ("sglang:num_queue_reqs", "Requests that wait to run.", stats.num_waiting - stats.num_gated),
-            ("sglang:num_retracted_reqs", "Requests that lost their memory and wait for it.", stats.num_retracted),
-            ("sglang:num_grammar_queue_reqs", "Requests whose grammar is being compiled.", stats.num_gated),
-            ("rootstock_worker_sessions", "Sessions that are open.", stats.num_sessions),
-            ("rootstock_worker_session_tokens", "Tokens of context that sessions hold.", stats.session_tokens),
-            ("sglang:num_used_tokens", "Tokens of KV that running requests use.", used * self._page_size),
-            ("sglang:token_usage", "Share of the KV pool that running requests use.", used / self._num_pages),
-            ("sglang:max_total_num_tokens", "Size of the KV pool in tokens.", self._num_pages * self._page_size),
-            ("rootstock_worker_max_running_requests", "Requests that can run at once.", self._max_running),
-            ("sglang:kv_used_tokens", "Tokens of KV that running requests use.", used * self._page_size),
-            ("sglang:kv_available_tokens", "Tokens of KV that nothing holds.", stats.pages_free * self._page_size),
-            ("sglang:kv_evictable_tokens", "Tokens of KV that are cached and unpinned.", stats.pages_evictable * self._page_size),
-            ("sglang:gen_throughput", "Output tokens per second lately.", throughput),
-            ("sglang:cache_hit_rate", "Share of admitted prompt tokens that were cached, lately.", hit_rate),
-            ("sglang:new_token_ratio", "Share of remaining output that admission reserves.", stats.new_token_ratio),
-        ):
-            yield self._one(GaugeMetricFamily(name, help_text, labels=LABELS), value)
-
-    def _counters(self, stats: StepStats) -> Iterator[Metric]:
-        for name, help_text, value in (
-            ("sglang:num_requests", "Requests that have come.", stats.requests_total),
-            ("sglang:num_aborted_requests", "Requests that ended without a whole answer.", stats.aborts_total),
-            ("sglang:prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens_total),
-            ("sglang:generation_tokens", "Output tokens.", stats.generated_tokens_total),
-            ("sglang:cached_tokens", "Prompt tokens that a prefix hit gave.", stats.cached_tokens_total),
-            ("sglang:num_retracted_requests", "Retractions.", stats.retractions_total),
-            ("rootstock_worker_resumed_requests", "Requests that came with output from elsewhere.", stats.resumed_total),
-            ("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.", stats.preemptions_total),
-            ("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", stats.evicted_pages_total * self._page_size),
-            ("rootstock_worker_cache_blocks_stored", "Blocks that became cached here, where events are on.", self._stored_blocks),
-            ("rootstock_worker_cache_blocks_removed", "Blocks that were evicted, where events are on.", self._removed_blocks),
-            ("rootstock_worker_cache_cleared", "Times that all blocks went at once, where events are on.", self._cleared),
-            ("rootstock_worker_forward_steps", "Steps that were launched.", self._steps),
-        ):
-            yield self._one(CounterMetricFamily(name, help_text, labels=LABELS), value)
-        tokens = CounterMetricFamily("sglang:realtime_tokens", "Tokens as they are computed.", labels=(*LABELS, "mode"))
-        for mode, value in (
-            ("prefill_compute", self._prefill_tokens),
-            ("prefill_cache", stats.cached_tokens_total),
-            ("decode", self._decode_tokens),
-        ):
-            tokens.add_metric((*self._label_values, mode), value)
-        yield tokens
-
-    def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
-        family.add_metric(self._label_values, value)
-        return family
-
-    def _rates(self, stats: StepStats) -> tuple[float, float]:
-        """Output tokens per second and hit rate since the oldest sample that is no older than the window."""
-        now = self._clock()
-        for at, then in list(self._samples):
-            if now - at <= RATE_WINDOW_S and now > at:
-                prompt = stats.prompt_tokens_total - then.prompt_tokens_total
-                hits = (stats.cached_tokens_total - then.cached_tokens_total) / prompt if prompt else 0.0
-                generated = stats.generated_tokens_total - then.generated_tokens_total
-                return generated / (now - at), hits
-        return 0.0, 0.0
+        if counts.stats is not None:
+            for row in ROWS:
+                yield from row.collect(counts, LABELS, self._label_values)

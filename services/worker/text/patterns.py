@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import re2  # type: ignore[import-untyped]
+import re2
 
 PATTERN_MEMORY_BYTES = 8 << 20  # of one compiled pattern
 MAX_PROGRAM = 250  # RE2's instructions; a first search in 1,024 characters then takes up to 4 ms, later ones up to 0.4 ms

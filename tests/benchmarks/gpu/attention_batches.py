@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.bench.gpu_case import Work
 from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers as reference
+from kernels.reference import layers
 from services.worker.exec.attention import flashinfer_limits as limits
 from services.worker.exec.attention import flashinfer_wrappers as wrappers
 from services.worker.exec.attention.backend import AttentionShape
@@ -112,15 +112,12 @@ def tensors_of(batch: StepBatch, device: torch.device, dtype: torch.dtype) -> St
 
 
 def torch_work(step: StepTensors) -> Work:
-    return lambda: reference.paged_attention(step.out, step.qkv, step.k_pool, step.v_pool, step.rows, step.scale, 0)
+    return lambda: layers.paged_attention(step.out, step.qkv, step.k_pool, step.v_pool, step.rows, step.scale, 0)
 
 
 def triton_work(step: StepTensors, splits: int = 0) -> Work:
     """splits: for each row; 0 for those of the plan."""
-    from kernels.triton.attention import (
-        attention,  # where there is no GPU, neither Triton's interpreter may be there
-        attention_plan,  # where there is no GPU, neither Triton's interpreter may be there
-    )
+    from kernels.triton.attention import attention, attention_plan
 
     out, queries = step.as_heads()
     call = attention.AttentionCall(out, queries, step.k_pool, step.v_pool, step.rows, step.scale, 0)
@@ -138,7 +135,7 @@ def flashinfer_work(step: StepTensors, kind: str, module: Any) -> Work:
     batch, device = step.batch, step.out.device
     shape, rows = batch.shape(), len(batch.starts)
     limits.check(shape, step.qkv.dtype)
-    planner = wrappers.Planner(module, shape, step.qkv.dtype)
+    planner = wrappers.WrapperPlanner(module, shape, step.qkv.dtype)
     counts = np.full(rows, batch.count, dtype=np.int32)
     host = host_memory(columns_size(rows), torch.int32, device)
     columns = fill(host, np.array(batch.starts, dtype=np.int32), counts, batch.page_size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.bench.gpu_case import Work
-from kernels.reference import layers as reference
+from kernels.reference import layers
 from tests.benchmarks.gpu.command import Setting, run_command
 from tests.benchmarks.gpu.journal import Journal
 from tests.benchmarks.gpu.models import shape_of
@@ -45,9 +45,9 @@ class Product:
     def make(self, device: torch.device) -> Work:
         dtype = dtype_of(device)
         given = torch.randn(self.rows, self.inner, device=device, dtype=dtype)
-        packed = reference.pack_linear(torch.randn(self.outer, self.inner, device=device, dtype=dtype), None)
+        packed = layers.pack_linear(torch.randn(self.outer, self.inner, device=device, dtype=dtype), None)
         out = torch.empty(self.rows, self.outer, device=device, dtype=dtype)
-        return lambda: reference.linear(out, given, packed)
+        return lambda: layers.linear(out, given, packed)
 
 
 def dtype_of(device: torch.device) -> torch.dtype:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.exec.build import assemble_executor
 from services.worker.exec.contracts.options import DeviceOptions
-from services.worker.exec.device.build import assemble_executor, device_of
-from services.worker.exec.device.kernel_set import layer_kernels
+from services.worker.exec.device import device_of
+from services.worker.exec.kernel_set import layer_kernels
 from services.worker.exec.loading import LAST_TOKEN, LoadedModel
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.rope import rope_table
@@ -23,6 +23,7 @@ from services.worker.exec.weights.random_weights import random_decoder_weights
 from tests.benchmarks.gpu.command import Setting
 from tests.benchmarks.gpu.serving import Serving
 from tests.benchmarks.make_model import SHAPES, Shape, config_of
+from tests.benchmarks.pinned_config import pinned_config
 
 PAGE_SIZE = 16
 MEMORY_SHARE = 0.9
@@ -76,7 +77,7 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
     weight_bytes, embedding = loaded.weight_bytes, 0 if shape.tied else shape.vocab * shape.hidden * loaded.dtype.itemsize
     pages = None if setting.on_gpu else 2 * wanted.rows * (-(-loaded.context_len // PAGE_SIZE) + 1)
     executor, num_pages = assemble_executor(loaded, wanted.rows, PAGE_SIZE, pages, MEMORY_SHARE, options, setting.say)
-    config = SchedulerConfig(
+    config = pinned_config(
         num_pages=num_pages,
         page_size=PAGE_SIZE,
         context_len=loaded.context_len,
@@ -114,7 +115,7 @@ def random_model(shape: Shape, context_len: int, options: DeviceOptions) -> Load
     config, device = hf_config(shape), device_of(options.device)
     native = decoder_config(config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kernels = layer_kernels(options.kernels, device)
+    kernels = layer_kernels(options.kernels, device, dtype, options.num_threads)
     num_positions = (-(-context_len // PAGE_SIZE) + 2) * PAGE_SIZE  # a slot's pages hold no more
     with torch.inference_mode():
         weights = random_decoder_weights(native, dtype, device, kernels, seed=0)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -65,7 +66,9 @@ def profiled(work: Callable[[], object], on_gpu: bool, steps: int, keep: Path | 
 
     On a GPU its activity alone is recorded: to record each operation of the host slows the host, which is judged here too.
     """
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+    # Without a GPU the steps run on a thread of their own.
+    activity, threads = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU, _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[activity], experimental_config=threads) as trace:
         work()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

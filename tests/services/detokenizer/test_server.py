@@ -18,7 +18,7 @@ from services.detokenizer.server import DetokenizerServicer
 from services.detokenizer.settings import DetokenizerSettings
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.observe.spans import Tracing
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 
 
 @contextlib.asynccontextmanager
@@ -28,11 +28,11 @@ async def serving(
     registry = CollectorRegistry()
     config = DetokenizerSettings(model=Path("."), **settings)  # type: ignore[arg-type]
     servicer = DetokenizerServicer(tokenizer, config, DetokenizerMetrics(registry), tracing)
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
     pb_grpc.add_DetokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+    async with grpc_server.channel(f"127.0.0.1:{port}") as channel:
         yield pb_grpc.DetokenizerStub(channel), servicer, registry  # type: ignore[no-untyped-call]
     await server.stop(None)
 
@@ -181,9 +181,9 @@ def test_connections_of_an_age_are_replaced_and_their_streams_go_on(tokenizers: 
             pb_grpc.add_DetokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
             ports.append(server.add_insecure_port("127.0.0.1:0"))
 
-        server = await rpc.start_server("127.0.0.1", 0, rpc.Health("detokenizer"), add, max_connection_age_s=0.3)
+        server = await grpc_server.start_server("127.0.0.1", 0, grpc_server.Health("detokenizer"), add, max_connection_age_s=0.3)
         try:
-            async with rpc.channel(f"127.0.0.1:{ports[0]}") as channel:
+            async with grpc_server.channel(f"127.0.0.1:{ports[0]}") as channel:
                 call = pb_grpc.DetokenizerStub(channel).Decode()  # type: ignore[no-untyped-call]
                 await call.write(row(1, [10], opens=[pb.DecodeOpen(handle=1)]))
                 await call.read()

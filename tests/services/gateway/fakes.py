@@ -9,13 +9,14 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import orjson
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.local.ports import free_ports
 
 EOS = 0
 VOCAB_SIZE = 0x20000
@@ -243,6 +244,15 @@ class Running:
         )
 
 
+class Refusal(NamedTuple):
+    """Fields of a Finish. An older worker names neither field nor element."""
+
+    error: int
+    message: str
+    field: str = ""
+    element: int | None = None
+
+
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """One step is one token for every request. `steps_left` None: steps run freely; else only that many more. It tells its
     load when a test says so, and with `beat_s` as often as that. A submit for other weights is refused, after a new hello."""
@@ -252,7 +262,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.info.context_len, self.info.vocab_size = CONTEXT_LEN, VOCAB_SIZE
         self.info.generates, self.info.embedding_size = True, EMBEDDING_SIZE
         self.answer: Callable[[worker_pb2.Submit], str] = lambda submit: "Hello, world!"
-        self.refuse: list[tuple[int, str]] = []  # ABORT finishes for the next submits: error code, message
+        self.refuse: list[tuple[Any, ...]] = []  # ABORT finishes for the next submits, as in Refusal
         self.steps_left: int | None = None
         self.merge = 1  # steps in one message, as a worker sends them to a slow front end
         self.early_prompt = False  # a prompt's first log probabilities come before any step
@@ -342,9 +352,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 other = bool(submit.revision) and submit.revision != self.info.revision
                 self._hello_due |= other
                 if self.refuse or other:
-                    code, text = (pb.ERROR_CODE_OTHER_WEIGHTS, "others") if other else self.refuse.pop(0)
-                    reason = pb.FINISH_REASON_ABORT
-                    refused.append(worker_pb2.Finish(handle=submit.handle, reason=reason, error=code, message=text))
+                    refusal = Refusal(pb.ERROR_CODE_OTHER_WEIGHTS, "others") if other else Refusal(*self.refuse.pop(0))
+                    refused.append(worker_pb2.Finish(handle=submit.handle, reason=pb.FINISH_REASON_ABORT, **refusal._asdict()))
                 else:
                     running[submit.handle] = Running(submit, ids_of(self.answer(submit)))
             for handle in message.aborts:
@@ -413,7 +422,7 @@ class Host:
     async def start(self) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         SERVICERS[type(self.servicer)](self.servicer, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port or free_ports(1)[0]}")
         await self._server.start()
 
     async def stop(self) -> None:

@@ -5,7 +5,7 @@ import urllib.request
 from prometheus_client import CollectorRegistry, Gauge
 
 from services.local.ports import HOST
-from services.shared.observe import metrics_server as metrics
+from services.shared.observe import metrics_server
 
 PROMETHEUS_ASKS = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;q=0.5"
 
@@ -13,7 +13,7 @@ PROMETHEUS_ASKS = "application/openmetrics-text;version=1.0.0,application/openme
 def test_a_name_keeps_its_colon_whatever_format_is_preferred() -> None:
     registry = CollectorRegistry()
     Gauge("sglang:num_running_reqs", "Requests that run.", registry=registry).set(3)
-    server = metrics.serve(registry, HOST, 0)
+    server = metrics_server.serve(registry, HOST, 0)
     try:
         url = f"http://{HOST}:{server.server_address[1]}/metrics"
         for accept in (PROMETHEUS_ASKS, "*/*"):

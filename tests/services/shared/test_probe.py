@@ -13,8 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from services.local.ports import HOST, free_ports
-from services.shared.rpc import grpc_server as rpc
-from services.shared.rpc import probe
+from services.shared.rpc import grpc_server, probe
 
 
 @pytest.fixture
@@ -27,8 +26,8 @@ def health_port() -> Iterator[int]:
     def run(awaitable: object) -> object:
         return asyncio.run_coroutine_threadsafe(awaitable, loop).result(10)  # type: ignore[arg-type]
 
-    server = run(rpc.start_server(HOST, port, rpc.Health("worker"), lambda server: None))
-    assert isinstance(server, rpc.Server)
+    server = run(grpc_server.start_server(HOST, port, grpc_server.Health("worker"), lambda server: None))
+    assert isinstance(server, grpc_server.Server)
     yield port
     run(server.stop(0))
     loop.call_soon_threadsafe(loop.stop)

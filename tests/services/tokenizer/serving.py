@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.shared.hf_tokenizer import load_tokenizer
 from services.shared.observe.spans import Tracing
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.server import TokenizerServicer
 from services.tokenizer.settings import TokenizerSettings
@@ -34,13 +34,13 @@ async def serving(folder: Path, tracing: Tracing | None = None, **settings: Any)
     registry = CollectorRegistry()
     config = TokenizerSettings(model=folder, **settings)
     servicer = TokenizerServicer(load_tokenizer(folder), config, TokenizerMetrics(registry), tracing)
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
     pb_grpc.add_TokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await servicer.start()
     await server.start()
     try:
-        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        async with grpc_server.channel(f"127.0.0.1:{port}") as channel:
             yield Serving(pb_grpc.TokenizerStub(channel), registry)  # type: ignore[no-untyped-call]
     finally:
         await server.stop(None)

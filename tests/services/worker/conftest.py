@@ -10,12 +10,13 @@ import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared.observe.spans import Tracing
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import StepOutput, StepStats
+from services.worker.core.contracts.messages import StepOutput
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
+from services.worker.core.stats import StepStats
 from services.worker.exec.fake import FakeExecutor, TimeModel
 from services.worker.front.busyness import BEAT_S, GAP_S, LoadReport, NoIndex
 from services.worker.front.outbox import StreamOutbox
@@ -27,10 +28,12 @@ from services.worker.loop.loop import Loop
 from services.worker.loop.pulse import Pulse
 from services.worker.loop.step_limit import StepLimit
 from services.worker.loop.thread import SchedulerThread
+from services.worker.metrics.loop_counts import LoopCounts
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
+from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
 
-CONFIG = SchedulerConfig(
+CONFIG = deployed_config(
     num_pages=256,
     page_size=4,
     context_len=256,
@@ -53,6 +56,7 @@ class Serving:
     core: Scheduler
     executor: FakeExecutor
     metrics: WorkerMetrics
+    counts: LoopCounts
     inbox: Inbox
     outbox: StreamOutbox
     load: LoadReport
@@ -81,7 +85,7 @@ class Observer:
 
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()
-        self._metrics.planned(plan)
+        self._metrics.counts.planned(plan)
 
     def ended(self, plan: BatchPlan, seconds: float) -> None:
         self._pulse.beat()
@@ -89,11 +93,11 @@ class Observer:
 
     def turned(self, stats: StepStats, busy: bool) -> None:
         self._pulse.beat()
-        self._metrics.turned(stats, busy)
+        self._metrics.counts.turned(stats)
         self._load.turned(stats)
 
     def cached(self, events: CacheEvents) -> None:
-        self._metrics.cached(events)
+        self._metrics.counts.cached(events)
 
 
 class PlainMasks:
@@ -133,7 +137,8 @@ async def serving(
         config.vocab_size,
         time_model=TimeModel(base=step_s),
     )
-    metrics = WorkerMetrics("fake", config.page_size, config.num_pages, config.max_running_requests)
+    counts = LoopCounts(config.page_size, config.num_pages, config.max_running_requests)
+    metrics = WorkerMetrics("fake", counts)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
     pulse, limit = Pulse(), StepLimit(lambda: core.config, float("inf"), CAP_S)
     load = LoadReport(outbox, config.page_size, NoIndex(5), pulse, limit, gap_s, beat_s)
@@ -147,16 +152,16 @@ async def serving(
         hello.MergeFrom(info)
     limits = ModelLimits(config.context_len, config.vocab_size, False)
     servicer = WorkerServicer(inbox, outbox, hello, limits, metrics.arrived, load, spans)
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     scheduler.start()
     telling = asyncio.create_task(load.keep())
     try:
-        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        async with grpc_server.channel(f"127.0.0.1:{port}") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            yield Serving(f"127.0.0.1:{port}", stub, core, executor, metrics, inbox, outbox, load, scheduler, servicer)
+            yield Serving(f"127.0.0.1:{port}", stub, core, executor, metrics, counts, inbox, outbox, load, scheduler, servicer)
     finally:
         await scheduler.stop(5)
         await server.stop(0)

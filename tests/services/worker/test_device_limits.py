@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.device_limits import limits_of, most_step_tokens, resolved
 from services.worker.settings import WorkerSettings
+from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
 
 GIB = 2**30
@@ -61,7 +61,7 @@ def test_no_step_is_larger(chunk: int, prefill: int, rows: int, mixed: bool) -> 
     settings = WorkerSettings(
         max_running_requests=rows, chunked_prefill_size=chunk, max_prefill_tokens=prefill, page_size=4, enable_mixed_chunk=mixed
     )
-    config = SchedulerConfig(
+    config = deployed_config(
         num_pages=2000,
         page_size=4,
         context_len=256,

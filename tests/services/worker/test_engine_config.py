@@ -1,20 +1,85 @@
-"""What the scheduler is told of the executor that was built."""
+"""What the scheduler is told of the settings and of the model that was loaded."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import enum
+from dataclasses import fields, replace
 
+import pytest
+
+from services.shared.settings import of_values
+from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.device_limits import resolved
-from services.worker.engine import _scheduler_config
-from services.worker.exec.contracts.model_info import ModelInfo
+from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.scheduler_config import scheduler_config
 from services.worker.settings import WorkerSettings
 
-SETTINGS = resolved(WorkerSettings(), None)
-INFO = ModelInfo("fake", 4096, 1000, (2,), num_pages=64, page_size=16, dtype="none", weight_bytes=0, kv_bytes_per_token=0)
+SETTINGS = resolved(of_values(WorkerSettings, {}), None)
+INFO = LoadedInfo("fake", 4096, 1000, (2,), num_pages=64, page_size=16, dtype="none", weight_bytes=0, kv_bytes_per_token=0)
+NAMES = sorted({field.name for field in fields(SchedulerConfig)} & set(WorkerSettings.model_fields))
+OF_THE_MODEL = ("context_len", "page_size")  # as the executor has found them, within what the settings ask for
+
+
+def other_than(value: object) -> object:
+    """Another value of a setting's type."""
+    if isinstance(value, enum.Enum):
+        return next(member for member in type(value) if member is not value)
+    assert isinstance(value, int | float)
+    return not value if isinstance(value, bool) else value + 1
+
+
+def differing(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
+    return {field.name for field in fields(a) if getattr(a, field.name) != getattr(b, field.name)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_reaches_its_field_and_no_other(name: str) -> None:
+    changed = SETTINGS.model_copy(update={name: other_than(getattr(SETTINGS, name))})
+    before, after = (scheduler_config(settings, INFO, -1) for settings in (SETTINGS, changed))
+    assert differing(before, after) == ({name} - set(OF_THE_MODEL))
+
+
+def test_what_the_model_and_its_tokenizer_say_is_told_as_they_say_it() -> None:
+    config = scheduler_config(SETTINGS, replace(INFO, pooling_reuses_prefix=False), 7)
+    assert (config.num_pages, config.page_size, config.context_len, config.vocab_size) == (64, 16, 4096, 1000)
+    assert (config.eos_token_ids, config.bos_token_id, config.pooling_reuses_prefix) == ((2,), 7, False)
 
 
 def test_graphs_of_an_executor_bound_what_known_tokens_join() -> None:
     with_graphs = replace(INFO, graph_rows=(1, 8, 128), graph_rereads=700, eager_step_cost=0.04)
-    assert _scheduler_config(SETTINGS, with_graphs).graphs == GraphLimits(128, 700, 0.04)
-    assert _scheduler_config(SETTINGS, INFO).graphs == GraphLimits()
+    assert scheduler_config(SETTINGS, with_graphs, -1).graphs == GraphLimits(128, 700, 0.04)
+    assert scheduler_config(SETTINGS, INFO, -1).graphs == GraphLimits()
+
+
+def test_an_encoders_prompts_are_never_cut_and_share_nothing() -> None:
+    settings = SETTINGS.model_copy(update={"enable_mixed_chunk": True, "max_prefill_tokens": 512})
+    config = scheduler_config(settings, replace(INFO, needs_whole_prompt=True), -1)
+    plain = scheduler_config(settings, INFO, -1)
+    assert config == replace(
+        plain,
+        whole_prompts=True,
+        max_prefill_tokens=4096,
+        chunked_prefill_size=0,
+        enable_mixed_chunk=False,
+        enable_radix_cache=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["max_running_requests", "chunked_prefill_size"])
+def test_what_the_device_decides_is_found_before(name: str) -> None:
+    unresolved = SETTINGS.model_copy(update={name: WorkerSettings.model_fields[name].default})
+    with pytest.raises(AssertionError, match="device"):
+        scheduler_config(unresolved, INFO, -1)
+
+
+class TestValuesWithoutAnEnvironment:
+    def test_neither_flags_nor_the_environment_are_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ROOTSTOCK_PAGE_SIZE", "32")
+        assert WorkerSettings().page_size == 32
+        settings = of_values(WorkerSettings, {"max_queued_requests": 7})
+        assert (settings.page_size, settings.max_queued_requests) == (16, 7)
+
+    def test_every_wrong_field_is_named(self) -> None:
+        with pytest.raises(ValueError, match=r"^page_size: .*; pages: "):
+            of_values(WorkerSettings, {"page_size": 0, "pages": 3})

@@ -6,19 +6,11 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
-from services.gateway.api.openai.render import usage_of
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.request import Choice, ClientRequest, Delta
-
-
-def vector_of(choice: Choice) -> NDArray[np.float32]:
-    """float32[dimensions], little-endian, of a choice that has ended."""
-    assert choice.embedding is not None, "the worker ends a request for a vector with one"
-    return np.array(choice.embedding, dtype="<f4")
+from services.gateway.request.usage import usage_of
 
 
 class EmbeddingRenderer:
@@ -39,5 +31,5 @@ class EmbeddingRenderer:
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _encoded(self, choice: Choice) -> Any:
-        vector = vector_of(choice)
+        vector = choice.output.vector()
         return base64.b64encode(vector.tobytes()).decode() if choice.generation.vector_as_base64 else vector

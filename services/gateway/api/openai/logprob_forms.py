@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import orjson
-
-from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts
+from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts, extend
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.generation import Generation
 from services.gateway.request.logprobs import TokenLogprob
@@ -19,13 +17,6 @@ from services.gateway.request.request import Choice, Delta
 def _slices(generation: Generation, token_texts: ModelTexts) -> Slices:
     wanted = generation.sampling.logprobs
     return Slices(wanted.top, list(wanted.token_ids), token_texts)
-
-
-def extend(array: bytearray, values: Sequence[Any]) -> None:
-    """More elements of a JSON array, whose inside `array` is."""
-    if values:
-        array += b"," if array else b""
-        array += orjson.dumps(values)[1:-1]
 
 
 class ChatLogprobs:
@@ -130,7 +121,7 @@ def _output_entries(delta: Delta) -> Iterator[Entry]:
 
 def _prompt_entries(choice: Choice) -> Iterator[Entry]:
     was_cut_short = choice.ending is not None and choice.ending.finish_reason == "abort"
-    values = choice.prompt_logprobs
+    values = choice.output.prompt_logprobs
     return zip(choice.prompt.ids, chain((None,), values.span(0, len(values))), strict=not was_cut_short)
 
 

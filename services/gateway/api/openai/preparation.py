@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from services.gateway.api.openai import chat_call as prompts
+from services.gateway.api import prompts
+from services.gateway.api.openai.chat_call import chat_call
 from services.gateway.api.openai.types import CompletionRequest, NamedBody
 from services.gateway.api.openai.validation import (
     chat_generation,
@@ -19,54 +19,37 @@ from services.gateway.api.openai.validation import (
     parse_chat,
     parse_completion,
     parse_embedding,
-    parse_json,
 )
 from services.gateway.api.room import for_a_vector, for_an_answer
 from services.gateway.api.session_fields import begins, check_turn
-from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import budgets
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import Generation, ModelInfo, Part, Prompt
+from services.gateway.request.generation import Generation, ModelInfo, Models, Part, Plan, Prompt
 from services.gateway.request.origin import Origin
 from services.shared import limits
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A valid request with its prompts as token ids."""
-
-    model: ModelInfo
-    parts: list[Part]
-
-    def routed(self, key: str) -> Plan:
-        """With this routing key wherever the body gave none."""
-        keyed = [
-            replace(part, generation=replace(part.generation, routing_key=part.generation.routing_key or key))
-            for part in self.parts
-        ]
-        return Plan(self.model, keyed)
 
 
 class Preparer:
     """Every method raises ApiError."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: TokenizerClient, detoks: DetokPool) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, models: Models, tokenizer: TokenizerClient, detoks: DetokPool) -> None:
+        self._models = models
         self._tokenizer = tokenizer
         self._detoks = detoks
 
     async def chat(self, body: bytes, origin: Origin) -> Plan:
         request = parse_chat(parse_json(body), origin)
-        call = prompts.chat_call(request, origin.request_id)
+        call = chat_call(request, origin.request_id)
         _call_it(request, origin, None)
         model = await self._generating_model(request.model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
         _check_turn(generation, 1)
-        call.hash_root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+        call.hash_root = self._models.hash_root(model, generation.cache_salt)
         prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
         fitting = for_an_answer(model, generation.session is not None).fit(prompt, "messages")
         return Plan(model, _parts([fitting], generation, request, origin))
@@ -93,7 +76,7 @@ class Preparer:
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = embedding_generation(request, model.embedding_size)
-        root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+        root = self._models.hash_root(model, generation.cache_salt)
         room, special = for_a_vector(model), request.add_special_tokens is not False
         checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", room, root, special)
         return Plan(model, _parts(checked, generation, request, origin))
@@ -101,7 +84,7 @@ class Preparer:
     async def _completion_prompts(
         self, request: CompletionRequest, generation: Generation, model: ModelInfo, origin: Origin
     ) -> list[Prompt]:
-        root = self._dispatcher.catalog.hash_root(model, generation.cache_salt)
+        root = self._models.hash_root(model, generation.cache_salt)
         room = for_an_answer(model, generation.session is not None)
         special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
         return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", room, root, special)
@@ -113,7 +96,7 @@ class Preparer:
         return model
 
     async def _model(self, name: str) -> ModelInfo:
-        return await self._dispatcher.catalog.wait_for(name)
+        return await self._models.wait_for(name)
 
     async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:
         if prompt.text is not None:

@@ -6,52 +6,14 @@ Everything about a stream's chunks that does not change is rendered once per req
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import orjson
 
 from services.gateway.api.openai.logprob_forms import ChatLogprobs, CompletionLogprobs
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.errors import ApiError
 from services.gateway.request.request import ClientRequest, Delta
-
-DONE = b"data: [DONE]\n\n"
-
-
-def usage_of(request: ClientRequest) -> dict[str, Any]:
-    """Prompts count once, however many choices they have; a prompt's cached tokens are those its first choice found."""
-    ended = [(choice, choice.ending) for choice in request.choices if choice.ending]
-    first = [ending for choice, ending in ended if choice.number == 0]
-    prompt_tokens = sum(ending.prompt_tokens for ending in first)
-    output_tokens = sum(ending.completion_tokens for _, ending in ended)
-    cached_tokens = sum(ending.cached_tokens for ending in first)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-def sse_error(error: ApiError) -> bytes:
-    return b"data: " + error.json() + b"\n\n"
-
-
-class Renderer(Protocol):
-    """One request's answer, for one endpoint."""
-
-    async def document(self, deltas: Sequence[Delta]) -> bytes:
-        """The whole answer; `deltas` are all choices, by index. Raises ApiError."""
-
-
-@runtime_checkable
-class StreamRenderer(Renderer, Protocol):
-    """Of an endpoint that can stream. Chunks are complete events."""
-
-    async def chunk(self, delta: Delta) -> bytes:
-        """Raises ApiError."""
-
-    def usage_chunk(self) -> bytes: ...
+from services.gateway.request.usage import usage_of
 
 
 class _Envelope:
@@ -82,7 +44,7 @@ def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
 class ChatRenderer:
     def __init__(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
-        self._ids = request.generation.return_token_ids
+        self._ids = bool(request.generation.answer.return_token_ids)
         self._logprobs = ChatLogprobs(request.generation, token_texts)
         kind = "chat.completion.chunk" if request.generation.stream else "chat.completion"
         self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
@@ -127,7 +89,7 @@ class ChatRenderer:
 class CompletionRenderer:
     def __init__(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
-        self._ids = request.generation.return_token_ids
+        self._ids = bool(request.generation.answer.return_token_ids)
         self._logprobs = CompletionLogprobs(request.generation, token_texts)
         self._envelope = _Envelope(request, "text_completion", "cmpl", created, model)
 

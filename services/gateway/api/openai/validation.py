@@ -9,7 +9,6 @@ import logging
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import ValidationError
 
 from rootstock.v1 import common_pb2 as pb
@@ -25,37 +24,22 @@ from services.gateway.api.openai.types import (
     GenerationBody,
     NamedBody,
 )
-from services.gateway.api.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
+from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.session_fields import session_turn
+from services.gateway.api.translation import Common, Wanted, generation_of
+from services.gateway.api.translation import embedding_generation as vector_of
 from services.gateway.request import client_fields
+from services.gateway.request.client_fields import ClientFields
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation
 from services.gateway.request.origin import Origin
 from services.shared.observe.log import fields
+from services.shared.sampling_parameter import Api
+from services.shared.sampling_parameters import COMPLETION_TOKENS
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_COMPLETION_TOKENS = 16
-
 B = TypeVar("B", bound=NamedBody)
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """Raises ApiError for anything but an object of strict JSON (no NaN, no lone surrogates, depth below 1024)."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        raise bad_request(None, "The body is not valid JSON.", "invalid_json") from None
-    if not isinstance(value, dict):
-        raise bad_request(None, "The body must be a JSON object.", "invalid_json")
-    return value
-
-
-def dump_json(value: Any, param: str) -> bytes:
-    try:
-        return orjson.dumps(value)
-    except (orjson.JSONEncodeError, RecursionError):
-        raise bad_request(param, f"'{param}' is nested too deeply.") from None
 
 
 def parse_chat(body: dict[str, Any], origin: Origin) -> ChatCompletionRequest:
@@ -91,75 +75,55 @@ def chat_generation(request: ChatCompletionRequest, vocab_size: int) -> Generati
         raise bad_request("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     logprobs = pb.Logprobs(top=request.top_logprobs or 0) if request.logprobs else None
     most = request.max_completion_tokens or request.max_tokens
-    return replace(_generation(request, vocab_size, most, logprobs), fields=client_fields.CHAT)
+    return _generation(request, Api.CHAT, vocab_size, most, logprobs, client_fields.CHAT)
 
 
 def completion_generation(request: CompletionRequest, vocab_size: int) -> Generation:
     """With echo the prompt's log probabilities are wanted too."""
-    given = (request.max_completion_tokens, request.max_tokens, DEFAULT_COMPLETION_TOKENS)
+    given = (request.max_completion_tokens, request.max_tokens, COMPLETION_TOKENS)
     most = next(value for value in given if value is not None)
     if most == 0 and not request.echo:
         raise bad_request("max_tokens", "'max_tokens' can be 0 with 'echo' only.")
     logprobs = None
     if request.logprobs is not None:
         logprobs = pb.Logprobs(top=request.logprobs, prompt_from=0 if request.echo else None)
-    generation = _generation(request, vocab_size, most, logprobs)
-    return replace(generation, max_tokens=max(1, most), hidden=most == 0, fields=client_fields.COMPLETION)
+    return _generation(request, Api.COMPLETION, vocab_size, most, logprobs, client_fields.COMPLETION)
 
 
 def embedding_generation(request: EmbeddingRequest, embedding_size: int) -> Generation:
     if (request.dimensions or 0) > embedding_size:
         raise bad_request("dimensions", f"'dimensions' may be at most {embedding_size}, which is what this model gives.")
+    common = Common.of(request, cache_key(request.cache_salt, request.extra_key))
     embedding = pb.Embedding(dimensions=request.dimensions, normalize=request.normalize)
-    return Generation(
-        stream=False,
-        include_usage=False,
-        n=1,
-        seed=None,
-        max_tokens=1,
-        sampling=pb.SamplingParams(embedding=embedding),
-        stop_token_ids=frozenset(),
-        skip_special_tokens=True,
-        include_stop=False,
-        return_token_ids=False,
-        cache_salt=cache_key(request.cache_salt, request.extra_key),
-        priority=request.priority or 0,
-        routing_key=request.routing_key or "",
-        vector_as_base64=request.encoding_format == "base64",
-        fields=client_fields.EMBEDDING,
-    )
+    vector = vector_of(common, embedding, client_fields.EMBEDDING)
+    return replace(vector, vector_as_base64=request.encoding_format == "base64")
 
 
-def _generation(request: GenerationBody, vocab_size: int, max_tokens: int | None, logprobs: pb.Logprobs | None) -> Generation:
+def _generation(
+    request: GenerationBody,
+    api: Api,
+    vocab_size: int,
+    max_tokens: int | None,
+    logprobs: pb.Logprobs | None,
+    names: ClientFields,
+) -> Generation:
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
-    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
-        raise bad_request("min_tokens", "'min_tokens' is greater than the most tokens that are allowed.")
-    constraint = constraint_of(request)
-    sampling = _sampling(request, vocab_size)
+    check_token_ids(request.logprob_token_ids or (), vocab_size, "logprob_token_ids")
     if logprobs is not None:
         logprobs.token_ids.extend(request.logprob_token_ids or ())
-        sampling.logprobs.CopyFrom(logprobs)
     elif request.logprob_token_ids:
         raise bad_request("logprob_token_ids", "'logprob_token_ids' needs 'logprobs'.")
-    if constraint is not None:
-        sampling.grammar.CopyFrom(constraint[1])
-    return Generation(
-        stream=bool(request.stream),
+    salt, turn = cache_key(request.cache_salt, request.extra_key), session_turn(request.session_params)
+    common = Common.of(request, salt, bool(request.stream), turn)
+    wanted = Wanted(max_tokens, logprobs, constraint_of(request))
+    return replace(
+        generation_of(request, api, common, wanted, vocab_size),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        n=request.n or 1,
-        seed=request.seed,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop_token_ids=frozenset(request.stop_token_ids or ()),
-        skip_special_tokens=request.skip_special_tokens is not False,
         include_stop=_include_stop(request),
-        return_token_ids=bool(request.return_token_ids),
-        cache_salt=cache_key(request.cache_salt, request.extra_key),
-        priority=request.priority or 0,
-        routing_key=request.routing_key or "",
-        session=session_turn(request.session_params),
-        grammar_field=constraint[0] if constraint else None,
+        answer=request.shown(),
+        hidden=max_tokens == 0,
+        fields=names,
     )
 
 
@@ -168,30 +132,3 @@ def _include_stop(request: GenerationBody) -> bool:
     if None not in (keeps, trims_not) and keeps != trims_not:
         raise bad_request("no_stop_trim", "'no_stop_trim' and 'include_stop_str_in_output' say the opposite.")
     return bool(keeps or trims_not)
-
-
-def _sampling(request: GenerationBody, vocab_size: int) -> pb.SamplingParams:
-    for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logprob_token_ids"):
-        check_token_ids(getattr(request, field) or (), vocab_size, field)
-    bias = logit_bias(request.logit_bias or {}, vocab_size)
-    return pb.SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        frequency_penalty=request.frequency_penalty,
-        presence_penalty=request.presence_penalty,
-        repetition_penalty=request.repetition_penalty,
-        min_new_tokens=request.min_tokens,
-        ignore_eos=request.ignore_eos,
-        skip_special_tokens=request.skip_special_tokens,
-        stream_interval=request.stream_interval,
-        logit_bias_ids=bias.keys(),
-        logit_bias_values=bias.values(),
-        stop_token_ids=request.stop_token_ids,
-        stop=stop_strings(request.stop),
-        stop_regex=stop_regexes(request.stop_regex),
-        allowed_token_ids=token_id_set(request.allowed_token_ids),
-        banned_token_ids=token_id_set(request.banned_token_ids),
-        dry=dry(request),
-    )

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.api.openai.types import INT32, RID_CHARS
+from services.gateway.api.known_fields import NATIVE_SAMPLING
+from services.gateway.api.request_body import INT32, RID_CHARS
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.api.session_fields import check_turn, session_turn
-from services.gateway.api.sglang.sampling import Common, LogprobWish, generation_of, parse
+from services.gateway.api.sglang.sampling import LogprobWish, native_generation, parse
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeInput, NativeSampling
+from services.gateway.api.translation import Common
 from services.gateway.request import budgets
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation
@@ -93,13 +95,8 @@ def rids_of(given: Any, inputs: Inputs, request_id: str) -> list[str]:
 
 
 def common_of(request: NativeInput, stream: bool = False) -> Common:
-    return Common(
-        stream=stream,
-        cache_salt=request.extra_key or "",
-        priority=request.priority or 0,
-        routing_key=request.routing_key or "",
-        session=session_turn(request.session_params) if isinstance(request, NativeGenerateRequest) else None,
-    )
+    session = session_turn(request.session_params) if isinstance(request, NativeGenerateRequest) else None
+    return Common.of(request, request.extra_key or "", stream, session)
 
 
 def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) -> list[Asked]:
@@ -119,7 +116,7 @@ def asked_of(request: NativeGenerateRequest, inputs: Inputs, vocab_size: int) ->
     asked = []
     for (where, given), wish in zip(sampling, wishes, strict=True):
         if (id(given), wish) not in made:
-            generation = generation_of(given, wish, common, vocab_size, where, inputs.field)
+            generation = native_generation(given, wish, common, vocab_size, where, inputs.field)
             made[id(given), wish] = Asked(generation, Form(wish, given.max_new_tokens == 0))
         asked.append(made[id(given), wish])
     return asked
@@ -132,7 +129,7 @@ def _sampling_of(request: NativeGenerateRequest, inputs: Inputs) -> list[tuple[s
         values = _spread(given, inputs, "sampling_params")
         paths = [f"sampling_params[{i}]" for i in range(len(values))]
         return _each(values, paths)
-    one = parse(NativeSampling, {} if given is None else given, "sampling_params")
+    one = parse(NativeSampling, {} if given is None else given, "sampling_params", NATIVE_SAMPLING)
     choices = len(inputs.prompts) * (one.n or 1)
     budgets.check_sets(one.allowed_token_ids, one.banned_token_ids, choices, "sampling_params.")
     return [("sampling_params", one)] * len(inputs.prompts)
@@ -143,7 +140,7 @@ def _each(values: Sequence[Any], paths: Sequence[str]) -> list[tuple[str, Native
     allowed: list[int] = []
     banned: list[int] = []
     for path, value in zip(paths, values, strict=True):
-        given = parse(NativeSampling, value, path)
+        given = parse(NativeSampling, value, path, NATIVE_SAMPLING)
         allowed += given.allowed_token_ids or ()
         banned += given.banned_token_ids or ()
         budgets.check_sets(allowed, banned, given.n or 1, f"{path}.")

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2
-from services.gateway.api.openai.chat_call import of_many_ids, of_texts
-from services.gateway.api.openai.preparation import Plan
-from services.gateway.api.openai.validation import parse_json
+from services.gateway.api.prompts import of_many_ids, of_texts
 from services.gateway.api.room import Room, for_a_vector, for_an_answer
 from services.gateway.api.session_fields import begins
 from services.gateway.api.sglang.batch import Form, Inputs, asked_of, common_of, inputs_of, rids_of
 from services.gateway.api.sglang.render import EncodeRenderer, GenerateRenderer
-from services.gateway.api.sglang.sampling import embedding_generation, parse
+from services.gateway.api.sglang.sampling import parse
 from services.gateway.api.sglang.types import NativeEncodeRequest, NativeGenerateRequest
-from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.api.strict_json import parse_json
+from services.gateway.api.translation import embedding_generation
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request import client_fields
 from services.gateway.request.errors import bad_request
-from services.gateway.request.generation import ModelInfo, Part, Prompt
+from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import ClientRequest
 
@@ -53,10 +54,6 @@ class PromptSource:
         return [room.fit(prompt, inputs.where(i)) for i, prompt in enumerate(encoded)]
 
 
-async def _served(dispatcher: Dispatcher, name: str | None) -> ModelInfo:
-    return await dispatcher.catalog.wait_for(name)
-
-
 def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
     """The prompts' names; from here on the request can be aborted by them, and by the one that a batch was given."""
     rids = rids_of(given, inputs, origin.request_id)
@@ -67,8 +64,8 @@ def _named(given: Any, inputs: Inputs, origin: Origin) -> list[str]:
 
 
 class GenerateCall:
-    def __init__(self, dispatcher: Dispatcher, source: PromptSource) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, models: Models, source: PromptSource) -> None:
+        self._models = models
         self._source = source
         self._many = False
         self._texts = False  # tokens' texts beside their ids
@@ -79,12 +76,12 @@ class GenerateCall:
         request = parse(NativeGenerateRequest, parse_json(body))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
-        model = await _served(self._dispatcher, request.model)
+        model = await self._models.wait_for(request.model)
         if not model.generates:
             raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
         asked = asked_of(request, inputs, model.vocab_size)
         room = for_an_answer(model, in_session=asked[0].generation.session is not None)
-        root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
+        root = self._models.hash_root(model, request.extra_key or "")
         prompts = await self._source.prompts(inputs, model, origin, room, root, begins(request.session_params))
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
@@ -105,8 +102,8 @@ def _check_start(form: Form, prompt_tokens: int) -> None:
 
 
 class EncodeCall:
-    def __init__(self, dispatcher: Dispatcher, source: PromptSource) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, models: Models, source: PromptSource) -> None:
+        self._models = models
         self._source = source
         self._many = False
 
@@ -115,12 +112,14 @@ class EncodeCall:
         request = parse(NativeEncodeRequest, parse_json(body))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
-        model = await _served(self._dispatcher, request.model)
+        model = await self._models.wait_for(request.model)
         _check_dimensions(request.dimensions, model)
-        root = self._dispatcher.catalog.hash_root(model, request.extra_key or "")
+        root = self._models.hash_root(model, request.extra_key or "")
         prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
         self._many = inputs.many
-        generation = embedding_generation(common_of(request), request.dimensions, inputs.field)
+        embedding = pb.Embedding(dimensions=request.dimensions)
+        fields = client_fields.ENCODE.within("", inputs.field)
+        generation = embedding_generation(common_of(request), embedding, fields)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
 
     def renderer(self, _request: ClientRequest, _created: int, _model: str, _token_texts: ModelTexts) -> EncodeRenderer:

@@ -10,13 +10,12 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts
-from services.gateway.api.openai.embeddings import vector_of
-from services.gateway.api.openai.logprob_forms import extend
+from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts, extend
 from services.gateway.api.sglang.batch import Form
 from services.gateway.api.sglang.sampling import LogprobWish
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.request import Choice, ClientRequest, Delta, Ending
+from services.gateway.request.choice_output import Ending
+from services.gateway.request.request import Choice, ClientRequest, Delta
 
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."
@@ -83,7 +82,7 @@ class _Answer:
             return iter(())
         ids = choice.prompt.ids[wish.start :]
         # Values begin at position `start`, or 1: nothing predicts the first token. An aborted request may have fewer.
-        values = choice.prompt_logprobs
+        values = choice.output.prompt_logprobs
         known = values.span(1 if wish.start else 0, len(values))
         return zip(ids, chain((None,), known))  # noqa: B905
 
@@ -181,4 +180,4 @@ class EncodeRenderer:
     def _answer(choice: Choice, ending: Ending | None) -> dict[str, Any]:
         meta = _meta_of(choice, ending, 0, hidden=True)
         del meta["completion_tokens"]
-        return {"embedding": vector_of(choice), "meta_info": meta}
+        return {"embedding": choice.output.vector(), "meta_info": meta}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
-from services.gateway.api.openai.validation import parse_json
 from services.gateway.api.sglang.call import EncodeCall, GenerateCall, PromptSource
 from services.gateway.api.sglang.render import WEIGHT_VERSION
 from services.gateway.api.sglang.sampling import M, parse
@@ -20,13 +20,14 @@ from services.gateway.api.sglang.types import (
     NativeSampling,
     OpenSessionRequest,
 )
-from services.gateway.dispatch.health_probe import GenerationProbe
+from services.gateway.api.strict_json import parse_json
 from services.gateway.dispatch.sessions import SessionCalls
 from services.gateway.http.body import ClientGone, read_body
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter, AbortScope
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request, unavailable
+from services.gateway.request.generation import Models
 
 GENERATE = "/generate"
 ENCODE = "/encode"
@@ -50,15 +51,27 @@ _TAGS: list[Any] = ["SGLang"]
 
 
 class NativeApi:
-    """What the routes work with. One per process."""
+    """What the routes work with. One per process. routes: their paths. bodies: what they take."""
 
-    def __init__(self, generator: Generator, tokenizer: TokenizerClient, aborter: Aborter) -> None:
+    routes = ROUTES
+    bodies = BODIES
+
+    def __init__(
+        self,
+        generator: Generator,
+        models: Models,
+        tokenizer: TokenizerClient,
+        aborter: Aborter,
+        sessions: SessionCalls,
+        failure: Callable[[], Awaitable[str]],
+    ) -> None:
+        """failure: why no answer can be made; "" if one can."""
         self._generator = generator
-        self._dispatcher = generator.dispatcher
+        self._models = models
         self._source = PromptSource(tokenizer)
         self._aborter = aborter
-        self._sessions = SessionCalls(generator.dispatcher.catalog.workers_of, generator.settings.retry_after_s)
-        self._probe = GenerationProbe(generator.dispatcher, generator.metrics)
+        self._sessions = sessions
+        self._failure = failure
 
     def add_routes(self, app: FastAPI) -> None:
         self._add_generation(app)
@@ -68,7 +81,7 @@ class NativeApi:
     def _add_generation(self, app: FastAPI) -> None:
         @app.post(GENERATE, tags=_TAGS, summary="Go on from texts or ids", openapi_extra=_body_of(NativeGenerateRequest))
         async def generate() -> Response:
-            call = GenerateCall(self._dispatcher, self._source)
+            call = GenerateCall(self._models, self._source)
             return Exchange(self._generator, call.prepare, call.renderer)
 
         @app.put(GENERATE, include_in_schema=False)
@@ -77,7 +90,7 @@ class NativeApi:
 
         @app.post(ENCODE, tags=_TAGS, summary="Vectors of texts or ids", openapi_extra=_body_of(NativeEncodeRequest))
         async def encode() -> Response:
-            call = EncodeCall(self._dispatcher, self._source)
+            call = EncodeCall(self._models, self._source)
             return Exchange(self._generator, call.prepare, call.renderer)
 
         @app.post(ABORT, tags=_TAGS, summary="End requests by rid", openapi_extra=_body_of(AbortRequest))
@@ -95,7 +108,7 @@ class NativeApi:
         @app.post(OPEN_SESSION, tags=_TAGS, summary="Open a session", openapi_extra=_body_of(OpenSessionRequest))
         async def open_session(request: Request) -> Response:
             given = await self._read(request, OpenSessionRequest)
-            model = await self._dispatcher.catalog.wait_for(given.model)
+            model = await self._models.wait_for(given.model)
             # A text of so many characters has about as many tokens at most.
             return _json(await self._sessions.open(model.name, given.session_id, given.capacity_of_str_len, given.timeout))
 
@@ -108,7 +121,7 @@ class NativeApi:
     def _add_state(self, app: FastAPI) -> None:
         @app.get(HEALTH_GENERATE, tags=_TAGS, summary="Whether a token can be made from end to end")
         async def health_generate() -> Response:
-            failure = await self._probe.failure()
+            failure = await self._failure()
             if failure:
                 raise unavailable(failure, self._generator.settings.retry_after_s)
             return Response()
@@ -117,7 +130,7 @@ class NativeApi:
             app.get(path, tags=_TAGS, summary="The model that is served")(self._model_info)
 
     async def _model_info(self) -> Response:
-        model = await self._dispatcher.catalog.wait_for()
+        model = await self._models.wait_for()
         return _json(
             {
                 "model_path": model.name,

@@ -12,15 +12,16 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
 from services.gateway.api import constraints
 from services.gateway.api.body_errors import of_validation
-from services.gateway.api.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
+from services.gateway.api.known_fields import NATIVE, KnownFields, without_neutral
 from services.gateway.api.sglang.types import NativeSampling
+from services.gateway.api.translation import Common, Wanted, generation_of
 from services.gateway.request import client_fields
+from services.gateway.request.answer_body import AnswerBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Generation
-from services.gateway.sglang_neutral import without_neutral
+from services.shared.sampling_parameter import Api
 
 ANY_JSON = "$$ANY$$"  # as a json_schema: any JSON object
 
@@ -36,74 +37,42 @@ class LogprobWish:
     token_ids: tuple[int, ...] = ()
     start: int = -1
 
-
-@dataclass(frozen=True, slots=True)
-class Common:
-    """What all prompts of one call share."""
-
-    stream: bool
-    cache_salt: str
-    priority: int
-    routing_key: str
-    session: worker_pb2.SessionTurn | None
+    def message(self) -> pb.Logprobs:
+        return pb.Logprobs(top=self.top, token_ids=self.token_ids, prompt_from=None if self.start < 0 else self.start)
 
 
-def parse(model: type[M], value: Any, where: str = "") -> M:
+def parse(model: type[M], value: Any, where: str = "", known: KnownFields = NATIVE) -> M:
     """Raises ApiError. `where` is the field that holds the value, "" for the body itself."""
     if not isinstance(value, dict):
         raise bad_request(where or None, f"'{where}' must be an object.")
     try:
-        return model.model_validate(without_neutral(value, model.model_fields.keys()))
+        return model.model_validate(without_neutral(value, model.model_fields.keys(), known))
     except ValidationError as error:
         raise of_validation(error, where) from None
 
 
-def generation_of(
+def native_generation(
     given: NativeSampling, wish: LogprobWish | None, common: Common, vocab_size: int, where: str, prompt_field: str
 ) -> Generation:
     """where, prompt_field: the paths of the sampling parameters and of the prompt, for errors."""
     try:
-        generation = _generation(given, wish, common, vocab_size, where)
-        return replace(generation, fields=client_fields.GENERATE.within(where, prompt_field))
+        wanted = Wanted(given.max_new_tokens, None if wish is None else wish.message(), _constraint(given))
+        generation = generation_of(given, Api.GENERATE, common, wanted, vocab_size)
     except ApiError as error:
         error.param = f"{where}.{error.param}"
         raise
-
-
-def _generation(given: NativeSampling, wish: LogprobWish | None, common: Common, vocab_size: int, where: str) -> Generation:
-    max_tokens = given.max_new_tokens
-    if max_tokens is not None and (given.min_new_tokens or 0) > max_tokens:
-        raise bad_request("min_new_tokens", "'min_new_tokens' is greater than 'max_new_tokens'.")
-    if given.spaces_between_special_tokens is False:
-        raise ApiError(
-            400,
-            "'spaces_between_special_tokens' can only be true.",
-            param="spaces_between_special_tokens",
-            code="unsupported_parameter",
-        )
-    for name in _ID_LISTS:
-        check_token_ids(getattr(given, name) or (), vocab_size, name)
-    constraint = constraints.only_one(
-        [(name, maker(value, name)) for name, maker in _GRAMMARS.items() if (value := getattr(given, name)) is not None]
-    )
-    return Generation(
-        stream=common.stream,
-        include_usage=False,
-        n=given.n or 1,
-        seed=given.sampling_seed,
-        max_tokens=None if max_tokens is None else max(1, max_tokens),
-        sampling=_sampling(given, wish, constraint[1] if constraint else None, vocab_size),
-        stop_token_ids=frozenset(given.stop_token_ids or ()),
-        skip_special_tokens=given.skip_special_tokens is not False,
-        include_stop=bool(given.no_stop_trim),
-        return_token_ids=True,
-        cache_salt=common.cache_salt,
-        priority=common.priority,
-        routing_key=common.routing_key,
-        session=common.session,
-        grammar_field=f"{where}.{constraint[0]}" if constraint else None,
+    return replace(
+        generation,
+        answer=AnswerBody(return_token_ids=True),
         stream_repeats=common.stream,
+        grammar_field=f"{where}.{generation.grammar_field}" if generation.grammar_field else None,
+        fields=client_fields.GENERATE.within(where, prompt_field),
     )
+
+
+def _constraint(given: NativeSampling) -> constraints.Named | None:
+    found = [(name, maker(value, name)) for name, maker in _GRAMMARS.items() if (value := getattr(given, name)) is not None]
+    return constraints.only_one(found)
 
 
 def _json_schema(value: Any, where: str) -> pb.Grammar:
@@ -116,54 +85,3 @@ _GRAMMARS: Mapping[str, Callable[[Any, str], pb.Grammar]] = {
     "ebnf": constraints.ebnf,
     "structural_tag": constraints.structural_tag,
 }
-_ID_LISTS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
-
-
-def embedding_generation(common: Common, dimensions: int | None, prompt_field: str) -> Generation:
-    return Generation(
-        stream=False,
-        include_usage=False,
-        n=1,
-        seed=None,
-        max_tokens=1,
-        sampling=pb.SamplingParams(embedding=pb.Embedding(dimensions=dimensions)),
-        stop_token_ids=frozenset(),
-        skip_special_tokens=True,
-        include_stop=False,
-        return_token_ids=False,
-        cache_salt=common.cache_salt,
-        priority=common.priority,
-        routing_key=common.routing_key,
-        fields=client_fields.ENCODE.within("", prompt_field),
-    )
-
-
-def _sampling(given: NativeSampling, wish: LogprobWish | None, grammar: pb.Grammar | None, vocab_size: int) -> pb.SamplingParams:
-    bias = logit_bias(given.logit_bias or {}, vocab_size)
-    return pb.SamplingParams(
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        frequency_penalty=given.frequency_penalty,
-        presence_penalty=given.presence_penalty,
-        repetition_penalty=given.repetition_penalty,
-        min_new_tokens=given.min_new_tokens,
-        ignore_eos=given.ignore_eos,
-        skip_special_tokens=given.skip_special_tokens,
-        stream_interval=given.stream_interval,
-        logit_bias_ids=bias.keys(),
-        logit_bias_values=bias.values(),
-        allowed_token_ids=token_id_set(given.allowed_token_ids),
-        banned_token_ids=token_id_set(given.banned_token_ids),
-        dry=dry(given),
-        stop_token_ids=given.stop_token_ids,
-        stop=stop_strings(given.stop),
-        stop_regex=stop_regexes(given.stop_regex),
-        logprobs=None if wish is None else _logprobs(wish),
-        grammar=grammar,
-    )
-
-
-def _logprobs(wish: LogprobWish) -> pb.Logprobs:
-    return pb.Logprobs(top=wish.top, token_ids=wish.token_ids, prompt_from=None if wish.start < 0 else wish.start)

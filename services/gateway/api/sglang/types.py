@@ -1,22 +1,22 @@
 """The request bodies of SGLang's native endpoints. They validate and document.
 
 A name that is not here is refused: an option that would be dropped in silence changes the answer. What asks for nothing has
-been taken out before (sglang_neutral.py). Ranges come from services/shared/limits.py. Fields that may be one value or a list
-with one value per prompt are typed Any here and spread over the prompts in sglang_batch.py; each value is then checked as if
-it had come alone.
+been taken out before (known_fields.py). Fields that may be one value or a list with one value per prompt are typed Any here and
+spread over the prompts in sglang_batch.py; each value is then checked as if it had come alone.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 
-from services.gateway.api.openai.types import INT32, INT64, UINT32_MAX, DryBody, Source, Stop
+from services.gateway.api.request_body import PlacedBody, SamplingBody, Source, parameter
 from services.gateway.api.session_fields import SessionParams
+from services.gateway.request.answer_body import Body
 from services.shared import limits
-
-DEFAULT_NEW_TOKENS = 128
+from services.shared.sampling_parameter import Api
+from services.shared.sampling_parameters import GENERATE_TOKENS, UINT32_MAX
 
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _IDS = {
@@ -43,60 +43,36 @@ Ints = Annotated[Any, WithJsonSchema(_INTS)]
 Sampling = Annotated[Any, WithJsonSchema(_SAMPLING)]
 
 
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), frozen=True)
+_STRICT = ConfigDict(extra="forbid")
 
 
-class _Native(BaseModel):
+class _Native(Body):
     model_config = _STRICT
 
 
-class NativeSampling(DryBody):
+class NativeSampling(SamplingBody):
     """SGLang's sampling_params, with the token sets and the DRY penalty of this server's other endpoints."""
 
     model_config = _STRICT
 
-    max_new_tokens: int | None = Field(
-        DEFAULT_NEW_TOKENS, ge=0, le=UINT32_MAX, description="Null: what the context leaves. 0: only the prompt is computed."
-    )
-    min_new_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="No end of sequence before so many tokens.")
-    n: int | None = Field(None, ge=1, le=limits.MAX_N, description="Answers per prompt. Default 1; the same for all prompts.")
-    temperature: float | None = Field(None, ge=limits.TEMPERATURE_RANGE[0], le=limits.TEMPERATURE_RANGE[1])
-    top_p: float | None = Field(None, ge=limits.TOP_P_RANGE[0], le=limits.TOP_P_RANGE[1])
-    top_k: int | None = Field(None, ge=-1, le=limits.MAX_TOP_K, description="0 or -1: all tokens.")
-    min_p: float | None = Field(None, ge=limits.MIN_P_RANGE[0], le=limits.MIN_P_RANGE[1])
-    frequency_penalty: float | None = Field(None, ge=limits.FREQUENCY_PENALTY_RANGE[0], le=limits.FREQUENCY_PENALTY_RANGE[1])
-    presence_penalty: float | None = Field(None, ge=limits.PRESENCE_PENALTY_RANGE[0], le=limits.PRESENCE_PENALTY_RANGE[1])
-    repetition_penalty: float | None = Field(None, ge=limits.REPETITION_PENALTY_RANGE[0], le=limits.REPETITION_PENALTY_RANGE[1])
-    logit_bias: dict[str, float] | None = Field(None, max_length=limits.MAX_LOGIT_BIAS_ENTRIES)
-    sampling_seed: int | None = Field(None, ge=INT64[0], le=INT64[1], description="Answer i of a prompt samples with seed + i.")
-    stop: Stop = Field(None, description=f"Up to {limits.MAX_STOP_STRINGS} strings that end the answer.")
-    stop_token_ids: list[int] | None = Field(None, max_length=limits.MAX_STOP_TOKEN_IDS)
-    stop_regex: Stop = Field(None, description=f"Up to {limits.MAX_STOP_REGEXES} patterns (RE2) that end the answer.")
-    allowed_token_ids: list[int] | None = Field(None, min_length=1, max_length=limits.MAX_TOKEN_ID_SET)
-    banned_token_ids: list[int] | None = Field(None, max_length=limits.MAX_TOKEN_ID_SET)
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = Field(None, description="Default true.")
-    spaces_between_special_tokens: bool | None = Field(None, description="Only true, the default.")
-    no_stop_trim: bool | None = Field(None, description="The matched stop string stays in the text. Default false.")
+    max_new_tokens: int | None = parameter("max_new_tokens", Api.GENERATE, absent=GENERATE_TOKENS)
+    min_new_tokens: int | None = parameter("min_new_tokens", Api.GENERATE)
+    sampling_seed: int | None = parameter("sampling_seed", Api.GENERATE)
     json_schema: Source = Field(None, description='A JSON Schema. "$$ANY$$": any JSON object.')
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: Source = None
-    stream_interval: int | None = Field(None, ge=1, le=UINT32_MAX, description="Tokens between two messages of the worker.")
 
 
-class NativeInput(_Native):
+class NativeInput(PlacedBody):
     """What is computed, and under which names."""
+
+    model_config = _STRICT
 
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out.")
     text: Texts = None
     input_ids: Ids = None
     rid: Texts = Field(None, description="Names for abort_request, echoed in meta_info.id.")
-    priority: int | None = Field(None, ge=INT32[0], le=INT32[1])
-    extra_key: str | None = Field(
-        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a key."
-    )
-    routing_key: str | None = Field(None, max_length=limits.MAX_ROUTING_KEY_CHARS)
 
 
 class NativeGenerateRequest(NativeInput):

@@ -1,84 +1,119 @@
-"""A command-line flag for every field of the scheduler's configuration, made from the fields themselves."""
+"""The worker's settings that a simulation goes by, as flags made from the settings themselves, and what is served with them."""
 
 from __future__ import annotations
 
 import argparse
 import enum
-import types
 import typing
-from collections.abc import Callable, Collection
-from dataclasses import MISSING, fields, replace
+from collections.abc import Collection
 from typing import Any, Literal
 
+from pydantic.fields import FieldInfo
+
+from services.shared.settings import of_values
 from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.device_limits import resolved
+from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.scheduler_config import scheduler_config
+from services.worker.settings import WorkerSettings
 
-# What has no default in the configuration: the KV of an 8B model on one large accelerator, about 800,000 tokens.
-SIM_DEFAULTS: dict[str, Any] = {"num_pages": 50_000, "page_size": 16, "context_len": 131_072}
-SET_BY_SIM: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS_ID,)}
+DEVICE_GIB = 140.0  # an H200's, which the default time model assumes
+NUM_PAGES = 50_000  # the KV of an 8B model on it: about 800,000 tokens
+CONTEXT_LEN = 131_072  # of that model's config
+SETTINGS = (
+    "page_size",
+    "context_len",
+    "max_running_requests",
+    "max_queued_requests",
+    "max_prefill_tokens",
+    "chunked_prefill_size",
+    "adaptive_chunk_rows",
+    "max_extend_steps",
+    "prefill_max_requests",
+    "max_prompt_logprob_tokens",
+    "enable_mixed_chunk",
+    "enable_radix_cache",
+    "eviction_policy",
+    "schedule_policy",
+    "lpm_fallback_threshold",
+    "enable_priority_scheduling",
+    "schedule_low_priority_values_first",
+    "priority_preemption_threshold",
+    "enable_overlap",
+    "schedule_conservativeness",
+    "max_sessions",
+    "session_capacity",
+    "session_ttl_s",
+    "waiting_timeout_s",
+    "running_timeout_s",
+    "retract_interval",
+)
 
 
 def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """without: fields that the caller gives to config_of itself."""
-    group = parser.add_argument_group("the scheduler's configuration (see services/worker/core/contracts/config.py)")
-    hints = typing.get_type_hints(SchedulerConfig)
-    for field in fields(SchedulerConfig):
-        if field.name in SET_BY_SIM or field.name in without:
-            continue
-        default = SIM_DEFAULTS.get(field.name, field.default)
-        if default is MISSING:
-            raise TypeError(f"SchedulerConfig.{field.name} has no default: the simulator needs one")
-        options = _options(field.name, hints[field.name])
-        group.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, default=default, help=_shown(default), **options)
+    """without: settings that the caller gives to settings_of itself."""
+    group = parser.add_argument_group("the worker's settings (see docs/configuration.md)")
+    for name in SETTINGS:
+        if name not in without:
+            add_setting_flag(group, name)
+    about = f"memory of a worker's GPU, by which those are found that the device decides; 0: a CPU (default {DEVICE_GIB:g})"
+    group.add_argument("--device-gib", type=_gib, default=DEVICE_GIB, metavar="GIB", help=about)
 
 
-def config_of(args: argparse.Namespace, **given: Any) -> SchedulerConfig:
-    """Raises ValueError for values that the scheduler does not take."""
-    given |= SET_BY_SIM
-    flags = {field.name: getattr(args, field.name) for field in fields(SchedulerConfig) if field.name not in given}
-    return SchedulerConfig(**flags, **given)
+def add_setting_flag(flags: argparse._ActionsContainer, name: str) -> None:
+    """flags: a parser, or a group of it. name: of one of the worker's settings."""
+    field = WorkerSettings.model_fields[name]
+    about = f"{field.description} (default {field.default})".replace("%", "%%")
+    flags.add_argument(f"--{name.replace('_', '-')}", dest=name, default=field.default, help=about, **_options(name, field))
 
 
-def with_graphs(config: SchedulerConfig, graphs: GraphLimits) -> SchedulerConfig:
-    """As an executor with such graphs has it."""
-    return replace(config, graph_rows=graphs.rows, graph_rereads=graphs.rereads, eager_step_cost=graphs.eager_cost)
+def settings_of(args: argparse.Namespace, **given: Any) -> WorkerSettings:
+    """As a worker on that device has them; the environment is not read. Raises ValueError naming settings out of range."""
+    values = {name: getattr(args, name) for name in SETTINGS if name not in given}
+    return resolved(of_values(WorkerSettings, {**values, **given}), round(args.device_gib * 2**30) or None)
 
 
-def _shown(default: object) -> str:
-    return f"default {default}".replace("%", "%%")
+def simulated_config(settings: WorkerSettings, num_pages: int, graphs: GraphLimits) -> SchedulerConfig:
+    """Of a worker with those settings whose model says what traces list. settings: resolved. graphs: of its executor. Raises
+    ValueError for values that the scheduler does not take."""
+    return scheduler_config(settings, simulated_model(settings, num_pages, graphs), bos_token_id=-1)
 
 
-def _options(name: str, hint: Any) -> dict[str, Any]:
-    """What argparse needs for a field of this type."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    if hint is bool:
+def simulated_model(settings: WorkerSettings, num_pages: int, graphs: GraphLimits) -> LoadedInfo:
+    return LoadedInfo(
+        architecture="simulated",
+        context_len=settings.context_len or CONTEXT_LEN,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS_ID,),
+        num_pages=num_pages,
+        page_size=settings.page_size,
+        dtype="none",
+        weight_bytes=0,
+        kv_bytes_per_token=0,
+        graph_rows=(graphs.rows,) if graphs.rows else (),
+        graph_rereads=graphs.rereads,
+        eager_step_cost=graphs.eager_cost,
+    )
+
+
+def _options(name: str, field: FieldInfo) -> dict[str, Any]:
+    """What argparse needs for a setting of this type."""
+    kind = field.annotation
+    if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if hint in (int, float, str):
-        return {"type": hint, "metavar": hint.__name__.upper()}
-    if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint)}
-    if typing.get_origin(hint) is tuple:
-        return {"type": _tuple_of(typing.get_args(hint)[0]), "metavar": "A,B,…"}
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return {"type": _member_of(hint), "metavar": "|".join(_word(member) for member in hint)}
-    raise TypeError(f"SchedulerConfig.{name} is of a type that has no flag: {hint}")
+    if kind is int or kind is float:
+        return {"type": kind, "metavar": kind.__name__.upper()}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind)}
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
+        return {"type": kind, "choices": tuple(kind), "metavar": "|".join(kind)}
+    raise TypeError(f"WorkerSettings.{name} is of a type that has no flag: {kind}")
 
 
-def _tuple_of(element: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    return lambda text: tuple(element(part) for part in text.split(",") if part)
-
-
-def _word(member: enum.Enum) -> str:
-    return member.value if isinstance(member.value, str) else member.name.lower()
-
-
-def _member_of(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
-    def parse(text: str) -> enum.Enum:
-        for member in kind:
-            if _word(member) == text:
-                return member
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(map(_word, kind))}")
-
-    return parse
+def _gib(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError("a device's memory is not negative")
+    return value

@@ -53,12 +53,14 @@ def fit_time_model(timings: Sequence[StepTiming]) -> Fit:
         raise ValueError("every step took more than 0 seconds")
     terms = np.array([[1, timing.prefill_tokens, timing.rows, timing.context_tokens] for timing in timings], dtype=np.float64)
     coefficients = nonnegative_least_squares(terms / seconds[:, None], np.ones(len(seconds)))
+    base, per_prefill_token, per_row, per_context_token = coefficients.tolist()
     predicted = terms @ coefficients
     residuals = np.abs(predicted - seconds) / seconds
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     r2 = 1 - float(((seconds - predicted) ** 2).sum()) / spread if spread else 1.0
+    base, per_prefill_token, per_row, per_context_token = coefficients.tolist()
     return Fit(
-        TimeModel(*(float(value) for value in coefficients)),
+        TimeModel(base, per_prefill_token, per_row, per_context_token),
         len(timings),
         r2,
         *(float(value) for value in np.percentile(residuals, [50, 90, 99])),

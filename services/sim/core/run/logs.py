@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.sim.core.run.executor import SimRun
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, StepStats
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
+from services.worker.core.stats import StepStats
 
 F64 = NDArray[np.float64]
 
@@ -52,7 +53,7 @@ class StepLog:
             planned,
             stats.num_running,
             stats.num_waiting,
-            stats.pages_leased + stats.pages_cached - stats.pages_evictable,
+            stats.pages_used,
             stats.pages_evictable,
             stats.generated_tokens_total,
             stats.retractions_total,
@@ -101,8 +102,9 @@ class RequestLog:
 
     def gaps(self) -> F64:
         """float64[n]: seconds from one message of a request without a grammar to its next."""
-        gaps = np.concatenate([np.empty(0), *self._gaps])
-        return gaps[~np.isnan(gaps)]
+        gaps: F64 = np.concatenate([np.empty(0), *self._gaps])
+        told: F64 = gaps[~np.isnan(gaps)]
+        return told
 
     def end(self, finish: Finish, now: float) -> None:
         index = finish.handle

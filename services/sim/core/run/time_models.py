@@ -41,7 +41,15 @@ def load_time_model(name_or_path: str) -> TimeModel:
         if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
             unit = "tokens" if name in WHOLE else "seconds"
             raise ValueError(f"{name_or_path}: {name} is a number of {unit}, not {value!r}")
-    return TimeModel(**{name: int(value) if name in WHOLE else float(value) for name, value in record.items()})
+    return TimeModel(
+        base=float(record.get("base", 0)),
+        per_prefill_token=float(record.get("per_prefill_token", 0)),
+        per_row=float(record.get("per_row", 0)),
+        per_context_token=float(record.get("per_context_token", 0)),
+        eager_step=float(record.get("eager_step", 0)),
+        graph_rows=int(record.get("graph_rows", 0)),
+        graph_rereads=int(record.get("graph_rereads", 0)),
+    )
 
 
 def time_model_json(model: TimeModel) -> str:

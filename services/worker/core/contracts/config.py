@@ -9,7 +9,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits
 
 
 class SchedulePolicy(enum.StrEnum):
-    """The order of the waiting queue (reference 2 §6; named as SGLang's --schedule-policy)."""
+    """The order of the waiting queue (docs/scheduler.md#policies; named as SGLang's --schedule-policy)."""
 
     FCFS = "fcfs"
     LPM = "lpm"  # longest prefix match
@@ -28,9 +28,10 @@ class EvictionPolicy(enum.StrEnum):
     PRIORITY = "priority"  # lowest request priority first, then least recently used
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Lengths and budgets are in tokens, pool sizes in pages, times in seconds; 0 switches a limit off where it says so.
+    No field has a default: whoever makes one says each (services/worker/scheduler_config.py for a worker).
 
     bos_token_id: what a tokenizer puts before a text, dropped where a session's turn goes on behind another (-1: none).
     chunked_prefill_size: 0 means that prompts are never cut. adaptive_chunk_rows: decode rows at which chunks are half as
@@ -50,42 +51,42 @@ class SchedulerConfig:
     page_size: int
     context_len: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int = -1
-    max_running_requests: int = 256
-    max_queued_requests: int = 4096
-    max_prefill_tokens: int = 16384
-    chunked_prefill_size: int = 8192
-    adaptive_chunk_rows: int = 64
-    max_extend_steps: int = 0
-    prefill_max_requests: int = 0
-    max_prompt_logprob_tokens: int = 4096
-    enable_mixed_chunk: bool = False
-    whole_prompts: bool = False
-    enable_radix_cache: bool = True
-    eviction_policy: EvictionPolicy = EvictionPolicy.LRU
-    schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
-    lpm_fallback_threshold: int = 128
-    enable_priority_scheduling: bool = False
-    schedule_low_priority_values_first: bool = False
-    priority_preemption_threshold: int = 0
-    schedule_conservativeness: float = 1.0
-    pooling_reuses_prefix: bool = True
-    max_sessions: int = 1024
-    session_capacity: int = 1 << 20
-    session_ttl_s: float = 600.0
-    waiting_timeout_s: float = 0.0
-    running_timeout_s: float = 0.0
-    graph_rows: int = 0
-    graph_rereads: int = 0
-    eager_step_cost: float = 0.0
-    retract_interval: int = 0
-    random_seed: int = 0
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int
+    max_running_requests: int
+    max_queued_requests: int
+    max_prefill_tokens: int
+    chunked_prefill_size: int
+    adaptive_chunk_rows: int
+    max_extend_steps: int
+    prefill_max_requests: int
+    max_prompt_logprob_tokens: int
+    enable_mixed_chunk: bool
+    whole_prompts: bool
+    enable_radix_cache: bool
+    eviction_policy: EvictionPolicy
+    schedule_policy: SchedulePolicy
+    lpm_fallback_threshold: int
+    enable_priority_scheduling: bool
+    schedule_low_priority_values_first: bool
+    priority_preemption_threshold: int
+    schedule_conservativeness: float
+    pooling_reuses_prefix: bool
+    max_sessions: int
+    session_capacity: int
+    session_ttl_s: float
+    waiting_timeout_s: float
+    running_timeout_s: float
+    graph_rows: int
+    graph_rereads: int
+    eager_step_cost: float
+    retract_interval: int
+    random_seed: int
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.num_pages < 1 or self.max_running_requests < 1:
             raise ValueError("page_size, num_pages and max_running_requests are at least 1")
-        if 0 < self.chunked_prefill_size < self.page_size:
+        if self.chunked_prefill_size and self.chunked_prefill_size < self.page_size:
             raise ValueError(f"chunked_prefill_size {self.chunked_prefill_size} is below page_size {self.page_size}")
         if self.max_prefill_tokens < self.page_size:
             raise ValueError(f"max_prefill_tokens {self.max_prefill_tokens} is below page_size {self.page_size}")

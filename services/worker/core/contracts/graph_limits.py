@@ -47,6 +47,7 @@ def strides(limits: GraphLimits, starts: Sequence[int], left: Sequence[int], num
     else as many as it has, and one at least. None: all, in a step that no graph holds, because none could; or because the
     context that would be read again takes longer; or because the steps that these rows are saved outweigh what such a step
     costs all of its `num_rows` sequences, these among them."""
+    assert len(starts) == len(left) <= num_rows, "these rows are among the step's sequences"
     room = limits.rows - num_rows
     if room < 0 or sum(map(rereads, starts, left)) > limits.rereads:
         return None
@@ -55,5 +56,6 @@ def strides(limits: GraphLimits, starts: Sequence[int], left: Sequence[int], num
         count = 1 + min(known - 1, room)
         room -= count - 1
         taken.append(count)
+    assert room >= 0 and min(taken, default=1) > 0, "a graph has room for a token of each"
     saved = sum(-(-known // count) - 1 for known, count in zip(left, taken, strict=True))
     return None if saved > limits.eager_cost * num_rows else taken

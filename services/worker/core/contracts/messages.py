@@ -77,7 +77,8 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Finish:
     """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none.
-    matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED."""
+    matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED. field: with
+    INVALID_ARGUMENT what is at fault, "" for nothing in particular; message says why, without the field's name."""
 
     handle: int
     request_id: str
@@ -92,6 +93,7 @@ class Finish:
     queue_s: float = 0.0
     retractions: int = 0
     embedding: NDArray[np.float32] | None = None
+    field: str = ""
 
 
 @dataclass(slots=True)
@@ -109,35 +111,6 @@ class PeerOutput:
     finishes: list[Finish] = field(default_factory=list)
     logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """Ints and ratios for metrics: gauges as they are now, then counters since the start (names end in _total)."""
-
-    num_running: int
-    num_waiting: int
-    pages_leased: int
-    pages_cached: int
-    pages_evictable: int
-    pages_free: int
-    new_token_ratio: float
-    batch_is_full: bool
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    generated_tokens_total: int
-    retractions_total: int
-    evicted_pages_total: int
-    requests_total: int
-    aborts_total: int
-    num_gated: int = 0
-    num_retracted: int = 0
-    num_sessions: int = 0
-    session_tokens: int = 0
-    preemptions_total: int = 0
-    waiting_tokens: int = 0
-    resumed_total: int = 0
-    paused: bool = False
 
 
 class PauseMode(enum.StrEnum):

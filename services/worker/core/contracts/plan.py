@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.contracts.row_fault import RowFault as RowFault
 from services.worker.core.contracts.sampling import SamplingParams
 
 I32 = NDArray[np.int32]
@@ -22,16 +23,6 @@ class ForwardMode(enum.IntEnum):
     EXTEND = 1
     DECODE = 2
     MIXED = 3
-
-
-class RowFault(enum.IntEnum):
-    """Something wrong with one row's result; ends that request alone."""
-
-    NAN_LOGITS = 1
-    OUT_OF_VOCAB = 2
-    NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave nothing to sample
-    FAILED = 4  # the row's own parameters could not be applied
-    OUT_OF_MEMORY = 5  # the device had no room for the row's part of the step, however small
 
 
 @dataclass(frozen=True, slots=True)

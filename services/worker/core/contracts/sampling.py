@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 DEFAULT_STREAM_INTERVAL = 1
-FORCE_STREAM_INTERVAL = 50  # tokens between messages of a request that does not stream (reference 2 §21)
+FORCE_STREAM_INTERVAL = 50  # tokens between messages of a request that does not stream
 
 
 class GrammarKind(enum.StrEnum):

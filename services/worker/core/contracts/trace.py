@@ -52,5 +52,6 @@ class TraceLog:
 
     def since(self, count: int) -> tuple[int, list[TraceEvent]]:
         """How many there have been, and those after the first `count`, oldest first, as far as they are in the ring."""
+        assert 0 <= count <= self._count, "more events than there were"
         latest = list(islice(reversed(self._events), self._count - count))
         return self._count, latest[::-1]

@@ -10,6 +10,7 @@ _END = "\n"  # of the revision, which has none
 
 def tree_name(revision: str, namespace: str) -> str:
     """revision: "" where weights have no name; a tree is then named by its namespace alone."""
+    assert _END not in revision, "a digest has one line"
     return f"{revision}{_END}{namespace}" if revision else namespace
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from services.worker.core.kv.radix_cache import TreeNode
+from services.worker.core.kv.tree_node import TreeNode
 
 BLOCK_TOKENS = 64
 _TOKEN_BYTES = 4
@@ -52,6 +50,7 @@ class CacheEventLog:
         begin = parent.depth * self._page_size
         inside = begin % BLOCK_TOKENS
         tokens = self._tokens_before(parent, inside) + node.key
+        assert len(tokens) == inside * _TOKEN_BYTES + len(node.key), "a path holds as many tokens as it is deep"
         link, names = self._last_hash(parent), []
         size = BLOCK_TOKENS * _TOKEN_BYTES
         for at in range(0, len(tokens) - size + 1, size):
@@ -68,6 +67,7 @@ class CacheEventLog:
 
     def removed(self, node: TreeNode) -> None:
         for name in node.blocks:
+            assert self._held[name] > 0, "a block goes that no edge holds"
             self._held[name] -= 1
             if self._held[name]:
                 continue
@@ -96,6 +96,7 @@ class CacheEventLog:
         size = self._page_size
         below = lower_depth * size // BLOCK_TOKENS - upper_depth * size // BLOCK_TOKENS
         cut = len(names) - below
+        assert 0 <= cut <= len(names), "an edge names the blocks that end in it"
         return names[:cut], names[cut:]
 
     def take(self) -> CacheEvents | None:

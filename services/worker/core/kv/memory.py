@@ -1,7 +1,7 @@
 """KV memory of one cache group: pages, slots and the radix tree under one owner, and the lease that a request holds.
 
 Every page is in exactly one state: free, leased by one slot, or cached in the tree; free + leased + cached = total.
-A page that is freed may be given out again at once: one forward stream orders all steps (CORE.md, steps and streams).
+A page that is freed may be given out again at once: one forward stream orders all steps (docs/scheduler.md#steps-and-streams).
 Writes to page tables are recorded and handed to the next plan by `take_table_updates`.
 """
 
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.kv.cache_events import CacheEventLog
+from services.worker.core.kv.eviction import EvictionOrder
 from services.worker.core.kv.pools import ReqToTokenPool, TokenToKVPool
-from services.worker.core.kv.radix_cache import TOKEN_BYTES, Match, RadixCache, TreeNode
+from services.worker.core.kv.radix_cache import Match, RadixCache
+from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
 _EMPTY: I32 = np.empty(0, dtype=np.int32)
@@ -32,7 +33,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class TableUpdates:
+class PageTableUpdates:
     """The four table columns of a BatchPlan."""
 
     slots: I32
@@ -41,14 +42,28 @@ class TableUpdates:
     pages: I32
 
 
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """num_pages of page_size tokens; num_slots with a table of pages_per_slot each."""
+
+    num_pages: int
+    page_size: int
+    num_slots: int
+    pages_per_slot: int
+
+
 class KVMemory:
-    def __init__(self, config: SchedulerConfig, events: CacheEventLog | None = None) -> None:
-        self.page_size = config.page_size
-        self.pages = TokenToKVPool(config.num_pages)
-        self.slots = ReqToTokenPool(config.max_running_requests, config.max_pages_per_request)
-        self.tree = RadixCache(config.page_size, config.eviction_policy, events)
+    """order: of eviction. enable_radix_cache: whether anything is shared. events: told of what is cached; None: nobody."""
+
+    def __init__(
+        self, shape: KVShape, order: EvictionOrder, enable_radix_cache: bool, events: CacheEventLog | None = None
+    ) -> None:
+        self.page_size = shape.page_size
+        self.pages = TokenToKVPool(shape.num_pages)
+        self.slots = ReqToTokenPool(shape.num_slots, shape.pages_per_slot)
+        self.tree = RadixCache(shape.page_size, order, events)
         self.evicted_pages_total = 0
-        self._enable_radix_cache = config.enable_radix_cache
+        self._enable_radix_cache = enable_radix_cache
         self._updates: list[tuple[I32, I32, I32, I32]] = []
 
     @property
@@ -85,9 +100,11 @@ class KVMemory:
 
     def lease(self, match: Match, rank: int = 0) -> Lease:
         """A lease on a free slot whose table begins with the hit's pages. `match` is locked; the lease takes over the lock."""
+        count = len(match.pages)
+        assert match.node.lock_ref > 0, "a lease takes over the lock of its match"
+        assert match.node.depth == count, "a hit ends where its node does"
         self.tree.count_hit(match.node)
         slot = self.slots.alloc()
-        count = len(match.pages)
         self.slots.page_table[slot, :count] = match.pages
         self.slots.num_pages[slot] = self.slots.num_shared[slot] = count
         self._record(slot, 0, match.pages)
@@ -98,7 +115,9 @@ class KVMemory:
         slot = lease.slot
         have = int(self.slots.num_pages[slot])
         want = min(-(-num_tokens // self.page_size) - have, self.num_available)
+        assert self.slots.num_shared[slot] <= have, "a slot shares pages that it has not"
         if want > 0:
+            assert have + want <= self.slots.page_table.shape[1], "more pages than a context has"
             pages = self._alloc(want)
             self.slots.page_table[slot, have : have + want] = pages
             self.slots.num_pages[slot] = have + want
@@ -107,6 +126,7 @@ class KVMemory:
 
     def grow_each(self, slots: I32) -> None:
         """One more page for each of `slots` (int32[n], distinct). Asks for no more than num_available."""
+        assert len(slots) <= self.num_available, "pages for rows that were not counted"
         pages = self._alloc(len(slots))
         firsts = self.slots.num_pages[slots]
         self.slots.page_table[slots, firsts] = pages
@@ -123,9 +143,12 @@ class KVMemory:
         whole = len(key) // (self.page_size * TOKEN_BYTES)
         if whole <= shared or not self._enable_radix_cache:
             return
+        assert shared == lease.node.depth, "the shared part of a slot ends at its lease's node"
+        assert whole <= self.slots.num_pages[slot], "what is published lies beyond the slot's pages"
         mine = self.slots.page_table[slot, shared:whole].copy()
         cut = self.page_size * TOKEN_BYTES
         node, theirs = self.tree.insert(lease.node, key[shared * cut : whole * cut], mine, lease.rank)
+        assert node.depth == whole and len(theirs) == len(mine), "the tree holds what it was given"
         self.tree.lock(node)
         self.tree.unlock(lease.node)
         lease.node = node
@@ -150,21 +173,24 @@ class KVMemory:
         self.publish(lease, key)
         slot = lease.slot
         shared, have = int(self.slots.num_shared[slot]), int(self.slots.num_pages[slot])
+        assert shared <= have, "a slot shares pages that it has not"
         self.pages.free(self.slots.page_table[slot, shared:have].copy())
         self.tree.unlock(lease.node)
         self.slots.free(slot)
+        assert self.tree.num_locks - self.slots.num_leased in (0, 1), "a lock for every lease, and for the match in hand"
+        assert self.num_leased >= 0, "free + leased + cached = total"
 
     def flush(self) -> int:
         """Evicts everything that no lease pins; returns the number of pages."""
         return self._evict(self.tree.num_evictable)
 
-    def take_table_updates(self) -> TableUpdates:
+    def take_table_updates(self) -> PageTableUpdates:
         """What was written to page tables since the last call, in order."""
         if not self._updates:
-            return TableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
+            return PageTableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
         columns = [np.concatenate(part) for part in zip(*self._updates, strict=True)]
         self._updates.clear()
-        return TableUpdates(*columns)
+        return PageTableUpdates(*columns)
 
     def _alloc(self, count: int) -> I32:
         if count > self.pages.num_free:
@@ -172,10 +198,13 @@ class KVMemory:
         return self.pages.alloc(count)
 
     def _evict(self, count: int) -> int:
+        evictable = self.tree.num_evictable
         freed = self.tree.evict(count)
         for pages in freed:
             self.pages.free(pages)
         total = sum(map(len, freed))
+        assert total >= min(count, evictable), "fewer pages were evicted than were counted evictable"
+        assert self.num_leased >= 0, "free + leased + cached = total"
         self.evicted_pages_total += total
         return total
 

@@ -18,16 +18,21 @@ class TokenToKVPool:
         self.num_pages = num_pages
         self._stack: I32 = np.arange(num_pages, dtype=np.int32)[::-1].copy()
         self.num_free = num_pages
+        self._is_free = np.ones(num_pages, dtype=np.bool_)
 
     def alloc(self, count: int) -> I32:
         """int32[count]. Asks for no more than num_free."""
-        assert count <= self.num_free, "allocation beyond the pool"
+        assert 0 <= count <= self.num_free, "allocation beyond the pool"
         self.num_free -= count
-        return self._stack[self.num_free : self.num_free + count][::-1].copy()
+        pages = self._stack[self.num_free : self.num_free + count][::-1].copy()
+        self._is_free[pages] = False
+        return pages
 
     def free(self, pages: I32) -> None:
         end = self.num_free + len(pages)
-        assert end <= self.num_pages, "a page was freed twice"
+        assert end <= self.num_pages, "more pages were freed than there are"
+        assert not self._is_free[pages].any(), "a page was freed twice"
+        self._is_free[pages] = True
         self._stack[self.num_free : end] = pages
         self.num_free = end
 
@@ -48,14 +53,25 @@ class ReqToTokenPool:
         self.num_pages: I32 = np.zeros(num_slots, dtype=np.int32)
         self.num_shared: I32 = np.zeros(num_slots, dtype=np.int32)
         self._free = list(range(num_slots))[::-1]
+        self._is_free = [True] * num_slots
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_leased(self) -> int:
+        return len(self.num_pages) - len(self._free)
+
     def alloc(self) -> int:
-        return self._free.pop()
+        assert self._free, "more requests run than there are slots"
+        slot = self._free.pop()
+        assert self.num_pages[slot] == 0, "a free slot holds pages"
+        self._is_free[slot] = False
+        return slot
 
     def free(self, slot: int) -> None:
+        assert not self._is_free[slot], "a slot was freed twice"
+        self._is_free[slot] = True
         self.num_pages[slot] = self.num_shared[slot] = 0
         self._free.append(slot)

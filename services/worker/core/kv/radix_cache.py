@@ -9,43 +9,18 @@ Recency is a counter. Single owner: KVMemory.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.eviction import KEYS, EvictionKey
+from services.worker.core.kv.eviction import EvictionKey, EvictionOrder, lru
+from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
-TOKEN_BYTES = 4
 STALE_ENTRIES = 64  # of the eviction queue, beyond one for each node, before they are swept
 _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class TreeNode:
-    """key: the tokens of this edge (a root's: its namespace); pages: int32[len(key) / page bytes]; depth: pages from the
-    root to this node's end. hits: admissions that went through. born, stamp: when made and when last used. rank: of the most
-    urgent request that brought it, lower is more urgent. blocks: hashes of the blocks whose last token lies in this edge.
-    entry: number of its entry in the eviction queue, 0 for none. gone: evicted; `parent` stays, for holds to be taken back.
-    """
-
-    parent: TreeNode | None
-    key: bytes
-    pages: I32
-    depth: int
-    children: dict[bytes, TreeNode] = field(default_factory=dict)
-    lock_ref: int = 0
-    holds: int = 0
-    hits: int = 0
-    born: int = 0
-    stamp: int = 0
-    rank: int = 0
-    blocks: tuple[bytes, ...] = ()
-    entry: int = 0
-    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +32,12 @@ class Match:
 
 
 class RadixCache:
-    """events: told of blocks that come and go; None: nobody listens, nothing is hashed."""
+    """order: which unlocked leaf goes first. events: told of blocks that come and go; None: nobody listens, nothing is hashed.
+    num_locks: paths that are locked."""
 
-    def __init__(self, page_size: int, policy: EvictionPolicy = EvictionPolicy.LRU, events: CacheEventLog | None = None) -> None:
+    def __init__(self, page_size: int, order: EvictionOrder = lru, events: CacheEventLog | None = None) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
-        self._eviction_key = KEYS[policy]
+        self._eviction_key = order
         self._events = events
         self._roots: dict[str, TreeNode] = {}
         self._empty_roots: list[TreeNode] = []  # that may have to go
@@ -71,6 +47,7 @@ class RadixCache:
         self.num_nodes = 0
         self.num_pages = 0
         self.num_evictable = 0
+        self.num_locks = 0
 
     def root(self, namespace: str) -> TreeNode:
         """The namespace's root; made on first use. Holds no pages and is never evicted."""
@@ -90,8 +67,10 @@ class RadixCache:
 
     def match(self, namespace: str, key: bytes) -> Match:
         """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
-        node, _, pages = self._walk(self.root(namespace), key)
-        return Match(node, _joined(pages))
+        node, _, parts = self._walk(self.root(namespace), key)
+        pages = _joined(parts)
+        assert len(pages) == node.depth, "a path has as many pages as its end is deep"
+        return Match(node, pages)
 
     def count_hit(self, node: TreeNode) -> None:
         """A request is admitted on the path from the root to `node`."""
@@ -117,10 +96,13 @@ class RadixCache:
         Returns the node at their end and int32[n], the tree's pages for them: equal to `pages` where the tree took
         those over, different where it had others already (the caller keeps and frees its own there).
         """
+        assert len(key) == len(pages) * self._page_bytes, "a page for every page of tokens"
+        end = node.depth + len(pages)
         node, at, out = self._walk(node, key)
         if at < len(key):
             node = self._append(node, key[at:], pages[at // self._page_bytes :], rank)
             out.append(node.pages)
+        assert node.depth == end, "an insert ends as deep as its key reaches"
         walk: TreeNode | None = node
         while walk is not None:
             walk.stamp = self._clock
@@ -130,14 +112,17 @@ class RadixCache:
         return node, _joined(out)
 
     def lock(self, node: TreeNode) -> None:
+        self.num_locks += 1
         walk: TreeNode | None = node
         while walk is not None:
             if walk.lock_ref == 0:
                 self.num_evictable -= len(walk.pages)
             walk.lock_ref += 1
             walk = walk.parent
+        assert self.num_evictable >= 0, "more pages were locked than are in the tree"
 
     def unlock(self, node: TreeNode) -> None:
+        self.num_locks -= 1
         walk: TreeNode | None = node
         while walk is not None:
             assert walk.lock_ref > 0, "unlock without lock"
@@ -148,6 +133,7 @@ class RadixCache:
             if walk.parent is None:
                 self._may_be_empty(walk)
             walk = walk.parent
+        assert self.num_evictable <= self.num_pages, "more pages are evictable than are in the tree"
 
     def hold(self, node: TreeNode) -> None:
         """Asks to keep the path from the root to `node`; undone by one `unhold` of the same node, evicted or not."""
@@ -168,7 +154,7 @@ class RadixCache:
         self._may_be_empty(root)
 
     def evict(self, num_pages: int) -> list[I32]:
-        """Drops unlocked leaves in the policy's order until `num_pages` are given back, or none is left. Returns their pages."""
+        """Drops unlocked leaves in the order until `num_pages` are given back, or none is left. Returns their pages."""
         freed: list[I32] = []
         count = 0
         while count < num_pages and self._leaves:
@@ -227,7 +213,7 @@ class RadixCache:
         """Cuts `node` after num_pages; returns the new upper part. The lower part stays the same object: leases point at it."""
         cut = num_pages * self._page_bytes
         parent = node.parent
-        assert parent is not None and 0 < num_pages < len(node.pages)
+        assert parent is not None and 0 < num_pages < len(node.pages), "a cut lies inside its edge"
         upper = TreeNode(parent, node.key[:cut], node.pages[:num_pages], parent.depth + num_pages)
         upper.lock_ref, upper.holds, upper.hits = node.lock_ref, node.holds, node.hits
         upper.born, upper.stamp, upper.rank = node.born, node.stamp, node.rank
@@ -237,12 +223,14 @@ class RadixCache:
         self.num_nodes += 1
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
         upper.children[node.key[: self._page_bytes]] = node
+        assert upper.depth + len(node.pages) == node.depth, "both halves make up the edge that was cut"
         return upper
 
     def _append(self, parent: TreeNode, key: bytes, pages: I32, rank: int) -> TreeNode:
         node = TreeNode(parent, key, pages.copy(), parent.depth + len(pages), stamp=self._clock, born=self._clock, rank=rank)
-        assert len(key) == len(pages) * self._page_bytes
-        parent.children[key[: self._page_bytes]] = node
+        edge = key[: self._page_bytes]
+        assert len(pages) and edge not in parent.children, "an edge begins unlike its siblings"
+        parent.children[edge] = node
         self.num_nodes += 1
         self.num_pages += len(pages)
         self.num_evictable += len(pages)
@@ -254,10 +242,12 @@ class RadixCache:
     def _remove(self, node: TreeNode) -> None:
         parent = node.parent
         assert parent is not None
+        assert not node.gone and not node.lock_ref and not node.children, "only unlocked leaves go"
         del parent.children[node.key[: self._page_bytes]]
         self.num_nodes -= 1
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)
+        assert 0 <= self.num_evictable <= self.num_pages, "what goes was evictable"
         node.gone = True
         if self._events:
             self._events.removed(node)
@@ -283,6 +273,7 @@ class RadixCache:
             if len(self._leaves) > 2 * self.num_nodes + STALE_ENTRIES:
                 self._leaves = [entry for entry in self._leaves if entry[2].entry == entry[1]]
                 heapq.heapify(self._leaves)
+                assert len(self._leaves) <= self.num_nodes, "a node has two entries in the queue"
 
 
 def _joined(parts: list[I32]) -> I32:

@@ -9,33 +9,31 @@ from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Submit
 from services.worker.core.contracts.sampling import FORCE_STREAM_INTERVAL
 from services.worker.core.contracts.tree_name import tree_name
-from services.worker.core.queue.finish import tail_tokens
+from services.worker.core.queue.finish import FinishDecision, refused, tail_tokens
 from services.worker.core.queue.request import Request
 
 _UNLIMITED = 1 << 62
 
-Refusal = tuple[ErrorCode, str]
 
-
-def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> Refusal | None:
+def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> FinishDecision | None:
     """Why a request can never run here."""
     length, given = len(message.prompt_ids), len(message.output_ids)
     outputs = 0 if message.params.embedding else message.params.max_new_tokens
     if length < 1:
-        return ErrorCode.INVALID_ARGUMENT, "the prompt is empty"
+        return refused("the prompt is empty")
     if length + min(outputs, 1) > config.context_len:
-        return ErrorCode.INVALID_ARGUMENT, f"the prompt has {length} tokens; the context holds {config.context_len}"
+        return refused(f"the prompt has {length} tokens; the context holds {config.context_len}")
     if length + outputs > config.context_len:
-        return ErrorCode.INVALID_ARGUMENT, "prompt and max_new_tokens together exceed the context"
+        return refused("prompt and max_new_tokens together exceed the context")
     if length + given > config.context_len:
-        return ErrorCode.INVALID_ARGUMENT, "output_ids: prompt and output together exceed the context"
+        return refused("prompt and output together exceed the context", "output_ids")
     if given and (message.session is not None or message.params.embedding is not None):
-        return ErrorCode.INVALID_ARGUMENT, "output_ids: neither in a session nor for an embedding"
+        return refused("neither in a session nor for an embedding", "output_ids")
     if -(-(length + given) // config.page_size) > config.num_pages:
         size = config.num_pages * config.page_size
-        return ErrorCode.OUT_OF_MEMORY, f"the prompt has {length + given} tokens; the KV pool holds {size}"
+        return refused(f"the prompt has {length + given} tokens; the KV pool holds {size}", error=ErrorCode.OUT_OF_MEMORY)
     if message.params.grammar is not None and not offers_grammars:
-        return ErrorCode.INVALID_ARGUMENT, "grammar: this worker offers no structured output"
+        return refused("this worker offers no structured output", "grammar")
     return None
 
 

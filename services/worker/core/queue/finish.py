@@ -2,7 +2,8 @@
 
 abort (not here: an aborted request has left before its next token is looked at) · a fault of the row, or a token outside the
 vocabulary · a token that the grammar refuses · length · grammar complete · stop token ids and EOS · stop string · stop regex.
-That is reference 2 §22 but for its vocabulary boundary, which comes before length here: what is no token is no output.
+That is SGLang's check_finished but for its vocabulary boundary, which comes before length here: what is no token is no output
+(docs/scheduler.md#finish-order).
 """
 
 from __future__ import annotations
@@ -40,65 +41,77 @@ class TextRules(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinishDecision:
+    """As in Finish."""
+
     reason: FinishReason
     matched_stop: str = ""
     matched_token: int = -1
     error: ErrorCode = ErrorCode.NONE
     message: str = ""
     embedding: NDArray[np.float32] | None = None
+    field: str = ""
 
 
-def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> Ending | None:
+def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> FinishDecision:
+    return FinishDecision(FinishReason.ABORT, error=error, message=message, field=field)
+
+
+def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDecision | None:
     """The vocabulary boundary: a result that is no token ends its request with an error and adds nothing to its output."""
     if fault is RowFault.NAN_LOGITS:
-        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite")
+        return FinishDecision(
+            FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite"
+        )
     if fault is RowFault.FAILED:
         message = "sampling this request's next token failed"
-        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+        return FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
     if fault is RowFault.OUT_OF_MEMORY:
         message = "the accelerator ran out of memory while it computed this request"
-        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+        return FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
     if fault is RowFault.NO_TOKEN_ALLOWED:
         message = "the request's allowed and banned tokens, grammar and stop rules together leave no token to sample"
-        return Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=message)
+        return refused(message)
     if fault is RowFault.OUT_OF_VOCAB or not 0 <= token < vocab_size:
-        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token lies outside the vocabulary")
+        return FinishDecision(
+            FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token lies outside the vocabulary"
+        )
     return None
 
 
-def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> Ending | None:
+def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> FinishDecision | None:
     """Looks at the newest of request.output_ids. None: it goes on."""
     params = request.params
     count = len(request.output_ids)
+    assert 0 < count <= max(params.max_new_tokens, request.num_given), "an output is looked at after each token"
     if count >= params.max_new_tokens:
-        return Ending(FinishReason.LENGTH)
+        return FinishDecision(FinishReason.LENGTH)
     token = request.output_ids[-1]
     is_stop = token in request.stop_token_ids
     if grammar_done:
-        return Ending(FinishReason.MATCHED_TOKEN, matched_token=token if is_stop else -1)
+        return FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=token if is_stop else -1)
     if count >= params.min_new_tokens and is_stop:
-        return Ending(FinishReason.MATCHED_TOKEN, matched_token=token)
+        return FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=token)
     return _check_text(request, rules) if params.stop or params.stop_regex else None
 
 
-def _check_text(request: Request, rules: TextRules) -> Ending | None:
+def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
     """One request's undecodable output is that request's error; the others of its step go on."""
     params = request.params
     try:
         matched = first_stop(_tail_text(request, rules), params.stop) if params.stop else None
         if matched is not None:
-            return Ending(FinishReason.MATCHED_STRING, matched_stop=matched)
+            return FinishDecision(FinishReason.MATCHED_STRING, matched_stop=matched)
         if not params.stop_regex:
             return None
         text = rules.decode(request.output_ids[-REGEX_TAIL_TOKENS:], params.skip_special_tokens)[-REGEX_TAIL_CHARS:]
         pattern = next((pattern for pattern in params.stop_regex if rules.search(pattern, text)), None)
     except StopRuleTooExpensive as error:
-        return Ending(FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message=str(error))
+        return refused(str(error))
     except Exception as error:
         message = f"the output could not be searched for stop strings: {type(error).__name__}"
-        return Ending(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
-    return None if pattern is None else Ending(FinishReason.MATCHED_REGEX, matched_stop=pattern)
+        return FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+    return None if pattern is None else FinishDecision(FinishReason.MATCHED_REGEX, matched_stop=pattern)
 
 
 def _tail_text(request: Request, rules: TextRules) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
-from services.worker.core.kv.radix_cache import TOKEN_BYTES
-from services.worker.core.queue.finish import Ending
+from services.worker.core.kv.tree_node import TOKEN_BYTES
+from services.worker.core.queue.finish import FinishDecision
 from services.worker.core.queue.request import Request
 
 
@@ -29,16 +29,16 @@ class Answer:
     """ending: with REJECT, what the client is told."""
 
     verdict: Verdict
-    ending: Ending | None = None
+    ending: FinishDecision | None = None
 
 
 ADMIT, WAIT = Answer(Verdict.ADMIT), Answer(Verdict.WAIT)
 Gate = Callable[[Request], Answer]
 
 
-def too_small(config: SchedulerConfig) -> Ending:
+def too_small(config: SchedulerConfig) -> FinishDecision:
     message = f"the KV pool of {config.num_pages * config.page_size} tokens cannot hold this request, even alone"
-    return Ending(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
+    return FinishDecision(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
 
 
 class PoolGate:

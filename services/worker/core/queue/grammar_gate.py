@@ -51,6 +51,7 @@ class GrammarGate:
     def leave(self, request: Request) -> None:
         self._size -= 1
         self.num_tokens -= request.queued_tokens
+        assert 0 <= self._size <= self.num_tokens, "each that waits has a token"
         if self._following.pop(request.seq, None) is None:
             self._unlist(request)
 
@@ -120,6 +121,7 @@ def _follow(request: Request, end: int) -> tuple[bool, float]:
     """Up to output token `end`: whether all fit, and seconds of CPU time."""
     matcher = request.matcher
     assert matcher is not None
+    assert end < len(request.output_ids), "a matcher takes the last token when it is committed"
     while request.num_followed < end:
         if not matcher.accept(request.output_ids[request.num_followed]):
             return False, matcher.take_cost()

@@ -18,6 +18,7 @@ class Outputs:
         return output
 
     def add_rows(self, peer: int, handles: list[int], counts: list[int], tokens: list[int]) -> None:
+        assert len(handles) == len(counts) <= len(tokens), "each handle has a count, and a token at least"
         output = self._peer(peer)
         output.handles += handles
         output.counts += counts
@@ -25,6 +26,7 @@ class Outputs:
 
     def add_news(self, request: Request) -> None:
         """One request's tokens that were not told yet, with their logprobs if they are wanted."""
+        assert request.num_sent <= len(request.output_ids), "a front end was told more than there is"
         tokens = request.output_ids[request.num_sent :]
         if not tokens:
             return
@@ -35,6 +37,7 @@ class Outputs:
     def add_logprobs(self, request: Request, first: int, end: int) -> None:
         """Of output tokens first to end; the row that tells these tokens goes out with the same message."""
         if request.wants_logprobs:
+            assert request.num_given <= first < end, "logprobs are of tokens sampled here"
             rows = request.logprobs[first - request.num_given : end - request.num_given]
             self._peer(request.peer).logprobs.append((request.handle, rows))
 

@@ -1,4 +1,4 @@
-"""The order in which waiting requests are looked at for admission (reference 2 §6; thresholds as SGLang has them).
+"""The order in which waiting requests are looked at for admission (docs/scheduler.md#policies; thresholds as SGLang has them).
 
 Pure functions from the queue and the radix tree to an order; nothing is locked, allocated or touched. With priority
 scheduling every order is one within equal ranks.
@@ -14,7 +14,7 @@ import numpy as np
 
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.radix_cache import TOKEN_BYTES, TreeNode
+from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.queue.request import Request
 from services.worker.core.queue.waiting_queue import WaitingQueue
 
@@ -57,6 +57,7 @@ def service_order(
             order = [requests[i] for i in random.permutation(len(requests)).tolist()]
         case SchedulePolicy.ROUTING_KEY:
             order = _by_routing_key(requests, running)
+    assert len(order) == len(requests), "an order of all that may be looked at"
     order.sort(key=lambda r: r.rank)
     return iter(order)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.worker.core.kv.radix_cache import TOKEN_BYTES, TreeNode
+from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.queue.gates import ADMIT, WAIT, Answer
 from services.worker.core.queue.policy import IN_BATCH_DEPRIORITIZE_THRESHOLD
 from services.worker.core.queue.request import Request
@@ -140,6 +140,7 @@ class PrefixGate:
             self._free_all(lead)
             return
         before, committed = lead.committed, self._committed(lead.slot)
+        assert committed >= before, "an extend has lost what it had committed"
         if committed == before and self.num_passes < lead.due:
             return
         end = committed + self._cut

@@ -45,6 +45,8 @@ class SlotColumns:
     def begin(self, slot: int, request: Request, num_cached: int) -> None:
         """Fills the slot's row for a request that is being admitted with `num_cached` tokens of KV."""
         outputs = len(request.output_ids)
+        assert 0 <= num_cached < request.num_prompt_tokens + outputs, "whoever is admitted has a token to compute"
+        assert request.num_sent <= outputs, "a front end was told more than there is"
         self.computed[slot] = self.committed[slot] = num_cached
         self.target[slot] = request.num_prompt_tokens + outputs
         self.planned_out[slot] = self.num_out[slot] = outputs
@@ -66,4 +68,6 @@ class SlotColumns:
         self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
 
     def end(self, slot: int) -> None:
+        assert self.committed[slot] <= self.computed[slot], "a step was committed that was not planned"
+        assert self.sent[slot] <= self.num_out[slot] <= self.planned_out[slot], "told, committed and planned outputs"
         self.epoch[slot] += 1

@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
+from services.worker.core.contracts.messages import Finish, FinishReason
 from services.worker.core.contracts.trace import TraceKind, TraceLog
 from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.memory import KVMemory, Lease
-from services.worker.core.kv.radix_cache import Match, TreeNode
+from services.worker.core.kv.memory import Lease
+from services.worker.core.kv.radix_cache import Match
+from services.worker.core.kv.tree_node import TreeNode
+from services.worker.core.queue.configured_memory import configured_memory
 from services.worker.core.queue.deadlines import Deadlines
-from services.worker.core.queue.finish import Ending
+from services.worker.core.queue.finish import FinishDecision
 from services.worker.core.queue.grammar_gate import GrammarGate
 from services.worker.core.queue.outputs import Outputs
 from services.worker.core.queue.request import Phase, Request
@@ -28,14 +30,14 @@ from services.worker.core.queue.waiting_queue import WaitingQueue
 class RequestTable:
     """extending, decoding: running requests in order of admission. waiting, gate: those without a lease.
 
-    batch_is_full: nothing can be admitted until a running request leaves (reference 2 §19). config may be replaced while
-    running; sizes of pools in it are those of the start.
+    batch_is_full: nothing can be admitted until a running request leaves (docs/scheduler.md#admission-and-budgets). config may
+    be replaced while running; sizes of pools in it are those of the start.
     """
 
     def __init__(self, config: SchedulerConfig, book: GrammarBook | None, events: CacheEventLog | None) -> None:
         self.config = config
         self._events = events
-        self.memory = KVMemory(config, events)
+        self.memory = configured_memory(config, events)
         self.columns = SlotColumns(config.max_running_requests)
         self.outputs = Outputs()
         self.trace = TraceLog()
@@ -70,6 +72,7 @@ class RequestTable:
         """int64[n], aligned with `decoding`."""
         if self._slots is None:
             self._slots = np.array([r.lease.slot for r in self.decoding if r.lease], dtype=np.int64)
+            assert len(self._slots) == len(self.decoding), "a row decodes without a slot"
         return self._slots
 
     def reconfigure(self, config: SchedulerConfig) -> None:
@@ -78,6 +81,7 @@ class RequestTable:
 
     def enqueue(self, request: Request) -> None:
         """A new request, to the queue or to the gate."""
+        assert (request.peer, request.handle) not in self.by_key, "two requests of one handle"
         self.requests_total += 1
         self.resumed_total += request.num_given > 0
         self.by_key[request.peer, request.handle] = request
@@ -94,6 +98,7 @@ class RequestTable:
             self._watch(request.deadline, request, waiting=False)
         if self.config.waiting_timeout_s and not request.num_given:  # as after a retraction: it has run
             self._watch(request.arrival + self.config.waiting_timeout_s, request, waiting=True)
+        assert self._adds_up, "each request stands in one queue"
 
     def ungate(self, request: Request) -> None:
         """GATED to WAITING."""
@@ -101,6 +106,7 @@ class RequestTable:
         request.move(Phase.WAITING)
         self.waiting.add(request, back=request.num_given > 0)
         self.trace.add(request.request_id, TraceKind.UNGATED, 0)
+        assert self._adds_up, "each request stands in one queue"
 
     def begin(self, request: Request, match: Match, now: float) -> Lease:
         """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
@@ -120,12 +126,15 @@ class RequestTable:
             self.cached_tokens_total += request.num_cached_tokens
             if self.config.running_timeout_s:
                 self._watch(now + self.config.running_timeout_s, request, waiting=False)
+        assert self._adds_up, "each request stands in one queue, the running ones with a slot each"
         return lease
 
     def decode(self, request: Request) -> None:
         """EXTEND to DECODE: the last chunk is planned."""
         assert request.lease is not None
-        self.trace.add(request.request_id, TraceKind.PREFILLED, int(self.columns.computed[request.lease.slot]))
+        computed = int(self.columns.computed[request.lease.slot])
+        assert computed == self.columns.target[request.lease.slot], "a row decodes before its last chunk is planned"
+        self.trace.add(request.request_id, TraceKind.PREFILLED, computed)
         request.move(Phase.DECODE)
         self.extending.remove(request)
         self.decoding.append(request)
@@ -141,6 +150,7 @@ class RequestTable:
         columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
         columns.num_out[slot] = columns.planned_out[slot] = len(request.output_ids)
         columns.target[slot] = request.num_prompt_tokens + len(request.output_ids)
+        assert columns.computed[slot] < columns.target[slot], "the tokens that became known are computed already"
         self.decoding.remove(request)
         self.extending.append(request)
         self._slots = None
@@ -154,6 +164,7 @@ class RequestTable:
         assert request.lease is not None
         slot = request.lease.slot
         sampled_in_flight = self.columns.planned_out[slot] > self.columns.num_out[slot] and not self.columns.redundant[slot]
+        assert flight_step >= 0 or not sampled_in_flight, "a token in flight has a step in flight"
         request.num_sent = int(self.columns.sent[slot])
         self._release(request)
         request.move(Phase.WAITING)
@@ -168,9 +179,11 @@ class RequestTable:
         self.preemptions_total += preempted
         self.retractions_total += not preempted
         self.batch_is_full = False
+        assert self._adds_up, "each request stands in one queue"
 
-    def end(self, request: Request, ending: Ending, now: float) -> None:
+    def end(self, request: Request, ending: FinishDecision, now: float) -> None:
         """The request's one terminal output, from any phase but FINISHED."""
+        assert request.phase is not Phase.FINISHED and self.by_key[request.peer, request.handle] is request, "a request ends once"
         node = None
         if request.lease is not None:
             lease = request.lease
@@ -185,6 +198,7 @@ class RequestTable:
         request.move(Phase.FINISHED)
         del self.by_key[request.peer, request.handle]
         self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
+        assert self._adds_up, "who has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
         self.aborts_total += aborted
         if request.session is not None:
@@ -193,19 +207,20 @@ class RequestTable:
 
     def reset_memory(self) -> None:
         """Forgets every page, cached ones too. Only while no request is here."""
-        assert not self.by_key
+        assert not self.by_key and not self.num_running and not self.num_waiting, "somebody uses the memory"
         self.sessions.close_all(self.memory)
         evicted = self.memory.evicted_pages_total
-        self.memory = KVMemory(self.config, self._events)
+        self.memory = configured_memory(self.config, self._events)
         self.memory.evicted_pages_total = evicted
         if self._events:
             self._events.cleared()
 
-    def refuse(self, peer: int, handle: int, request_id: str, error: ErrorCode, message: str) -> None:
+    def refuse(self, peer: int, handle: int, request_id: str, ending: FinishDecision) -> None:
         """The terminal output of a request that never came in."""
         self.requests_total += 1
         self.aborts_total += 1
-        self.outputs.add_refusal(peer, Finish(handle, request_id, FinishReason.ABORT, error=error, message=message))
+        finish = Finish(handle, request_id, ending.reason, error=ending.error, message=ending.message, field=ending.field)
+        self.outputs.add_refusal(peer, finish)
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
         """Requests whose waiting or running time is over, each once, with what to tell the client."""
@@ -226,7 +241,7 @@ class RequestTable:
             return node
         return self.memory.match(request.namespace, request.key, request.reuse_limit).node
 
-    def _finish(self, request: Request, ending: Ending, now: float) -> Finish:
+    def _finish(self, request: Request, ending: FinishDecision, now: float) -> Finish:
         return Finish(
             handle=request.handle,
             request_id=request.request_id,
@@ -235,6 +250,7 @@ class RequestTable:
             matched_token=ending.matched_token,
             error=ending.error,
             message=ending.message,
+            field=ending.field,
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=request.num_cached_tokens,
             completion_tokens=len(request.output_ids),
@@ -243,10 +259,17 @@ class RequestTable:
             embedding=ending.embedding,
         )
 
+    @property
+    def _adds_up(self) -> bool:
+        """waiting + running = all, running + free slots = slots."""
+        running, slots = self.num_running, self.memory.slots
+        return self.num_waiting + running == len(self.by_key) and running + slots.num_free == len(slots.num_pages)
+
     def _release(self, request: Request) -> None:
         lease = request.lease
         assert lease is not None
         committed = int(self.columns.committed[lease.slot])
+        assert committed <= request.num_prompt_tokens + len(request.output_ids), "KV of tokens that nobody knows"
         self.memory.release(lease, request.tokens()[:committed].tobytes())
         self.columns.end(lease.slot)
         request.lease = None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.radix_cache import TreeNode
+from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.queue.request import Request
 
 I32 = NDArray[np.int32]
@@ -43,7 +43,9 @@ class _Turn:
         while turn is not None:
             parts.append(turn.added[: max(end - turn.kept, 0)])
             end, turn = min(end, turn.kept), turn.parent
-        return np.concatenate(parts[::-1])
+        context = np.concatenate(parts[::-1])
+        assert len(context) == self.kept + len(self.added), "a turn's parents hold what it keeps of them"
+        return context
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +105,7 @@ class SessionTable:
         for turn in session.turns.values():
             memory.unhold(turn.node)
         self.num_tokens -= session.num_tokens
+        assert self.num_tokens >= 0, "the sessions hold less than one of them"
         return True
 
     def close_all(self, memory: KVMemory) -> None:
@@ -128,13 +131,13 @@ class SessionTable:
         if session is None:
             forgotten = turn.session_id in self._forgotten
             why = "was forgotten: the worker's memory was released, or its weights replaced" if forgotten else "is not open here"
-            return f"session: {turn.session_id} {why}"
+            return f"{turn.session_id} {why}"
         if message.request_id in session.turns or message.request_id in session.running:
-            return f"session: {turn.session_id} has a turn {message.request_id}"
+            return f"{turn.session_id} has a turn {message.request_id}"
         parent = turn.parent or next(reversed(session.turns), "")
         if parent and parent not in session.turns:
             state = "is still running" if parent in session.running else "is not there"
-            return f"session: turn {parent} of {turn.session_id} {state}"
+            return f"turn {parent} of {turn.session_id} {state}"
         added = prompt = message.prompt_ids
         if parent and len(before := self._kept(session.turns[parent], turn)):
             starts_anew = len(added) > 1 and int(added[0]) == self.config.bos_token_id
@@ -142,7 +145,7 @@ class SessionTable:
             prompt = np.concatenate([before, added])
         room = min(self.config.context_len - len(prompt), session.room - len(added))
         if session.room <= len(added):
-            return f"session: {turn.session_id} is full: it holds {session.capacity} tokens over its turns"
+            return f"{turn.session_id} is full: it holds {session.capacity} tokens over its turns"
         params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, max(room, 1)))
         offset = len(prompt) - len(added)
         return replace(message, prompt_ids=prompt, params=params, session=replace(turn, parent=parent, offset=offset))
@@ -152,6 +155,8 @@ class SessionTable:
         turn = request.session
         assert turn is not None
         session = self._sessions[turn.session_id]
+        assert 0 <= turn.offset <= request.num_prompt_tokens, "a turn that was not resolved"
+        assert request.request_id not in session.running, "a turn runs twice"
         request.session_number = session.number
         session.running[request.request_id] = request.num_prompt_tokens - turn.offset + request.params.max_new_tokens
 
@@ -209,3 +214,4 @@ class SessionTable:
     def _count(self, session: _Session, tokens: int) -> None:
         session.num_tokens += tokens
         self.num_tokens += tokens
+        assert 0 <= session.num_tokens <= session.capacity, "a turn was let in that the session has no room for"

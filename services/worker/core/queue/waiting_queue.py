@@ -55,6 +55,7 @@ class WaitingQueue:
         return sum(len(rank.back) for rank in self._ranks.values())
 
     def add(self, request: Request, back: bool = False) -> None:
+        assert not request.held, "who comes to the queue is held by no gate"
         rank = self._ranks.get(request.rank)
         if rank is None:
             rank = self._ranks[request.rank] = _Rank()
@@ -63,6 +64,7 @@ class WaitingQueue:
             rank.back.append(request)
             rank.back.sort(key=lambda r: r.seq)
         else:
+            assert request.seq not in rank.fresh, "a request stands in the queue twice"
             rank.fresh[request.seq] = request
         self._size += 1
         request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
@@ -76,20 +78,26 @@ class WaitingQueue:
             rank.back.remove(request)
         self._size -= 1
         self.num_tokens -= request.queued_tokens
+        assert 0 <= self._size <= self.num_tokens, "each that waits has a token"
         if not rank.fresh and not rank.back:
             del self._ranks[request.rank]
             self._order = sorted(self._ranks)
 
     def hold(self, request: Request, tokens: int) -> None:
         """A gate makes it wait. tokens: of KV, 1 or more, all that it may come to hold."""
+        assert tokens > 0 and not request.held, "a request is held once"
         self._kept[request.rank] = self._kept.get(request.rank, _NOTHING).plus(1, tokens)
         request.held = tokens
         self.num_held += 1
+        assert self.num_held <= self._size, "only requests of the queue are held"
 
     def free(self, request: Request) -> None:
         """It may be looked at again."""
+        assert request.held > 0, "a request is freed that no gate holds"
         kept = self._kept[request.rank] = self._kept[request.rank].plus(-1, -request.held)
+        assert kept.slots >= 0 and kept.tokens >= 0, "more is given back than was kept"
         if not kept.slots:
+            assert not kept.tokens, "tokens are kept for nobody"
             del self._kept[request.rank]
         request.held = 0
         self.num_held -= 1

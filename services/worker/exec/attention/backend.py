@@ -52,6 +52,11 @@ class AttentionBatch:
     rows: RaggedRows
     graph: int = 0
 
+    def __post_init__(self) -> None:
+        assert len(self.starts) == len(self.num_tokens), "columns of one length"
+        assert 0 <= self.num_extend <= len(self.starts), "extend rows are the first of all rows"
+        assert not self.graph or (self.graph == len(self.starts) and not self.num_extend), "a graph's rows decode"
+
 
 class AttentionBackend(Protocol):
     """One model's, on one stream at a time. captures: decode steps can be captured in CUDA graphs."""

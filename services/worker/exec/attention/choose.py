@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kernels.contracts.step_ops import StepKernels
+from kernels.contracts.step_ops import LayerKernels
+from kernels.reference import layers as reference
 from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
 from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
 from services.worker.exec.attention.flashinfer_limits import Unsupported
+from services.worker.exec.attention.kernel_attention import KernelAttention
 
 AUTO, FLASHINFER, TRITON, TORCH = "auto", "flashinfer", "triton", "torch"
 NAMES = (AUTO, FLASHINFER, TRITON, TORCH)
@@ -19,9 +20,10 @@ Log = Callable[[str], None]
 
 
 def choose_attention(
-    name: str, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: StepKernels, log: Log
+    name: str, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: LayerKernels, log: Log
 ) -> AttentionBackend:
-    """name: one of NAMES. auto: flashinfer on a CUDA device if it can be had and serves the shape, else triton; torch elsewhere.
+    """name: one of NAMES. auto: flashinfer on a CUDA device if it can be had and serves the shape, else triton; elsewhere the
+    kernels that run the model's layers.
 
     log: told in one line what was chosen and why, and of kernels that are compiled. Raises ValueError for a name that is unknown
     or cannot be had, with the reason.
@@ -39,15 +41,15 @@ def choose_attention(
         log("attention: flashinfer, as asked for")
         return made
     log(f"attention: {name}, as asked for")
-    return _triton(shape, device) if name == TRITON else _torch(shape, device)
+    return _triton(shape, device) if name == TRITON else KernelAttention(reference, TORCH)
 
 
 def _automatic(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: StepKernels, log: Log
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: LayerKernels, log: Log
 ) -> AttentionBackend:
     if device.type != "cuda":
-        log(f"attention: torch, because the device is {device.type} and the other back ends need CUDA")
-        return _torch(shape, device)
+        log(f"attention: our kernels, because the device is {device.type} and the other back ends need CUDA")
+        return KernelAttention(kernels)
     made = _flashinfer(shape, device, dtype, kernels, log)
     if isinstance(made, str):
         log(f"attention: triton, because flashinfer cannot be had: {made}")
@@ -57,7 +59,7 @@ def _automatic(
 
 
 def _flashinfer(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: StepKernels, log: Log
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: LayerKernels, log: Log
 ) -> FlashInferAttention | str:
     """Ready for its first step, or why it cannot be had. Any exception is a reason: the library imports a dozen others and runs
     a compiler. What to make of a reason is the caller's."""
@@ -69,14 +71,17 @@ def _flashinfer(
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as failure:
-        if torch.cuda.is_initialized():
+        cuda: Any = torch.cuda
+        if cuda.is_initialized():
             torch.cuda.synchronize(device)  # raises where the device itself has failed: no other kernels can run on it
         return f"{type(failure).__name__}: {_first_line(failure)}"
     return backend
 
 
 def _imported() -> Any:
-    return importlib.import_module("flashinfer")
+    import flashinfer
+
+    return flashinfer
 
 
 def _first_line(failure: Exception) -> str:
@@ -87,9 +92,3 @@ def _triton(shape: AttentionShape, device: torch.device) -> AttentionBackend:
     from services.worker.exec.attention.triton_backend import TritonAttention
 
     return TritonAttention(shape, device)
-
-
-def _torch(shape: AttentionShape, device: torch.device) -> AttentionBackend:
-    from services.worker.exec.attention.kernel_attention import TorchAttention
-
-    return TorchAttention(shape, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from services.worker.exec.attention.backend import AttentionBatch, AttentionShap
 from services.worker.exec.attention.flashinfer_rehearsal import rehearse
 from services.worker.exec.attention.flashinfer_staging import (
     Slot,
+    StagedColumns,
     StagingRing,
-    StepColumns,
     columns_size,
     fill,
     host_memory,
@@ -67,8 +66,8 @@ class FlashInferAttention:
         limits.check(shape, dtype)
         self._shape, self._dtype, self._kernels = shape, dtype, kernels
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
-        self._module = importlib.import_module("flashinfer") if module is None else module
-        self._planner = wrappers.Planner(self._module, shape, dtype)
+        self._module = _installed() if module is None else module
+        self._planner = wrappers.WrapperPlanner(self._module, shape, dtype)
         self._split_mixed, self._extend_backend = split_mixed, extend_backend
         self._tensor_cores = limits.tensor_cores(shape)
         self._num_sms = _num_sms(self._device)
@@ -97,6 +96,7 @@ class FlashInferAttention:
 
     def plan(self, batch: AttentionBatch) -> None:
         rows, slot = len(batch.starts), self._ring.take()
+        assert rows <= self._shape.max_rows, "more rows than the largest step has"
         columns = fill(slot.columns, batch.starts, batch.num_tokens, self._shape.page_size)
         self._pages.columns[: 2 * rows + 1].copy_(slot.columns[: 2 * rows + 1], non_blocking=True)
         pages = self._pages.step(rows, columns.num_pages)
@@ -123,7 +123,7 @@ class FlashInferAttention:
         self._graphs.clear()
         self._parts = ()
 
-    def _eager_parts(self, extend: int, columns: StepColumns, pages: wrappers.StepPages, slot: Slot) -> tuple[_Part, ...]:
+    def _eager_parts(self, extend: int, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot) -> tuple[_Part, ...]:
         rows, tokens = len(columns.kv_lens), int(columns.qo_indptr[-1])
         if extend == 0:
             return (_Part(0, tokens, self._decoders(columns, pages, slot, 0)),)
@@ -131,12 +131,13 @@ class FlashInferAttention:
             return (_Part(0, tokens, self._prefillers(EXTEND if extend == rows else MIXED, columns, pages, slot, 0)),)
         head, tail = columns.head(extend), columns.tail(extend, self._counting)
         first = int(head.qo_indptr[-1])
+        assert tokens - first == rows - extend, "each decode row has one token"
         extending = self._prefillers(EXTEND, head, pages, slot, 0)
         decoding = self._decoders(tail, pages.tail(extend), slot, len(self._shape.windows))
         return _Part(0, first, extending), _Part(first, tokens, decoding)
 
     def _prefillers(
-        self, kind: str, columns: StepColumns, pages: wrappers.StepPages, slot: Slot, schedule: int
+        self, kind: str, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot, schedule: int
     ) -> dict[int, Any]:
         """schedule: of the first window's plan; the others' follow it."""
         planned = {}
@@ -146,7 +147,7 @@ class FlashInferAttention:
             self._planner.prefill(wrapper, columns, pages, window, causal=kind != DECODE)
         return planned
 
-    def _decoders(self, columns: StepColumns, pages: wrappers.StepPages, slot: Slot, schedule: int) -> dict[int, Any]:
+    def _decoders(self, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot, schedule: int) -> dict[int, Any]:
         if self._tensor_cores:  # the same kernels; BatchDecode's plan would copy row numbers from pageable memory
             return self._prefillers(DECODE, columns, pages, slot, schedule)
         planned = {}
@@ -157,7 +158,7 @@ class FlashInferAttention:
             (self._planner.decode if known else self._planner.first_decode)(wrapper, columns, pages, window)
         return planned
 
-    def _graph_part(self, columns: StepColumns, pages: wrappers.StepPages, slot: Slot) -> _Part:
+    def _graph_part(self, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot) -> _Part:
         rows, planned = len(columns.kv_lens), {}
         for index, window in enumerate(self._shape.windows):
             known = (rows, window) in self._graphs
@@ -186,6 +187,12 @@ class FlashInferAttention:
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=self._device)
+
+
+def _installed() -> Any:
+    import flashinfer
+
+    return flashinfer
 
 
 def _num_sms(device: torch.device) -> int:

@@ -9,7 +9,6 @@ path), a C++ compiler and ninja; MAX_JOBS bounds how many run at once. See docs/
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import shutil
 import sys
@@ -149,7 +148,8 @@ def main(arguments: Sequence[str]) -> int:
     # Read by the library when it is imported, and when it would compile.
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(archs)
     os.environ["FLASHINFER_DISABLE_JIT"] = "1"
-    library = importlib.import_module("flashinfer")
+    import flashinfer as library
+
     dtypes = [DTYPES_BY_NAME[name] for name in options.dtypes.split(",")]
     modules = asked_for(map(int, options.head_dims.split(",")), dtypes, archs)
     specs = missing(library, modules)

@@ -55,6 +55,7 @@ class StagingRing:
             if slot.copied is None or slot.copied.query():
                 self._next = index + 1
                 return slot
+        assert all(slot.copied is not None for slot in self._slots), "a slot without an event is always free"
         self._slots.append(self._make())
         self._next = 0
         return self._slots[-1]
@@ -74,7 +75,7 @@ def make_slot(columns: int, schedules: int, schedule_bytes: int, device: torch.d
 
 
 @dataclass(frozen=True, slots=True)
-class StepColumns:
+class StagedColumns:
     """A step's columns as FlashInfer wants them, views of one host buffer in this order. R rows.
 
     kv_indptr: int32[R + 1], pages before each row. last_page_len: int32[R], tokens in each row's last page, 1 .. page size.
@@ -87,27 +88,29 @@ class StepColumns:
     kv_lens: Tensor
     num_pages: int
 
-    def head(self, rows: int) -> StepColumns:
+    def head(self, rows: int) -> StagedColumns:
         """Of the first `rows` rows."""
-        return StepColumns(
+        return StagedColumns(
             self.kv_indptr[: rows + 1], self.last_page_len[:rows], self.qo_indptr[: rows + 1], self.kv_lens[:rows], self.num_pages
         )
 
-    def tail(self, rows: int, counting: Tensor) -> StepColumns:
+    def tail(self, rows: int, counting: Tensor) -> StagedColumns:
         """Of all but the first `rows` rows, which have one token each. counting: int32[R + 1] on the host, 0 .. R. Pages are
         counted from the step's first on: kernels and planners take differences of kv_indptr, and it as a place in the indices."""
         last_page_len = self.last_page_len[rows:]
         qo_indptr = counting[: len(last_page_len) + 1]
-        return StepColumns(self.kv_indptr[rows:], last_page_len, qo_indptr, self.kv_lens[rows:], self.num_pages)
+        assert len(qo_indptr) == len(last_page_len) + 1, "more rows than were counted"
+        return StagedColumns(self.kv_indptr[rows:], last_page_len, qo_indptr, self.kv_lens[rows:], self.num_pages)
 
 
 def columns_size(rows: int) -> int:
     return 4 * rows + 2
 
 
-def fill(columns: Tensor, starts: I32, num_tokens: I32, page_size: int) -> StepColumns:
+def fill(columns: Tensor, starts: I32, num_tokens: I32, page_size: int) -> StagedColumns:
     """Writes the columns of rows that compute num_tokens positions from starts on into host memory int32[columns_size(R)]."""
     rows = len(starts)
+    assert rows == len(num_tokens) and columns_size(rows) <= len(columns), "host memory for the columns of every row"
     views = columns[: columns_size(rows)].split([rows + 1, rows, rows + 1, rows])
     kv_indptr, last_page_len, qo_indptr, kv_lens = (view.numpy() for view in views)
     np.add(starts, num_tokens, out=kv_lens)
@@ -116,4 +119,4 @@ def fill(columns: Tensor, starts: I32, num_tokens: I32, page_size: int) -> StepC
     np.cumsum(pages, out=kv_indptr[1:], dtype=np.int32)
     np.cumsum(num_tokens, out=qo_indptr[1:], dtype=np.int32)
     np.subtract(kv_lens, (pages - 1) * page_size, out=last_page_len)
-    return StepColumns(views[0], views[1], views[2], views[3], int(kv_indptr[-1]))
+    return StagedColumns(views[0], views[1], views[2], views[3], int(kv_indptr[-1]))

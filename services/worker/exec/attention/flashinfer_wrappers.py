@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from services.worker.exec.attention.backend import AttentionShape
-from services.worker.exec.attention.flashinfer_staging import StepColumns
+from services.worker.exec.attention.flashinfer_staging import StagedColumns
 
 
 @dataclass(frozen=True, slots=True)
 class PageMemory:
     """What kernels read of the step's pages, at addresses that never change.
 
-    columns: int32[2 R + 1], the first two of StepColumns. indices: int32[N], page ids of all rows, row by row.
+    columns: int32[2 R + 1], the first two of StagedColumns. indices: int32[N], page ids of all rows, row by row.
     """
 
     columns: Tensor
@@ -34,6 +34,7 @@ class PageMemory:
         return self.columns[rows + 1 : 2 * rows + 1]
 
     def step(self, rows: int, num_pages: int) -> StepPages:
+        assert 2 * rows + 1 <= len(self.columns) and num_pages <= len(self.indices), "more than the largest step has"
         return StepPages(self.kv_indptr(rows), self.last_page_len(rows), self.indices[:num_pages])
 
 
@@ -47,6 +48,7 @@ class StepPages:
     indices: Tensor
 
     def tail(self, rows: int) -> StepPages:
+        assert rows <= len(self.last_page_len), "more rows than there are"
         return StepPages(self.kv_indptr[rows:], self.last_page_len[rows:], self.indices)
 
 
@@ -80,14 +82,14 @@ def lend_schedule(wrapper: Any, host: Tensor, device: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Planner:
+class WrapperPlanner:
     """Plans one step's part with any wrapper. The scale is given to run(): layers may differ in it."""
 
     module: Any
     shape: AttentionShape
     dtype: torch.dtype
 
-    def prefill(self, wrapper: Any, columns: StepColumns, pages: StepPages, window: int, causal: bool) -> None:
+    def prefill(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int, causal: bool) -> None:
         """columns: on the host; the library makes its own copies of them on the device."""
         wrapper.plan(
             columns.qo_indptr,
@@ -100,7 +102,7 @@ class Planner:
             **self._options(window),
         )
 
-    def first_decode(self, wrapper: Any, columns: StepColumns, pages: StepPages, window: int) -> None:
+    def first_decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
         """The plan that makes the wrapper's kernels known; compiles them if no earlier process did. See prefill()."""
         wrapper.plan(
             columns.kv_indptr,
@@ -111,16 +113,16 @@ class Planner:
             **self._options(window),
         )
 
-    def decode(self, wrapper: Any, columns: StepColumns, pages: StepPages, window: int) -> None:
+    def decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
         """After first_decode(). The wrapper's kernels read the pages where they are."""
         self._fast(wrapper, columns, pages, pages.last_page_len, window)
 
-    def graph_decode(self, wrapper: Any, columns: StepColumns, pages: StepPages, window: int) -> None:
+    def graph_decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
         """After first_decode(). The kernels read the buffers the wrapper was made with; on tensor cores the planner reads the
         lengths of last pages, so it is given the host's."""
         self._fast(wrapper, columns, pages, columns.last_page_len, window)
 
-    def _fast(self, wrapper: Any, columns: StepColumns, pages: StepPages, last_page_len: Tensor, window: int) -> None:
+    def _fast(self, wrapper: Any, columns: StagedColumns, pages: StepPages, last_page_len: Tensor, window: int) -> None:
         self.module.fast_decode_plan(
             wrapper,
             pages.kv_indptr,

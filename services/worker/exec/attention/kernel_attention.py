@@ -1,33 +1,34 @@
-"""Attention in plain torch: runs anywhere, row by row, and waits for the device to tell it the lengths."""
+"""Attention by the kernels themselves, which find lengths where the rows have them: nothing to plan, and no graphs."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.reference import layers as reference
-from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
+from kernels.contracts.ops import Kernels, RaggedRows
+from services.worker.exec.attention.backend import AttentionBatch
+
+OURS = "kernels"
 
 
-class TorchAttention:
-    """An AttentionBackend without graphs."""
+class KernelAttention:
+    """An AttentionBackend. kernels: those of the model's layers on a CPU, or of a model that is not ours, whose layers call
+    them; torch's twins where these are asked for."""
 
-    name = "torch"
     captures = False
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        """Nothing of either is needed."""
+    def __init__(self, kernels: Kernels, name: str = OURS) -> None:
+        self.name = name
+        self._kernels = kernels
 
     def plan(self, batch: AttentionBatch) -> None:
         """Raises ValueError for a batch of a graph: lengths are read while attend() runs."""
         if batch.graph:
-            raise ValueError("attention in plain torch cannot be captured in a graph")
+            raise ValueError("attention that reads lengths on the host cannot be captured in a graph")
 
     def attend(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
-        reference.paged_attention(out, qkv, k_pool, v_pool, rows, scale, window)
+        self._kernels.paged_attention(out, qkv, k_pool, v_pool, rows, scale, window)
 
     def release_graphs(self) -> None:
         """There are none."""

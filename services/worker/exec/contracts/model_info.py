@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class LoadedInfo:
     """context_len: tokens, prompt and output together. dtype: of weights and KV. weight_bytes: resident, packed copies
     included. kv_bytes_per_token: over all layers, keys and values. The KV pool holds num_pages * page_size tokens.
 

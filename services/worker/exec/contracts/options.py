@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """device: as torch names it; "cpu" runs the same code on a CPU, slowly. kernels: auto (triton on a GPU, else torch), triton
-    or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is computed
-    in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read weights."""
+    """device: as torch names it. num_threads: that a CPU computes with. kernels: auto (triton on a GPU, cpp on a CPU), triton,
+    cpp or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is computed
+    in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read weights
+    for a GPU."""
 
     device: str = "cuda:0"
+    num_threads: int = 1
     attention_backend: str = "auto"
     kernels: str = "auto"
     cuda_graphs: bool = True

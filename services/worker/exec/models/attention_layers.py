@@ -34,6 +34,7 @@ class MaskWanted:
     def is_causal_window(self, context_len: int) -> bool:
         """Whether each position sees itself and those before it, the last `window` of them if there is a window, and no
         other: looked at for the first positions, those about the window's end, and the last."""
+        assert context_len > 0 and self.window >= 0, "positions to look at"
         keys = torch.arange(context_len)
         edge = self.window or 1
         queries = {0, 1, 31, edge - 1, edge, edge + 1, context_len // 2, context_len - 1}
@@ -91,6 +92,7 @@ class Probe:
 
     def ordered(self) -> Sequence[LayerKV]:
         """By index of the layers' pools."""
+        assert [layer.index for layer in self.layers.values()] == list(range(len(self.layers))), "a pool for each layer"
         return [layer.kv for layer in self.layers.values()]
 
 

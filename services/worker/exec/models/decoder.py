@@ -31,11 +31,14 @@ class Workspace:
     def take(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         """[rows, columns], contents undefined, valid until the same name is taken again. Raises ValueError for more than there
         is once the space is fixed."""
+        assert rows >= 0 and columns > 0, "a buffer of no columns"
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < rows * columns:
             if self._fixed:
                 raise ValueError(f"{rows} rows of {name} are more than was reserved")
             buffer = self._buffers[name] = torch.empty(rows * columns, dtype=dtype or self._dtype, device=self._device)
+        assert buffer.dtype == (dtype or self._dtype), "one name is taken with two dtypes"
+        assert buffer.numel() >= rows * columns, "a buffer holds what is taken of it"
         return buffer[: rows * columns].view(rows, columns)
 
 
@@ -65,6 +68,8 @@ class Decoder:
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, cos_sin: Tensor, kernels: Kernels, attend: Attend | None = None
     ) -> None:
+        assert len(weights.layers) == len(config.windows) == config.num_layers, "weights and a window for each layer"
+        assert cos_sin.shape[1] == config.head_dim, "cosines and sines of half a head's dimensions each"
         self._config = config
         self._weights = weights
         self._cos_sin = cos_sin
@@ -91,6 +96,8 @@ class Decoder:
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         """See CausalModel."""
+        assert len(input_ids) == len(rows.positions) == len(rows.locations), "a position and a place in the pool for each token"
+        assert len(pool.keys) == self._config.num_layers, "a pool for each layer"
         eps, kernels = self._config.rms_norm_eps, self._kernels
         held = self._activations(len(input_ids))
         torch.index_select(self._weights.embedding, 0, input_ids, out=held.residual)
@@ -108,6 +115,8 @@ class Decoder:
     def states(self, wanted: Tensor) -> Tensor:
         """See CausalModel. Normed for the wanted rows alone: the others' are seldom asked for."""
         held, count = self._computed(), len(wanted)
+        assert wanted.dim() == 1, "indices into the step's tokens"
+        assert held.residual.shape == held.update.shape, "both sums are of the same tokens"
         normed = self._space.take("normed", count, self._config.hidden_size)
         if count:
             last, update = held.residual[wanted], held.update[wanted]

@@ -46,8 +46,10 @@ class EncoderModel:
             columns = torch.arange(int(counts.max()), device=device)
             mask = columns < counts[:, None]
             places = (offsets[:, None] + columns)[mask]
+            assert mask.shape == (len(group), len(columns)), "a row of the group for each text"
             ids = torch.full(mask.shape, self._pad_token_id, dtype=torch.int64, device=device)
             ids[mask] = input_ids[places]
+            assert len(places) == int(counts.sum()), "each token of the group is computed once"
             states[places] = self._model(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
         self._states = states
 
@@ -55,6 +57,7 @@ class EncoderModel:
         """See TokenModel."""
         if self._states is None:
             raise RuntimeError("no step has been computed")
+        assert wanted.dim() == 1, "indices into the step's tokens"
         return self._states[wanted]
 
     def logits(self, wanted: Tensor) -> NoReturn:
@@ -65,6 +68,7 @@ def _groups(num_tokens: Tensor) -> Iterator[Tensor]:
     """int64 indices of rows that are computed together, padding kept under PADDING_SHARE of a group."""
     order = torch.argsort(num_tokens, descending=True, stable=True)
     lengths = num_tokens[order].tolist()
+    assert lengths and lengths[-1] > 0, "every row has a token"
     first, total = 0, 0
     for index, length in enumerate(lengths):
         padded = lengths[first] * (index + 1 - first)

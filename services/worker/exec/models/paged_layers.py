@@ -46,6 +46,8 @@ def attend(
     number, step = module.layer_idx, held_by(module)
     assert isinstance(number, int) and isinstance(step, PagedStep)
     layer, rows = step.layers[number], step.rows
+    assert query.shape[2] == key.shape[2] == value.shape[2] == len(rows.positions), "the layer's tokens are the step's"
+    assert key.shape[3] == layer.kv.key_dim and value.shape[3] == layer.kv.value_dim, "the layer is as it was when probed"
     keys, values = step.pool.keys[layer.index], step.pool.values[layer.index]
     step.kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), rows, keys, values)
     q = query[0].transpose(0, 1)

@@ -58,9 +58,12 @@ def outputs(model: Any, ids: Tensor, has_head: bool) -> Tensor:
 
 
 def _rows(slots: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...]) -> RaggedRows:
+    assert len(slots) == len(starts) == len(ends), "columns of the same rows"
+    assert max(ends) <= TABLE.shape[1] * PAGE_SIZE, "a row has pages for its tokens"
     pieces = [torch.arange(start, end, dtype=torch.int32) for start, end in zip(starts, ends, strict=True)]
     pages = [TABLE[slot][piece // PAGE_SIZE].long() for slot, piece in zip(slots, pieces, strict=True)]
     positions = torch.cat(pieces)
+    assert all(start < end for start, end in zip(starts, ends, strict=True)), "no row is empty"
     counts = torch.tensor([len(piece) for piece in pieces], dtype=torch.int32)
     return RaggedRows(
         page_table=TABLE,
@@ -81,6 +84,7 @@ def check(model: TransformersModel, subject: Subject, expected: tuple[Tensor, Te
     for slots, starts, ends in STEPS:
         spans = list(zip(slots, starts, ends, strict=True))
         input_ids = torch.cat([ids[slot][start:end] for slot, start, end in spans])
+        assert len(input_ids) == sum(end - start for _, start, end in spans), "a token for every position"
         model.forward(input_ids, _rows(slots, starts, ends), pool)
         wanted = torch.arange(len(input_ids))
         computed = (model.logits(wanted) if subject.has_head else model.states(wanted)).float()

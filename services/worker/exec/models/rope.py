@@ -56,6 +56,7 @@ def _yarn(rope: dict[str, Any], frequencies: Tensor, head_dim: int) -> tuple[Ten
 
 def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int) -> Tensor:
     """float32[num_positions, head_dim]: cosines, then sines, of head_dim / 2 angles. Raises UnsupportedModel for other types."""
+    assert head_dim % 2 == 0 and num_positions > 0, "angles of pairs of dimensions"
     kind = rope.get("rope_type", "default")
     frequencies, attention_factor = _base_frequencies(rope, head_dim), 1.0
     if kind == "linear":
@@ -66,5 +67,6 @@ def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int) -> Tenso
         frequencies, attention_factor = _yarn(rope, frequencies, head_dim)
     elif kind != "default":
         raise UnsupportedModel(f"rope type {kind} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    assert len(frequencies) == head_dim // 2, "an angle for each pair of dimensions"
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor

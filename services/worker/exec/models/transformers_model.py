@@ -69,12 +69,15 @@ class TransformersModel:
         return TransformersModel(moved, self._decoder, self._held, self._layers, kernels, self._last_position + 1)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
+        assert len(input_ids) == len(rows.positions), "a position for each token"
+        assert len(pool.keys) == len(self._layers), "a pool for each layer"
         positions = rows.positions.long().clamp(max=self._last_position)
         self._held.now = PagedStep(rows, pool, self._layers, self._kernels)
         self._output = self._decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
 
     def states(self, wanted: Tensor) -> Tensor:
         states: Tensor = self._output.last_hidden_state[0, wanted]
+        assert states.shape[0] == len(wanted), "a vector for each wanted token"
         return states
 
     def logits(self, wanted: Tensor) -> Tensor:

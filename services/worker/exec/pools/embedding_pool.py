@@ -1,4 +1,4 @@
-"""From hidden states to one vector per request: pooling over chunks, cut, normalisation. Called by the forward thread alone."""
+"""From hidden states to one vector per request: pooling over chunks, cut, normalisation. Called where steps are launched."""
 
 from __future__ import annotations
 
@@ -60,14 +60,17 @@ class _Pooled:
 
     def add(self, states: Tensor) -> None:
         """states: [tokens, hidden], in the model dtype."""
+        assert states.dim() == 2 and len(states) > 0, "tokens that count"
         summed = states.sum(0, dtype=torch.float32)
         self.total = summed if self.total is None else self.total + summed
+        assert len(states) > 0 and summed.shape == self.total.shape, "all states of a vector are equally wide"
         self.count += len(states)
 
     def vector(self, normalize: bool) -> Tensor:
         """float32[dimensions]: the mean of what was added, which of one token is that token."""
         if self.total is None:
             raise RuntimeError("a vector is due, but no token that counts for it was computed")
+        assert 0 < self.count <= self.end, "a prompt has as many tokens as were computed"
         mean = self.total / self.count
         cut = mean[: self.params.dimensions] if self.params.dimensions else mean
         wanted = normalize if self.params.normalize is None else self.params.normalize
@@ -93,6 +96,11 @@ class EmbeddingPool:
         if slot.params.embedding is not None:
             self._pools[slot.slot] = _Pooled(slot.params.embedding)
 
+    @property
+    def empty(self) -> bool:
+        """No slot's request wants a vector."""
+        return not self._pools
+
     def wanted(self, slots: I32) -> NDArray[np.bool_]:
         """bool[n]: those whose request wants a vector, and so no token."""
         return self._wanted[slots]
@@ -102,18 +110,24 @@ class EmbeddingPool:
 
         states: int64[W] indices into the step's tokens -> [W, hidden], their final-norm hidden states.
         """
+        assert plan.num_extend <= plan.num_rows == len(plan.num_tokens), "extend rows are the first of all rows"
         vectors: dict[int, Tensor] = {}
+        if self.empty:
+            return vectors
         offsets = np.cumsum(plan.num_tokens) - plan.num_tokens
         for row in range(plan.num_extend):
             pooled = self._pools.get(int(plan.slots[row]))
             if pooled is None:
                 continue
+            assert int(plan.starts[row]) <= pooled.end or self._config.kind != PoolingKind.MEAN, "a mean leaves no token out"
             first, last = self._counted(plan, row)
+            assert 0 <= first <= last <= int(plan.num_tokens[row]), "what counts lies inside the row"
             first = max(first, pooled.end - int(plan.starts[row]))
             if first < last:
                 start = int(offsets[row])
                 pooled.add(states(torch.arange(start + first, start + last, device=self._device)))
                 pooled.end = int(plan.starts[row]) + last
+                assert pooled.count <= pooled.end, "no position counts twice"
             if plan.sample[row]:
                 vectors[row] = pooled.vector(self._config.normalize)
         return vectors

@@ -31,7 +31,9 @@ def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
 
 def allocate(layers: Sequence[LayerKV], num_pages: int, page_size: int, dtype: torch.dtype, kernels: Kernels) -> KVPool:
     """Keys [pages, kv heads, page size, key_dim] and values [.., value_dim] of each layer."""
+    assert num_pages > 0 and page_size > 0 and all(layer.size > 0 for layer in layers), "a pool of nothing"
     shapes = [(num_pages, layer.kv_heads, page_size) for layer in layers]
     keys = [kernels.allocate_pool((*shape, layer.key_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
     values = [kernels.allocate_pool((*shape, layer.value_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
+    assert len(keys) == len(values) == len(layers), "each layer has keys and values"
     return KVPool(tuple(keys), tuple(values))

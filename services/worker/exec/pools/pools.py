@@ -1,21 +1,11 @@
-"""Paged key/value memory, the page table that maps slots into it, and how much of it fits this machine.
-
-KVPool and PageTable are written by the executor's forward thread alone.
-"""
+"""Paged key/value memory, and how much of it fits this machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-from kernels.contracts.ops import Kernels
-from services.worker.core.contracts.plan import I32, BatchPlan
-from services.worker.exec.weights.families import DecoderConfig
 
 
 class PoolTooSmall(ValueError):
@@ -24,25 +14,20 @@ class PoolTooSmall(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """keys, values: per layer, [pages, kv heads, page size, head_dim] in the model dtype. Every page id is usable."""
+    """Written on the forward stream alone.
+
+    keys, values: per layer, [pages, kv heads, page size, head_dim] in the model dtype. Every page id is usable."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
-    @classmethod
-    def allocate(cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, kernels: Kernels) -> KVPool:
-        shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
-        pools = [kernels.allocate_pool(shape, dtype) for _ in range(2 * config.num_layers)]
-        return cls(tuple(pools[0::2]), tuple(pools[1::2]))
-
-
-def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Over all layers, keys and values."""
-    return 2 * config.num_layers * config.kv_size * dtype.itemsize
+    def __post_init__(self) -> None:
+        assert len(self.keys) == len(self.values), "each layer has keys and values"
 
 
 def kv_pool_tokens(free_bytes: int, mem_fraction_static: float, bytes_per_token: int) -> int:
     """Tokens that fit into mem_fraction_static of free_bytes, which is what is left after the weights."""
+    assert bytes_per_token > 0, "a token takes memory"
     return max(0, int(free_bytes * mem_fraction_static)) // bytes_per_token
 
 
@@ -88,29 +73,3 @@ def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
                 cgroups / "memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
             )
     return max(0, min(left))
-
-
-class PageTable:
-    """int32[slots, pages]: page ids of each slot's sequence; -1 where no plan has named one."""
-
-    def __init__(self, max_slots: int, max_pages: int, page_size: int) -> None:
-        self._table: I32 = np.full((max_slots, max_pages), -1, dtype=np.int32)
-        self.page_size = page_size
-        self.tensor = torch.from_numpy(self._table)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a slot's row can map."""
-        return int(self._table.shape[1]) * self.page_size
-
-    def update(self, plan: BatchPlan) -> None:
-        """Applies the plan's additions in order."""
-        counts = plan.table_counts
-        before = np.cumsum(counts) - counts
-        columns = np.repeat(plan.table_firsts - before, counts) + np.arange(len(plan.table_pages))
-        self._table[np.repeat(plan.table_slots, counts), columns] = plan.table_pages
-
-    def locations(self, slots: I32, positions: I32) -> NDArray[np.int64]:
-        """Place in the pool of each (slot, position), as page * page_size + offset; negative where no page is named."""
-        pages = self._table[slots, positions // self.page_size].astype(np.int64)
-        return np.where(pages < 0, -1, pages * self.page_size + positions % self.page_size)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from kernels.contracts.sample_ops import MAX_COUNT, SEEN, SlotColumn
 from services.worker.core.contracts.plan import SlotParams
-from services.worker.exec.logit_edits import edited_until
 from services.worker.exec.sampling.token_sets import inside, token_words
 
 I32 = NDArray[np.int32]
@@ -54,6 +53,7 @@ class Admission:
         worded = [slot for slot in admitted if slot.params.allowed_token_ids or slot.params.banned_token_ids]
         counted = [slot for slot in admitted if needs_counts(slot)]
         past = [past_counts(slot, vocab_size) for slot in counted]
+        assert len({slot.slot for slot in admitted}) == len(admitted), "a step admits a slot once"
         params = np.zeros((len(admitted), SlotColumn.WIDTH), dtype=np.int32)
         for row, slot, bias, stop in zip(params, admitted, biases, stops, strict=True):
             _fill(row, slot, len(bias[0]), len(stop))
@@ -82,6 +82,15 @@ class Admission:
         return [(name, getattr(self, name)) for name in self.__slots__]
 
 
+def edited_until(slot: SlotParams) -> int:
+    """The position from which on the slot's logits are drawn from as they are: 0, the end of min_new_tokens, or LATEST. What
+    DRY takes counts for itself, step by step (SampleRows.losses)."""
+    params = slot.params
+    if needs_counts(slot) or params.logit_bias or params.allowed_token_ids or params.banned_token_ids:
+        return int(LATEST)
+    return slot.num_prompt_tokens + params.min_new_tokens if params.min_new_tokens and slot.stop_token_ids else 0
+
+
 def needs_counts(slot: SlotParams) -> bool:
     params = slot.params
     return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
@@ -98,6 +107,7 @@ def _joined(parts: Sequence[NDArray[np.integer]]) -> I32:
 def _addresses(admitted: Sequence[SlotParams], lists: Sequence[NDArray[np.integer]]) -> tuple[I32, I32]:
     """The slot of each entry, and its place in the slot's list."""
     sizes = [len(entries) for entries in lists]
+    assert len(lists) == len(admitted), "each slot has a list, an empty one too"
     slots = np.repeat(_i32([slot.slot for slot in admitted]), sizes).astype(np.int32)
     return slots, _joined([np.arange(size) for size in sizes])
 
@@ -121,6 +131,8 @@ def past_counts(slot: SlotParams, vocab_size: int) -> tuple[NDArray[np.int64], N
     kept, times = np.unique(output, return_counts=True)
     counts[np.searchsorted(ids, kept)] = times.clip(max=MAX_COUNT)
     counts[np.searchsorted(ids, np.unique(prompt))] += SEEN  # the sign bit of 16: adding it sets it
+    assert not len(counts) or (counts.min() >= SEEN and counts.max() <= MAX_COUNT), "a count fits 16 bits"
+    assert (counts != 0).all(), "each token of the history has been seen"
     return ids, counts
 
 
@@ -131,7 +143,7 @@ def _fill(row: I32, slot: SlotParams, num_biases: int, num_stops: int) -> None:
     row[SlotColumn.TOP_K] = min(max(params.top_k, 0), LATEST)
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     floats[list(FLOATS)] = (params.temperature, params.top_p, params.min_p, *penalties)
-    row[SlotColumn.EDITED_UNTIL] = min(edited_until(slot), LATEST)
+    row[SlotColumn.EDITED_UNTIL] = edited_until(slot)
     row[SlotColumn.STOPPED_UNTIL] = slot.num_prompt_tokens + params.min_new_tokens
     row[SlotColumn.NUM_BIASES], row[SlotColumn.NUM_STOPS] = num_biases, num_stops
     row[SlotColumn.COUNTS] = needs_counts(slot)

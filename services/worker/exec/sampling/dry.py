@@ -31,7 +31,9 @@ def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
         lengths[i] = length
         if i + length > right:
             left, right = i, i + length
+    assert all(length <= size - i for i, length in enumerate(lengths)), "no repeat is longer than what stands before it"
     before = [0, *lengths[:0:-1]]  # lengths[size - j] of j
+    assert right <= size and 0 <= longest <= size, "a repeat lies inside the sequence"
     return np.minimum(np.array(before[:size], dtype=np.int32), longest)
 
 
@@ -64,6 +66,7 @@ class Repeats:
         if self._size == len(self._tokens):
             self._tokens, self._lengths = (np.resize(array, 2 * self._size) for array in (self._tokens, self._lengths))
         first, size = self._first, self._size
+        assert first <= size < len(self._tokens) == len(self._lengths), "room for one token more"
         if token in self._breakers:
             self._lengths[first : size + 1] = 0
         else:
@@ -74,6 +77,7 @@ class Repeats:
         self._size += 1
 
     def remove_last(self, count: int) -> None:
+        assert 0 <= count <= self._size, "more tokens are taken back than there are"
         self._begin(self._tokens[: self._size - count].tolist())
 
     def penalties(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -84,8 +88,10 @@ class Repeats:
         tokens = self._tokens[first : self._size][places].astype(np.int64)
         kept = ~np.isin(tokens, self._breaker_ids)
         ids, where = np.unique(tokens[kept], return_inverse=True)
+        assert len(where) == int(kept.sum()), "each place has its token"
         longest = np.zeros(len(ids), dtype=np.int32)
         np.maximum.at(longest, where, lengths[places[kept]].astype(np.int32))
+        assert (longest >= max(1, params.allowed_length)).all(), "a repeat long enough stands behind each penalty"
         with np.errstate(over="ignore"):
             lost = params.multiplier * np.float64(params.base) ** (longest.astype(np.float64) - params.allowed_length)
         return ids, np.minimum(lost, MAX_PENALTY).astype(np.float32)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,69 +13,57 @@ from torch import Tensor
 from kernels.contracts.sample_ops import Measured, SampleKernels
 from services.shared.limits import MAX_TOP_LOGPROBS
 from services.worker.core.contracts.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
-from services.worker.exec.logprobs import PIECE_BYTES, Logits
+from services.worker.exec.contracts.step_data import OutputLogprobs, PromptPiece
 from services.worker.exec.streams.readback import Readback
 
 I64 = NDArray[np.int64]
+Logits = Callable[[Tensor], Tensor]
+PIECE_BYTES = 64 << 20  # of a prompt's float32 logits made in one go: bounds the memory, whatever the chunk
 COLUMNS = ("own", "top_ids", "top", "mass")
 TOPS = (0, 5, MAX_TOP_LOGPROBS)  # how many top ones are measured: of each number, kernels are compiled
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPiece:
-    """Of one row of the plan: how many top ones it wants, and which ids beside. name: of its tensors in the readback."""
-
-    row: int
-    num_top: int
-    ids: I64
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputWish:
-    """rows: indices into the sampled rows that want logprobs of their tokens. nums, ids: what each of them wants; kept here
-    because a slot may have another holder when the step's result comes."""
-
-    rows: I32
-    nums: tuple[int, ...]
-    ids: tuple[I64, ...]
-
-
-class LogprobWishes:
+class LogprobRequests:
     """num_top: by slot, -1 where nothing is wanted. Host state is written by the thread that launches steps."""
 
     def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels, device: torch.device) -> None:
         self._vocab_size, self._kernels, self._device = vocab_size, kernels, device
         self._piece_rows = max(1, PIECE_BYTES // (4 * vocab_size))
         self._num_top = np.full(max_slots, -1, dtype=np.int64)
+        self._wanting: set[int] = set()  # slots whose number of top ones is not -1
         self._chosen: dict[int, I64] = {}
 
     def admit(self, slot: SlotParams) -> None:
         params, index = slot.params, slot.slot
         self._num_top[index] = params.top_logprobs
+        (self._wanting.add if params.top_logprobs >= 0 else self._wanting.discard)(index)
         self._chosen.pop(index, None)
         if params.logprob_token_ids:
             self._chosen[index] = np.array(params.logprob_token_ids, dtype=np.int64)
 
     # Of sampled tokens
 
-    def of_rows(self, slots: I32) -> OutputWish | None:
+    def of_rows(self, slots: I32) -> OutputLogprobs | None:
         """slots: of the sampled rows."""
+        if not self._wanting:
+            return None
         rows = np.flatnonzero(self._num_top[slots] >= 0).astype(np.int32)
         if not len(rows):
             return None
         wanted = slots[rows]
-        return OutputWish(rows, tuple(self._num_top[wanted].tolist()), tuple(self._ids_of(slot) for slot in wanted.tolist()))
+        assert self._wanting.issuperset(wanted.tolist()), "who is measured has asked for it"
+        return OutputLogprobs(rows, tuple(self._num_top[wanted].tolist()), tuple(self._ids_of(slot) for slot in wanted.tolist()))
 
-    def sections(self, wish: OutputWish) -> list[tuple[str, NDArray[np.generic]]]:
+    def sections(self, wish: OutputLogprobs) -> list[tuple[str, NDArray[np.generic]]]:
         """Of an upload, which measure_outputs() reads."""
         sizes = [len(ids) for ids in wish.ids]
+        assert len(sizes) == len(wish.nums) == len(wish.rows), "each row says what it wants"
         rows, places = np.repeat(wish.rows, sizes), np.repeat(np.arange(len(wish.rows)), sizes)
         ids = np.concatenate([np.empty(0, np.int64), *wish.ids]).clip(0, self._vocab_size - 1)
         return [("measured_rows", wish.rows), ("chosen_rows", rows), ("chosen_places", places), ("chosen_ids", ids)]
 
     def measure_outputs(
-        self, wish: OutputWish, views: Mapping[str, Tensor], logits: Tensor, tokens: Tensor, readback: Readback
+        self, wish: OutputLogprobs, views: Mapping[str, Tensor], logits: Tensor, tokens: Tensor, readback: Readback
     ) -> None:
         """logits: float32[n, V], raw; tokens: int32[n], those sampled."""
         rows = views["measured_rows"]
@@ -86,7 +74,7 @@ class LogprobWishes:
             picked = logits[views["chosen_rows"].long(), views["chosen_ids"].long()]
             readback.add("output_chosen", picked - measured.mass[views["chosen_places"].long()])
 
-    def outputs(self, wish: OutputWish, host: Mapping[str, Tensor], faults: Mapping[int, RowFault]) -> dict[int, RowLogprobs]:
+    def outputs(self, wish: OutputLogprobs, host: Mapping[str, Tensor], faults: Mapping[int, RowFault]) -> dict[int, RowLogprobs]:
         """By index into the sampled rows; none of rows with a fault."""
         own, top_ids, top = (host[f"output_{name}"].tolist() for name in COLUMNS[:3])
         chosen = host["output_chosen"].numpy() if "output_chosen" in host else np.empty(0, np.float32)
@@ -98,6 +86,7 @@ class LogprobWishes:
                 kept = slice(min(num, self._vocab_size))
                 tops = tuple(top_ids[index][kept]), tuple(top[index][kept])
                 result[row] = RowLogprobs(own[index], *tops, tuple(values.tolist()))
+        assert at == len(chosen), "each chosen value belongs to a row"
         return result
 
     # Of prompt tokens
@@ -108,6 +97,8 @@ class LogprobWishes:
         """Of the plan's prompt_logprob_rows. input_ids: int64[T], of the step, on the device. logits: see Logits. prefix: of
         the names in the readback."""
         pieces: list[PromptPiece] = []
+        if not len(plan.prompt_logprob_rows):
+            return pieces
         ends = np.cumsum(plan.num_tokens)
         columns = (plan.prompt_logprob_rows, plan.prompt_logprob_offsets, plan.prompt_logprob_nexts)
         for row, skipped, after in zip(*(column.tolist() for column in columns), strict=True):
@@ -130,6 +121,7 @@ class LogprobWishes:
 
     def _measure_piece(self, piece: PromptPiece, first: int, targets: Tensor, logits: Logits, readback: Readback) -> None:
         count = len(targets)
+        assert count <= self._piece_rows, "no piece is larger than its memory"
         made = logits(torch.arange(first, first + count, device=self._device))
         rows = torch.arange(count, dtype=torch.int32, device=self._device)
         measured = self.measure(made, targets, rows, piece.num_top)
@@ -154,6 +146,7 @@ class LogprobWishes:
             chosen = np.empty((len(own), 0), np.float32)
             if len(ids):
                 chosen = self._outside(np.concatenate([host[f"{p.name}_chosen"].numpy() for p in of_row]), ids)
+            assert len(own) == len(mass) == len(top_ids) == len(chosen), "pieces of a row join to equally long columns"
             values[row] = PromptLogprobs(own, top_ids[:, kept], top[:, kept], chosen)
             if not np.isfinite(mass).all():
                 faults[row] = RowFault.NAN_LOGITS
@@ -161,6 +154,7 @@ class LogprobWishes:
 
     def measure(self, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:
         """Of the given rows of float32[n, V], each with its token of tokens; num_top top ones at least."""
+        assert len(tokens) == len(rows), "each row is measured at a token"
         count, num_top = len(rows), next((size for size in TOPS if size >= num_top), num_top)
 
         def floats(*shape: int) -> Tensor:

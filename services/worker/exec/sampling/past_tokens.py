@@ -10,11 +10,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import BatchPlan, SlotParams
-from services.worker.exec.followed_tokens import FollowedTokens
 from services.worker.exec.sampling.admission import needs_counts
 from services.worker.exec.sampling.dry import Repeats
 
 I32 = NDArray[np.int32]
+Loss = tuple[NDArray[np.int64], NDArray[np.float32]]  # of one row: distinct ids, and what the logit of each loses
+NO_LOSS: Loss = (np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+class FollowedTokens:
+    """Input of the model is the truth: a sampled token whose position is computed with another one never was, nor what
+    followed it. first: position of the first token behind the history."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._tokens: list[int] = []
+
+    def add(self, token: int) -> None:
+        """The next token, sampled."""
+        self._tokens.append(token)
+
+    def follow(self, start: int, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Takes note of input at positions from start on. Returns the tokens that were wrong or stale, in order, and those
+        that have come in their place or behind them."""
+        skipped = max(0, self._first - start)
+        begin, end = max(0, start - self._first), start + len(ids) - self._first
+        if end < 0:
+            return [], []
+        given = list(ids[skipped:])
+        same = begin
+        while same < min(end, len(self._tokens)) and self._tokens[same] == given[same - begin]:
+            same += 1
+        removed, added = self._tokens[same:], given[same - begin :]
+        self._tokens[same:] = added
+        assert self._tokens[begin:end] == given, "what came as input is what stands there"
+        assert len(self._tokens) == max(end, 0), "nothing stands behind it"
+        return removed, added
 
 
 @dataclass(slots=True)
@@ -47,6 +78,14 @@ class Losses:
     offsets: I32
     ids: I32
     values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, rows: Sequence[Loss]) -> Losses:
+        offsets = np.cumsum([0, *(len(ids) for ids, _ in rows)]).astype(np.int32)
+        ids = np.concatenate([NO_LOSS[0], *(ids for ids, _ in rows)]).astype(np.int32)
+        losses = cls(offsets, ids, np.concatenate([NO_LOSS[1], *(values for _, values in rows)]))
+        assert len(losses.ids) == len(losses.values) == losses.offsets[-1], "each lost logit has its token"
+        return losses
 
 
 class PastTokens:
@@ -88,24 +127,14 @@ class PastTokens:
             if past is None:
                 continue
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end].clip(0, self._vocab_size - 1)
+            assert len(ids) == int(plan.num_tokens[row]), "an extend row brings all of its ids"
             removed, added = past.follow(int(plan.starts[row]), ids.tolist())
             if past.counts:
                 changes.update((slot, token) for token in added)
                 changes.subtract((slot, token) for token in removed)
         return changes
 
-    def has_losses(self, slots: I32) -> bool:
-        return any(past.repeats is not None for _, past in self.of_rows(slots))
-
-    def losses(self, slots: I32) -> Losses:
-        """What DRY takes from each row's logits; slots: [n], below 0 for none."""
-        found = [self._losses_of(slot) for slot in slots.tolist()]
-        offsets = np.cumsum([0, *(len(ids) for ids, _ in found)]).astype(np.int32)
-        ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in found)]).astype(np.int32)
-        return Losses(offsets, ids, np.concatenate([np.empty(0, np.float32), *(values for _, values in found)]))
-
-    def _losses_of(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def losses_of(self, slot: int) -> Loss:
+        """What DRY takes from single logits of the slot."""
         past = self._of.get(slot)
-        if past is None or past.repeats is None:
-            return np.empty(0, np.int64), np.empty(0, np.float32)
-        return past.repeats.penalties()
+        return NO_LOSS if past is None or past.repeats is None else past.repeats.penalties()

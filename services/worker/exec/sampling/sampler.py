@@ -1,13 +1,12 @@
 """Sampling of a step on the device: what its rows bring is uploaded, the kernels are launched, nothing is waited for.
 
-Order per row: kernels/contracts/sample_ops.py. The host keeps what it must know to send it (PastTokens, LogprobWishes).
+Order per row: kernels/contracts/sample_ops.py. The host keeps what it must know to send it (PastTokens, LogprobRequests).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,10 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.contracts.sample_ops import SampleKernels, SampleRows
-from services.worker.core.contracts.plan import I32, BatchPlan, RowFault, RowLogprobs, SlotParams
+from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
+from services.worker.exec.contracts.step_data import Batch, Outcome, OutputLogprobs, SampleSpace
+from services.worker.exec.contracts.step_parts import Launched
 from services.worker.exec.sampling.admission import Admission
-from services.worker.exec.sampling.logprob_requests import LogprobWishes, OutputWish
-from services.worker.exec.sampling.past_tokens import Past, PastTokens
+from services.worker.exec.sampling.logprob_requests import LogprobRequests
+from services.worker.exec.sampling.past_tokens import NO_LOSS, Loss, Losses, PastTokens
 from services.worker.exec.sampling.slots import DeviceSlots, merged_changes
 from services.worker.exec.sampling.token_sets import WORD_BITS, Words
 from services.worker.exec.streams.cuda_streams import Streams
@@ -31,56 +32,22 @@ EDITED_ROWS = 256  # rows whose edited logits are in memory at a time
 MAX_LOSSES = 1 << 16  # of one graph's step
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpace:
-    """Where a batch of n rows is sampled: inputs (see SampleRows) and outputs: int32[2, n], tokens and faults."""
-
-    rows: SampleRows
-    out: Tensor
-
-    @property
-    def tokens(self) -> Tensor:
-        return self.out[0]
-
-    @property
-    def faults(self) -> Tensor:
-        return self.out[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows to sample. slots: int32[n] on the host, without padding; logits: float32[>= n, V]; rows: their place in the plan;
-    space: with slots and positions on the device. fixed: the space is a graph's, whose addresses stay."""
-
-    slots: I32
-    rows: NDArray[np.int64]
-    logits: Tensor
-    space: SampleSpace
-    fixed: bool
-
-
-@dataclass(slots=True)
-class Launched:
-    """What is on its way, and for whom. pasts: index of a row, and what takes note of its token."""
-
-    batch: Batch
-    readback: Readback
-    wish: OutputWish | None
-    pasts: list[tuple[int, Past]]
-    broken: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """tokens: int32[n]. faults, logprobs: by index into the rows."""
-
-    tokens: I32
-    faults: dict[int, RowFault]
-    logprobs: dict[int, RowLogprobs]
+def _nothing(max_rows: int, num_words: int, device: torch.device) -> SampleRows:
+    """Of rows that nothing is masked or lost of; their slots and positions are each step's own. Nobody writes to it."""
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    return SampleRows(
+        slots=none,
+        positions=none,
+        mask_rows=torch.full((max_rows,), -1, dtype=torch.int32, device=device),
+        masks=none.view(0, num_words),
+        loss_offsets=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
+        loss_ids=none,
+        losses=none.view(torch.float32),
+    )
 
 
 class DeviceSampler:
-    """relay: int64[slots], see FutureMap. Host state belongs to the thread that launches steps."""
+    """relay: int64[slots], see ForwardPass. Host state belongs to the thread that launches steps."""
 
     def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels, streams: Streams, relay: Tensor) -> None:
         self.max_slots = max_slots
@@ -88,16 +55,17 @@ class DeviceSampler:
         device = streams.device
         self._slots = DeviceSlots(max_slots, vocab_size, device)
         self._past = PastTokens(vocab_size)
-        self._wishes = LogprobWishes(max_slots, vocab_size, kernels, device)
+        self._wishes = LogprobRequests(max_slots, vocab_size, kernels, device)
         self._num_words = -(-vocab_size // WORD_BITS)
         self._edited = torch.empty((min(max_slots, EDITED_ROWS), vocab_size), dtype=torch.float32, device=device)
+        self._nothing = _nothing(max_slots, self._num_words, device)
         self._ring = UploadRing(streams, 4 * max_slots + self._num_words)
         self._broken: set[int] = set()  # slots whose parameters could not be applied, until their next admission
         self._unsettled: list[Launched] = []
         self._dirty: set[int] = set()  # ids of spaces whose masks or losses are not empty
 
     @property
-    def wishes(self) -> LogprobWishes:
+    def wishes(self) -> LogprobRequests:
         return self._wishes
 
     @property
@@ -113,6 +81,7 @@ class DeviceSampler:
 
     def admission(self, admitted: Sequence[SlotParams]) -> Admission:
         """What admit() takes once it is on the device. A slot whose parameters cannot be applied is left out: its rows fault."""
+        assert all(0 <= slot.slot < self.max_slots for slot in admitted), "who is admitted has a slot of the table"
         self._broken.difference_update(slot.slot for slot in admitted)
         sound = [slot for slot in admitted if self._applies(slot, self._take_in)]
         try:
@@ -157,18 +126,10 @@ class DeviceSampler:
 
     def passing_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
         """For one step."""
-        size, device = len(slots), self._streams.device
-        nothing = torch.empty(0, dtype=torch.int32, device=device)
-        rows = SampleRows(
-            slots=slots,
-            positions=positions,
-            mask_rows=torch.full((size,), -1, dtype=torch.int32, device=device),
-            masks=nothing.view(0, self._num_words),
-            loss_offsets=torch.zeros(size + 1, dtype=torch.int32, device=device),
-            loss_ids=nothing,
-            losses=nothing.view(torch.float32),
-        )
-        return self._space(rows)
+        size, nothing = len(slots), self._nothing
+        assert size == len(positions) < len(nothing.loss_offsets), "each slot has one row to sample at most"
+        unmasked, lossless = nothing.mask_rows[:size], nothing.loss_offsets[: size + 1]
+        return self._space(SampleRows(slots, positions, unmasked, nothing.masks, lossless, nothing.loss_ids, nothing.losses))
 
     def _space(self, rows: SampleRows) -> SampleSpace:
         out = torch.zeros((2, len(rows.slots)), dtype=torch.int32, device=self._streams.device)
@@ -219,23 +180,32 @@ class DeviceSampler:
 
     def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
         """On the current stream; can be captured. logits: float32[>= n, V]."""
-        rows, table = space.rows, self._slots.table
+        rows = space.rows
+        assert len(rows.slots) <= len(logits), "each row to sample has logits"
+        if len(rows.slots) <= len(self._edited):
+            self._run_piece(logits, rows, space.tokens, space.faults)
+            return
         for first in range(0, len(rows.slots), EDITED_ROWS):
             part = slice(first, first + EDITED_ROWS)
             offsets = rows.loss_offsets[first : first + EDITED_ROWS + 1]
             piece = SampleRows(
                 rows.slots[part], rows.positions[part], rows.mask_rows[part], rows.masks, offsets, rows.loss_ids, rows.losses
             )
-            count = len(piece.slots)
-            values, edited = logits[first : first + count], self._edited[:count]
-            self._kernels.edit_logits(edited, values, piece, table)
-            self._kernels.select_tokens(space.out[0, part], space.out[1, part], values, edited, piece, table, self._relay)
+            self._run_piece(logits[first:], piece, space.out[0, part], space.out[1, part])
+
+    def _run_piece(self, logits: Tensor, rows: SampleRows, tokens: Tensor, faults: Tensor) -> None:
+        count, table = len(rows.slots), self._slots.table
+        assert count <= len(self._edited), "as many rows as can be edited at a time"
+        values, edited = logits if len(logits) == count else logits[:count], self._edited[:count]
+        self._kernels.edit_logits(edited, values, rows, table)
+        self._kernels.select_tokens(tokens, faults, values, edited, rows, table, self._relay)
 
     def outcome(self, launched: Launched) -> Outcome:
         """Waits for it."""
         self.settle()
         host, count = launched.readback.host(), len(launched.batch.slots)
         tokens, codes = host["sampled"].numpy()[:, :count]
+        assert len(tokens) == len(codes) == count, "each row has a token and the code of a fault"
         tokens = tokens.copy()
         faults = {index: RowFault(int(codes[index])) for index in np.flatnonzero(codes).tolist()}
         for index, slot in enumerate(launched.batch.slots.tolist() if launched.broken else ()):
@@ -250,25 +220,36 @@ class DeviceSampler:
         while self._unsettled:
             launched = self._unsettled.pop(0)  # before anything can fail: no token counts twice
             tokens, faults = launched.readback.host()["sampled"].tolist()
+            assert all(index < len(tokens) for index, _ in launched.pasts), "who takes note has a row"
             for index, past in launched.pasts:
                 if not faults[index]:
                     past.add(tokens[index])
 
-    def _send(self, batch: Batch, masked: Mapping[int, Words], lossy: bool, wish: OutputWish | None) -> dict[str, Tensor]:
+    def _send(self, batch: Batch, masked: Mapping[int, Words], lossy: bool, wish: OutputLogprobs | None) -> dict[str, Tensor]:
         sections: list[tuple[str, NDArray[np.generic]]] = []
         size = len(batch.space.rows.slots)
         if masked:
             mask_rows = np.full(size, -1, dtype=np.int32)
+            assert max(masked) < len(batch.slots) <= size, "a mask belongs to a row, and not to padding"
             mask_rows[list(masked)] = np.arange(len(masked))
             sections += [("mask_rows", mask_rows), ("masks", np.stack(list(masked.values())))]
         if lossy:
             slots = np.full(size, -1, dtype=np.int32)
             slots[: len(batch.slots)] = batch.slots
-            losses = self._past.losses(slots)
+            losses = Losses.of([self._loss(slot) for slot in slots.tolist()])
             sections += [("loss_offsets", losses.offsets), ("loss_ids", losses.ids), ("losses", losses.values)]
         if wish is not None:
             sections += self._wishes.sections(wish)
         return self._ring.send(sections) if sections else {}
+
+    def _loss(self, slot: int) -> Loss:
+        """Below 0: padding. A slot whose loss cannot be told has none: its rows fault."""
+        try:
+            return self._past.losses_of(slot)
+        except Exception:  # of any kind: as at its admission
+            logger.exception("what repeats cost slot %d could not be told", slot)
+            self._broken.add(slot)
+            return NO_LOSS
 
     def _filled(self, batch: Batch, views: Mapping[str, Tensor]) -> SampleSpace:
         """The batch's space with its masks and losses: itself, where they fit in; another one, if not."""
@@ -282,6 +263,7 @@ class DeviceSampler:
         if not batch.fixed or ("loss_ids" in views and len(views["loss_ids"]) > MAX_LOSSES):
             return self._with(space, views, masks)
         if masks is not None:
+            assert len(masks) <= len(rows.masks), "a space has room for a mask of each row"
             rows.mask_rows.copy_(views["mask_rows"])
             rows.masks[: len(masks)].copy_(masks)
             self._dirty.add(space_id)

@@ -59,6 +59,8 @@ class DeviceSlots:
     def admit(self, views: Mapping[str, Tensor]) -> None:
         """views: an uploaded Admission."""
         table, slots = self.table, views["slots"].long()
+        assert len(views["params"]) == len(slots) * SlotColumn.WIDTH, "each slot has a row of parameters"
+        assert len(views["words"]) == len(views["word_slots"]) * table.words.shape[1], "and of words, where it has any"
         table.params.index_copy_(0, slots, views["params"].view(-1, SlotColumn.WIDTH))
         if len(views["bias_slots"]):
             places = views["bias_slots"].long(), views["bias_places"].long()
@@ -76,6 +78,7 @@ class DeviceSlots:
 
     def adjust_counts(self, slots: Tensor, ids: Tensor, changes: Tensor) -> None:
         """Adds changes to counts[slots, ids]; each (slot, id) is there once."""
+        assert len(slots) == len(ids) == len(changes), "a change has its slot and its token"
         places = slots.long(), ids.long()
         self.table.counts.index_put_(places, self.table.counts[places] + changes.to(torch.int16))
 
@@ -84,4 +87,5 @@ def merged_changes(changes: Mapping[tuple[int, int], int]) -> tuple[NDArray[np.i
     """Slots, ids and changes, in parallel; those that come to nothing are left out."""
     kept = [(slot, token, change) for (slot, token), change in changes.items() if change]
     columns = np.array(kept, dtype=np.int32).reshape(-1, 3)
+    assert (columns[:, 2] != 0).all(), "what comes to nothing is left out"
     return columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()

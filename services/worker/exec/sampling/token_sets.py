@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Words = NDArray[np.uint32]
 WORD_BITS = 32
@@ -24,10 +22,5 @@ def token_words(allowed: Sequence[int], banned: Sequence[int], vocab_size: int) 
     bits = np.full(-(-vocab_size // WORD_BITS) * WORD_BITS, not allowed, dtype=np.uint8)
     bits[inside(allowed, vocab_size)] = 1
     bits[inside(banned, vocab_size)] = 0
+    assert len(bits) % WORD_BITS == 0 and len(bits) >= vocab_size, "whole words, and a bit for each token"
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
-
-
-def forbid_others(logits: Tensor, words: Words) -> Tensor:
-    """Sets float32[n, V] in place to -inf wherever words, uint32[n, ceil(V / 32)], have no bit set; returns it."""
-    bits = np.unpackbits(words.astype("<u4").view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    return logits.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)

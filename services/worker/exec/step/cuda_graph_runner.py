@@ -7,46 +7,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.sampling.sampler import DeviceSampler, SampleSpace
-from services.worker.exec.step.forward_batch import DeviceColumns, StepColumns
+from services.worker.exec.contracts.step_data import CudaGraph
+from services.worker.exec.contracts.step_parts import StepSampler
+from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
 from services.worker.exec.step.passes import ForwardPass
-from services.worker.exec.streams.capture import Graph, GraphMemory
+from services.worker.exec.streams.capture import GraphMemory
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    """words: where the step's columns are copied to; known: int32[size], the ids that the plan gives, -1 for relayed ones; ids,
-    rows, space and logits: what the captured kernels read and write, space and logits for the first rows alone where more
-    than there are slots are computed. A graph keeps addresses and no tensors: all that was made before its capture has to be
-    here, or its memory goes to others."""
-
-    size: int
-    words: Tensor
-    known: Tensor
-    ids: Tensor
-    rows: RaggedRows
-    space: SampleSpace
-    logits: Tensor
-    forward: Graph
-    sample: Graph
-
-
-class DecodeGraphs:
+class CudaGraphRunner:
     """Captured one after the other, the largest first, so that the smaller ones find the memory that it took."""
 
     def __init__(
-        self, sizes: Sequence[int], memory: GraphMemory, forward: ForwardPass, sampler: DeviceSampler, attention: AttentionBackend
+        self, sizes: Sequence[int], memory: GraphMemory, forward: ForwardPass, sampler: StepSampler, attention: AttentionBackend
     ) -> None:
         self._sizes = sorted(sizes)
+        assert len(set(sizes)) == len(sizes), "one graph for each number of rows"
         self._memory, self._forward, self._sampler, self._attention = memory, forward, sampler, attention
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[int, CudaGraph] = {}
         self._told: set[int] = set()  # sizes of graphs that know ids
 
     def capture(self, told: Callable[[int, int], None]) -> None:
@@ -60,24 +42,26 @@ class DecodeGraphs:
         self._told.clear()
         self._attention.release_graphs()
 
-    def for_rows(self, num_rows: int) -> DecodeGraph | None:
+    def for_rows(self, num_rows: int) -> CudaGraph | None:
         """The smallest that holds so many, None if there is none."""
         place = bisect_left(self._sizes, num_rows)
+        assert place == len(self._sizes) or self._sizes[place] >= num_rows, "the graph has room for the rows"
         return self._graphs.get(self._sizes[place]) if num_rows > 0 and place < len(self._sizes) else None
 
-    def tell(self, graph: DecodeGraph, known: Tensor | None) -> None:
+    def tell(self, graph: CudaGraph, known: Tensor | None) -> None:
         """On the forward stream, before the replay. known: int32[size]; None: all ids are relayed."""
         if known is not None:
+            assert len(known) == graph.size, "each row of the graph is told its id, or that the relay has it"
             graph.known.copy_(known)
             self._told.add(graph.size)
         elif graph.size in self._told:
             graph.known.fill_(-1)
             self._told.discard(graph.size)
 
-    def _captured(self, size: int) -> DecodeGraph:
-        columns = StepColumns.idle(self._forward.capacity, size)
+    def _captured(self, size: int) -> CudaGraph:
+        columns = ForwardBatch.idle(self._forward.capacity, size)
         words = torch.from_numpy(columns.words()).to(self._forward.device)
-        device = DeviceColumns.of(words, size)
+        device = DeviceBatch.of(words, size)
         ids, rows = self._forward.fresh_rows(columns, device)
         known = torch.full((size,), -1, dtype=torch.int32, device=self._forward.device)
         sampled = min(size, self._sampler.max_slots)
@@ -92,4 +76,4 @@ class DecodeGraphs:
         forward_graph = self._memory.capture(forward)
         logits = computed[0]
         sample_graph = self._memory.capture(lambda: self._sampler.run_kernels(logits, space))
-        return DecodeGraph(size, words, known, ids, rows, space, logits, forward_graph, sample_graph)
+        return CudaGraph(size, words, known, ids, rows, space, logits, forward_graph, sample_graph)

@@ -16,7 +16,7 @@ NOBODY = -1  # the slot of a padding row
 
 
 @dataclass(frozen=True, slots=True)
-class StepColumns:
+class ForwardBatch:
     """R rows, padding last. rows: int64[n], of the plan, that sample a token; sample_*: of these, padded to R where R is a
     graph's: slot, absolute position of the token, index into the pass's tokens. max_tokens: of one row."""
 
@@ -33,12 +33,16 @@ class StepColumns:
     max_tokens: int
 
     @classmethod
-    def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> StepColumns:
+    def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> ForwardBatch:
         """samples: bool[rows]. capacity: positions that a slot's table maps; stale rows beyond it are moved inside."""
         counts = plan.num_tokens
         starts = np.minimum(plan.starts, capacity - counts)
+        assert len(counts) == len(plan.slots) == len(plan.starts) == len(samples), "columns of one plan are equally long"
         rows = np.flatnonzero(samples)
         ends = np.cumsum(counts)
+        assert len(plan.input_ids) == (ends[plan.num_extend - 1] if plan.num_extend else 0), "ids are those of the extend rows"
+        longest = int(counts.max())
+        assert longest <= capacity, "a row fits the pages of its slot"
         return cls(
             num_extend=plan.num_extend,
             slots=plan.slots,
@@ -50,14 +54,15 @@ class StepColumns:
             sample_positions=(plan.starts + counts)[rows],
             sample_indices=(ends - 1)[rows].astype(np.int32),
             max_context=int((starts + counts).max()),
-            max_tokens=int(counts.max()),
+            max_tokens=longest,
         )
 
     @classmethod
-    def of_decode(cls, plan: BatchPlan, capacity: int, size: int) -> StepColumns:
+    def of_decode(cls, plan: BatchPlan, capacity: int, size: int) -> ForwardBatch:
         """The rows of a plan that decodes alone, all of which sample, padded to size. What depends on size alone is the same
         for all plans."""
         count, order = plan.num_rows, np.arange(size, dtype=np.int32)
+        assert count <= size and not plan.num_extend, "a graph has room for the rows, and all of them decode"
         slots = np.full(size, NOBODY, dtype=np.int32)
         starts, positions = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.int32)
         slots[:count] = plan.slots
@@ -78,17 +83,19 @@ class StepColumns:
         )
 
     @classmethod
-    def of_known(cls, plan: BatchPlan, capacity: int, size: int) -> tuple[StepColumns, I32]:
+    def of_known(cls, plan: BatchPlan, capacity: int, size: int) -> tuple[ForwardBatch, I32]:
         """A plan whose extend rows are few tokens each, as if every token were a row that decodes: those that are sampled after
         first, in the order of their rows, then padding up to size. With int32[size]: the ids that the plan gives, -1 where the
         relay has them."""
         counts, order = plan.num_tokens, np.arange(size, dtype=np.int32)
         rows = np.repeat(np.arange(plan.num_rows), counts)
         count = len(rows)
+        assert count <= size, "a graph has room for every token"
         ahead = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
         sampled = (ahead == counts[rows] - 1) & plan.sample[rows]
         placed = np.argsort(~sampled, kind="stable")
         num_sampled = int(sampled.sum())
+        assert num_sampled == int(plan.sample.sum()), "each row that samples has one last token"
         slots, sample_slots = np.full((2, size), NOBODY, dtype=np.int32)
         starts, positions = np.zeros((2, size), dtype=np.int32)
         known = np.full(size, -1, dtype=np.int32)
@@ -115,7 +122,7 @@ class StepColumns:
         return columns, known
 
     @classmethod
-    def idle(cls, capacity: int, size: int) -> StepColumns:
+    def idle(cls, capacity: int, size: int) -> ForwardBatch:
         """Padding alone, for captures."""
         nobody, zeros, ones = (np.full(size, value, dtype=np.int32) for value in (NOBODY, 0, 1))
         order = np.arange(size, dtype=np.int32)
@@ -127,14 +134,16 @@ class StepColumns:
         return int(self.offsets[-1] + self.num_tokens[-1]) if len(self.offsets) else 0
 
     def words(self) -> I32:
-        """What DeviceColumns.of reads."""
+        """What DeviceBatch.of reads."""
+        assert len(self.slots) == len(self.starts) == len(self.num_tokens) == len(self.offsets), "a row is in each column"
+        assert len(self.sample_slots) == len(self.sample_positions) == len(self.sample_indices), "so is a sample"
         parts = (self.slots, self.starts, self.num_tokens, self.offsets)
         return np.concatenate((*parts, self.sample_slots, self.sample_positions, self.sample_indices))
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceColumns:
-    """StepColumns.words() on the device: int32[R] and int32[n]."""
+class DeviceBatch:
+    """ForwardBatch.words() on the device: int32[R] and int32[n]."""
 
     slots: Tensor
     starts: Tensor
@@ -145,6 +154,7 @@ class DeviceColumns:
     sample_indices: Tensor
 
     @classmethod
-    def of(cls, words: Tensor, num_rows: int) -> DeviceColumns:
+    def of(cls, words: Tensor, num_rows: int) -> DeviceBatch:
+        assert len(words) >= 4 * num_rows and (len(words) - 4 * num_rows) % 3 == 0, "four columns of rows, three of samples"
         per_row, sampled = words[: 4 * num_rows].view(4, num_rows), words[4 * num_rows :].view(3, -1)
         return cls(*per_row.unbind(0), *sampled.unbind(0))

@@ -21,13 +21,11 @@ from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.protocol import Masks
-from services.worker.exec.future_map import POISON, UnwrittenToken
+from services.worker.exec.contracts.step_data import Batch, CudaGraph, PromptPiece
+from services.worker.exec.contracts.step_parts import Launched, StepGraphs, StepSampler
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, embedded
-from services.worker.exec.sampling.logprob_requests import PromptPiece
-from services.worker.exec.sampling.sampler import Batch, DeviceSampler, Launched, SampleSpace
-from services.worker.exec.step.cuda_graph_runner import DecodeGraph, DecodeGraphs
-from services.worker.exec.step.forward_batch import DeviceColumns, StepColumns
-from services.worker.exec.step.passes import ForwardPass
+from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
+from services.worker.exec.step.passes import POISON, ForwardPass, UnwrittenToken
 from services.worker.exec.step.plan_pieces import Piece, halves, select, whole
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.streams.readback import Readback
@@ -42,17 +40,19 @@ UPLOAD_WORDS = 1 << 16  # of a step beside its tokens; more costs a larger buffe
 @dataclass(slots=True)
 class DeviceRun:
     """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it.
-    readback: of what the forward pass gave beside logits. faults: of rows that were given up, by row of the plan."""
+    readback: of what the forward pass gave beside logits. faults: of rows that were given up, by row of the plan. result: gives
+    what came of it. All but plan and result belongs to what runs on the streams."""
 
     plan: BatchPlan
     readback: Readback
     batches: list[Batch] = field(default_factory=list)
-    graph: DecodeGraph | None = None
+    graph: CudaGraph | None = None
     prompts: list[PromptPiece] = field(default_factory=list)
     embeddings: list[int] = field(default_factory=list)
     faults: dict[int, RowFault] = field(default_factory=dict)
     launched: list[Launched] = field(default_factory=list)
     error: BaseException | None = None
+    result: Callable[[], StepResult] | None = None
 
 
 class DeviceRunner:
@@ -67,7 +67,7 @@ class DeviceRunner:
         passes: ForwardPass,
         attention: AttentionBackend,
         kernels: StepKernels,
-        sampler: DeviceSampler,
+        sampler: StepSampler,
         embeddings: EmbeddingPool,
         relay: Tensor,
         unwritten: Tensor | None,
@@ -83,29 +83,34 @@ class DeviceRunner:
         self._max_wanted = max_wanted
         self._cut_rows = cut_rows
         self._ring = UploadRing(streams, 2 * max_tokens + UPLOAD_WORDS)
-        self.graphs: DecodeGraphs | None = None
+        self._unsampled: BatchPlan | None = None  # of the forward pass that was launched last, until it is sampled
+        self.graphs: StepGraphs | None = None
         self.graph_limits = GraphLimits()
         self.stats = ExecutorStats()
 
-    def forward(self, plan: BatchPlan) -> DeviceRun:
-        run = DeviceRun(plan, Readback(self.streams))
+    def forward(self, run: DeviceRun) -> None:
+        plan = run.plan
+        assert self._unsampled is None, "a step is sampled before the next one's forward pass"
+        assert not run.batches and not run.launched, "a step is launched once"
+        self._unsampled = plan
         graph = self._graph_for(plan)
-        samples = plan.sample & ~self._embeddings_after(plan)
+        samples = self._samples(plan)
         columns, given = self._columns(plan, graph, samples)
         views = self._ring.send(self._sections(plan, columns, given))
         self.streams.forward_after_schedule()
         with self.streams.on_forward():
             self._begin(plan, views)
             if columns is None:
-                return run
+                return
             if graph is not None:
                 self._replay(run, graph, columns, views)
             else:
                 self._eager(run, plan, columns, views)
-        return run
 
     def sample(self, run: DeviceRun, masks: Masks) -> None:
         """Launches what is left of the step, and its way back to the host."""
+        assert self._unsampled is run.plan, "a step is sampled after its own forward pass, once"
+        self._unsampled = None
         self.sampler.follow(run.plan)
         replay = run.graph.sample.replay if run.graph is not None else None
         run.launched = [self.sampler.launch(batch, masks, replay) for batch in run.batches]
@@ -128,6 +133,7 @@ class DeviceRunner:
     def release(self, run: DeviceRun) -> None:
         """What the step has sent may be overwritten once the device is past this point: the last results' on the copy stream, or
         one more."""
+        self._unsampled = None
         last = run.launched[-1].readback.mark if run.launched and run.readback.empty else None
         mark = last or run.readback.launch()
         self._ring.release(mark)
@@ -145,6 +151,7 @@ class DeviceRunner:
         logprobs: dict[int, RowLogprobs] = {}
         for launched in run.launched:
             outcome, rows = self.sampler.outcome(launched), launched.batch.rows
+            assert len(outcome.tokens) == len(rows), "each row that was sampled has a token"
             tokens[rows] = outcome.tokens
             faults |= {int(rows[index]): fault for index, fault in outcome.faults.items()}
             logprobs |= {int(rows[index]): values for index, values in outcome.logprobs.items()}
@@ -153,13 +160,13 @@ class DeviceRunner:
 
     # What a step needs on the device
 
-    def _embeddings_after(self, plan: BatchPlan) -> NDArray[np.bool_]:
-        """bool[rows]: those that want a vector and no token, once the plan's slots are admitted."""
+    def _samples(self, plan: BatchPlan) -> NDArray[np.bool_]:
+        """bool[rows]: those that want a token and no vector, once the plan's slots are admitted."""
         for slot in plan.admitted:
             self._embeddings.admit(slot)
-        return self._embeddings.wanted(plan.slots)
+        return plan.sample if self._embeddings.empty else plan.sample & ~self._embeddings.wanted(plan.slots)
 
-    def _graph_for(self, plan: BatchPlan) -> DecodeGraph | None:
+    def _graph_for(self, plan: BatchPlan) -> CudaGraph | None:
         """For decode rows, which all sample, and beside them what is known of begun requests, if it is little."""
         if self.graphs is None or not plan.sample[plan.num_extend :].all():
             return None
@@ -174,26 +181,30 @@ class DeviceRunner:
         return self.graph_limits.hold(plan.starts, plan.num_tokens)
 
     def _columns(
-        self, plan: BatchPlan, graph: DecodeGraph | None, samples: NDArray[np.bool_]
-    ) -> tuple[StepColumns | None, NDArray[np.int32]]:
+        self, plan: BatchPlan, graph: CudaGraph | None, samples: NDArray[np.bool_]
+    ) -> tuple[ForwardBatch | None, NDArray[np.int32]]:
         """With the ids that the plan gives, as the pass reads them: of the extend rows, or of all tokens where a graph needs
         them."""
         if not plan.num_rows:
             return None, plan.input_ids
         if graph is None:
-            return StepColumns.of(plan, samples, self.passes.capacity), plan.input_ids
+            return ForwardBatch.of(plan, samples, self.passes.capacity), plan.input_ids
         if plan.num_extend:
-            return StepColumns.of_known(plan, self.passes.capacity, graph.size)
-        return StepColumns.of_decode(plan, self.passes.capacity, graph.size), plan.input_ids
+            return ForwardBatch.of_known(plan, self.passes.capacity, graph.size)
+        return ForwardBatch.of_decode(plan, self.passes.capacity, graph.size), plan.input_ids
 
     def _sections(
-        self, plan: BatchPlan, columns: StepColumns | None, given: NDArray[np.int32]
+        self, plan: BatchPlan, columns: ForwardBatch | None, given: NDArray[np.int32]
     ) -> list[tuple[str, NDArray[np.generic]]]:
         sections: list[tuple[str, NDArray[np.generic]]] = []
         if columns is not None:
             sections += [("columns", columns.words()), ("given", given)]
         if len(plan.table_slots):
             offsets = np.cumsum(plan.table_counts) - plan.table_counts
+            assert len(plan.table_slots) == len(plan.table_firsts) == len(plan.table_counts), (
+                "columns of updates are equally long"
+            )
+            assert int(plan.table_counts.sum()) == len(plan.table_pages), "each page belongs to one update"
             sections += [("table_slots", plan.table_slots), ("table_firsts", plan.table_firsts)]
             sections += [("table_counts", plan.table_counts), ("table_offsets", offsets), ("table_pages", plan.table_pages)]
         if plan.admitted:
@@ -213,8 +224,9 @@ class DeviceRunner:
 
     # The forward pass
 
-    def _replay(self, run: DeviceRun, graph: DecodeGraph, columns: StepColumns, views: Mapping[str, Tensor]) -> None:
+    def _replay(self, run: DeviceRun, graph: CudaGraph, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
         assert self.graphs is not None, "a graph is one of these"
+        assert columns.total == graph.size, "a graph is replayed with all of its rows"
         self.stats.graph_steps += 1
         graph.words.copy_(views["columns"])
         self.graphs.tell(graph, views["given"] if run.plan.num_extend else None)
@@ -224,7 +236,7 @@ class DeviceRunner:
         slots = run.plan.slots if len(columns.rows) == run.plan.num_rows else run.plan.slots[columns.rows]
         run.batches = [Batch(slots, columns.rows, graph.logits, graph.space, fixed=True)] if len(slots) else []
 
-    def _eager(self, run: DeviceRun, plan: BatchPlan, columns: StepColumns, views: Mapping[str, Tensor]) -> None:
+    def _eager(self, run: DeviceRun, plan: BatchPlan, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
         self.stats.eager_steps += 1
         if columns.total > self._max_tokens:
             self._in_pieces(run, plan)
@@ -238,9 +250,10 @@ class DeviceRunner:
             return
         self._in_pieces(run, plan)  # outside of the handler, whose traceback holds tensors
 
-    def _compute(self, run: DeviceRun, piece: Piece, columns: StepColumns, views: Mapping[str, Tensor], kept: bool) -> None:
+    def _compute(self, run: DeviceRun, piece: Piece, columns: ForwardBatch, views: Mapping[str, Tensor], kept: bool) -> None:
         """kept: other passes follow before sampling, so what it reads must be copied out of their way."""
-        plan, device = piece.plan, DeviceColumns.of(views["columns"], piece.plan.num_rows)
+        assert columns.total <= self._max_tokens, "no pass is larger than what was reserved"
+        plan, device = piece.plan, DeviceBatch.of(views["columns"], piece.plan.num_rows)
         ids, rows = self.passes.fresh_rows(columns, device)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
         self.passes.run(ids, rows, columns, views["given"])
@@ -258,9 +271,9 @@ class DeviceRunner:
         model = self.passes.model
         if len(wanted) <= self._max_wanted:
             return model.states(wanted)
-        return torch.cat([model.states(part).clone() for part in wanted.split(self._max_wanted)])
+        return torch.cat([model.states(part).clone() for part in torch.split(wanted, self._max_wanted)])
 
-    def _batch(self, piece: Piece, columns: StepColumns, device: DeviceColumns, kept: bool) -> Batch | None:
+    def _batch(self, piece: Piece, columns: ForwardBatch, device: DeviceBatch, kept: bool) -> Batch | None:
         """Asks for the logits last: each request for logits overwrites the one before."""
         if not len(columns.rows):
             return None
@@ -268,7 +281,7 @@ class DeviceRunner:
         slots, positions = device.sample_slots, device.sample_positions
         if kept:
             logits, slots, positions = logits.clone(), slots.clone(), positions.clone()
-        space: SampleSpace = self.sampler.passing_space(slots, positions)
+        space = self.sampler.passing_space(slots, positions)
         return Batch(columns.sample_slots, piece.rows[columns.rows], logits, space, fixed=False)
 
     # Out of memory
@@ -292,7 +305,7 @@ class DeviceRunner:
         done = (len(run.prompts), len(run.embeddings), len(run.batches))
         self._make_room()
         try:
-            columns, given = self._columns(piece.plan, None, piece.plan.sample & ~self._embeddings.wanted(piece.plan.slots))
+            columns, given = self._columns(piece.plan, None, self._samples(piece.plan))
             assert columns is not None
             views = self._ring.send(self._sections(piece.plan, columns, given))
             self.streams.forward_after_schedule()
@@ -314,9 +327,10 @@ class DeviceRunner:
             for row, start, count in zip(piece.rows, piece.plan.starts, piece.plan.num_tokens, strict=True)
         }
         largest = max(lengths, key=lambda row: lengths[row])
-        run.faults[largest] = RowFault.OUT_OF_MEMORY
         self.stats.given_up += 1
         self._relay[int(run.plan.slots[largest])].fill_(0)  # a step that is planned already may gather it
         logger.error("no memory for a row of %d tokens of step %d: its request ends", lengths[largest], run.plan.step_id)
+        assert largest not in run.faults, "a row is given up once"
+        run.faults[largest] = RowFault.OUT_OF_MEMORY
         rest = [select(piece, np.flatnonzero(piece.rows != largest)) for piece in pending]
         return [piece for piece in rest if piece.plan.num_rows]

@@ -9,11 +9,18 @@ from kernels.contracts.ops import RaggedRows
 from kernels.contracts.step_ops import StepKernels
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.pools.pools import KVPool
-from services.worker.exec.step.forward_batch import DeviceColumns, StepColumns
+from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
+
+POISON = -1  # what the relay holds for a slot until something is sampled for it
+
+
+class UnwrittenToken(RuntimeError):
+    """A decode row read a slot of the relay that no step has written."""
 
 
 class ForwardPass:
-    """table: int32[slots, pages]; relay: int64[slots]; unwritten: int32[1] where relayed tokens are checked, else None."""
+    """table: int32[slots, pages]; relay: int64[slots], the last token sampled for each
+    slot; unwritten: int32[1] where relayed tokens are checked, else None."""
 
     def __init__(
         self,
@@ -37,9 +44,10 @@ class ForwardPass:
         """Tokens that a slot's row of the table maps."""
         return int(self.table.shape[1]) * self._page_size
 
-    def fresh_rows(self, columns: StepColumns, device: DeviceColumns) -> tuple[Tensor, RaggedRows]:
+    def fresh_rows(self, columns: ForwardBatch, device: DeviceBatch) -> tuple[Tensor, RaggedRows]:
         """Input ids int64[T] and rows, both to be filled by run()."""
         total = columns.total
+        assert columns.max_context <= self.capacity, "no position lies beyond the pages of its slot"
         ids = torch.empty(total, dtype=torch.int64, device=self.device)
         rows = RaggedRows(
             page_table=self.table,
@@ -53,9 +61,13 @@ class ForwardPass:
         )
         return ids, rows
 
-    def run(self, ids: Tensor, rows: RaggedRows, columns: StepColumns, given: Tensor | None, known: Tensor | None = None) -> None:
+    def run(
+        self, ids: Tensor, rows: RaggedRows, columns: ForwardBatch, given: Tensor | None, known: Tensor | None = None
+    ) -> None:
         """given: int32 tokens of the extend rows. known: int32[T], of the others: -1 where the relay has the token. Attention has
         been planned."""
+        assert len(ids) == len(rows.positions) == len(rows.locations), "each token has an id, a position and a place"
+        assert known is None or len(known) == len(ids), "what is known is known by token"
         tokens = self._nothing if given is None else given
         extends, longest = columns.num_extend, columns.max_tokens
         self._kernels.resolve_tokens(

@@ -40,6 +40,7 @@ def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
     if len(counts) > 1:
         ends = np.cumsum(counts)
         first = int(np.clip(np.searchsorted(ends, int(ends[-1]) // 2) + 1, 1, len(counts) - 1))
+        assert 0 < first < len(counts), "neither half is empty"
         return select(piece, np.arange(first)), select(piece, np.arange(first, len(counts)))
     if piece.num_tokens < 2 or not cut_rows:
         return None
@@ -65,6 +66,8 @@ def select(piece: Piece, rows: I64) -> Piece:
         prompt_logprob_offsets=plan.prompt_logprob_offsets[scored],
         prompt_logprob_nexts=plan.prompt_logprob_nexts[scored],
     )
+    assert len(chosen.input_ids) == int(chosen.num_tokens[: chosen.num_extend].sum()), "rows keep their own ids"
+    assert len(chosen.prompt_logprob_rows) == len(scored), "and what they score"
     return Piece(chosen, piece.rows[rows])
 
 
@@ -77,6 +80,7 @@ def _cut(piece: Piece, at: int) -> tuple[Piece, Piece]:
 def _part(piece: Piece, first: int, end: int, following: int | None) -> Piece:
     """Tokens first .. end - 1 of a single extend row. following: the token after them, None where the plan says it."""
     plan = piece.plan
+    assert 0 <= first < end <= piece.num_tokens and plan.num_rows == plan.num_extend == 1, "a part of one extend row"
     offsets = np.maximum(plan.prompt_logprob_offsets - first, 0)
     nexts = plan.prompt_logprob_nexts if following is None else np.full_like(plan.prompt_logprob_nexts, following)
     kept = np.flatnonzero(offsets < end - first)

@@ -7,14 +7,9 @@ from typing import Protocol
 
 import torch
 
-from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.streams.cuda_streams import Graph, Streams
 
 WARM_UP_RUNS = 2  # before a capture: libraries choose kernels and take workspaces at first
-
-
-class Graph(Protocol):
-    def replay(self) -> None:
-        """Launches on the current stream; all that was captured reads and writes the same addresses again."""
 
 
 class GraphMemory(Protocol):

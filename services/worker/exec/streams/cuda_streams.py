@@ -1,14 +1,19 @@
-"""The three streams of a device, and what waits for what. On a CPU every call runs where it stands.
+"""The streams that steps run on, and what waits for what: a GPU's three, or one thread of a CPU.
 
-schedule: one copy per step, from pinned memory. forward: all that computes, in step order. copy: results to pinned memory.
+schedule: one copy per step, from host memory. forward: all that computes, in step order. copy: results to host memory.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+
+T = TypeVar("T")
+CUDA: Any = torch.cuda  # torch says nothing of the types of its streams and events
 
 
 class Mark(Protocol):
@@ -18,11 +23,28 @@ class Mark(Protocol):
         """Blocks the caller until the device is past it, without the interpreter lock."""
 
 
+class Graph(Protocol):
+    def replay(self) -> None:
+        """Launches on the current stream; all that was captured reads and writes the same addresses again."""
+
+
 class Streams(Protocol):
-    """All calls from one thread."""
+    """launch and collect are called from one thread, close too; all else from within what they were given. Each piece of work
+    runs in inference mode, and raises nothing unless it was collected."""
 
     @property
     def device(self) -> torch.device: ...
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Has work put its part of a step on the streams, behind all that was launched before. Returns without waiting for
+        what it computes."""
+
+    def collect(self, work: Callable[[], T]) -> Callable[[], T]:
+        """work reads what was launched before it. Returns what gives its value or raises its exception, and blocks until then;
+        to be called once."""
+
+    def close(self) -> None:
+        """Once all that was collected is here: ends what the streams run on."""
 
     def on_schedule(self) -> AbstractContextManager[Any]: ...
 
@@ -39,21 +61,46 @@ class Streams(Protocol):
 
     def mark_copy(self) -> Mark: ...
 
+    def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
+        """int32[num_words] that the host writes, and where the device reads them once they were copied there: the same memory
+        where the device is the host."""
+
+    def to_host(self, source: Tensor) -> Tensor:
+        """On the copy stream: where the host finds the source's values once it is past the next mark. The source itself where
+        the device is the host."""
+
     def synchronize(self) -> None:
         """Blocks until the device has done everything. Raises what the device has failed with."""
 
 
 class CudaStreams:
-    """Current streams are set for the calling thread alone."""
+    """Work runs on the calling thread, which it does not keep: launching is all there is to do. Current streams are set for
+    that thread alone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._schedule, self._forward, self._copy = (torch.cuda.Stream(device) for _ in range(3))
-        self._reached = torch.cuda.Event()  # recorded and waited for at once, so that one serves all
+        self._schedule, self._forward, self._copy = (CUDA.Stream(device) for _ in range(3))
+        self._reached = CUDA.Event()  # recorded and waited for at once, so that one serves all
 
     @property
     def device(self) -> torch.device:
         return self._device
+
+    def launch(self, work: Callable[[], None]) -> None:
+        with torch.inference_mode():
+            work()
+
+    def collect(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Runs it where its value is asked for: until then the device computes."""
+
+        def collected() -> T:
+            with torch.inference_mode():
+                return work()
+
+        return collected
+
+    def close(self) -> None:
+        return
 
     def on_schedule(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._schedule)
@@ -79,9 +126,17 @@ class CudaStreams:
         later.wait_event(self._reached)
 
     def mark_copy(self) -> Mark:
-        event = torch.cuda.Event()
+        event = CUDA.Event()
         event.record(self._copy)
         return CudaMark(event)
+
+    def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
+        host = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+        return host, torch.empty(num_words, dtype=torch.int32, device=self._device)
+
+    def to_host(self, source: Tensor) -> Tensor:
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        return host.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -93,47 +148,3 @@ class CudaMark:
 
     def wait(self) -> None:
         self._event.synchronize()
-
-
-class InlineStreams:
-    """For a CPU: every stream is the calling thread, and whatever was launched is done."""
-
-    def __init__(self) -> None:
-        self._device = torch.device("cpu")
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    def on_schedule(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def on_forward(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def on_copy(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def forward_after_schedule(self) -> None:
-        return
-
-    def copy_after_forward(self) -> None:
-        return
-
-    def forward_after_copy(self) -> None:
-        return
-
-    def mark_copy(self) -> Mark:
-        return PastMark()
-
-    def synchronize(self) -> None:
-        return
-
-
-class PastMark:
-    def wait(self) -> None:
-        return
-
-
-def streams_of(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else InlineStreams()

@@ -1,8 +1,7 @@
-"""Results on their way from the device to pinned host memory, on the copy stream."""
+"""Results on their way from the device to host memory, on the copy stream."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from services.worker.exec.streams.cuda_streams import Mark, Streams
@@ -24,16 +23,16 @@ class Readback:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """tensor: on the device, not written again before host(), unless through Streams.forward_after_copy."""
+        assert self.mark is None, "nothing joins copies that are under way"
         self._sources[name] = tensor
 
     def launch(self) -> Mark:
         """Copies what was added, once the forward stream has come to this point. Returns where the copies are done."""
+        assert self.mark is None, "results are sent back once"
         self._streams.copy_after_forward()
-        pinned = self._streams.device.type == "cuda"
         with self._streams.on_copy():
             for name, source in self._sources.items():
-                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-                self._copies[name] = copy.copy_(source, non_blocking=True)
+                self._copies[name] = self._streams.to_host(source)
         self.mark = self._streams.mark_copy()
         return self.mark
 

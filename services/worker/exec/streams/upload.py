@@ -1,11 +1,10 @@
-"""What a step brings to the device: columns packed into one pinned buffer, copied in one go on the schedule stream."""
+"""What a step brings to the device: columns packed into one buffer, copied in one go on the schedule stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,6 +19,7 @@ ALIGNED = 4  # words: kernels are compiled apart for tensors that begin at a mul
 def as_words(array: NDArray[np.generic]) -> I32:
     """int32[n]: 4-byte elements by their bits, others of integer type by value."""
     flat = np.ascontiguousarray(array).reshape(-1)
+    assert flat.itemsize == 4 or flat.dtype.kind in "iu", "what goes by value is whole numbers"
     words: I32 = flat.view(np.int32) if flat.itemsize == 4 else flat.astype(np.int32)
     return words
 
@@ -30,12 +30,11 @@ def _room(words: I32) -> int:
 
 
 class _Buffer:
-    """One pinned buffer and its twin on the device. used_until: after which both may be written again."""
+    """One buffer of the host and its twin on the device. used_until: after which both may be written again."""
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
-        self.host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+    def __init__(self, streams: Streams, capacity: int) -> None:
+        self.host, self.device = streams.staging(capacity)
         self.words: I32 = self.host.numpy()
-        self.device = torch.empty(capacity, dtype=torch.int32, device=device)
         self.used_until: Mark | None = None
 
 
@@ -60,13 +59,16 @@ class UploadRing:
             buffer.words[at:end] = words
             views[name] = buffer.device[at:end]
             at += _room(words)
-        if total:
+        assert at == total <= len(buffer.words), "every section lies inside the buffer"
+        assert len(views) == len(parts), "no two sections have one name"
+        if total and buffer.device is not buffer.host:
             with self._streams.on_schedule():
                 buffer.device[:total].copy_(buffer.host[:total], non_blocking=True)
         return views
 
     def release(self, mark: Mark) -> None:
         """All that was sent so far is read before the mark."""
+        assert len(self._open) <= DEPTH, "no more steps are on their way than there are buffers"
         for buffer in self._open:
             buffer.used_until = mark
         self._open.clear()
@@ -74,7 +76,7 @@ class UploadRing:
     def _made(self, capacity: int) -> _Buffer:
         """On the schedule stream, which writes it: another stream's memory may be new to us and still be read there."""
         with self._streams.on_schedule():
-            return _Buffer(self._streams.device, capacity)
+            return _Buffer(self._streams, capacity)
 
     def _take(self, words: int) -> _Buffer:
         index, self._next = self._next, (self._next + 1) % DEPTH
@@ -85,6 +87,7 @@ class UploadRing:
             buffer.used_until.wait()
         if len(buffer.words) < words:
             buffer = self._buffers[index] = self._made(2 * words)
+        assert len(buffer.words) >= words, "a buffer holds what is sent in it"
         buffer.used_until = None
         self._open.append(buffer)
         return buffer

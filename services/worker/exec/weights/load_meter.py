@@ -20,6 +20,7 @@ class LoadMeter:
     def added(self, num_bytes: int) -> None:
         with self._lock:
             self._done += num_bytes
+            assert self._done <= self._total, "no byte is read twice"
         self.tick()
 
     def tick(self) -> None:

@@ -32,6 +32,7 @@ class LoadPhases:
 
     def seconds(self) -> tuple[tuple[str, float], ...]:
         """The phases that there were, in the order of PHASES, and the total so far."""
+        assert min(self._seconds.values(), default=0.0) >= 0, "a clock that goes back"
         passed = [(phase, self._seconds[phase]) for phase in PHASES if phase in self._seconds]
         return (*passed, (TOTAL, self.clock() - self._begun))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ def buffers_of(slab: Tensor, threads: int) -> list[list[Tensor]]:
     size = len(slab) // (threads * BUFFERS) // ALIGNMENT * ALIGNMENT
     if size == 0:
         raise ValueError(f"{len(slab)} bytes of staging are too few for {threads} threads")
+    assert size * threads * BUFFERS <= len(slab), "all buffers lie in the slab"
     buffers = [slab[index * size : (index + 1) * size] for index in range(threads * BUFFERS)]
     return [buffers[first : first + BUFFERS] for first in range(0, len(buffers), BUFFERS)]
 
@@ -58,7 +59,8 @@ class Immediate:
 
 def event_for(device: torch.device) -> Event:
     """One whose waiting leaves the core to others."""
-    return torch.cuda.Event(blocking=True) if device.type == "cuda" else Immediate()
+    cuda: Any = torch.cuda
+    return cuda.Event(blocking=True) if device.type == "cuda" else Immediate()
 
 
 class Lane:
@@ -78,9 +80,10 @@ class Lane:
         read once the stream is synchronized. A conversion happens on the device, in memory of the stream's own."""
         buffer, emptied = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
+        assert len(into) * dtype.itemsize <= len(buffer), "a piece fits its buffer"
         staged = buffer[: len(into) * dtype.itemsize]
         emptied.synchronize()
-        fill(memoryview(staged.numpy()))
+        fill(staged.numpy().data)
         with torch.cuda.stream(self._stream):
             elements = staged.view(dtype)
             into.copy_(elements if dtype == into.dtype else elements.to(into.device, non_blocking=True), non_blocking=True)

@@ -40,7 +40,7 @@ def class_of(auto_class: Any, config: Any) -> Any:
 
 def load(folder: Path, config: Any, auto_class: Any, dtype: torch.dtype, attention: str) -> Any:
     """A model in evaluation mode. Raises CheckpointError, also for tensors that the folder lacks or that have other shapes."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         model, report = auto_class.from_pretrained(
             str(folder),

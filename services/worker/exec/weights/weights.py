@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.contracts.ops import Kernels, PackedLinear
+from kernels.reference import layers as reference
 from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
 from services.worker.exec.weights.families import DecoderConfig
 
@@ -108,6 +109,8 @@ class _Assembly:
         place = f"{self.prefix}{prefix}"
         weight = self.source.stacked([(f"{place}.{name}.weight", (size, in_features)) for name, size in parts])
         stacked = self.source.stacked([(f"{place}.{name}.bias", (size,)) for name, size in parts]) if bias else None
+        assert len(weight) == sum(size for _, size in parts), "the parts lie one after the other"
+        assert stacked is None or len(stacked) == len(weight), "a bias for each row"
         return weight, stacked
 
     def linear(self, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> PackedLinear:
@@ -119,6 +122,7 @@ class _Assembly:
         qkv = [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
         gate_up = [("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)]
         norms = [self.own(f"{attention}.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm]
+        assert len(norms) in (0, 2), "queries and keys are both normed, or neither"
         return LayerWeights(
             input_norm=self.own(f"{prefix}.input_layernorm.weight", hidden),
             qkv=self.linear(attention, qkv, hidden, config.qkv_bias),
@@ -142,19 +146,26 @@ def tensor_prefix(checkpoint: Checkpoint) -> str:
     return "" if checkpoint.holds(EMBEDDING) else "model."
 
 
+class _Asked:
+    """A TensorSource with nothing behind it: shapes without memory. Remembers the names."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.stacked([(name, shape)])
+
+    def stacked(self, parts: Sequence[Part]) -> Tensor:
+        self.names += (name for name, _ in parts)
+        rows, rest = sum(shape[0] for _, shape in parts), parts[0][1][1:]
+        return torch.empty((rows, *rest), device="meta")
+
+
 def required_tensors(config: DecoderConfig, prefix: str) -> list[str]:
-    """Names of every tensor that load_weights reads."""
-    attention = ["q_proj", "k_proj", "v_proj"]
-    names = [f"self_attn.{name}.weight" for name in (*attention, "o_proj")]
-    names += [f"self_attn.{name}.bias" for name in attention if config.qkv_bias]
-    names += [f"self_attn.{name}.weight" for name in ("q_norm", "k_norm") if config.qk_norm]
-    names += ["self_attn.o_proj.bias"] if config.o_bias else []
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        names += [f"mlp.{name}.weight"] + ([f"mlp.{name}.bias"] if config.mlp_bias else [])
-    names += ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    layers = [f"layers.{index}.{name}" for index in range(config.num_layers) for name in names]
-    below = [prefix + name for name in (EMBEDDING, *layers, "norm.weight")]
-    return [*below, HEAD] if config.has_head and not config.tie_word_embeddings else below
+    """Names of every tensor that `assemble` asks for."""
+    asked = _Asked()
+    assemble(asked, config, prefix, reference)
+    return asked.names
 
 
 def load_weights(
@@ -181,9 +192,11 @@ def assemble(
     """Asks the source for every tensor once, the embedding first, and packs. after_layer: called with the index of each."""
     assembly = _Assembly(source, prefix, config, kernels)
     embedding = assembly.own(EMBEDDING, config.vocab_size, config.hidden_size)
+    assert embedding.shape == (config.vocab_size, config.hidden_size), "a vector for each token"
     layers = []
     for index in range(config.num_layers):
         layers.append(assembly.layer(index))
         after_layer(index)
+    assert len(layers) == config.num_layers, "each layer has its weights"
     norm = assembly.own("norm.weight", config.hidden_size)
     return DecoderWeights(embedding, tuple(layers), norm, assembly.head(embedding))

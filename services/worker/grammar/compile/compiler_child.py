@@ -1,4 +1,5 @@
-"""The compiling process: `python -m services.worker.grammar.compile.compiler_child`, started by CompilerPool, stdin a socket.
+"""The compiling process: `python -m services.worker.grammar.compile.compiler_child`, started by CompilerPool with a socket as its
+stdin.
 
 It loads xgrammar and the vocabulary once, then forks a child for every grammar: a child that loops, swells or overruns its
 stack dies alone, by its own alarm and limits, and the next one starts in milliseconds with clean memory.

@@ -33,7 +33,7 @@ class Seq:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Alternatives:
     """One of the options, of which there is at least one."""
 
     options: tuple[Node, ...]
@@ -53,7 +53,7 @@ class Ref:
     name: str
 
 
-Node = Chars | Text | Seq | Choice | Repeat | Ref
+Node = Chars | Text | Seq | Alternatives | Repeat | Ref
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ def references(node: Node) -> list[str]:
         match waiting.pop():
             case Ref(name):
                 found.append(name)
-            case Seq(items) | Choice(items):
+            case Seq(items) | Alternatives(items):
                 waiting.extend(items)
             case Repeat(item, _, _):
                 waiting.append(item)
@@ -105,7 +105,7 @@ def seq(*items: Node) -> Node:
 
 def choice(options: Iterable[Node]) -> Node:
     found = tuple(options)
-    return found[0] if len(found) == 1 else Choice(found)
+    return found[0] if len(found) == 1 else Alternatives(found)
 
 
 def chars(*ranges: tuple[int, int]) -> Chars:
@@ -153,7 +153,7 @@ def _finite(node: Node, finite: set[str]) -> bool:
             return True
         case Seq(items):
             return all(_finite(item, finite) for item in items)
-        case Choice(options):
+        case Alternatives(options):
             return any(_finite(option, finite) for option in options)
         case Repeat(item, low, _):
             return low == 0 or _finite(item, finite)
@@ -169,7 +169,7 @@ def _render(node: Node) -> str:
             return '"' + "".join(_escape(ord(char)) for char in text) + '"'
         case Seq(items):
             return " ".join(_atom(item) for item in items) or '""'
-        case Choice(options):
+        case Alternatives(options):
             assert options, "a choice of nothing cannot be written"
             return " | ".join(_atom(option) for option in options)
         case Repeat(item, low, high):

@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 from services.worker.grammar.schema.ebnf import (
+    Alternatives,
     Chars,
-    Choice,
     Grammar,
     Node,
     Ranges,
@@ -41,7 +41,7 @@ INTEGER = Ref("integer")
 VALUE = Ref("value")
 OBJECT = Ref("object")
 ARRAY = Ref("array")
-BOOLEAN = Choice((Text("true"), Text("false")))
+BOOLEAN = Alternatives((Text("true"), Text("false")))
 NULL = Text("null")
 COMMA = Seq((WS, Text(","), WS))
 QUOTE = Text('"')
@@ -54,21 +54,21 @@ def base_rules() -> dict[str, Node]:
     take a hundred times as long (100 ms against 0.3 ms for 150,000 tokens, xgrammar 0.2.8).
     """
     digits = Repeat(Chars(((0x30, 0x39),)), 1, None)
-    natural = Choice((Text("0"), Seq((Chars(((0x31, 0x39),)), Repeat(Chars(((0x30, 0x39),)), 0, None)))))
+    natural = Alternatives((Text("0"), Seq((Chars(((0x31, 0x39),)), Repeat(Chars(((0x30, 0x39),)), 0, None)))))
     minus = Repeat(Text("-"), 0, 1)
     exponent = Seq((Chars(((0x45, 0x45), (0x65, 0x65))), Repeat(Chars(((0x2B, 0x2B), (0x2D, 0x2D))), 0, 1), digits))
     pair = Seq((STRING, WS, Text(":"), WS, VALUE))
     return {
-        "ws": Choice((Text(""), Text(" "), Seq((Text("\n"), Repeat(Chars(((0x09, 0x09), (0x20, 0x20))), 0, MAX_INDENT))))),
+        "ws": Alternatives((Text(""), Text(" "), Seq((Text("\n"), Repeat(Chars(((0x09, 0x09), (0x20, 0x20))), 0, MAX_INDENT))))),
         "string": Seq((QUOTE, Ref("text"))),
-        "text": Choice((QUOTE, Seq((SAFE, Ref("text"))), Seq((Text("\\"), Ref("escape"), Ref("text"))))),
-        "escape": Choice((_short_escapes(), Seq((Text("u"), Ref("unicode"))))),
+        "text": Alternatives((QUOTE, Seq((SAFE, Ref("text"))), Seq((Text("\\"), Ref("escape"), Ref("text"))))),
+        "escape": Alternatives((_short_escapes(), Seq((Text("u"), Ref("unicode"))))),
         "unicode": _unicode_escape(),
-        "integer": Choice((Text("0"), Seq((minus, Chars(((0x31, 0x39),)), Repeat(Chars(((0x30, 0x39),)), 0, None))))),
+        "integer": Alternatives((Text("0"), Seq((minus, Chars(((0x31, 0x39),)), Repeat(Chars(((0x30, 0x39),)), 0, None))))),
         "number": Seq((minus, natural, Repeat(Seq((Text("."), digits)), 0, 1), Repeat(exponent, 0, 1))),
-        "value": Choice((OBJECT, ARRAY, STRING, NUMBER, BOOLEAN, NULL)),
-        "object": seq(Text("{"), WS, Choice((Text("}"), Seq((pair, Repeat(Seq((COMMA, pair)), 0, None), WS, Text("}")))))),
-        "array": seq(Text("["), WS, Choice((Text("]"), Seq((VALUE, Repeat(Seq((COMMA, VALUE)), 0, None), WS, Text("]")))))),
+        "value": Alternatives((OBJECT, ARRAY, STRING, NUMBER, BOOLEAN, NULL)),
+        "object": seq(Text("{"), WS, Alternatives((Text("}"), Seq((pair, Repeat(Seq((COMMA, pair)), 0, None), WS, Text("}")))))),
+        "array": seq(Text("["), WS, Alternatives((Text("]"), Seq((VALUE, Repeat(Seq((COMMA, VALUE)), 0, None), WS, Text("]")))))),
     }
 
 
@@ -133,4 +133,4 @@ def _unicode_escape() -> Node:
     high = Chars(((0x38, 0x39), (0x41, 0x42), (0x61, 0x62)))
     low = Chars(((0x43, 0x46), (0x63, 0x66)))
     pair = Seq((d, high, _HEX, _HEX, Text("\\u"), d, low, _HEX, _HEX))
-    return Choice((Seq((first, _HEX, _HEX, _HEX)), Seq((d, Chars(((0x30, 0x37),)), _HEX, _HEX)), pair))
+    return Alternatives((Seq((first, _HEX, _HEX, _HEX)), Seq((d, Chars(((0x30, 0x37),)), _HEX, _HEX)), pair))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from services.worker.grammar.schema.ebnf import (
     MAX_CODE_POINT,
+    Alternatives,
     Chars,
-    Choice,
     Node,
     Ranges,
     Repeat,
@@ -270,7 +270,7 @@ def whole(branches: list[Branch]) -> Node:
 def anywhere(branches: list[Branch], filler: Chars) -> Node:
     """The node of a text in which the pattern is found; filler: the characters that may stand around it."""
     any_text = Repeat(filler, 0, None)
-    return Choice(
+    return Alternatives(
         tuple(
             seq(*([] if branch.starts else [any_text]), branch.node, *([] if branch.ends else [any_text])) for branch in branches
         )

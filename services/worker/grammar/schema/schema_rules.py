@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.worker.grammar.schema import json_rules
-from services.worker.grammar.schema.ebnf import Choice, Grammar, Node, Ref, choice
+from services.worker.grammar.schema.ebnf import Alternatives, Grammar, Node, Ref, choice
 from services.worker.grammar.schema.formats import PATTERNS
 from services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, STRING, VALUE
 from services.worker.grammar.schema.number_ranges import import_rules, numeric_keywords
@@ -123,7 +123,7 @@ class RuleBuilder:
         found = [value for value in values if is_of(value, types)]
         if not found:
             raise refuse(path, "no value of the schema's type")
-        return self.define(Choice(tuple(json_rules.literal(value, f"json_schema: {path}") for value in found)))
+        return self.define(Alternatives(tuple(json_rules.literal(value, f"json_schema: {path}") for value in found)))
 
     def _typed(self, name: str, schema: Schema, path: str) -> Node:
         match name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.http import http_server
+from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
 from services.gateway.request.errors import ApiError
 from services.local.ports import free_ports
@@ -99,10 +100,20 @@ class FakeRequests:
         return Aborter(here, type("There", (), {"abort": staticmethod(self.abort_there)})())
 
 
+class NoWorkers:
+    """Discovery knows none."""
+
+    def __init__(self) -> None:
+        self.links: Mapping[str, WorkerLink[Any]] = {}
+
+    def pool_of(self, link: WorkerLink[Any]) -> None:
+        raise AssertionError(link)
+
+
 def listening(config: GatewaySettings, requests: FakeRequests | None = None) -> AbstractAsyncContextManager[None]:
     """Over the workers that the settings name."""
     token = read_token(config.control_token, config.control_token_file)
-    directory = WorkerDirectory(list, config.worker_control_addresses)
+    directory = WorkerDirectory(NoWorkers(), config.worker_control_addresses)
     return admin_listener(config, token, directory, (requests or FakeRequests()).aborter())
 
 

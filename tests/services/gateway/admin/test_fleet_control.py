@@ -21,9 +21,9 @@ from services.gateway.http import http_server
 from services.local.ports import HOST, free_ports
 from services.worker.control.server import start_control
 from services.worker.loop import step_limit
-from services.worker.settings import WorkerSettings
 from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, Host
 from tests.services.worker.conftest import CONFIG, Serving, serving
+from tests.services.worker.control.address import control_at
 
 GUARD_S = 60.0
 SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # so that their limit is the least that there is
@@ -59,7 +59,7 @@ async def operated(step_s: float = 0.005) -> AsyncIterator[Operated]:
                 worker_id=f"w{number}", control_port=control_port, max_running_requests=8, generates=True
             )
             worker = await stack.enter_async_context(serving(step_s=step_s, gap_s=0.01, info=info, config=SMALL_STEPS))
-            control = await start_control(WorkerSettings(control_port=control_port), worker.inbox.put, info.worker_id, "fake")
+            control = await start_control(control_at(port=control_port), worker.inbox.put, info.worker_id, "fake")
             assert control is not None
             stack.push_async_callback(control.stop, 0)
             workers.append(worker)
@@ -187,7 +187,7 @@ def test_a_worker_that_is_away_or_has_no_control_service_is_told_of() -> None:
     async def check() -> None:
         async with operated() as at, bare_worker() as address:
             appeared = dict.fromkeys([*(worker.address for worker in at.workers), address, "127.0.0.1:1"], True)
-            at.gateway.dispatcher.fleet._endpoints_changed(appeared)
+            at.gateway.dispatcher.fleet.set_endpoints(appeared)
             await at.until(lambda: told_of(at, "bare"))
             answer = await at.admin.post("/flush_cache")
             assert answer.status_code == 502

@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 
+from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
 from services.shared import limits
 from tests.services.gateway.fakes import CONTEXT_LEN, EMBEDDING_SIZE, MODEL, VOCAB_SIZE
 from tests.services.gateway.system import System, chat_body
@@ -87,31 +88,9 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], str]] = {
 BOTH: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": None}, "model"),
     "model a number": ({"model": 7}, "model"),
-    "temperature negative": ({"temperature": -0.1}, "temperature"),
-    "temperature too high": ({"temperature": 1e9}, "temperature"),
-    "temperature a string": ({"temperature": "0.5"}, "temperature"),
-    "temperature a bool": ({"temperature": True}, "temperature"),
-    "top_p 0": ({"top_p": 0}, "top_p"),
-    "top_p below float32": ({"top_p": 1e-40}, "top_p"),
-    "top_p over 1": ({"top_p": 1.01}, "top_p"),
-    "top_k negative": ({"top_k": -2}, "top_k"),
-    "top_k a float": ({"top_k": 2.5}, "top_k"),
-    "top_k huge": ({"top_k": 1 << 40}, "top_k"),
-    "min_p over 1": ({"min_p": 2}, "min_p"),
-    "frequency_penalty": ({"frequency_penalty": 2.5}, "frequency_penalty"),
-    "presence_penalty": ({"presence_penalty": -2.5}, "presence_penalty"),
-    "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty"),
-    "repetition_penalty below float32": ({"repetition_penalty": 1e-40}, "repetition_penalty"),
-    "n 0": ({"n": 0}, "n"),
-    "n too large": ({"n": limits.MAX_N + 1}, "n"),
-    "n a string": ({"n": "2"}, "n"),
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens"),
-    "max_tokens negative": ({"max_tokens": -1}, "max_tokens"),
     "max_tokens beyond 64 bits": ({"max_tokens": 1e30}, "max_tokens"),
-    "min_tokens negative": ({"min_tokens": -1}, "min_tokens"),
     "min_tokens over max_tokens": ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-    "seed beyond 64 bits": ({"seed": 1 << 63}, "seed"),
-    "seed a float": ({"seed": 1.5}, "seed"),
     "stop a number": ({"stop": 5}, "stop"),
     "stop with a number": ({"stop": ["a", 5]}, "stop"),
     "stop empty string": ({"stop": ""}, "stop"),
@@ -147,12 +126,6 @@ BOTH: dict[str, tuple[dict[str, Any], str]] = {
     "logprob_token_ids alone": ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     "logprob_token_ids outside": ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
     "too many logprob_token_ids": ({"logprob_token_ids": [1] * (limits.MAX_LOGPROB_TOKEN_IDS + 1)}, "logprob_token_ids"),
-    "dry_multiplier negative": ({"dry_multiplier": -1}, "dry_multiplier"),
-    "dry_base below 1": ({"dry_multiplier": 1, "dry_base": 0.5}, "dry_base"),
-    "dry_allowed_length 0": ({"dry_allowed_length": 0}, "dry_allowed_length"),
-    "dry_allowed_length large": ({"dry_allowed_length": limits.MAX_DRY_ALLOWED_LENGTH + 1}, "dry_allowed_length"),
-    "dry_penalty_last_n large": ({"dry_penalty_last_n": limits.MAX_DRY_WINDOW + 1}, "dry_penalty_last_n"),
-    "dry_penalty_last_n": ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"),
     "dry breakers a string": ({"dry_sequence_breakers": SECRET}, "dry_sequence_breakers"),
     "dry breaker empty": ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
     "too many dry breakers": ({"dry_sequence_breakers": ["a"] * (limits.MAX_DRY_BREAKERS + 1)}, "dry_sequence_breakers"),
@@ -200,10 +173,27 @@ EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+# What chat and completions define once (a test below) is refused by chat. Completions refuse once more what is theirs, and
+# one value of each field that is checked outside the bodies' types.
+APART = {"max_tokens"}
+BY_HAND = ("stop", "stop_regex", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "logprob_token_ids", "logit_bias")
+BY_HAND += (
+    "min_tokens",
+    "stream_options",
+    "dry_sequence_breakers",
+    "response_format.type",
+    "guided_choice",
+    "regex",
+    "bad_words",
+)
+LAST_OF_EACH = {param: name for name, (_, param) in BOTH.items()}
+AGAIN = {
+    name: case for name, case in BOTH.items() if case[1] in APART or name in map(LAST_OF_EACH.get, ("model", "top_p", *BY_HAND))
+}
 CASES = [
     *((f"embedding: {name}", "/v1/embeddings", *case) for name, case in EMBEDDING.items()),
     *((f"chat: {name}", "/v1/chat/completions", *case) for name, case in (CHAT | BOTH).items()),
-    *((f"completion: {name}", "/v1/completions", *case) for name, case in (COMPLETION | BOTH).items()),
+    *((f"completion: {name}", "/v1/completions", *case) for name, case in (COMPLETION | AGAIN).items()),
 ]
 
 
@@ -228,6 +218,13 @@ def test_bad_field(shared: System, path: str, change: dict[str, Any], param: str
     assert len(shared.worker.submits) == before
 
 
+def test_what_both_take_is_defined_once() -> None:
+    of_chat, of_completions = ChatCompletionRequest.model_fields, CompletionRequest.model_fields
+    shared = of_chat.keys() & of_completions.keys()
+    assert {name for name in shared if repr(of_chat[name]) != repr(of_completions[name])} <= APART | {"logprobs"}
+    assert {param.partition(".")[0] for _, param in BOTH.values()} - shared == {"bad_words"}, "no body has it: refused as such"
+
+
 BODIES = {
     "empty": b"",
     "cut off": b'{"model": "x"',
@@ -243,11 +240,16 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_bad_json(shared: System, path: str, body: bytes) -> None:
-    answer = shared.post(path, body)
+def test_bad_json(shared: System, body: bytes) -> None:
+    answer = shared.post("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_every_route_refuses_what_is_no_object(shared: System, path: str) -> None:
+    answer = shared.post(path, BODIES["not an object"])
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
 def test_messages_nested_600_deep(shared: System) -> None:

@@ -50,10 +50,17 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("body", "grammar"), FORMS.values(), ids=FORMS.keys())
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_form(shared: System, path: str, body: dict[str, Any], grammar: dict[str, Any]) -> None:
-    own = {"prompt": "Hi"} if path == "/v1/completions" else chat_body()
-    answer = shared.post(path, {"model": MODEL, **own, **body})
+def test_form(shared: System, body: dict[str, Any], grammar: dict[str, Any]) -> None:
+    answer = shared.post("/v1/chat/completions", {"model": MODEL, **chat_body(), **body})
+    assert answer.status_code == 200, answer.text
+    assert shared.worker.submits[-1].sampling.grammar == pb.Grammar(**grammar)
+
+
+@pytest.mark.parametrize("form", ["json_schema", "guided_choice", "structured tag", "SGLang's ebnf"])
+def test_completions_take_them_too(shared: System, form: str) -> None:
+    """Both bodies hold the same fields: see test_bad_input.py."""
+    body, grammar = FORMS[form]
+    answer = shared.post("/v1/completions", {"model": MODEL, "prompt": "Hi", **body})
     assert answer.status_code == 200, answer.text
     assert shared.worker.submits[-1].sampling.grammar == pb.Grammar(**grammar)
 
@@ -101,7 +108,7 @@ REFUSALS = [
 def test_a_grammar_that_the_worker_refuses_is_400_with_its_reason(
     shared: System, body: dict[str, Any], reason: str, param: str, stream: bool
 ) -> None:
-    shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, reason)))
+    shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, reason, "grammar")))
     answer = shared.chat(stream=stream, **body)
     assert answer.status_code == 400 and answer.headers["content-type"] == "application/json"
     error = answer.json()["error"]

@@ -68,7 +68,7 @@ def test_an_input_may_fill_the_context(shared: System) -> None:
 
 
 def test_a_refusal_by_the_worker_ends_the_batch(system: System) -> None:
-    system.do(lambda: system.worker.refuse.append((2, "embedding: not today")))
+    system.do(lambda: system.worker.refuse.append((2, "not today", "embedding")))
     answer = embed(system, input=["a", "b", "c"])
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
 

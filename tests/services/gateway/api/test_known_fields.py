@@ -15,6 +15,8 @@ from services.gateway.api import known_fields
 from services.gateway.api.known_fields import KnownFields
 from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
+from services.shared.sampling_parameter import Api
+from services.shared.sampling_parameters import SCALARS
 from tests.services.gateway.api.test_sglang import Waiting
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.foreign_fields import (
@@ -27,6 +29,7 @@ from tests.services.gateway.foreign_fields import (
     known_to,
 )
 from tests.services.gateway.system import System, wait_until
+from tests.services.parameter_values import typical
 
 TYPES = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest, EMBEDDINGS: EmbeddingRequest}
 KNOWN: dict[str, KnownFields] = {
@@ -44,6 +47,7 @@ BODIES: dict[str, dict[str, Any]] = {
 SCHEMA = {"type": "object"}
 # What is sent beside a field, and the value that must make a difference.
 SERVED: dict[str, tuple[dict[str, Any], Any]] = {
+    **{row.names[Api.CHAT]: ({}, typical(row)) for row in SCALARS},
     "add_generation_prompt": ({}, False),
     "add_special_tokens": ({}, False),
     "allowed_token_ids": ({}, [72, 101]),
@@ -56,12 +60,10 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     "echo": ({}, True),
     "encoding_format": ({}, "base64"),
     "extra_key": ({}, "key"),
-    "frequency_penalty": ({}, 1),
     "guided_choice": ({}, ["a"]),
     "guided_grammar": ({}, 'root ::= "a"'),
     "guided_json": ({}, SCHEMA),
     "guided_regex": ({}, "a"),
-    "ignore_eos": ({}, True),
     "include_stop_str_in_output": ({"stop": "lo"}, True),
     "json_schema": ({}, SCHEMA),
     "logit_bias": ({}, {"5": 1}),
@@ -69,16 +71,12 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs": ({}, True),
     "max_completion_tokens": ({}, 3),
     "max_tokens": ({}, 3),
-    "min_p": ({}, 0.25),
-    "min_tokens": ({}, 3),
     "n": ({}, 2),
     "no_stop_trim": ({"stop": "lo"}, True),
     "normalize": ({}, True),
-    "presence_penalty": ({}, 1),
     "priority": ({}, 3),
     "reasoning_effort": ({}, "low"),
     "regex": ({}, "a"),
-    "repetition_penalty": ({}, 1.5),
     "request_id": ({}, "mine"),
     "response_format": ({}, {"type": "json_object"}),
     "return_token_ids": ({}, True),
@@ -90,15 +88,11 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     "stop_regex": ({}, "w.r"),
     "stop_token_ids": ({}, [108]),
     "stream": ({}, True),
-    "stream_interval": ({}, 4),
     "stream_options": ({"stream": True}, {"include_usage": True}),
     "structural_tag": ({}, {"structures": []}),
     "structured_outputs": ({}, {"regex": "a"}),
-    "temperature": ({}, 0.25),
     "tools": ({}, [{"type": "function"}]),
-    "top_k": ({}, 3),
     "top_logprobs": ({"logprobs": True}, 2),
-    "top_p": ({}, 0.5),
 }
 SERVED_BY_PATH = {(COMPLETIONS, "logprobs"): ({}, 1), (COMPLETIONS, "logprob_token_ids"): ({"logprobs": 0}, [72])}
 

@@ -15,7 +15,6 @@ from services.gateway.api import constraints
 from services.gateway.api.logprob_slices import SLICE_VALUES, Slices
 from services.gateway.api.openai.types import CompletionRequest
 from services.gateway.api.openai.validation import completion_generation
-from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.request.budgets import check_logprobs, logprob_values
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Part, Prompt
@@ -118,13 +117,13 @@ class TestLogprobTable:
         ids=["no top ones", "more values than ids", "chosen that do not divide"],
     )
     def test_arrays_that_do_not_fit_are_the_workers_fault(self, rows: worker_pb2.LogprobRows) -> None:
-        with pytest.raises(StreamBroken):
+        with pytest.raises(ValueError, match="do not fit"):
             LogprobTable().extend(rows)
 
     def test_rows_of_another_shape_are_too(self) -> None:
         table = LogprobTable()
         table.extend(logprob_rows(1, [10], self.WANTED))
-        with pytest.raises(StreamBroken):
+        with pytest.raises(ValueError, match="do not fit"):
             table.extend(logprob_rows(1, [10], pb.Logprobs(top=1, token_ids=[66])))
 
     def test_a_number_takes_four_bytes(self) -> None:

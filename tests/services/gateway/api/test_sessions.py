@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway.dispatch.sessions import new_session_id, place
+from services.gateway.routing.session_home import new_session_id, place
 from tests.services.gateway.api.test_sglang import Waiting
 from tests.services.gateway.fakes import CONTEXT_LEN, SERVICERS, FakeWorker
 from tests.services.gateway.system import System, events, wait_until
@@ -80,7 +80,7 @@ class SessionWorker(FakeWorker):
             async for message in requests:
                 for submit in message.submits:
                     if submit.HasField("session") and submit.session.session_id not in self.sessions:
-                        self.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "session: there is no such session"))
+                        self.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "there is no such session", "session"))
                 yield message
 
         await super()._read(known(), running, refused)
@@ -109,6 +109,12 @@ def make() -> Iterator[Callable[[int], System]]:
         system.__exit__()
 
 
+def pause(system: System, worker: int, paused: bool) -> None:
+    told = system.workers[worker].servicer
+    system.do(lambda: told.tell(paused=paused))
+    wait_until(lambda: system.links[worker].paused is paused, "the load")
+
+
 def open_session(system: System, **body: Any) -> httpx.Response:
     return system.post("/open_session", {"capacity_of_str_len": 1000, **body})
 
@@ -135,6 +141,13 @@ class TestOpenAndClose:
         assert (answer.status_code, answer.json()) == (200, "mine")
         request = system.worker.sessions["mine"]  # type: ignore[attr-defined]
         assert (request.capacity_tokens, request.ttl_ms) == (1000, 2500)
+
+    def test_one_without_an_id_is_not_opened_where_nothing_runs(self, make: Callable[[int], System]) -> None:
+        system = make(2)
+        pause(system, 0, True)
+        assert all(holder(system, open_session(system).json()) is system.workers[1] for _ in range(8))
+        pause(system, 1, True)
+        assert open_session(system).status_code == 200, "its turns wait for the end of the pause"
 
     def test_an_id_is_made(self, make: Callable[[int], System]) -> None:
         system = make(2)

@@ -215,11 +215,11 @@ class TestWhatTheWorkerIsGiven:
         assert shared.worker.submits[-1].sampling.grammar == grammar
 
     def test_a_refused_grammar_names_its_field(self, system: System) -> None:
-        system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "grammar: no such rule")))
+        system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "no such rule", "grammar")))
         answer = generate(system, sampling_params={"ebnf": "root ::= x"})
         assert answer.status_code == 400
         error = answer.json()["error"]
-        assert (error["param"], error["message"]) == ("sampling_params.ebnf", "grammar: no such rule")
+        assert (error["param"], error["message"]) == ("sampling_params.ebnf", "no such rule")
 
 
 def abort(system: System, **body: Any) -> httpx.Response:

@@ -78,43 +78,18 @@ GENERATE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 SAMPLING: dict[str, tuple[Any, str]] = {
-    "max_new_tokens below": (-1, "max_new_tokens"),
     "min_new_tokens above": (129, "min_new_tokens"),
-    "temperature below": (-0.1, "temperature"),
-    "temperature a string": ("1", "temperature"),
-    "top_p zero": (0, "top_p"),
-    "top_p below float32": (1e-40, "top_p"),
-    "repetition_penalty below float32": (1e-40, "repetition_penalty"),
-    "max_new_tokens beyond 32 bits": (1 << 32, "max_new_tokens"),
-    "dry_allowed_length zero": (0, "dry_allowed_length"),
-    "dry_allowed_length large": (limits.MAX_DRY_ALLOWED_LENGTH + 1, "dry_allowed_length"),
-    "dry_penalty_last_n large": (limits.MAX_DRY_WINDOW + 1, "dry_penalty_last_n"),
-    "top_k below": (-2, "top_k"),
-    "min_p above": (1.5, "min_p"),
-    "frequency_penalty above": (2.5, "frequency_penalty"),
-    "presence_penalty below": (-2.5, "presence_penalty"),
-    "repetition_penalty zero": (0, "repetition_penalty"),
-    "n zero": (0, "n"),
     "stop a number": (5, "stop"),
-    "stop empty": ([""], "stop"),
-    "stop many": (["x"] * 17, "stop"),
     "stop_regex a number": (5, "stop_regex"),
-    "stop_regex many": (["x"] * 9, "stop_regex"),
-    "stop_regex long": ("x" * 513, "stop_regex"),
     "stop_token_ids outside": ([VOCAB_SIZE], "stop_token_ids"),
     "logit_bias a word": ({"x": 1}, "logit_bias"),
-    "logit_bias outside": ({str(VOCAB_SIZE): 1}, "logit_bias"),
-    "logit_bias above": ({"5": 101}, "logit_bias"),
     "json_schema a number": (5, "json_schema"),
     "json_schema not JSON": ("{", "json_schema"),
     "regex a number": (5, "regex"),
     "regex large": ("x" * (limits.MAX_GRAMMAR_BYTES + 1), "regex"),
     "ebnf empty": ("", "ebnf"),
     "structural_tag a list": ([], "structural_tag"),
-    "allowed_token_ids outside": ([VOCAB_SIZE], "allowed_token_ids"),
     "spaces_between_special_tokens false": (False, "spaces_between_special_tokens"),
-    "stream_interval zero": (0, "stream_interval"),
-    "sampling_seed large": (1 << 63, "sampling_seed"),
     "custom_params": ({}, "custom_params"),
 }
 
@@ -160,8 +135,17 @@ def test_encode(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/encode", {"text": SECRET, **change})["param"] == param
 
 
-@pytest.mark.parametrize("path", ["/generate", "/encode", "/abort_request", "/open_session", "/close_session"])
-@pytest.mark.parametrize("body", [b"", b"[1]", b'{"text": NaN}', b"\xff"], ids=["empty", "a list", "NaN", "not UTF-8"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", b"[1]"),
+        ("/encode", b'{"text": NaN}'),
+        ("/abort_request", b""),
+        ("/open_session", b"\xff"),
+        ("/close_session", b"[1]"),
+    ],
+    ids=["a list", "NaN", "empty", "not UTF-8", "another list"],
+)
 def test_bad_json(shared: System, path: str, body: bytes) -> None:
     answer = shared.post(path, body)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"

@@ -178,7 +178,7 @@ def test_a_slow_client_gets_merged_pieces(system: System) -> None:
         scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
         scope |= {"query_string": b"", "root_path": ""}
         serving = asyncio.create_task(system.gateway.app(scope, receive, send))
-        while any(link.open for link in system.gateway.detoks.links) or not bodies:
+        while any(link.busy for link in system.gateway.detoks.links) or not bodies:
             await asyncio.sleep(0.01)
         reading.set()
         await serving
@@ -240,7 +240,7 @@ class TestStopPatterns:
         assert chunks[-1]["choices"][0]["stop_reason"] == "l+o"
 
     def test_a_bad_one_is_refused_by_the_worker_and_named(self, shared: System) -> None:
-        shared.do(lambda: shared.worker.refuse.append((2, "stop_regex[1]: cannot be used: missing )")))
+        shared.do(lambda: shared.worker.refuse.append((2, "cannot be used: missing )", "stop_regex", 1)))
         answer = shared.chat(stop_regex=["a", "("])
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "stop_regex"
 

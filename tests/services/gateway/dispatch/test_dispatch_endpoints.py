@@ -5,13 +5,14 @@ from __future__ import annotations
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_dispatch_queue import send, status_of
 from tests.services.gateway.dispatch.test_faults import Pending
+from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import System, wait_until
 
 
 def discover(system: System, **ready: bool) -> None:
     """ready: by `w` and the worker's number."""
     endpoints = {system.workers[int(name[1:])].address: value for name, value in ready.items()}
-    system.do(lambda: system.gateway.dispatcher.fleet._endpoints_changed(endpoints))
+    system.do(lambda: system.gateway.dispatcher.fleet.set_endpoints(endpoints))
 
 
 def test_one_that_is_gone_ends_what_it_has_and_is_closed() -> None:
@@ -64,6 +65,27 @@ def test_one_that_comes_back_after_it_was_closed() -> None:
         client = send(system, "Hi")
         discover(system, w0=True)
         assert status_of(client) == 200
+
+
+def test_one_that_comes_back_is_known_by_the_weights_that_it_had() -> None:
+    """So nobody waits for it with an answer of others."""
+
+    def two_sorts(workers: list[FakeWorker]) -> None:
+        stopped(workers)
+        for worker, revision in zip(workers, "ab", strict=True):
+            worker.info.revision = revision
+
+    with System(workers=2, configure=two_sorts) as system:
+        other = system.workers[1]
+        discover(system, w0=True)
+        wait_until(lambda: other.address not in system.gateway.dispatcher.fleet.links, "the link's end")
+        system.call(other.stop())
+        pending = Pending(system)
+        first = begun(system, 3)
+        discover(system, w1=True)
+        system.call(first.stop())
+        answer = pending.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "weights_not_served")
 
 
 def test_one_that_is_not_ready_gets_nothing_new() -> None:

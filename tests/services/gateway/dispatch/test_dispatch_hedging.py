@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from services.gateway.request.abort import AbortScope
 from tests.services.gateway.dispatch.test_dispatch_lost import stopped
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of
 from tests.services.gateway.fakes import Host, ids_of
@@ -99,6 +100,18 @@ def test_the_client_leaves() -> None:
         client.vanish()
         wait_until(lambda: system.running() == [0, 0], "the aborts")
         assert all(not link.open for link in system.links)
+
+
+@pytest.mark.parametrize("of_copy", [False, True], ids=["the first's", "the copy's"])
+def test_an_operators_abort_on_either_worker_ends_it(of_copy: bool) -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
+        pending = Pending(system)
+        first, second = hedged(system)
+        named = (second if of_copy else first).servicer.info.worker_id
+        ended: list[int] = []
+        system.do(lambda: ended.append(system.gateway.aborter.abort_here(AbortScope(None, None, named))))
+        assert ended == [1] and pending.result().json()["choices"][0]["finish_reason"] == "abort"
+        wait_until(lambda: system.running() == [0, 0], "the aborts")
 
 
 def test_a_request_that_is_gone_gets_no_copy() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 
 from rootstock.v1 import common_pb2 as pb
+from services.gateway.dispatch.placement import Link, Placement
 from services.gateway.index.mirror import IndexMirror
-from services.gateway.peers.worker_link import WorkerLink
-from services.gateway.request.request import Choice
 from services.gateway.routing.columns import Pick
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.index.prefix_index import lease_key, own_key, workers_key
@@ -55,12 +54,12 @@ def test_what_has_moved_is_not_offered_where_nobody_has_room() -> None:
         system.call(system.workers[0].stop())
         pool = next(iter(system.gateway.dispatcher.fleet.pools.values()))
         wait_until(lambda: len(pool.moved) == 10, "the moved ones")
-        asked: list[Choice] = []
+        asked: list[Placement] = []
         pick = pool.pick
 
-        def counted(choice: Choice, without: WorkerLink | None = None) -> Pick | None:
-            asked.append(choice)
-            return pick(choice, without)
+        def counted(placement: Placement, now: float, without: Link | None = None) -> Pick | None:
+            asked.append(placement)
+            return pick(placement, now, without)
 
         pool.pick = counted  # type: ignore[method-assign]
         system.do(lambda: system.workers[1].servicer.tell(num_open=10, num_open_here=10, lease_held=True))

@@ -1,4 +1,4 @@
-"""A worker names what it refuses as its messages do: the client is told its own field's name, in every API."""
+"""A worker names what it refuses by its path in the messages: the client is told its own field's name, in every API."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from rootstock.v1 import common_pb2 as pb
-from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.fakes import MODEL, Refusal
 from tests.services.gateway.system import System, chat_body
 
+INVALID = pb.ERROR_CODE_INVALID_ARGUMENT
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, **chat_body()},
@@ -47,28 +48,46 @@ CASES = [
 
 @pytest.mark.parametrize(("path", "name", "param"), CASES, ids=[f"{path} {name}" for path, name, _ in CASES])
 def test_the_field_is_the_clients(shared: System, path: str, name: str, param: str) -> None:
-    shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, f"{name}: is too much")))
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "is too much", name)))
     answer = shared.post(path, BODIES[path])
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["message"]) == (400, param, f"{param}: is too much")
 
 
 def test_each_prompts_own_parameters(shared: System) -> None:
-    shared.do(lambda: shared.worker.refuse.extend([(pb.ERROR_CODE_INVALID_ARGUMENT, "top_k: is too much")] * 2))
+    shared.do(lambda: shared.worker.refuse.extend([Refusal(INVALID, "is too much", "top_k")] * 2))
     answer = shared.post("/generate", {"text": ["a", "b"], "sampling_params": [{}, {}]})
     assert answer.json()["error"]["param"] == "sampling_params[0].top_k"
     shared.do(shared.worker.refuse.clear)
 
 
 def test_an_element_keeps_its_number(shared: System) -> None:
-    shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "stop_regex[1]: is no pattern")))
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "is no pattern", "stop_regex", 1)))
     error = shared.post("/generate", {"text": "Hi"}).json()["error"]
     assert error["message"] == "sampling_params.stop_regex[1]: is no pattern"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("message", ["stop_regex[1]: is no pattern", "regex, position 3: (a+: no", "cannot be", ""])
+def test_an_older_workers_refusal_names_no_field(shared: System, path: str, message: str) -> None:
+    """Its message is told as it is: nobody looks for a name in it."""
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, message)))
+    answer = shared.post(path, BODIES[path])
+    error = answer.json()["error"]
+    expected = (400, "invalid_request_error", "invalid_value", None, message or "The worker refused the request.")
+    assert (answer.status_code, error["type"], error["code"], error["param"], error["message"]) == expected
+
+
+def test_a_field_of_a_newer_worker_keeps_its_name(shared: System) -> None:
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "is too much", "xtc.probability")))
+    error = shared.post("/generate", {"text": "Hi"}).json()["error"]
+    own = "sampling_params.xtc.probability"
+    assert (error["param"], error["message"]) == (own, f"{own}: is too much")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_value_that_fits_no_message_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a field's own check may have let through."""
-    monkeypatch.setattr("services.gateway.api.openai.validation.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0})
+    monkeypatch.setattr("services.gateway.api.translation.logit_bias", lambda entries, vocab_size: {1 << 40: 1.0})
     answer = shared.post(path, {**BODIES[path], "logit_bias": {"1": 1}})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_value"

@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 def idle(system: System) -> bool:
     """Nothing of any request is left in the gateway."""
     gateway = system.gateway
-    if any(link.open for link in gateway.dispatcher.fleet.links.values()) or any(link.open for link in gateway.detoks.links):
+    if any(link.open for link in gateway.dispatcher.fleet.links.values()) or any(link.busy for link in gateway.detoks.links):
         return False
     parked = any(pool.parked for pool in gateway.dispatcher.fleet.pools.values())
     return gateway.generator.idle and not parked and system.num_waiting == 0

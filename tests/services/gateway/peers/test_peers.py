@@ -16,7 +16,7 @@ from rootstock.v1 import gateway_pb2_grpc
 from services.gateway.admin import gateway_peers as peers
 from services.gateway.admin.tenants import Tenants
 from services.gateway.request.abort import AbortReport, AbortScope
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import System, wait_until
 
@@ -128,7 +128,7 @@ def call(system: System, request: pb.AbortRequest, token: str = "") -> pb.AbortR
 
     async def ask() -> pb.AbortResponse | grpc.StatusCode:
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        async with rpc.channel(address[0]) as channel:
+        async with grpc_server.channel(address[0]) as channel:
             try:
                 return await gateway_pb2_grpc.GatewayPeerStub(channel).Abort(request, timeout=5, metadata=metadata)
             except grpc.aio.AioRpcError as error:

@@ -21,7 +21,7 @@ from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, ids_of
 
 WAIT_S = 10.0
@@ -68,7 +68,7 @@ class Replicas:
         self.servers: dict[str, grpc.aio.Server] = {}
 
     async def start(self, servicer: Any) -> str:
-        server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
         if isinstance(servicer, Detokenizer):
             detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         else:
@@ -143,7 +143,7 @@ class Answer:
 
     @property
     def address(self) -> str:
-        return self.decoding.link.address if self.decoding.link is not None else ""
+        return next((link.address for link in self._pool.links if link.window is self.decoding.stream), "")
 
 
 class TestDetokenizers:
@@ -192,7 +192,7 @@ class TestDetokenizers:
                     pool.set_endpoints({})
                     fresh.add("z", finish=True)
                     await eventually(lambda: fresh.text == "yz" and not pool.links)
-                    assert not pool._tasks
+                    assert not pool._replicas._tasks
 
         asyncio.run(test())
 
@@ -227,7 +227,7 @@ class TestDetokenizers:
                     await eventually(lambda: pool.connected() == 1)
                     answer = Answer(pool)
                     answer.add("ab")
-                    link = answer.decoding.link
+                    [link] = pool.links
                     pool.set_endpoints({})
                     assert pool.connected() == 0
                     pool.set_endpoints({address: True})
@@ -251,7 +251,7 @@ class TestDetokenizers:
                     after.add("x")
                     before.add("b")
                     await eventually(lambda: before.text == "ab")
-                    assert pool.connected() == 0 and after.decoding.link is None
+                    assert pool.connected() == 0 and after.decoding.stream is None
                     pool.set_endpoints({address: True})
                     await eventually(lambda: after.text == "x")
 
@@ -299,7 +299,7 @@ class TestDetokenizers:
                     await eventually(lambda: all(answers[model].text == "x" for model in ("one", "two", "")))
                     assert answers["one"].address == one and answers["two"].address == two
                     await eventually(lambda: answers["three"].error is not None)
-                    texts = TokenTexts(pool, 0.1, 1)
+                    texts = TokenTexts(pool.stubs, 0.1, 1)
                     assert await texts.of([ord("a")], "two") == {ord("a"): b"a"}
                     with pytest.raises(ApiError):
                         await texts.of([ord("a")], "three")
@@ -376,11 +376,11 @@ class TestTokenizers:
                     await eventually(lambda: len(old.calls) == 1)
                     client.set_endpoints({stays: True})
                     assert await encode(client) == ids_of("hi") and len(new.calls) == 1
-                    assert set(client._replicas) == {gone, stays}
+                    assert set(client._replicas.by_address) == {gone, stays}
                     old.gate.set()
                     assert await call == ids_of("hi")
-                    assert set(client._replicas) == {stays}
-                    await eventually(lambda: len(client._tasks) == 1)
+                    assert set(client._replicas.by_address) == {stays}
+                    await eventually(lambda: len(client._replicas._tasks) == 1)
 
         asyncio.run(test())
 
@@ -463,7 +463,7 @@ class TestTokenizers:
                     await eventually(lambda: client.connected("one") == 1)
                     fake.model = "two"
                     await servers.servers[address].stop(None)
-                    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+                    server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
                     tokenizer_pb2_grpc.add_TokenizerServicer_to_server(fake, server)  # type: ignore[no-untyped-call]
                     assert server.add_insecure_port(address)
                     await server.start()

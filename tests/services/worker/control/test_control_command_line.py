@@ -15,7 +15,7 @@ from services.local.ports import free_ports
 from services.worker.control.command_line import PARSERS, USAGE, WrongWords
 from services.worker.control.operations import BARRIERS
 from services.worker.control.server import start_control
-from services.worker.settings import WorkerSettings
+from tests.services.worker.control.address import control_at
 from tests.services.worker.control.test_control_servicer import TOKEN, FakeLoop
 
 
@@ -37,8 +37,8 @@ def test_a_worker_is_asked_and_its_answer_printed(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
 
     async def run() -> None:
-        settings = WorkerSettings(control_port=free_ports(1)[0], control_token=TOKEN)
-        server = await start_control(settings, FakeLoop().put, "w", "m")
+        at = control_at(port=free_ports(1)[0], token=TOKEN)
+        server = await start_control(at, FakeLoop().put, "w", "m")
         assert server is not None
         address = ["--address", f"127.0.0.1:{server.port}"]
         by_file = [*address, "--control-token-file", str(tmp_path / "token")]

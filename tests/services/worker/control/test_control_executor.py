@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
-from services.worker.exec.build import build_cpu_executor
 from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
 from services.worker.exec.contracts.protocol import Executor, ExecutorError
-from services.worker.exec.cpu import CpuExecutor
+from services.worker.exec.executor import DeviceExecutor
 from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.host_executors import build_host_executor
 
 DEMO = Path(__file__).parents[4] / "models/demo"
 PAGE_SIZE = 16
@@ -34,12 +34,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def build(folder: Path) -> Iterator[Callable[[int], CpuExecutor]]:
+def build(folder: Path) -> Iterator[Callable[[int], DeviceExecutor]]:
     """Makes an executor with so many pages of KV."""
-    made: list[CpuExecutor] = []
+    made: list[DeviceExecutor] = []
 
-    def make(num_pages: int) -> CpuExecutor:
-        executor, _ = build_cpu_executor(str(folder), "float32", PAGE_SIZE, 4, num_pages, 0.5, 256, 1, lambda _: None)
+    def make(num_pages: int) -> DeviceExecutor:
+        executor, _ = build_host_executor(str(folder), "float32", PAGE_SIZE, 4, num_pages, 0.5, 256, 1, lambda _: None)
         made.append(executor)
         return executor
 
@@ -62,19 +62,20 @@ def rss() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def pools(executor: CpuExecutor) -> list[torch.Tensor]:
-    pool = executor._model._pool
+def pools(executor: DeviceExecutor) -> list[torch.Tensor]:
+    pool = executor.runner.passes.pool
     return [*pool.keys, *pool.values]
 
 
-def touch(executor: CpuExecutor) -> None:
+def touch(executor: DeviceExecutor) -> None:
     """Writes all of the pools: memory is the process's from then on only."""
     for tensor in pools(executor):
-        tensor.zero_()
+        with torch.inference_mode():
+            tensor.zero_()
 
 
 @pytest.mark.parametrize(("kv", "weights"), [(True, False), (False, True), (True, True)])
-def test_answers_are_the_same_before_and_after(build: Callable[[int], CpuExecutor], kv: bool, weights: bool) -> None:
+def test_answers_are_the_same_before_and_after(build: Callable[[int], DeviceExecutor], kv: bool, weights: bool) -> None:
     executor = build(8)
     before = answer(executor)
     assert len(set(before)) > 2
@@ -83,7 +84,7 @@ def test_answers_are_the_same_before_and_after(build: Callable[[int], CpuExecuto
     assert answer(executor) == before
 
 
-def test_the_kv_cache_returns_to_the_system(build: Callable[[int], CpuExecutor]) -> None:
+def test_the_kv_cache_returns_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8192)
     size = sum(tensor.nbytes for tensor in pools(executor))
     assert size > 256 * MIB
@@ -96,7 +97,7 @@ def test_the_kv_cache_returns_to_the_system(build: Callable[[int], CpuExecutor])
     assert len(answer(executor)) == 12
 
 
-def test_the_weights_return_to_the_system(build: Callable[[int], CpuExecutor]) -> None:
+def test_the_weights_return_to_the_system(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8)
     size = (DEMO / "model.safetensors").stat().st_size  # float32 in memory takes at least that
     answer(executor)
@@ -110,7 +111,7 @@ def test_the_weights_return_to_the_system(build: Callable[[int], CpuExecutor]) -
     assert rss() < held + size
 
 
-def test_the_weights_come_back_as_the_folder_has_them(build: Callable[[int], CpuExecutor], folder: Path) -> None:
+def test_the_weights_come_back_as_the_folder_has_them(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     executor = build(8)
@@ -124,7 +125,7 @@ def test_the_weights_come_back_as_the_folder_has_them(build: Callable[[int], Cpu
     assert answer(executor) != before
 
 
-def test_a_step_on_released_memory_fails_alone(build: Callable[[int], CpuExecutor]) -> None:
+def test_a_step_on_released_memory_fails_alone(build: Callable[[int], DeviceExecutor]) -> None:
     executor = build(8)
     before = answer(executor)
     for kv, weights in ((True, False), (False, True)):
@@ -135,7 +136,7 @@ def test_a_step_on_released_memory_fails_alone(build: Callable[[int], CpuExecuto
     assert answer(executor) == before
 
 
-def test_a_folder_that_cannot_be_loaded_is_named_and_can_be_mended(build: Callable[[int], CpuExecutor], folder: Path) -> None:
+def test_a_folder_that_cannot_be_loaded_is_named_and_can_be_mended(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
     executor = build(8)
     before = answer(executor)
     executor.apply(ReleaseMemory(kv=True, weights=True))
@@ -148,7 +149,7 @@ def test_a_folder_that_cannot_be_loaded_is_named_and_can_be_mended(build: Callab
     assert answer(executor) == before
 
 
-def test_a_model_of_another_shape_is_refused(build: Callable[[int], CpuExecutor], folder: Path) -> None:
+def test_a_model_of_another_shape_is_refused(build: Callable[[int], DeviceExecutor], folder: Path) -> None:
     executor, config = build(8), folder / "config.json"
     before = answer(executor)
     executor.apply(ReleaseMemory(kv=False, weights=True))
@@ -161,7 +162,7 @@ def test_a_model_of_another_shape_is_refused(build: Callable[[int], CpuExecutor]
     assert answer(executor) == before
 
 
-def test_a_profile_is_a_chrome_trace_of_the_steps(build: Callable[[int], CpuExecutor], tmp_path: Path) -> None:
+def test_a_profile_is_a_chrome_trace_of_the_steps(build: Callable[[int], DeviceExecutor], tmp_path: Path) -> None:
     executor, path = build(8), tmp_path / "steps.trace.json"
     before = answer(executor)
     executor.apply(StartProfile(path))
@@ -177,7 +178,7 @@ def test_a_profile_is_a_chrome_trace_of_the_steps(build: Callable[[int], CpuExec
 
 
 def test_a_trace_that_cannot_be_written_ends_the_profile_all_the_same(
-    build: Callable[[int], CpuExecutor], tmp_path: Path
+    build: Callable[[int], DeviceExecutor], tmp_path: Path
 ) -> None:
     executor = build(8)
     executor.apply(StartProfile(tmp_path / "absent" / "x.json"))

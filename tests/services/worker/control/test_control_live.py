@@ -15,14 +15,14 @@ from rootstock.v1 import common_pb2, control_pb2_grpc
 from rootstock.v1 import control_pb2 as pb
 from services.local.ports import free_ports
 from services.shared.control_values import as_json
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.control.server import start_control
 from services.worker.front.busyness import BEAT_S, GAP_S
 from services.worker.identity.model_identity import ServedWeights
 from services.worker.loop.inbox import Stop
-from services.worker.settings import WorkerSettings
 from tests.services.worker.conftest import Serving, serving
+from tests.services.worker.control.address import control_at
 from tests.services.worker.control.test_control_servicer import changes
 from tests.services.worker.front.test_server import FrontEnd, expected, submit
 
@@ -64,13 +64,13 @@ async def operated(
 ) -> AsyncIterator[Operated]:
     revision = weights.identity.revision if weights else ""
     async with serving(step_s=step_s, overlap=overlap, gap_s=gap_s, beat_s=beat_s, revision=revision) as worker:
-        settings = WorkerSettings(control_port=free_ports(1)[0])
-        control = await start_control(settings, worker.inbox.put, "w", "fake", weights)
+        at = control_at(port=free_ports(1)[0])
+        control = await start_control(at, worker.inbox.put, "w", "fake", weights)
         if weights is not None:
             weights.on_replaced = lambda identity: worker.servicer.weights_replaced(identity, SamplingDefaults())
         assert control is not None
         try:
-            async with rpc.channel(f"127.0.0.1:{control.port}") as channel:
+            async with grpc_server.channel(f"127.0.0.1:{control.port}") as channel:
                 front = FrontEnd(worker.stub)
                 await front.hello()
                 yield Operated(worker, front, control_pb2_grpc.ControlStub(channel))

@@ -19,10 +19,11 @@ from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
 from services.local.ports import free_ports
 from services.shared.control_values import Scalar, as_json, put_values
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.worker.control.operations import BARRIERS
-from services.worker.control.server import start_control
-from services.worker.core.contracts.messages import PauseMode, StepStats
+from services.worker.control.server import ControlAddress, start_control
+from services.worker.core.contracts.messages import PauseMode
+from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.operations import (
     Operation,
     OperationRefused,
@@ -32,7 +33,7 @@ from services.worker.exec.contracts.operations import (
     StopProfile,
 )
 from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, Pace
-from services.worker.settings import WorkerSettings
+from tests.services.worker.control.address import control_at
 
 TOKEN = "an operators' token"
 Stub = control_pb2_grpc.ControlStub
@@ -113,11 +114,11 @@ class FakeLoop:
 
 @asynccontextmanager
 async def control(loop: FakeLoop, folder: Path = Path("unused"), token: str = "") -> AsyncIterator[Stub]:
-    settings = WorkerSettings(control_port=free_ports(1)[0], control_token=token, profile_dir=str(folder))
-    server = await start_control(settings, loop.put, "worker/0", "demo")
+    at = control_at(port=free_ports(1)[0], token=token, profile_dir=str(folder))
+    server = await start_control(at, loop.put, "worker/0", "demo")
     assert server is not None
     try:
-        async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+        async with grpc_server.channel(f"127.0.0.1:{server.port}") as channel:
             yield Stub(channel)
     finally:
         await server.stop(0)
@@ -220,18 +221,18 @@ def test_a_call_with_the_token_is_answered() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "somewhere"])
 def test_other_addresses_than_loopback_need_a_token(host: str) -> None:
     with pytest.raises(ValueError, match="set control_token"):
-        asyncio.run(start_control(WorkerSettings(control_host=host, control_port=1), FakeLoop().put, "w", "m"))
+        asyncio.run(start_control(control_at(host=host, port=1), FakeLoop().put, "w", "m"))
 
 
 def test_a_port_of_0_means_no_control_service() -> None:
-    assert asyncio.run(start_control(WorkerSettings(), FakeLoop().put, "w", "m")) is None
+    assert asyncio.run(start_control(control_at(), FakeLoop().put, "w", "m")) is None
 
 
 def test_a_token_file_is_read_and_an_unreadable_one_is_named(tmp_path: Path) -> None:
-    async def run(settings: WorkerSettings) -> tuple[grpc.StatusCode, str]:
-        server = await start_control(settings, FakeLoop().put, "w", "m")
+    async def run(at: ControlAddress) -> tuple[grpc.StatusCode, str]:
+        server = await start_control(at, FakeLoop().put, "w", "m")
         assert server is not None
-        async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+        async with grpc_server.channel(f"127.0.0.1:{server.port}") as channel:
             await Stub(channel).FlushCache(pb.FlushCacheRequest(), metadata=(("authorization", f"Bearer {TOKEN}"),))
             refused = await status_of(Stub(channel).FlushCache(pb.FlushCacheRequest()))
         await server.stop(0)
@@ -239,14 +240,14 @@ def test_a_token_file_is_read_and_an_unreadable_one_is_named(tmp_path: Path) -> 
 
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
-    found = asyncio.run(run(WorkerSettings(control_port=free_ports(1)[0], control_token_file=str(file))))
+    found = asyncio.run(run(control_at(port=free_ports(1)[0], token_file=str(file))))
     assert found[0] is grpc.StatusCode.UNAUTHENTICATED
     for wrong in (tmp_path / "absent", tmp_path):
         with pytest.raises(ValueError, match=str(wrong)):
-            asyncio.run(run(WorkerSettings(control_port=1, control_token_file=str(wrong))))
+            asyncio.run(run(control_at(port=1, token_file=str(wrong))))
     file.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
-        asyncio.run(run(WorkerSettings(control_port=1, control_token_file=str(file))))
+        asyncio.run(run(control_at(port=1, token_file=str(file))))
 
 
 def test_the_deadline_leaves_time_to_say_that_it_has_passed() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.local.ports import HOST, free_ports
-from services.shared.rpc import grpc_server as rpc
+from services.shared.rpc import grpc_server
 from services.worker.front.drain import drain
 from tests.services.worker.conftest import Serving, run, serving
 from tests.services.worker.front.test_server import LENGTH, FrontEnd, expected, submit
@@ -74,7 +74,7 @@ def test_what_is_left_is_handed_back_with_every_token_that_was_sampled(stream: b
             finish, tokens = front.finishes[1], front.tokens[1]
             assert finish.error == UNAVAILABLE
             assert tokens == expected([1, 2, 3], len(tokens)) and 5 < len(tokens) < 250
-            assert finish.completion_tokens == len(tokens) == worker.metrics._steps, "the step in flight counts"
+            assert finish.completion_tokens == len(tokens) == worker.counts.steps, "the step in flight counts"
 
     run(check)
 
@@ -139,7 +139,7 @@ async def process(step_s: float, grace_s: float) -> AsyncIterator[tuple[Process,
     argv = [sys.executable, "-m", "services.worker", *map(str, flags)]
     worker = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE)
     try:
-        async with rpc.channel(f"{HOST}:{port}") as channel:
+        async with grpc_server.channel(f"{HOST}:{port}") as channel:
             await asyncio.wait_for(channel.channel_ready(), GUARD_S)
             front = FrontEnd(worker_pb2_grpc.WorkerStub(channel))
             await front.hello()

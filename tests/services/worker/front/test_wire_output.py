@@ -74,10 +74,11 @@ def test_finish_by_a_pattern_after_retractions() -> None:
 
 
 def test_finish_with_an_error() -> None:
-    finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="grammar: no")
+    finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="no", field="grammar")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
-    assert (pb.reason, pb.error, pb.message) == (
+    assert (pb.reason, pb.error, pb.field, pb.message) == (
         common_pb2.FINISH_REASON_ABORT,
         common_pb2.ERROR_CODE_INVALID_ARGUMENT,
-        "grammar: no",
+        "grammar",
+        "no",
     )

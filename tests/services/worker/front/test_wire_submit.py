@@ -10,9 +10,12 @@ import pytest
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.shared import limits
+from services.shared.sampling_parameter import Api, Kind, Parameter
+from services.shared.sampling_parameters import SCALARS
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, GrammarKind, GrammarSpec, SamplingParams
 from services.worker.front.wire import InvalidRequest, ModelLimits, submit_from_pb
+from tests.services.parameter_values import NUMERIC, outside, typical
 
 VOCAB = 1000
 CONTEXT = 100
@@ -129,11 +132,6 @@ def refused(field: str, model: ModelLimits = MODEL, **fields: Any) -> str:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens: "),
-    "temperature": ({"temperature": float("nan")}, "temperature: "),
-    "top_p": ({"top_p": 0}, "top_p: "),
-    "top_p below float32's normal numbers": ({"top_p": 1e-40}, "top_p: "),
-    "repetition_penalty below them": ({"repetition_penalty": 1e-40}, "repetition_penalty: "),
-    "top_k": ({"top_k": -2}, "top_k: "),
     "stop empty": ({"stop": [""]}, "stop: "),
     "too many stops": ({"stop": ["a"] * (limits.MAX_STOP_STRINGS + 1)}, "stop: "),
     "stop_token_ids outside": ({"stop_token_ids": [VOCAB]}, "stop_token_ids: "),
@@ -159,11 +157,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "grammar empty": ({"grammar": pb.Grammar(regex="")}, "grammar: "),
     "grammar false": ({"grammar": pb.Grammar(json_object=False)}, "grammar: "),
     "grammar too large": ({"grammar": pb.Grammar(ebnf="é" * (limits.MAX_GRAMMAR_BYTES // 2 + 1))}, "grammar: "),
-    "dry multiplier": ({"dry": pb.Dry(multiplier=-1)}, "dry_multiplier: "),
-    "dry base": ({"dry": pb.Dry(multiplier=1, base=0.5)}, "dry_base: "),
-    "dry allowed length 0": ({"dry": pb.Dry(multiplier=1, allowed_length=0)}, "dry_allowed_length: "),
-    "dry allowed length": ({"dry": pb.Dry(allowed_length=limits.MAX_DRY_ALLOWED_LENGTH + 1)}, "dry_allowed_length: "),
-    "dry window": ({"dry": pb.Dry(window=limits.MAX_DRY_WINDOW + 1)}, "dry_penalty_last_n: "),
     "dry breaker empty": ({"dry": pb.Dry(multiplier=1, breakers=[""])}, "dry_sequence_breakers: "),
     "dry breaker too long": ({"dry": pb.Dry(breakers=["a" * (limits.MAX_DRY_BREAKER_CHARS + 1)])}, "dry_sequence_breakers: "),
     "too many dry breakers": ({"dry": pb.Dry(breakers=["a"] * (limits.MAX_DRY_BREAKERS + 1))}, "dry_sequence_breakers: "),
@@ -178,11 +171,43 @@ def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
     assert refused(message, **fields).startswith(message)
 
 
-def test_the_ends_of_a_range_are_in_it() -> None:
-    most = pb.Dry(multiplier=1, allowed_length=limits.MAX_DRY_ALLOWED_LENGTH, window=limits.MAX_DRY_WINDOW)
-    params = sampling(top_p=limits.SMALLEST_POSITIVE, repetition_penalty=limits.SMALLEST_POSITIVE, dry=most)
-    assert (params.top_p, params.repetition_penalty) == (limits.SMALLEST_POSITIVE, limits.SMALLEST_POSITIVE)
-    assert params.dry is not None and params.dry.allowed_length == limits.MAX_DRY_ALLOWED_LENGTH
+def message_of(row: Parameter, value: Any) -> dict[str, Any]:
+    """The fields of a message with this value, {} for one that its field cannot carry."""
+    parent, _, member = row.wire.rpartition(".")
+    try:
+        pb.Dry(**{member: value}) if parent else pb.SamplingParams(**{member: value})
+    except ValueError:
+        return {}
+    others = {"multiplier": 1} if parent else {}
+    return {parent: pb.Dry(**(others | {member: value}))} if parent else {member: value}
+
+
+def arrived(params: SamplingParams, row: Parameter) -> Any:
+    parent, _, member = row.wire.rpartition(".")
+    return getattr(params.dry if parent else params, member)
+
+
+ROWS = [pytest.param(row, id=row.wire) for row in NUMERIC if row in SCALARS or row.wire.startswith("dry.")]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_number_outside_its_range_is_named(row: Parameter) -> None:
+    named = row.names[Api.CHAT] if row.wire.startswith("dry.") else row.wire
+    not_numbers = [float("nan"), float("inf"), float("-inf")] if row.kind is Kind.NUMBER else []
+    for fields in (message_of(row, value) for value in (*outside(row), *not_numbers)):
+        assert not fields or refused(f"{named}: ", **fields)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_number_arrives_and_so_do_the_ends_of_its_range(row: Parameter) -> None:
+    room = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
+    for value in (typical(row), row.low, row.high):
+        fields = message_of(row, value)
+        if fields and value not in row.neutral:
+            assert arrived(sampling(room, **fields), row) == value
+    for value in row.neutral:
+        if row in SCALARS:
+            assert arrived(sampling(room, **message_of(row, value)), row) == row.default
 
 
 def test_a_model_refuses_what_it_cannot_do() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import xgrammar
 
-from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import PauseMode, Submit
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec, SamplingParams
 from services.worker.core.scheduler import Scheduler
@@ -25,6 +24,7 @@ from services.worker.grammar.match.matcher import BROKEN, MAX_UNSEEN, TOO_SLOW, 
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.loop.text_rules import ModelText
 from services.worker.text.step_meter import StepMeter
+from tests.core.deployed_config import deployed_config
 from tests.grammar import model
 
 
@@ -264,7 +264,7 @@ def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
         def open(self, spec: GrammarSpec) -> XgrammarMatcher:
             return XgrammarMatcher(compiled, setup, StepMeter(10.0, 100.0), lambda: overruns.append(spec.kind))
 
-    config = SchedulerConfig(num_pages=4096, page_size=16, context_len=4096, vocab_size=1280, max_running_requests=32)
+    config = deployed_config(num_pages=4096, page_size=16, context_len=4096, vocab_size=1280, max_running_requests=32)
     core = Scheduler(config, ModelText(model.tokenizer()), Book())
     core.pause(PauseMode.IN_PLACE, 0.0)
     params, prompt = SamplingParams(max_new_tokens=4000, grammar=grammar), np.array([5], dtype=np.int32)

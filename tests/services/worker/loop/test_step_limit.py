@@ -15,10 +15,11 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FakeExecutor, TimeModel
 from services.worker.loop.first_steps import run_first_steps
 from services.worker.loop.step_limit import FLOOR_S, StepLimit
+from tests.core.deployed_config import deployed_config
 from tests.core.harness import LetterDecoder
 
 CAP_S = 300.0
-CONFIG = SchedulerConfig(
+CONFIG = deployed_config(
     num_pages=600, page_size=16, context_len=8192, vocab_size=1000, chunked_prefill_size=512, max_running_requests=8
 )
 SPAN = 2000.0  # of the model whose steps are timed here

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.metrics.phase import WorkerLife
+from services.worker.metrics.phase import LifeMetrics, WorkerLife
 
 
 def test_a_worker_tells_where_it_is_from_its_start() -> None:
     now = 100.0
-    life = WorkerLife("m", lambda: now)
+    life = WorkerLife(lambda: now)
     registry = CollectorRegistry()
-    registry.register(life)
+    registry.register(LifeMetrics(life, "m"))
 
     def figure(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "m", **labels})

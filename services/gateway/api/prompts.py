@@ -1,0 +1,112 @@
+"""What a request asks the model to go on from: checked prompts and calls → token ids, by way of the tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from rootstock.v1 import tokenizer_pb2
+from services.gateway.api.room import Room
+from services.gateway.api.sampling_fields import check_token_ids
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.errors import ApiError, bad_request, internal
+from services.gateway.request.generation import ModelInfo, Prompt
+from services.gateway.request.origin import Origin
+from services.shared import limits
+
+
+async def of_chat(call: tokenizer_pb2.EncodeChatRequest, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Prompt:
+    with origin.tokenizing(call):
+        response = await tokenizer.encode_chat(call, model.source)
+    if len(response.prompts) != 1:
+        raise internal("The tokenizer answered with the wrong number of prompts.")
+    return Prompt(response.prompts[0].ids, None, response.prompts[0].block_hashes)
+
+
+async def of_completion(
+    prompt: Any,
+    model: ModelInfo,
+    tokenizer: TokenizerClient,
+    origin: Origin,
+    param: str,
+    room: Room,
+    hash_root: bytes,
+    add_special_tokens: bool = True,
+) -> list[Prompt]:
+    """`prompt` in any of OpenAI's four forms, checked; `param` is the client's name for it. Raises ApiError."""
+    if isinstance(prompt, list) and prompt and type(prompt[0]) in (int, list):
+        return await _of_ids_or_lists(prompt, model, param, room)
+    call = tokenizer_pb2.EncodeRequest(
+        request_id=origin.request_id,
+        texts=_texts(prompt, param),
+        hash_root=hash_root,
+        add_special_tokens=add_special_tokens,
+    )
+    return [room.fit(one, param) for one in await of_texts(call, tokenizer, param, model, origin)]
+
+
+def _texts(prompt: Any, param: str) -> list[str]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise _wrong_form(param)
+    if not isinstance(prompt[0], str):
+        raise _wrong_form(param)
+    _check_count(prompt, param)
+    if not all(isinstance(item, str) for item in prompt):
+        raise bad_request(param, f"'{param}' must hold strings only, or token ids only.")
+    return prompt
+
+
+def _check_count(prompts: list[Any], param: str) -> None:
+    if len(prompts) > limits.MAX_BATCH_PROMPTS:
+        raise bad_request(param, f"'{param}' may have at most {limits.MAX_BATCH_PROMPTS} prompts.")
+
+
+async def _of_ids_or_lists(prompt: list[Any], model: ModelInfo, param: str, room: Room) -> list[Prompt]:
+    if isinstance(prompt[0], int):
+        room.check(len(prompt), param)
+        return [room.fit(of_ids(prompt, model.vocab_size, param), param)]
+    _check_count(prompt, param)
+    for ids in prompt:
+        if not isinstance(ids, list):
+            raise _wrong_form(param)
+        room.check(len(ids), param)
+    where = [f"{param}[{index}]" for index in range(len(prompt))]
+    return [room.fit(await of_many_ids(ids, model.vocab_size, at), param) for ids, at in zip(prompt, where, strict=True)]
+
+
+def _wrong_form(param: str) -> ApiError:
+    forms = "a string, a list of strings, a list of token ids or a list of such lists"
+    return bad_request(param, f"'{param}' must be {forms}.")
+
+
+async def of_many_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
+    """Others have their turn on the event loop before. Raises ApiError."""
+    await asyncio.sleep(0)
+    return of_ids(ids, vocab_size, where)
+
+
+def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
+    """Ids whose number has been checked. Raises ApiError."""
+    try:
+        packed = tokenizer_pb2.TokenIds(ids=ids).ids  # takes nothing but integers of 32 bits, at a fraction of a check's cost
+    except (TypeError, ValueError):
+        check_token_ids(ids, vocab_size, where)
+        raise
+    if ids and int(np.asarray(packed).max()) >= vocab_size:
+        check_token_ids(ids, vocab_size, where)
+    return Prompt(packed, None)
+
+
+async def of_texts(
+    call: tokenizer_pb2.EncodeRequest, tokenizer: TokenizerClient, param: str, model: ModelInfo, origin: Origin
+) -> list[Prompt]:
+    """One prompt for each of the call's texts. Raises ApiError."""
+    with origin.tokenizing(call):
+        response = await tokenizer.encode(call, param, model.source)
+    if len(response.prompts) != len(call.texts):
+        raise internal("The tokenizer answered with the wrong number of prompts.")
+    return [Prompt(one.ids, text, one.block_hashes) for one, text in zip(response.prompts, call.texts, strict=True)]

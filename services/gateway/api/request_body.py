@@ -1,0 +1,98 @@
+"""Fields that the bodies of several APIs share. They validate and document.
+
+Every optional field accepts null as "not given". Ranges of sampling parameters are those of their table; what a type cannot say
+is checked in sampling_fields.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+
+from services.gateway.request.answer_body import Body
+from services.shared import limits
+from services.shared.sampling_parameter import Api, Kind
+from services.shared.sampling_parameters import of_api
+
+INT32 = (-(1 << 31), (1 << 31) - 1)
+RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # a prompt's and a choice's number are added to it on the way to the worker
+
+_STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}], "title": "Stop"}
+_LISTS = frozenset((Kind.TOKEN_IDS, Kind.STRINGS, Kind.BIASES))
+
+# Checked by hand: the answer names the exact element.
+Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
+Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
+Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
+
+
+def parameter(name: str, api: Api = Api.CHAT, absent: int | None = None) -> Any:
+    """A pydantic field for what the API calls so, with the range that the table of sampling parameters gives it. absent: its
+    value where the body does not have it; null is always None."""
+    row = of_api(api)[name]
+    if row.kind in _LISTS:
+        return Field(absent, min_length=row.least or None, max_length=row.most, description=row.doc)
+    if row.kind in (Kind.NUMBER, Kind.INTEGER):
+        return Field(absent, ge=row.low, le=row.high, description=row.doc)
+    return Field(absent, description=row.doc)
+
+
+class SamplingBody(Body):
+    """The sampling parameters that have the same name in every API. DRY has llama.cpp's names."""
+
+    n: int | None = parameter("n")
+    temperature: float | None = parameter("temperature")
+    top_p: float | None = parameter("top_p")
+    top_k: int | None = parameter("top_k")
+    min_p: float | None = parameter("min_p")
+    repetition_penalty: float | None = parameter("repetition_penalty")
+    frequency_penalty: float | None = parameter("frequency_penalty")
+    presence_penalty: float | None = parameter("presence_penalty")
+    ignore_eos: bool | None = parameter("ignore_eos")
+    skip_special_tokens: bool | None = parameter("skip_special_tokens")
+    stream_interval: int | None = parameter("stream_interval")
+    stop: Stop = parameter("stop")
+    stop_regex: Stop = parameter("stop_regex")
+    stop_token_ids: list[int] | None = parameter("stop_token_ids")
+    no_stop_trim: bool | None = parameter("no_stop_trim")
+    logit_bias: dict[str, float] | None = parameter("logit_bias")
+    allowed_token_ids: list[int] | None = parameter("allowed_token_ids")
+    banned_token_ids: list[int] | None = parameter("banned_token_ids")
+    dry_multiplier: float | None = parameter("dry_multiplier")
+    dry_base: float | None = parameter("dry_base")
+    dry_allowed_length: int | None = parameter("dry_allowed_length")
+    dry_penalty_last_n: int | None = parameter("dry_penalty_last_n")
+    dry_sequence_breakers: list[str] | None = parameter("dry_sequence_breakers")
+
+
+class PlacedBody(Body):
+    """With whom a request shares what is cached, and which goes first."""
+
+    extra_key: str | None = Field(
+        None,
+        min_length=1,
+        max_length=limits.MAX_CACHE_SALT_CHARS,
+        description="Cached prefixes are shared only within a key; with a cache_salt both are a namespace of their own.",
+    )
+    priority: int | None = Field(None, ge=INT32[0], le=INT32[1], description="Default 0. Without priority scheduling: no effect.")
+    routing_key: str | None = Field(
+        None, max_length=limits.MAX_ROUTING_KEY_CHARS, description="Also as header x-smg-routing-key; the body goes first."
+    )
+
+
+class ConstraintBody(Body):
+    """What the output must be: at most one of these. vLLM's and SGLang's names beside OpenAI's."""
+
+    response_format: Object = Field(None, description="text, json_object, json_schema or structural_tag.")
+    structured_outputs: Object = Field(None, description="One of json, regex, choice, grammar, json_object, structural_tag.")
+    guided_json: Source = Field(None, description="A JSON Schema, as an object or as text.")
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(
+        None, min_length=1, max_length=limits.MAX_GUIDED_CHOICES, description="One of these texts."
+    )
+    guided_grammar: str | None = Field(None, description="EBNF.")
+    json_schema: Source = Field(None, description="As guided_json.")
+    regex: str | None = Field(None, description="As guided_regex.")
+    ebnf: str | None = Field(None, description="As guided_grammar.")
+    structural_tag: Source = Field(None, description="Tags that begin a structured part, and what follows them.")

@@ -1,0 +1,76 @@
+"""Prometheus metrics of workers and of the prefix index, as the gateway sees them at the moment of being asked."""
+
+from __future__ import annotations
+
+from collections import Counter as Count
+from collections.abc import Callable
+
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+
+from services.gateway.dispatch.fleet import Fleet
+from services.gateway.index.mirror import IndexMirror
+from services.gateway.observe.metrics import PREFIX
+from services.gateway.routing.breaker import BreakerState
+from services.gateway.routing.prefix_index import PrefixIndex
+from services.shared.observe.readings import Reading, Readings, Value
+
+INDEX = f"{PREFIX}index_"
+
+
+def _workers(fleet: Fleet) -> Value:
+    out: dict[tuple[str, ...], float] = {}
+    for name, pool in fleet.pools.items():
+        usable = len(pool.usable())
+        out[name, "usable"], out[name, "unusable"] = usable, len(pool.links) - usable
+    return out
+
+
+def _breakers(fleet: Fleet) -> Value:
+    states = Count(link.breaker.state for link in fleet.links.values())
+    return {(state.value,): states[state] for state in BreakerState}
+
+
+def _index(read: Callable[[PrefixIndex], float]) -> Callable[[Fleet], Value]:
+    """Where routing goes by prefixes."""
+    return lambda fleet: None if fleet.index is None else read(fleet.index)
+
+
+def _mirror(read: Callable[[IndexMirror], float]) -> Callable[[Fleet], Value]:
+    """Where there is a Redis too."""
+    return lambda fleet: None if fleet.mirror is None else read(fleet.mirror)
+
+
+class FleetCollector(Readings[Fleet]):
+    rows = (
+        Reading(Gauge, f"{PREFIX}workers", "Workers by model and state.", _workers, ("model", "state")),
+        Reading(Gauge, f"{PREFIX}breakers", "Workers by the state of their circuit breaker.", _breakers, ("state",)),
+        Reading(Gauge, INDEX + "blocks", "Blocks in this copy of the prefix index.", _index(lambda index: index.num_blocks)),
+        Reading(
+            Gauge,
+            INDEX + "speculative_blocks",
+            "Blocks thought to be where they were sent.",
+            _index(lambda index: index.num_speculative),
+        ),
+        Reading(
+            Gauge,
+            INDEX + "up",
+            "Whether Redis answers; without it routing goes by what is known.",
+            _mirror(lambda index: index.available),
+        ),
+        Reading(Gauge, INDEX + "lag_seconds", "Time since this copy had all that Redis had.", _mirror(lambda index: index.lag_s)),
+        Reading(Counter, INDEX + "events", "Batches of changes that were read.", _mirror(lambda index: index.counts.events)),
+        Reading(
+            Counter,
+            INDEX + "bad_events",
+            "Entries that were no batch of changes.",
+            _mirror(lambda index: index.counts.bad_events),
+        ),
+        Reading(
+            Counter,
+            INDEX + "loads",
+            "Times that all blocks of a worker were read.",
+            _mirror(lambda index: index.counts.loads),
+        ),
+        Reading(Counter, INDEX + "gaps", "Of those, because batches had been missed.", _mirror(lambda index: index.counts.gaps)),
+    )

@@ -1,0 +1,185 @@
+"""Where one choice is: its pool, its worker, perhaps a copy on a second one, and what workers have done with it.
+
+A choice that is slow to begin may get a copy on another worker; the first of the two to say something keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway.dispatch.model_pool import ModelPool, PromptBlocks
+from services.gateway.dispatch.wait import Wait
+from services.gateway.peers.weights import Weights
+from services.gateway.peers.worker_link import WorkerLink
+from services.gateway.request.request import Choice
+
+Link: TypeAlias = "WorkerLink[Placement]"
+Pool: TypeAlias = "ModelPool[Placement]"
+
+
+@dataclass(frozen=True, slots=True)
+class Hedge:
+    """The copy. The placement's own link, handle and weights are the original's."""
+
+    link: Link
+    handle: int
+    weights: Weights | None
+
+
+class Placement:
+    """wait: its time without a worker. weights: that its output comes from, or will; None while it was placed nowhere.
+    placed_at: when its worker got it, 0.0 while none has. predicted_tokens: of its prompt, that its worker was thought to have
+    cached. crashes: workers lost soon after they got it. refused_by: addresses of workers that would not or could not serve it.
+    retried: elsewhere, after a worker's fault. blocks: shared by all choices of a prompt."""
+
+    __slots__ = (
+        "_hedge_timer",
+        "blocks",
+        "choice",
+        "crashes",
+        "handle",
+        "hedge",
+        "link",
+        "placed_at",
+        "pool",
+        "predicted_tokens",
+        "refused_by",
+        "retried",
+        "wait",
+        "weights",
+    )
+
+    def __init__(self, choice: Choice, pool: Pool, blocks: PromptBlocks, refused_by: Collection[str] = ()) -> None:
+        self.choice = choice
+        self.pool = pool
+        self.blocks = blocks
+        self.wait = Wait()
+        self.link: Link | None = None
+        self.handle = 0  # on the worker's stream; a new one with every submit
+        self.weights: Weights | None = None
+        self.placed_at = 0.0
+        self.predicted_tokens = 0
+        self.hedge: Hedge | None = None
+        self._hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
+        self.crashes = 0
+        self.refused_by = set(refused_by)
+        self.retried = False
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return self.choice.prompt.ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self.choice.prompt.ids) + len(self.choice.output.ids)
+
+    @property
+    def has_begun(self) -> bool:
+        """There is output, which is of its weights."""
+        return bool(self.choice.output.ids)
+
+    @property
+    def routing_key(self) -> str:
+        return self.choice.generation.routing_key
+
+    @property
+    def in_session(self) -> bool:
+        return self.choice.generation.session is not None
+
+    def write_sampling(self, into: pb.SamplingParams) -> None:
+        self.choice.sampling.write(into)
+
+    def aborted(self, handle: int) -> None:
+        if self.choice.trace is not None:
+            self.choice.trace.aborted(handle)
+
+    def lost(self, handle: int) -> None:
+        if self.choice.trace is not None:
+            self.choice.trace.lost(handle)
+
+    def place(self, link: Link, handle: int, predicted_tokens: int, now: float) -> None:
+        """The link gets it."""
+        self.link, self.handle = link, handle
+        self.placed_at, self.predicted_tokens = now, predicted_tokens
+        if not self.has_begun:
+            self.weights = link.weights
+
+    def leave(self) -> None:
+        """Its worker has ended it, or is gone, and no copy goes on."""
+        self.link = None
+        self.cancel_hedge()
+
+    def withdraw(self) -> list[Link]:
+        """From wherever it is. Returns the links that have lost it."""
+        copy, link = self.cancel_hedge(), self.link
+        if link is not None:
+            self.link = None
+            link.abort(self.handle)
+        return [each for each in (copy, link) if each is not None]
+
+    def hedge_after(self, seconds: float, make: Callable[[], None]) -> None:
+        self._hedge_timer = asyncio.get_running_loop().call_later(seconds, make)
+
+    def copy_to(self, link: Link, handle: int) -> None:
+        self._hedge_timer = None
+        self.hedge = Hedge(link, handle, link.weights)
+
+    def settle(self, link: Link) -> Link | None:
+        """This link's copy has spoken first: the other one is given up. Returns the other one's link, if there was a copy."""
+        hedge, self.hedge = self.hedge, None
+        if hedge is None:
+            return None
+        if hedge.link is not link:
+            hedge.link.abort(hedge.handle)
+            return hedge.link
+        loser = self.link
+        assert loser is not None
+        loser.abort(self.handle)
+        self._go_on_as(hedge)
+        return loser
+
+    def survives(self, link: Link) -> bool:
+        """This link's copy is gone. Whether the other one goes on."""
+        hedge, self.hedge = self.hedge, None
+        if hedge is None:
+            return False
+        if hedge.link is not link:
+            self._go_on_as(hedge)
+        return True
+
+    def _go_on_as(self, hedge: Hedge) -> None:
+        self.link, self.handle, self.weights = hedge.link, hedge.handle, hedge.weights
+
+    def cancel_hedge(self) -> Link | None:
+        """Neither a copy nor a timer for one remains. Returns the link of the copy, if there was one."""
+        if self._hedge_timer is not None:
+            self._hedge_timer.cancel()
+            self._hedge_timer = None
+        hedge, self.hedge = self.hedge, None
+        if hedge is None:
+            return None
+        hedge.link.abort(hedge.handle)
+        return hedge.link
+
+    def count_crash(self, survived: bool) -> None:
+        """survived: the worker had it for long."""
+        self.crashes = 1 if survived else self.crashes + 1
+
+    def refused(self, address: str) -> None:
+        self.refused_by.add(address)
+
+    def forget_refusals(self) -> None:
+        self.refused_by.clear()
+
+    def count_retry(self) -> None:
+        self.retried = True
+
+    def worker_ids(self) -> list[str]:
+        """Of those that it is on: of two, while it has a copy."""
+        links = [self.link, self.hedge.link if self.hedge is not None else None]
+        return [link.info.worker_id for link in links if link is not None and link.info is not None]

@@ -1,0 +1,155 @@
+"""Choices that wait for a worker with room, in their pool's queue or, if their worker was lost, before it. Owns their timers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.dispatch import sessions
+from services.gateway.dispatch.placement import Placement, Pool
+from services.gateway.dispatch.refusals import Refusals
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.weights import Weights
+from services.gateway.request.errors import ApiError
+from services.gateway.routing.fair_queue import Placed, QueueFull
+
+OUTPUT_WEIGHT = 2  # what an output token costs its key, in prompt tokens
+
+Place = Callable[[Placement], bool]
+
+
+class Waiting:
+    """place: gives it to a worker, if one with room would take it."""
+
+    def __init__(self, settings: GatewaySettings, refusals: Refusals, metrics: GatewayMetrics, place: Place) -> None:
+        self._settings = settings
+        self._refusals = refusals
+        self._metrics = metrics
+        self._place = place
+
+    def wait(self, placement: Placement) -> None:
+        """In the queue. Raises ApiError if that is full."""
+        try:
+            displaced = placement.pool.queue.push(placement, _key(placement), self._urgency(placement))
+        except QueueFull:
+            raise self._refusals.full() from None
+        self._begin(placement, moved=False)
+        if displaced is not None:
+            self._end(displaced)
+            if displaced.choice.request.begun:
+                self.wait_first(displaced)
+            else:
+                displaced.choice.request.fail(self._refusals.full())
+
+    def wait_first(self, placement: Placement) -> None:
+        """Before the queue: somebody has been promised its answer already."""
+        placement.pool.moved[placement] = None
+        self._begin(placement, moved=True)
+
+    def park(self, placement: Placement) -> None:
+        """A turn whose session's worker is not connected: it waits for that one only, and keeps nobody else waiting. Raises
+        ApiError if too many do."""
+        parked = placement.pool.parked
+        if len(parked) >= self._settings.max_waiting_requests:
+            raise sessions.session_worker_away(self._settings.retry_after_s)
+        parked[placement] = None
+        self._begin(placement, moved=False)
+
+    def wake_parked(self, pool: Pool) -> None:
+        """A worker has connected, or goes on after a pause."""
+        for placement in list(pool.parked):
+            if placement in pool.parked and self._place(placement):
+                self._end(placement)
+                del pool.parked[placement]
+
+    def fail_all(self, pool: Pool, error: ApiError) -> None:
+        """Nobody will ever serve what waits here."""
+        for placement in (*pool.queue, *pool.moved, *pool.parked):
+            placement.choice.request.fail(error)
+
+    def give_up(self, pool: Pool, may_serve: Callable[[Weights], bool]) -> None:
+        """Ends what has begun with weights that no worker has or may bring back."""
+        for placement in list(pool.moved):
+            weights = placement.weights if placement.has_begun else None
+            if placement in pool.moved and weights is not None and not may_serve(weights):
+                placement.choice.request.fail(self._refusals.weights_gone())
+
+    def leave(self, placement: Placement) -> None:
+        """No effect on one that does not wait."""
+        if placement.wait.timer is None:
+            return
+        self._end(placement)
+        pool = placement.pool
+        for line in (pool.moved, pool.parked):
+            if placement in line:
+                del line[placement]
+                return
+        pool.queue.remove(placement)
+
+    def pump(self, pool: Pool) -> None:
+        """Gives what waits to workers that have room, on the loop's next turn."""
+        if pool.num_waiting and not pool.pumping:
+            pool.pumping = True
+            asyncio.get_running_loop().call_soon(self._pump, pool)
+
+    def _pump(self, pool: Pool) -> None:
+        pool.pumping = False
+        for placement in list(pool.moved):
+            if not pool.has_room():
+                return
+            if placement in pool.moved and self._place(placement):
+                self._end(placement)
+                del pool.moved[placement]
+        if len(pool.queue):
+            pool.queue.drain(self._place_queued)
+
+    def _place_queued(self, placement: Placement) -> Placed:
+        if self._place(placement):
+            self._end(placement)
+            return Placed.PLACED
+        return Placed.SKIP if placement.pool.has_room() else Placed.STOP
+
+    def charge(self, placement: Placement) -> None:
+        """What has been spent on it since the last time, to its key's account."""
+        choice = placement.choice
+        due = placement.wait.due(len(choice.prompt.ids) + OUTPUT_WEIGHT * len(choice.output.ids))
+        if due > 0:
+            placement.pool.queue.charge(_key(placement), due)
+
+    def _begin(self, placement: Placement, moved: bool) -> None:
+        placement.wait.begin(self._settings.queue_timeout_s, partial(self._expire, placement))
+        if placement.choice.trace is not None:
+            placement.choice.trace.waits(moved)
+
+    def _end(self, placement: Placement) -> None:
+        waited_s = placement.wait.end()
+        if waited_s is not None:
+            self._metrics.queue_time.observe(waited_s)
+            if placement.choice.trace is not None:
+                placement.choice.trace.waited()
+
+    def _expire(self, placement: Placement) -> None:
+        pool, request = placement.pool, placement.choice.request
+        if placement.in_session and pool.links:
+            request.fail(sessions.session_worker_away(self._settings.retry_after_s))
+        elif not pool.usable():
+            request.fail(self._refusals.paused() if pool.paused else self._refusals.no_worker())
+        elif placement.has_begun and not pool.can_go_on(placement):
+            request.fail(self._refusals.paused() if pool.is_held_up(placement) else self._refusals.weights_gone())
+        elif request.begun:  # somebody reads what there is of it: its patience ends with the request's time
+            placement.wait.prolong(self._settings.queue_timeout_s, partial(self._expire, placement))
+        else:
+            request.fail(self._refusals.busy())
+
+    def _urgency(self, placement: Placement) -> int:
+        if not self._settings.enable_priority_scheduling:
+            return 0
+        priority = placement.choice.generation.priority
+        return -priority if self._settings.schedule_low_priority_values_first else priority
+
+
+def _key(placement: Placement) -> str:
+    """Whose it is."""
+    return placement.choice.request.key

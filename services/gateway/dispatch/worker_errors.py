@@ -1,0 +1,41 @@
+"""A worker's terminal outputs that are no answers → the client's errors, in the client's own words for its fields."""
+
+from __future__ import annotations
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.request.generation import Generation
+
+GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
+
+
+def of_finish(finish: worker_pb2.Finish, asked: Generation, retry_after_s: int) -> ApiError:
+    """finish: with reason ABORT, or with none."""
+    code, text = finish.error, finish.message[:MAX_DETAIL_CHARS]
+    if code == pb.ERROR_CODE_INVALID_ARGUMENT:
+        return _refused(finish, text, asked)
+    if code == pb.ERROR_CODE_OUT_OF_MEMORY:
+        return bad_request(None, text or "The request does not fit the KV pool.", "out_of_memory")
+    if code == pb.ERROR_CODE_QUEUE_FULL:
+        return unavailable("The queue is full.", retry_after_s, "queue_full")
+    if code == pb.ERROR_CODE_TIMEOUT:
+        return timed_out(text or "The request took longer than the worker allows.")
+    if code == pb.ERROR_CODE_UNAVAILABLE:
+        return unavailable("The worker is going away.", retry_after_s)
+    if code == pb.ERROR_CODE_OTHER_WEIGHTS:
+        return unavailable("The worker has got other weights.", retry_after_s)
+    if code == pb.ERROR_CODE_CANCELLED:
+        return unavailable("The request was cancelled on the worker.", retry_after_s, "cancelled")
+    return internal(text or "The worker failed to compute this request.")
+
+
+def _refused(finish: worker_pb2.Finish, text: str, asked: Generation) -> ApiError:
+    """A worker that is older than the field names none: its message stands for itself."""
+    if not finish.field:
+        return bad_request(None, text or "The worker refused the request.")
+    if finish.field == GRAMMAR and asked.grammar_field is not None:
+        return bad_request(asked.grammar_field, text)  # says itself what is wrong in which sort of grammar
+    own = asked.fields.of(finish.field)
+    element = f"[{finish.element}]" if finish.HasField("element") else ""
+    return bad_request(own, f"{own}{element}: {text or 'The worker refused it.'}")

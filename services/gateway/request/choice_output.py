@@ -1,0 +1,109 @@
+"""What a worker has said of one choice: ids, log probabilities, a vector, and how it ended. Everything that another worker needs
+to go on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.request.generation import Generation
+from services.gateway.request.logprobs import LogprobTable
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A complete answer. Counts are the worker's own: in a session prompt_tokens are the whole context's.
+
+    stop_reason: the matched stop string, stop pattern or stop token id; None for the end of sequence.
+    matched: the same, but with the end of sequence's token id. retractions: how often it lost its memory to others.
+    """
+
+    finish_reason: str  # "stop", "length" or "abort"
+    stop_reason: str | int | None
+    matched: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_ms: int
+    retractions: int
+
+
+class ChoiceOutput:
+    """ids: all output ids so far; a detokenizer's stream reads the same list. logprobs: of these, where they are wanted.
+    prompt_logprobs: from position max(1, prompt_from) on. verdict: the worker's ending, None while it goes on."""
+
+    __slots__ = ("_embedding", "_generation", "ids", "logprobs", "prompt_logprobs", "verdict")
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self.ids: list[int] = []
+        self.logprobs = LogprobTable()
+        self.prompt_logprobs = LogprobTable()
+        self._embedding: Sequence[float] | None = None
+        self.verdict: Ending | None = None
+
+    @property
+    def lacks_logprobs(self) -> bool:
+        """Some are wanted that have not come."""
+        return self._generation.wants_logprobs and len(self.logprobs) != len(self.ids)
+
+    def vector(self) -> NDArray[np.float32]:
+        """float32[dimensions], little-endian, of a request for one that is complete."""
+        assert self._embedding is not None, "the worker ends a request for a vector with one"
+        return np.array(self._embedding, dtype="<f4")
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+
+    def add_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
+        """Of the next output tokens. Raises ValueError for rows that do not fit."""
+        self.logprobs.extend(rows)
+
+    def add_prompt_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
+        """Of the next prompt tokens. Raises ValueError for rows that do not fit."""
+        self.prompt_logprobs.extend(rows)
+
+    def leave_worker(self) -> None:
+        """What it said of a prompt that it did not finish is void."""
+        if not self.ids:
+            self.prompt_logprobs = LogprobTable()
+
+    def finish(self, finish: worker_pb2.Finish) -> None:
+        """The worker's terminal output, of an answer that is complete."""
+        ending = _ending_of(finish, self._generation.stop_token_ids)
+        self.verdict = _without_output(ending) if self._generation.hidden else ending
+        if finish.reason == pb.FINISH_REASON_EMBEDDED:
+            self._embedding = finish.embedding
+
+
+_FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
+
+
+def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int]) -> Ending:
+    matched: str | int | None = None
+    if finish.reason in (pb.FINISH_REASON_MATCHED_STRING, pb.FINISH_REASON_MATCHED_REGEX):
+        matched = finish.matched_stop
+    elif finish.reason == pb.FINISH_REASON_MATCHED_TOKEN:
+        matched = finish.matched_token
+    is_end_of_sequence = isinstance(matched, int) and matched not in stop_token_ids
+    return Ending(
+        finish_reason=_FINISH_REASONS.get(finish.reason, "stop"),
+        stop_reason=None if is_end_of_sequence else matched,
+        matched=matched,
+        prompt_tokens=finish.prompt_tokens,
+        cached_tokens=finish.cached_tokens,
+        completion_tokens=finish.completion_tokens,
+        queue_ms=finish.queue_ms,
+        retractions=finish.retractions,
+    )
+
+
+def _without_output(ending: Ending) -> Ending:
+    """The ending of an answer whose tokens are not shown."""
+    reason = "abort" if ending.finish_reason == "abort" else "length"
+    return replace(ending, finish_reason=reason, stop_reason=None, matched=None, completion_tokens=0)

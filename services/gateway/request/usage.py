@@ -1,0 +1,22 @@
+"""The tokens that a request has come to, as both APIs and metrics count them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.request.request import ClientRequest
+
+
+def usage_of(request: ClientRequest) -> dict[str, Any]:
+    """Prompts count once, however many choices they have; a prompt's cached tokens are those its first choice found."""
+    ended = [(choice, choice.ending) for choice in request.choices if choice.ending]
+    first = [ending for choice, ending in ended if choice.number == 0]
+    prompt_tokens = sum(ending.prompt_tokens for ending in first)
+    output_tokens = sum(ending.completion_tokens for _, ending in ended)
+    cached_tokens = sum(ending.cached_tokens for ending in first)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }

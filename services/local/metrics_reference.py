@@ -1,0 +1,107 @@
+"""python -m services.local.metrics_reference: docs/metrics.md, from the metrics that the services define. Starts none of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+
+from services.detokenizer.metrics import DetokenizerMetrics
+from services.gateway.dispatch.fleet_collector import FleetCollector
+from services.gateway.observe.metrics import GatewayMetrics, QueueMetrics, UnlockedHistogram
+from services.shared.observe.readings import Readings
+from services.tokenizer.metrics import TokenizerMetrics
+from services.worker.index.metrics import PublisherMetrics
+from services.worker.metrics.executor_metrics import ExecutorMetrics
+from services.worker.metrics.loading_metrics import LoadMetrics
+from services.worker.metrics.phase import LifeMetrics
+from services.worker.metrics.scheduler_metrics import WorkerMetrics
+
+HEAD = """# Metrics
+
+Every metric of every process, written by `make docs` from the code that defines it. `/metrics` of the gateway is on its HTTP
+port, that of the others on `--metrics-port`. A counter's series ends in `_total`, an info's in `_info`; a histogram has
+`_bucket`, `_sum` and `_count`. Prometheus's own `process_*` (and, of the worker, `python_*`) come beside these.
+
+Which of them are watched, and what to do then: [alerts](kubernetes/alerts.md), [autoscaling](kubernetes/autoscaling.md);
+dashboards are in `charts/rootstock/dashboards`.
+"""
+SERIES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
+UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # words of names
+UNNAMED = {
+    "sglang:token_usage": "0 to 1",
+    "sglang:cache_hit_rate": "0 to 1",
+    "sglang:new_token_ratio": "0 to 1",
+    "sglang:gen_throughput": "tokens per second",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """name: without what `series` adds. unit: empty for a plain number."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names as Prometheus has them."""
+        return tuple(self.name + end for end in SERIES.get(self.kind, ("",)))
+
+    @property
+    def unit(self) -> str:
+        return UNNAMED.get(self.name) or next((unit for unit in UNITS if unit in self.name.split("_")), "")
+
+
+def services() -> dict[str, list[Row]]:
+    """By service, in order of name."""
+    found = {
+        "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, FleetCollector)],
+        "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
+        "detokenizer": _own(DetokenizerMetrics(CollectorRegistry())),
+        "worker": _described(WorkerMetrics, LoadMetrics, LifeMetrics, ExecutorMetrics, PublisherMetrics),
+    }
+    return {name: sorted(rows, key=lambda row: row.name) for name, rows in found.items()}
+
+
+def _own(metrics: object) -> list[Row]:
+    """Of an object whose attributes are metrics."""
+    out: list[Row] = []
+    for each in vars(metrics).values():
+        if isinstance(each, MetricWrapperBase):
+            out += (_row(metric, each._labelnames) for metric in each.describe())
+        elif isinstance(each, UnlockedHistogram):
+            out += map(_row, each.describe())
+    return out
+
+
+def _described(*collectors: type[Readings[Any]] | type[WorkerMetrics]) -> list[Row]:
+    return [_row(metric) for collector in collectors for metric in collector.describe()]
+
+
+def _row(metric: Metric, labels: tuple[str, ...] | None = None) -> Row:
+    """The library keeps label names to itself; there is no other way to learn them before there are samples."""
+    names = getattr(metric, "_labelnames", ()) if labels is None else labels
+    return Row(metric.name, metric.type, tuple(names), metric.documentation)
+
+
+def render() -> str:
+    return HEAD + "".join(_section(name, rows) for name, rows in services().items())
+
+
+def _section(name: str, rows: list[Row]) -> str:
+    lines = [f"\n## {name.capitalize()}\n", "| metric | type | unit | labels | meaning |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        labels = ", ".join(f"`{label}`" for label in row.labels)
+        shown = row.series[0] if row.kind != "histogram" else row.name
+        lines.append(f"| `{shown}` | {row.kind} | {row.unit} | {labels} | {row.text} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

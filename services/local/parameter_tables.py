@@ -1,0 +1,134 @@
+"""python -m services.local.parameter_tables: the tables of fields in docs/api.md and docs/sglang-api.md, written in place.
+
+A table stands between the line `<!-- make docs: NAME -->` and the next line `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from services.gateway.api import known_fields
+from services.gateway.api.known_fields import Neutral
+from services.gateway.request.answer_body import AnswerBody
+from services.shared.sampling_parameter import Api, Kind, Parameter
+from services.shared.sampling_parameters import OPENAI, PARAMETERS, SMALLEST_POSITIVE, UNSERVED
+
+PAGES = ("docs/api.md", "docs/sglang-api.md")
+_TABLE = re.compile(r"(<!-- make docs: ([a-z ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_HEAD = "| field | values | default | |\n| --- | --- | --- | --- |\n"
+
+
+def rendered(page: str) -> str:
+    """The page with its tables as the code has them. Raises KeyError for a table that there is not."""
+    return _TABLE.sub(lambda match: match[1] + TABLES[match[2]](), page)
+
+
+def _openai_parameters() -> str:
+    return _HEAD + "".join(_line(_openai_name(row), row) for row in PARAMETERS if any(api in row.names for api in OPENAI))
+
+
+def _generate_parameters() -> str:
+    rows = [_line(f"`{row.names[Api.GENERATE]}`", row) for row in PARAMETERS if Api.GENERATE in row.names]
+    neutral = [row for row in UNSERVED if Api.GENERATE in row.apis and row.neutral]
+    alone = [f"| `{row.name}` | {_spelled(row.neutral)} alone | | Asks for nothing. |\n" for row in neutral]
+    return "".join((_HEAD, *rows, *alone))
+
+
+def _unserved_fields() -> str:
+    options = {f"stream_options.{name}": values for name, values in known_fields.STREAM_OPTIONS.items()}
+    groups: Mapping[str, Neutral] = {
+        "sampling": known_fields.SAMPLING,
+        "the prompt": known_fields.PROMPT,
+        "the answer": {**known_fields.ANSWER, **options},
+        "where it runs": known_fields.PLACEMENT,
+        "chat alone": known_fields.OF_CHAT,
+        "completions and embeddings, which have no template": known_fields.OF_TEMPLATES,
+        "embeddings alone": known_fields.OF_EMBEDDINGS,
+    }
+    lines = [f"| {what} | {', '.join(_with_neutral(*item) for item in group.items())} |\n" for what, group in groups.items()]
+    return "| what it is about | |\n| --- | --- |\n" + "".join(lines)
+
+
+def _answer_fields() -> str:
+    lines = [f"| `{name}` | {field.description} |\n" for name, field in AnswerBody.model_fields.items()]
+    return "| field | |\n| --- | --- |\n" + "".join(lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "sampling parameters": _openai_parameters,
+    "sampling params": _generate_parameters,
+    "unserved fields": _unserved_fields,
+    "answer fields": _answer_fields,
+}
+
+
+def _openai_name(row: Parameter) -> str:
+    if all(api in row.names for api in OPENAI):
+        return f"`{row.names[Api.CHAT]}`"
+    return f"`{row.names[Api.CHAT]}`, chat" if Api.CHAT in row.names else f"`{row.names[Api.COMPLETION]}`, completions"
+
+
+def _line(name: str, row: Parameter) -> str:
+    default = "" if row.default is None else _spelled((row.default,))
+    note = " \\*" if row.of_model else ""
+    return f"| {name} | {_values(row)} | {default}{note} | {row.doc} |\n"
+
+
+def _values(row: Parameter) -> str:
+    counted = f"{row.least:,} to {row.most:,}" if row.least else f"up to {row.most:,}"
+    match row.kind:
+        case Kind.FLAG:
+            return str(Kind.FLAG)
+        case Kind.TEXTS:
+            return f"a string, or {counted}, of 1 to {row.chars:,} characters"
+        case Kind.STRINGS:
+            return f"{counted} strings of 1 to {row.chars:,} characters"
+        case Kind.TOKEN_IDS:
+            return f"{counted} ids"
+        case Kind.BIASES:
+            return f"{counted} of {_range(row)}"
+        case _:
+            return _range(row)
+
+
+def _range(row: Parameter) -> str:
+    if row.low is None or row.high is None:
+        return f"at least {row.low:,}"
+    low = "above 0" if row.low == SMALLEST_POSITIVE else _power(row.low)
+    return f"{low} to {_power(row.high)}"
+
+
+def _power(number: float) -> str:
+    """Large ends of a range are powers of two, or lie beside one."""
+    if abs(number) < 1 << 24:
+        return f"{number:,.10g}"
+    exponent, sign = round(abs(number)).bit_length() - 1, "-" if number < 0 else ""
+    if abs(number) == 1 << exponent:
+        return f"{sign}2^{exponent}"
+    return f"{sign}2^{exponent + 1} - 1"
+
+
+def _with_neutral(name: str, neutral: tuple[Any, ...]) -> str:
+    return f"`{name}` ({_spelled(neutral)})" if neutral else f"`{name}`"
+
+
+def _spelled(values: Iterable[Any]) -> str:
+    numbers = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
+    return ", ".join(dict.fromkeys(map(json.dumps, numbers)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="*", default=PAGES, help="the pages to write; by default the two")
+    for name in parser.parse_args().pages:
+        page = Path(name)
+        page.write_text(rendered(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What a turn leaves behind for metrics, load reports and the simulator: a figure here is a field and the line that reads it.
+
+A field that is a metric by itself says so with Told. The core knows no Prometheus: whoever makes metrics asks told().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, get_type_hints
+
+from services.worker.core.queue.request_table import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """metric: its name, without the _total of counters. in_pages: the field counts pages, the metric tells tokens."""
+
+    metric: str
+    text: str
+    in_pages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Gauges as they are now, then counters since the start (names end in _total). Memory is in pages."""
+
+    num_running: Annotated[int, Told("sglang:num_running_reqs", "Requests that run.")]
+    num_waiting: int
+    num_gated: Annotated[int, Told("sglang:num_grammar_queue_reqs", "Requests whose grammar is being compiled.")]
+    num_retracted: Annotated[int, Told("sglang:num_retracted_reqs", "Requests that lost their memory and wait for it.")]
+    waiting_tokens: int
+    pages_leased: int
+    pages_cached: int
+    pages_evictable: Annotated[int, Told("sglang:kv_evictable_tokens", "Tokens of KV that are cached and unpinned.", True)]
+    pages_free: Annotated[int, Told("sglang:kv_available_tokens", "Tokens of KV that nothing holds.", True)]
+    new_token_ratio: Annotated[float, Told("sglang:new_token_ratio", "Share of remaining output that admission reserves.")]
+    batch_is_full: bool
+    paused: bool
+    num_sessions: Annotated[int, Told("rootstock_worker_sessions", "Sessions that are open.")]
+    session_tokens: Annotated[int, Told("rootstock_worker_session_tokens", "Tokens of context that sessions hold.")]
+    requests_total: Annotated[int, Told("sglang:num_requests", "Requests that have come.")]
+    aborts_total: Annotated[int, Told("sglang:num_aborted_requests", "Requests that ended without a whole answer.")]
+    prompt_tokens_total: Annotated[int, Told("sglang:prompt_tokens", "Prompt tokens of admitted requests.")]
+    cached_tokens_total: Annotated[int, Told("sglang:cached_tokens", "Prompt tokens that a prefix hit gave.")]
+    generated_tokens_total: Annotated[int, Told("sglang:generation_tokens", "Output tokens.")]
+    retractions_total: Annotated[int, Told("sglang:num_retracted_requests", "Retractions.")]
+    preemptions_total: Annotated[int, Told("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.")]
+    resumed_total: Annotated[int, Told("rootstock_worker_resumed_requests", "Requests that came with output from elsewhere.")]
+    evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
+
+    @property
+    def pages_used(self) -> int:
+        """By running requests: leased, and cached and pinned."""
+        return self.pages_leased + self.pages_cached - self.pages_evictable
+
+
+def told() -> dict[str, Told]:
+    """By field, of those that are metrics."""
+
+    def marks() -> Iterator[tuple[str, Told]]:
+        for name, hint in get_type_hints(StepStats, include_extras=True).items():
+            yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Told))
+
+    return dict(marks())
+
+
+def stats_of(table: RequestTable, new_token_ratio: float, paused: bool) -> StepStats:
+    memory = table.memory
+    return StepStats(
+        num_running=table.num_running,
+        num_waiting=table.num_waiting,
+        num_gated=len(table.gate),
+        num_retracted=table.waiting.num_back,
+        waiting_tokens=table.waiting_tokens,
+        pages_leased=memory.num_leased,
+        pages_cached=memory.tree.num_pages,
+        pages_evictable=memory.tree.num_evictable,
+        pages_free=memory.pages.num_free,
+        new_token_ratio=new_token_ratio,
+        batch_is_full=table.batch_is_full,
+        paused=paused,
+        num_sessions=len(table.sessions),
+        session_tokens=table.sessions.num_tokens,
+        requests_total=table.requests_total,
+        aborts_total=table.aborts_total,
+        prompt_tokens_total=table.prompt_tokens_total,
+        cached_tokens_total=table.cached_tokens_total,
+        generated_tokens_total=table.generated_tokens_total,
+        retractions_total=table.retractions_total,
+        preemptions_total=table.preemptions_total,
+        resumed_total=table.resumed_total,
+        evicted_pages_total=memory.evicted_pages_total,
+    )

@@ -1,0 +1,61 @@
+"""The device that steps run on: its streams, and how a model gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.contracts.ops import Kernels
+from kernels.contracts.step_ops import LayerKernels
+from services.worker.exec.contracts.options import DeviceOptions
+from services.worker.exec.kernel_set import layer_kernels
+from services.worker.exec.loading import LoadTarget, timed_weights
+from services.worker.exec.streams.cuda_streams import CudaStreams, Streams
+from services.worker.exec.streams.host_streams import HostStreams
+from services.worker.exec.weights.checkpoint import Checkpoint
+from services.worker.exec.weights.families import DecoderConfig
+from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
+from services.worker.exec.weights.weights import DecoderWeights
+
+
+class NoDevice(ValueError):
+    """There is no such device on this machine."""
+
+
+def device_of(name: str) -> torch.device:
+    """Raises NoDevice."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise NoDevice(f"no GPU for {name}: torch {torch.__version__} sees none")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise NoDevice(f"no {name}: this machine has {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(device)
+        return torch.device("cuda", device.index or 0)
+    if device.type != "cpu":
+        raise NoDevice(f"{name} is no device that steps can run on; there are cuda and cpu")
+    return device
+
+
+def streams_of(device: torch.device, num_threads: int) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else HostStreams(num_threads)
+
+
+def load_target(device: torch.device, options: DeviceOptions) -> LoadTarget:
+    def kernels(dtype: torch.dtype) -> LayerKernels:
+        return layer_kernels(options.kernels, device, dtype, options.num_threads)
+
+    def streamed(
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        progress: Callable[[str], None],
+        phases: LoadPhases,
+    ) -> DecoderWeights:
+        stream = StreamOptions(threads=options.load_threads)
+        return stream_decoder_weights(checkpoint, config, dtype, device, kernels, stream, progress, phases)
+
+    return LoadTarget(device, kernels, streamed if device.type == "cuda" else timed_weights)

@@ -1,0 +1,73 @@
+"""Steps of nobody's, launched to measure, to compile and to be captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
+from services.worker.exec.contracts.step_parts import StepSampler
+from services.worker.exec.step.forward_batch import NOBODY, DeviceBatch, ForwardBatch
+from services.worker.exec.step.passes import ForwardPass
+from services.worker.exec.streams.cuda_streams import Streams
+
+
+class StepLauncher(Protocol):
+    """A model runner's parts."""
+
+    streams: Streams
+    passes: ForwardPass
+    attention: AttentionBackend
+    sampler: StepSampler
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """Of one step: tokens, sampled rows, tokens of one row. generates: there is a vocabulary to sample from."""
+
+    max_tokens: int
+    max_slots: int
+    context_len: int
+    generates: bool
+
+
+def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
+    """A prompt of max_tokens, or as many as that takes, and max_slots tokens sampled behind it; over page 0 alone."""
+    max_tokens, max_slots = bounds.max_tokens, bounds.max_slots
+    passes, streams = runner.passes, runner.streams
+    count = min(max_tokens, bounds.context_len)
+    rows = -(-max_tokens // count)
+    counts = np.full(rows, count, dtype=np.int32)
+    counts[-1] = max_tokens - count * (rows - 1)
+    nobody, zeros = np.full(max_slots, NOBODY, dtype=np.int32), np.zeros(max_slots, dtype=np.int32)
+    assert counts.min() > 0 and int(counts.sum()) == max_tokens, "the rows have all of the step's tokens"
+    slots = np.arange(rows, dtype=np.int32) % len(passes.table)
+    offsets = (np.arange(rows) * count).astype(np.int32)
+    starts = np.zeros(rows, dtype=np.int32)
+    columns = ForwardBatch(rows, slots, starts, counts, offsets, np.arange(0), nobody, zeros, zeros, count, count)
+    with streams.on_forward():
+        passes.table.fill_(0)
+        device = DeviceBatch.of(torch.from_numpy(columns.words()).to(passes.device), rows)
+        ids, ragged = passes.fresh_rows(columns, device)
+        given = torch.zeros(columns.total, dtype=torch.int32, device=passes.device)
+        runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, rows, ragged))
+        passes.run(ids, ragged, columns, given)
+        if bounds.generates:
+            logits = passes.model.logits(device.sample_indices.long())
+            runner.sampler.run_kernels(logits, runner.sampler.passing_space(device.sample_slots, device.sample_positions))
+        else:
+            passes.model.states(device.sample_indices.long())
+        passes.table.fill_(-1)
+
+
+def idle_decode(runner: StepLauncher, rows: int) -> DeviceBatch:
+    """The forward pass of a decode step of padding alone, launched kernel by kernel."""
+    passes, columns = runner.passes, ForwardBatch.idle(runner.passes.capacity, rows)
+    device = DeviceBatch.of(torch.from_numpy(columns.words()).to(passes.device), rows)
+    ids, ragged = passes.fresh_rows(columns, device)
+    runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, ragged))
+    passes.run(ids, ragged, columns, given=None)
+    return device

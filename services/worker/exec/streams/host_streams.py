@@ -1,0 +1,118 @@
+"""The streams of a CPU: one thread that does what was launched, in call order, and so stands for all three.
+
+That thread alone touches tensors, pools and the relay. The loop's thread only queues work and waits for what it collects. Within
+work everything before it is done, so no stream waits for another, and host and device share their memory.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from services.worker.exec.streams.cuda_streams import Mark, T
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class _Collected(Generic[T]):
+    """One value on its way. Written by the streams' thread until the lock is open, then read by whoever waits."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._values: list[T] = []
+        self._error: BaseException | None = None
+        self._closed = threading.Lock()  # costs less than an event, once for each step
+        self._closed.acquire()
+
+    def run(self) -> None:
+        assert not self._values and self._closed.locked(), "work that is collected runs once"
+        try:
+            self._values.append(self._work())
+        except BaseException as error:  # of any kind: it belongs to who waits
+            self._error = error
+        finally:
+            self._closed.release()
+
+    def value(self) -> T:
+        with self._closed:
+            if self._error is not None:
+                raise self._error
+        assert len(self._values) == 1, "a value is taken once"
+        return self._values.pop()
+
+
+class _Past:
+    def wait(self) -> None:
+        return
+
+
+class HostStreams:
+    """Implements Streams. num_threads: that torch computes with; our kernels have theirs from who loads them."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._device = torch.device("cpu")
+        self._nothing, self._past = nullcontext(), _Past()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(num_threads,), name="cpu-forward", daemon=True)
+        self._thread.start()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def launch(self, work: Callable[[], None]) -> None:
+        assert threading.current_thread() is not self._thread, "work does not launch work: it would come after its own end"
+        self._queue.put(work)
+
+    def collect(self, work: Callable[[], T]) -> Callable[[], T]:
+        assert threading.current_thread() is not self._thread, "work does not wait for work behind it"
+        collected = _Collected(work)
+        self._queue.put(collected.run)
+        return collected.value
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _serve(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # per thread, hence here
+        with torch.inference_mode():
+            while (work := self._queue.get()) is not None:
+                work()
+
+    def on_schedule(self) -> AbstractContextManager[Any]:
+        return self._nothing
+
+    def on_forward(self) -> AbstractContextManager[Any]:
+        return self._nothing
+
+    def on_copy(self) -> AbstractContextManager[Any]:
+        return self._nothing
+
+    def forward_after_schedule(self) -> None:
+        return
+
+    def copy_after_forward(self) -> None:
+        return
+
+    def forward_after_copy(self) -> None:
+        return
+
+    def mark_copy(self) -> Mark:
+        return self._past
+
+    def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
+        memory = torch.empty(num_words, dtype=torch.int32)
+        return memory, memory
+
+    def to_host(self, source: Tensor) -> Tensor:
+        return source
+
+    def synchronize(self) -> None:
+        assert threading.current_thread() is self._thread, "only work on the streams can know that all before it is done"

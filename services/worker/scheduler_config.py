@@ -1,0 +1,59 @@
+"""What a worker's core is configured with: each field by name, from the settings or from what the loaded model says.
+
+Simulators have theirs from here too, so what they simulate is what a worker with the same settings does.
+"""
+
+from __future__ import annotations
+
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.settings import BY_DEVICE, BY_DEVICE_CHUNK, WorkerSettings
+
+RANDOM_SEED = 0  # of the random policy: it has to differ from arrival to arrival, not from worker to worker
+
+
+def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: int) -> SchedulerConfig:
+    """settings: resolved, see services/worker/device_limits.py. bos_token_id: see SchedulerConfig.
+
+    Raises ValueError for values that do not go together.
+    """
+    assert settings.max_running_requests != BY_DEVICE, "the device's limits are found before the core is made"
+    assert settings.chunked_prefill_size != BY_DEVICE_CHUNK, "the device's limits are found before the core is made"
+    whole = info.needs_whole_prompt  # in one row of one step, behind no other's prefix
+    return SchedulerConfig(
+        num_pages=info.num_pages,
+        page_size=info.page_size,
+        context_len=info.context_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        bos_token_id=bos_token_id,
+        max_running_requests=settings.max_running_requests,
+        max_queued_requests=settings.max_queued_requests,
+        max_prefill_tokens=max(settings.max_prefill_tokens, info.context_len) if whole else settings.max_prefill_tokens,
+        chunked_prefill_size=0 if whole else settings.chunked_prefill_size,
+        adaptive_chunk_rows=settings.adaptive_chunk_rows,
+        max_extend_steps=settings.max_extend_steps,
+        prefill_max_requests=settings.prefill_max_requests,
+        max_prompt_logprob_tokens=settings.max_prompt_logprob_tokens,
+        enable_mixed_chunk=settings.enable_mixed_chunk and not whole,
+        whole_prompts=whole,
+        enable_radix_cache=settings.enable_radix_cache and not whole,
+        eviction_policy=settings.eviction_policy,
+        schedule_policy=settings.schedule_policy,
+        lpm_fallback_threshold=settings.lpm_fallback_threshold,
+        enable_priority_scheduling=settings.enable_priority_scheduling,
+        schedule_low_priority_values_first=settings.schedule_low_priority_values_first,
+        priority_preemption_threshold=settings.priority_preemption_threshold,
+        schedule_conservativeness=settings.schedule_conservativeness,
+        pooling_reuses_prefix=info.pooling_reuses_prefix,
+        max_sessions=settings.max_sessions,
+        session_capacity=settings.session_capacity,
+        session_ttl_s=settings.session_ttl_s,
+        waiting_timeout_s=settings.waiting_timeout_s,
+        running_timeout_s=settings.running_timeout_s,
+        graph_rows=max(info.graph_rows, default=0),
+        graph_rereads=info.graph_rereads,
+        eager_step_cost=info.eager_step_cost,
+        retract_interval=settings.retract_interval,
+        random_seed=RANDOM_SEED,
+    )

@@ -1,0 +1,403 @@
+"""What each template renders: values, and field by field what the objects then hold.
+
+A path's parts: keys, numbers of list items, or NAME= to find the item of a list by its name. ABSENT: nothing is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.chart.release import NAME, merged
+from tests.chart.variants import KEDA, VARIANTS, model
+
+
+class Absence:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = Absence()
+FULL = f"{NAME}-rootstock"
+GATEWAY = f"Deployment/{FULL}-gateway"
+TOKENIZER = f"Deployment/{FULL}-tokenizer-demo"
+DETOKENIZER = f"Deployment/{FULL}-detokenizer-demo"
+WORKER = f"Deployment/{FULL}-worker-demo"
+POD = "spec template spec "
+Values = dict[str, Any]
+Fields = dict[str, Any]  # by path
+Case = tuple[Values, dict[str, Fields]]  # what is given; by object, what is there
+
+
+def at(value: Any, path: str) -> Any:
+    for part in path.split():
+        if part.endswith("="):
+            value = next((each for each in value or [] if each["name"] == part[:-1]), ABSENT)
+        elif isinstance(value, list):
+            value = value[int(part)] if int(part) < len(value) else ABSENT
+        else:
+            value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
+        if value is ABSENT:
+            break
+    return value
+
+
+def container(name: str, path: str) -> str:
+    return f"{POD}containers {name}= {path}"
+
+
+FRONT = {"gateway": GATEWAY, "tokenizer": TOKENIZER, "detokenizer": DETOKENIZER}
+EVERY = {**FRONT, "worker": WORKER}
+HEALTH = {"gateway": 7000, "tokenizer": 7001, "detokenizer": 7002, "worker": 7003}
+SCALED = VARIANTS["hpa"]
+GPU: Values = {"worker": {"gpus": 2, "runtimeClassName": "nvidia"}}
+
+
+def of_each(values: Callable[[str], Values], fields: Callable[[str], Fields]) -> Case:
+    """All four services given a value at once, each its own: one that takes another's shows it."""
+    return {name: values(name) for name in EVERY}, {title: fields(name) for name, title in EVERY.items()}
+
+
+def unasked(name: str) -> Fields:
+    """What a service's pods have where nothing was given."""
+    probes = {
+        container(name, f"{probe} grpc {key}"): value
+        for probe, service in (("startupProbe", ABSENT), ("livenessProbe", ABSENT), ("readinessProbe", name))
+        for key, value in (("port", HEALTH[name]), ("service", service))
+    }
+    return {
+        **probes,
+        container(name, "lifecycle preStop exec command"): ["sleep", "5"],
+        container(name, "resources limits cpu"): ABSENT,
+        POD + "enableServiceLinks": False,
+        POD + "topologySpreadConstraints 0 topologyKey": "topology.kubernetes.io/zone",
+        POD + "initContainers": ABSENT,  # the model is in the image
+    }
+
+
+def unasked_of_the_front(name: str) -> Fields:
+    token = POD + "automountServiceAccountToken"
+    return {**unasked(name), "spec strategy rollingUpdate": {"maxSurge": "25%", "maxUnavailable": 0}, token: False}
+
+
+def placed(name: str) -> Values:
+    return {
+        "replicas": 2 + len(name),
+        "nodeSelector": {"a": name},
+        "priorityClassName": f"{name}-first",
+        "tolerations": [{"key": name, "operator": "Exists"}],
+        "affinity": {"podAffinity": {"of": name}},
+        "topologySpread": False,
+        "podLabels": {"a": name, "app.kubernetes.io/name": "x"},
+        "podAnnotations": {"a": name},
+        "extraEnv": [{"name": "A", "value": name}],
+        "image": {"tag": f"{name}-2"},
+    }
+
+
+def where_it_was_placed(name: str) -> Fields:
+    return {
+        "spec replicas": 2 + len(name),
+        POD + "nodeSelector": {"a": name},
+        POD + "priorityClassName": f"{name}-first",
+        POD + "tolerations 0 key": name,
+        POD + "affinity": {"podAffinity": {"of": name}},
+        POD + "topologySpreadConstraints": ABSENT,
+        "spec template metadata labels a": name,
+        "spec template metadata labels app.kubernetes.io/name": "rootstock",  # its own win
+        "spec template metadata annotations a": name,
+        container(name, "env A= value"): name,
+        container(name, "image"): f"rootstock/{name}:{name}-2",
+    }
+
+
+IMAGES: Values = {"registry": "r.example.com/m/", "tag": "1", "pullSecrets": ["s"], "pullPolicy": "Always"}
+
+
+def pulled(name: str) -> Fields:
+    return {
+        container(name, "image"): f"r.example.com/m/rootstock/{name}:1",
+        container(name, "imagePullPolicy"): "Always",
+        POD + "imagePullSecrets 0 name": "s",
+    }
+
+
+SERVICES: dict[str, Case] = {
+    "every service, as it is": (
+        {},
+        {
+            **{title: unasked_of_the_front(name) for name, title in FRONT.items()},
+            WORKER: unasked("worker"),
+            **{each.replace("Deployment", "PodDisruptionBudget"): {"spec maxUnavailable": 1} for each in EVERY.values()},
+        },
+    ),
+    "every service, placed": of_each(placed, where_it_was_placed),
+    "every service's image": ({"image": IMAGES}, {title: pulled(name) for name, title in EVERY.items()}),
+    "grace": ({"drainSeconds": 60}, {title: {POD + "terminationGracePeriodSeconds": 75} for title in EVERY.values()}),
+    "no replicas where a scaler sets them": of_each(
+        lambda _: {"autoscaling": {"enabled": True}}, lambda _: {"spec replicas": ABSENT}
+    ),
+    "scalers of the front": (
+        SCALED,
+        {
+            title.replace("Deployment", "HorizontalPodAutoscaler"): {
+                "spec metrics 0 resource target averageUtilization": 70,
+                "spec minReplicas": 2,
+                "spec behavior scaleUp stabilizationWindowSeconds": 0,
+            }
+            for title in FRONT.values()
+        },
+    ),
+}
+
+CONFIG = f"ConfigMap/{FULL}-gateway"
+GATEWAYS: dict[str, Case] = {
+    "a gateway as it is": (
+        {},
+        {
+            GATEWAY: {
+                container("gateway", "env ROOTSTOCK_API_KEYS="): ABSENT,
+                container("gateway", "ports admin="): ABSENT,
+            },
+            CONFIG: {
+                "data ROOTSTOCK_WORKERS": f"dns:///{FULL}-worker.serving.svc:7003",
+                "data ROOTSTOCK_OTLP_ENDPOINT": ABSENT,
+            },
+            f"Service/{FULL}-gateway": {"spec ports 0": {"name": "http", "port": 80, "targetPort": "http"}},
+            f"Service/{FULL}-gateway-peers": {
+                "spec clusterIP": "None",
+                "spec publishNotReadyAddresses": True,  # gateways that drain still have requests
+            },
+        },
+    ),
+    "keys from their Secret": (
+        {"auth": {"apiKeysSecret": "k", "keyWeights": [3, 1]}},
+        {
+            GATEWAY: {container("gateway", "env ROOTSTOCK_API_KEYS= valueFrom secretKeyRef"): {"name": "k", "key": "api-keys"}},
+            CONFIG: {"data ROOTSTOCK_KEY_WEIGHTS": "3,1"},
+        },
+    ),
+    "a watch, its token and its rights": (
+        {"gateway": {"discovery": "k8s"}},
+        {
+            CONFIG: {"data ROOTSTOCK_WORKERS": f"k8s:///{FULL}-worker.serving:7003"},
+            GATEWAY: {POD + "automountServiceAccountToken": True},
+            f"Role/{FULL}-gateway": {
+                "rules": [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}]
+            },
+        },
+    ),
+    "names of the models": (VARIANTS["two-models"], {CONFIG: {"data ROOTSTOCK_MODELS": "small,Org/Large.v2"}}),
+    "settings": (
+        {
+            "logLevel": "debug",
+            "tracing": {"otlpEndpoint": "otel:4317"},
+            "gateway": {
+                "queueTimeoutSeconds": 90,
+                "settings": {"routing_policy": "random", "enable_priority_scheduling": True},
+                "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+            },
+        },
+        {
+            CONFIG: {
+                "data ROOTSTOCK_QUEUE_TIMEOUT_S": "90",
+                "data ROOTSTOCK_ROUTING_POLICY": "random",
+                "data ROOTSTOCK_ENABLE_PRIORITY_SCHEDULING": "true",
+                "data ROOTSTOCK_LOG_LEVEL": "debug",
+                "data ROOTSTOCK_OTLP_ENDPOINT": "otel:4317",
+            },
+            f"Service/{FULL}-gateway": {"spec type": "LoadBalancer", "metadata annotations a": "b"},
+        },
+    ),
+    "streams drive": (
+        SCALED,
+        {f"HorizontalPodAutoscaler/{FULL}-gateway": {"spec metrics 1 pods target averageValue": "400"}},
+    ),
+    "admin port": (VARIANTS["operated"], {GATEWAY: {container("gateway", "ports admin= containerPort"): 8001}}),
+}
+
+OF_WORKERS, WORKERS_HPA, WORKERS_KEDA = (
+    f"{kind}/{FULL}-worker-demo" for kind in ("ConfigMap", "HorizontalPodAutoscaler", "ScaledObject")
+)
+UP, DOWN = "spec behavior scaleUp ", "spec behavior scaleDown "
+WORKERS: dict[str, Case] = {
+    "a worker as it is": (
+        {},
+        {
+            WORKER: {
+                "spec strategy rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},  # there is no spare GPU
+                container("worker", "resources limits nvidia.com/gpu"): ABSENT,
+                container("worker", "livenessProbe failureThreshold"): 6,  # a long prefill
+                container("worker", "env ROOTSTOCK_WORKER_ID= valueFrom fieldRef fieldPath"): "metadata.name",
+                container("worker", "ports control="): ABSENT,
+                POD + "automountServiceAccountToken": True,
+            },
+            OF_WORKERS: {
+                "data ROOTSTOCK_EXECUTOR": "cpu",
+                "data ROOTSTOCK_REDIS_URL": f"redis://{FULL}-redis.serving.svc:6379/0",
+            },
+            f"Role/{FULL}-worker": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "patch"]}]},
+            f"ServiceAccount/{FULL}-worker": {"automountServiceAccountToken": False},
+        },
+    ),
+    "GPUs": (
+        GPU,
+        {
+            WORKER: {
+                container("worker", "resources limits nvidia.com/gpu"): 2,
+                POD + "tolerations 0 key": "nvidia.com/gpu",  # their nodes are tainted
+                POD + "runtimeClassName": "nvidia",
+            },
+            OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
+        },
+    ),
+    "memory, loading, rights and pool": (
+        {
+            "worker": {"sharedMemory": "8Gi", "startupSeconds": 1200, "deletionCost": False},
+            "inferencePool": {"enabled": True},
+        },
+        {
+            WORKER: {
+                POD + "volumes shm= emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"},
+                container("worker", "startupProbe failureThreshold"): 240,
+                POD + "automountServiceAccountToken": False,  # no rights, no token
+                "spec template metadata labels rootstock.io/inference-pool": "demo",
+            }
+        },
+    ),
+    "loading in fifths": (
+        {"worker": {"startupSeconds": 1201}},
+        {WORKER: {container("worker", "startupProbe failureThreshold"): 241}},
+    ),
+    "control": (
+        {"auth": {"controlTokenSecret": "t"}},
+        {
+            WORKER: {
+                container("worker", "ports control= containerPort"): 7004,
+                container("worker", "env ROOTSTOCK_CONTROL_TOKEN= valueFrom secretKeyRef"): {"name": "t", "key": "token"},
+            }
+        },
+    ),
+    "an account that is there": (
+        {"serviceAccount": {"create": False, "name": "x"}},
+        {WORKER: {POD + "serviceAccountName": "x"}, f"RoleBinding/{FULL}-worker": {"subjects 0 name": "x"}},
+    ),
+    "scaled": (
+        merged(SCALED, {"worker": {"autoscaling": {"coldStartSeconds": 240}}}),
+        {
+            WORKERS_HPA: {
+                "spec maxReplicas": 6,
+                UP + "policies 0": {"type": "Percent", "value": 100, "periodSeconds": 240},
+                UP + "policies 1": {"type": "Pods", "value": 1, "periodSeconds": 240},
+                UP + "selectPolicy": "Max",
+                DOWN + "policies 0": {"type": "Pods", "value": 1, "periodSeconds": 300},
+                DOWN + "stabilizationWindowSeconds": 600,
+            }
+        },
+    ),
+    "scaled by KEDA, from zero": (
+        KEDA,
+        {
+            WORKERS_KEDA: {
+                "spec minReplicaCount": 0,
+                "spec maxReplicaCount": 6,
+                "spec triggers 0 metadata serverAddress": "http://prometheus.monitoring.svc:9090",
+                "spec advanced horizontalPodAutoscalerConfig behavior scaleDown stabilizationWindowSeconds": 600,
+            }
+        },
+    ),
+    "a set with disks": (
+        VARIANTS["local-disks"],
+        {
+            f"StatefulSet/{FULL}-worker-demo": {
+                "spec volumeClaimTemplates 0 spec resources requests storage": "20Gi",
+                "spec serviceName": f"{FULL}-worker",
+                "spec podManagementPolicy": "Parallel",
+            },
+            OF_WORKERS: {"data ROOTSTOCK_MODEL": "/cache/demo"},
+        },
+    ),
+    "a group of hosts": (
+        VARIANTS["leader-worker-set"],
+        {
+            f"LeaderWorkerSet/{FULL}-worker-demo": {
+                "spec leaderWorkerTemplate size": 2,
+                "spec leaderWorkerTemplate restartPolicy": "RecreateGroupOnPodRestart",
+                "spec rolloutStrategy rollingUpdateConfiguration maxSurge": 0,  # there is no spare group
+                "spec leaderWorkerTemplate workerTemplate metadata labels app.kubernetes.io/component": "worker-member",
+            }
+        },
+    ),
+    "a model's own workers": (
+        VARIANTS["two-models"],
+        {
+            f"Deployment/{FULL}-worker-org-large-v2": {"spec replicas": 3},
+            f"Deployment/{FULL}-worker-small": {"spec replicas": 1},
+        },
+    ),
+    "a model's own scaler": (
+        {"models": [model("a"), model("b", worker={"autoscaling": {"enabled": True}})]},
+        {
+            f"HorizontalPodAutoscaler/{FULL}-worker-b": {"spec maxReplicas": 4},
+            f"Deployment/{FULL}-worker-a": {"spec replicas": 1},
+        },
+    ),
+}
+
+MODELS = f"{FULL}-models"
+VOLUME = POD + "volumes models= "
+BESIDES: dict[str, Case] = {
+    "one Redis": ({}, {f"Deployment/{FULL}-redis": {"spec strategy type": "Recreate"}}),
+    "Redis elsewhere, its URL in no ConfigMap": (
+        VARIANTS["redis-elsewhere"],
+        {
+            GATEWAY: {
+                container("gateway", "env ROOTSTOCK_REDIS_URL= valueFrom secretKeyRef"): {"name": "llm-redis", "key": "url"}
+            },
+            WORKER: {container("worker", "env ROOTSTOCK_REDIS_URL= valueFrom secretKeyRef name"): "llm-redis"},
+            OF_WORKERS: {"data ROOTSTOCK_REDIS_URL": ABSENT},
+        },
+    ),
+    "a claim that whoever reads it waits for": (
+        VARIANTS["shared-cache"],
+        {
+            f"PersistentVolumeClaim/{MODELS}": {"spec accessModes": ["ReadWriteMany"], "spec storageClassName": "files"},
+            **{
+                title: {
+                    VOLUME + "persistentVolumeClaim": {"claimName": MODELS, "readOnly": True},
+                    POD + "initContainers wait-for-model= volumeMounts models= readOnly": True,
+                }
+                for title in (TOKENIZER, DETOKENIZER, WORKER)
+            },
+        },
+    ),
+    "a claim that is there": (
+        VARIANTS["existing-claim"],
+        {WORKER: {VOLUME + "persistentVolumeClaim claimName": "weights"}},
+    ),
+    "a folder of the node": (VARIANTS["host-path-cache"], {WORKER: {VOLUME + "hostPath path": "/srv/models"}}),
+    "an image": (VARIANTS["image-volume"], {WORKER: {VOLUME + "image reference": "registry.example.com/models/demo:1"}}),
+    "an ingress and a route": (
+        VARIANTS["access"],
+        {
+            f"Ingress/{FULL}-gateway": {
+                "spec ingressClassName": "nginx",
+                "spec rules 0 host": "llm.example.com",
+                "spec tls 0 secretName": "llm-tls",
+            },
+            f"HTTPRoute/{FULL}-gateway": {"spec parentRefs 0 name": "gateway", "spec hostnames": ["llm.example.com"]},
+        },
+    ),
+    "services by name, those that are ready": (
+        {},
+        {
+            f"Service/{FULL}-{component}": {
+                "spec clusterIP": "None",
+                "spec publishNotReadyAddresses": False,
+                "spec ports 0 port": HEALTH[component],
+            }
+            for component in ("tokenizer", "detokenizer", "worker")
+        },
+    ),
+}
+CASES = SERVICES | GATEWAYS | WORKERS | BESIDES

@@ -1,0 +1,33 @@
+"""What a law over all releases reports: every offender, whatever else is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.chart.laws import offences
+from tests.chart.release import Release, title
+from tests.chart.variants import ALL
+
+
+def test_every_release_is_looked_at() -> None:
+    assert list(offences(lambda name, _: [name])) == ALL
+
+
+def test_every_offender_is_named() -> None:
+    found = offences(lambda _, release: map(title, release.kind("Deployment")), ["two-models", "stateful-set"])
+    assert {name: len(each) for name, each in found.items()} == {"two-models": 8, "stateful-set": 4}
+    assert "Deployment/llm-rootstock-worker-small" in found["two-models"]
+
+
+def test_an_object_that_is_looked_for_in_vain_hides_no_offender() -> None:
+    def law(_: str, release: Release) -> Iterator[str]:
+        yield "before"
+        release.get("Deployment", "nobody")
+
+    found = offences(law, ["defaults", "two-models"])
+    assert {name: each[0] for name, each in found.items()} == {"defaults": "before", "two-models": "before"}
+    assert all("0 objects Deployment/nobody" in each[1] for each in found.values())
+
+
+def test_who_keeps_it_is_not_named() -> None:
+    assert offences(lambda name, _: [name] if name == "pool" else [], ["defaults", "pool"]) == {"pool": ["pool"]}

@@ -1,0 +1,102 @@
+"""Who imports whom, read from the code. Imports inside functions and under TYPE_CHECKING count like all others."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TREES = ("services", "kernels", "tests", "rootstock")
+BY_STRING = ("importlib.import_module", "import_module", "__import__", "runpy.run_module", "pkgutil.resolve_name")
+
+Graph = Mapping[str, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Imports:
+    """modules: file by dotted name; a package stands for its __init__. names: what each imports, dotted, of any library."""
+
+    modules: Mapping[str, Path]
+    names: Mapping[str, frozenset[str]]
+
+    def own(self) -> Graph:
+        """Edges between the modules alone."""
+        return {name: frozenset(found & self.modules.keys()) - {name} for name, found in self.names.items()}
+
+    def packages(self) -> Graph:
+        """Edges between folders."""
+        found: dict[str, set[str]] = {self.folder(name): set() for name in self.modules}
+        for name, others in self.own().items():
+            found[self.folder(name)] |= {self.folder(other) for other in others}
+        return {name: frozenset(others - {name}) for name, others in found.items()}
+
+    def folder(self, name: str) -> str:
+        return name if self.modules[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+def read(root: Path, trees: Iterable[str]) -> Imports:
+    """Of all files below the given folders of root."""
+    files = {path.relative_to(root).with_suffix(""): path for tree in trees for path in sorted((root / tree).rglob("*.py"))}
+    modules = {".".join(part for part in stem.parts if part != "__init__"): path for stem, path in files.items()}
+    return Imports(modules, {name: frozenset(_imported(ast.parse(path.read_text()), modules)) for name, path in modules.items()})
+
+
+def _imported(tree: ast.AST, modules: Mapping[str, Path]) -> Iterable[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules else node.module
+
+
+def by_string(path: Path) -> list[int]:
+    """Lines that import something whose name is not in an import statement."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return [node.lineno for node in calls if ast.unparse(node.func) in BY_STRING]
+
+
+def part(graph: Graph, wanted: Callable[[str], bool]) -> Graph:
+    """The nodes that are wanted, and the edges between them."""
+    return {name: frozenset(filter(wanted, others)) for name, others in graph.items() if wanted(name)}
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """The nodes that reach themselves, in groups that reach each other."""
+    ways = {name: reached(graph, name) for name in graph}
+    inside = sorted(name for name in graph if name in ways[name])
+    groups: list[list[str]] = []
+    for name in inside:
+        group = next((group for group in groups if name in ways[group[0]] and group[0] in ways[name]), None)
+        if group is None:
+            groups.append([name])
+        else:
+            group.append(name)
+    return groups
+
+
+def reached(graph: Graph, start: str) -> set[str]:
+    seen: set[str] = set()
+    left = list(graph[start])
+    while left:
+        name = left.pop()
+        if name not in seen:
+            seen.add(name)
+            left.extend(graph[name])
+    return seen
+
+
+def longest_chain(graph: Graph) -> list[str]:
+    """A longest way through a graph without circles, from its top. Raises RecursionError where there is a circle."""
+    known: dict[str, list[str]] = {}
+
+    def below(name: str) -> list[str]:
+        if name not in known:
+            known[name] = [name, *max((below(other) for other in sorted(graph[name])), key=len, default=[])]
+        return known[name]
+
+    return max((below(name) for name in sorted(graph)), key=len, default=[])

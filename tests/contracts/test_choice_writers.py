@@ -1,0 +1,73 @@
+"""Each part of a choice has one writer: its fields are assigned in the module of its class, and nowhere else in the gateway."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
+PARTS = ("Choice", "ChoiceOutput", "ChoiceText", "Placement", "Wait")
+MODULES = {path: ast.parse(path.read_text()) for path in sorted(GATEWAY.rglob("*.py"))}
+# Of other classes' objects that have a field of the same name, what variables that hold one are called.
+OTHERS = {"handle": {"decoding"}, "weights": {"link"}, "decoding": {"sink"}}
+
+
+def class_of(name: str) -> tuple[Path, ast.ClassDef]:
+    """The one class of this name that has slots."""
+    classes = [(path, node) for path, tree in MODULES.items() for node in tree.body if isinstance(node, ast.ClassDef)]
+    found = [(path, node) for path, node in classes if node.name == name and slots_of(node)]
+    assert len(found) == 1, f"{name} is there {len(found)} times"
+    return found[0]
+
+
+def slots_of(part: ast.ClassDef) -> set[str]:
+    """A class without any could get fields from anywhere."""
+    values = [node.value for node in part.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__"]
+    return {name for value in values for name in ast.literal_eval(value)}
+
+
+def stores(tree: ast.AST, fields: set[str]) -> Iterator[ast.Attribute]:
+    """Every assignment of an attribute of these names, deletions, loop variables and unpacked tuples among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and node.attr in fields:
+            yield node
+
+
+def foreign(node: ast.Attribute) -> bool:
+    """Whether it belongs to another object: a class's own field, or one of OTHERS."""
+    owner = ast.unparse(node.value).rpartition(".")[2]
+    return owner == "self" or owner in OTHERS.get(node.attr, set())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_fields_are_assigned_in_one_module(name: str) -> None:
+    home, part = class_of(name)
+    fields = slots_of(part)
+    assert {node.attr for node in stores(part, fields)} == fields, "every field is the class's own to set"
+    elsewhere = [
+        f"{path.relative_to(GATEWAY)}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in MODULES.items()
+        for node in stores(tree, fields)
+        if path != home and not foreign(node)
+    ]
+    assert not elsewhere
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_nobody_inherits_a_part_or_sets_by_name(name: str) -> None:
+    """Which would be writers that the test above does not see."""
+    for path, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                assert name not in {ast.unparse(base).partition("[")[0] for base in node.bases}, path
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+                assert ast.unparse(node.args[0]) in ("own", "self"), f"{path}:{node.lineno}"
+
+
+def test_the_test_sees_a_second_writer() -> None:
+    tree = ast.parse("placement.link = None\n(a, choice.text.ending) = 1, 2\nwait.charged += 1\nself.link = 3\nlink.weights = 4")
+    found = [ast.unparse(node) for node in stores(tree, {"link", "ending", "charged", "weights"}) if not foreign(node)]
+    assert sorted(found) == ["choice.text.ending", "placement.link", "wait.charged"]

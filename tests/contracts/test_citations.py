@@ -1,0 +1,109 @@
+"""What code, comments, charts and pages cite is in this repository: files and, in pages, headings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("services", "kernels", "tests", "charts", "docker", "docs", "protos", "demo")
+TOP = ("README.md", "Makefile", "pyproject.toml", "skaffold.yaml")
+ENDINGS = (".py", ".md", ".yaml", ".tpl", ".txt", ".toml", ".proto", ".cpp", ".h", ".json", ".worker")
+HERE = Path(__file__).name
+
+# A path from the root with an ending, perhaps with a heading; not a part of a URL or of a longer path.
+CITED = re.compile(
+    rf"(?<![\w./:-])((?:{'|'.join(ROOMS)})/[\w./-]*\.(?:md|py|yaml|tpl|proto|cpp|h|json|svg|toml|txt))(?:#([\w-]+))?(?![\w/*{{<-])"
+)
+LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")  # of Markdown, to a place that is no URL
+FOREIGN = re.compile(r"\bDESIGN(\.md)?\b|\bCORE\.md|\bFEATURES\b|\bSTYLE\.md|(?i:\breference \d)|§|(?i:\bdesign text\b)")
+# Files that tests make, or say that somebody has changed.
+INVENTED = {
+    "services/one/__main__.py",
+    "kernels/a.py",
+    "kernels/notes.md",
+    "tests/test_one.py",
+    "tests/exec/test_sync.py",
+}
+
+
+def files() -> list[Path]:
+    found = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.is_file()]
+    found += [ROOT / name for name in TOP]
+    return [path for path in found if path.name != HERE and (path.suffix in ENDINGS or path.name.startswith(("Docker", "Make")))]
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Of a page's headings, as GitHub writes them; a heading that stands there again gets a number."""
+    out: set[str] = set()
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for heading in re.findall(r"^#+ (.+?)\s*$", text, re.M):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        number = next(n for n in range(100) if (f"{slug}-{n}" if n else slug) not in out)
+        out.add(f"{slug}-{number}" if number else slug)
+    return frozenset(out)
+
+
+def fault(target: Path, anchor: str | None) -> str:
+    """Why a citation does not resolve, empty if it does."""
+    if not target.exists():
+        return "no such file"
+    if anchor and target.suffix == ".md" and anchor not in anchors(target):
+        return f"no heading #{anchor}"
+    return ""
+
+
+def citations(path: Path, text: str) -> Iterator[tuple[str, Path, str | None]]:
+    for name, anchor in CITED.findall(text):
+        if name not in INVENTED:
+            yield name, ROOT / name, anchor or None
+    if path.suffix == ".md":
+        for name, anchor in LINK.findall(text):
+            if name or anchor:
+                yield name or path.name, (path.parent / name).resolve() if name else path, anchor or None
+
+
+def test_every_citation_resolves() -> None:
+    found, seen = [], 0
+    for path in files():
+        for name, target, anchor in citations(path, path.read_text()):
+            seen += 1
+            if why := fault(target, anchor):
+                found.append(f"{path.relative_to(ROOT)}: {name}#{anchor or ''}: {why}")
+    assert seen > 200
+    assert found == []
+
+
+def test_nothing_is_cited_that_is_not_here() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if FOREIGN.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("see docs/scheduler.md#memory", ""),
+        ("see docs/scheduler.md#memories", "no heading #memories"),
+        ("see docs/sceduler.md", "no such file"),
+        ("see https://example.com/docs/nothing.md", None),
+    ],
+)
+def test_a_citation_that_leads_nowhere_is_noticed(text: str, why: str | None) -> None:
+    found = [fault(target, anchor) for _, target, anchor in citations(Path("x.py"), text)]
+    assert found == ([] if why is None else [why])
+
+
+@pytest.mark.parametrize("text", ["(DESIGN §5)", "Reference 2 §12", "CORE.md, memory", "row G9 of FEATURES"])
+def test_a_paper_that_is_not_here_is_noticed(text: str) -> None:
+    assert FOREIGN.search(text)

@@ -1,0 +1,56 @@
+"""The law for folders: who may import what of the project, wherever in a file the import stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contracts import imports
+
+HOUSE = imports.read(imports.ROOT, ("services", "kernels"))
+ROOMS_OF_THE_WORKER = ("control", "core", "exec", "front", "grammar", "identity", "index", "loop", "metrics", "text")
+IO = ("asyncio", "grpc", "redis", "socket", "threading", "time", "kubernetes", "prometheus_client", "os", "subprocess")
+NEVER = {
+    "services.worker.core": (*(f"services.worker.{room}" for room in ROOMS_OF_THE_WORKER if room != "core"), *IO, "torch"),
+    "services.worker.core.kv": ("services.worker.core.queue",),
+    "services.worker.core.contracts": ("services.worker.core.queue", "services.worker.core.kv"),
+    "services.worker.exec.models": ("services.worker.exec.sampling",),
+    "services.gateway": ("services.worker", "services.tokenizer", "services.detokenizer", "torch", "transformers"),
+    "services.tokenizer": ("services.gateway", "services.worker", "services.detokenizer", "torch"),
+    "services.detokenizer": ("services.gateway", "services.worker", "services.tokenizer", "torch"),
+    "services.worker": ("services.gateway", "services.tokenizer", "services.detokenizer"),
+    "services.gateway.routing": IO,
+    "kernels": ("services",),
+    "services.shared": ("services.gateway", "services.worker", "services.tokenizer", "services.detokenizer", "services.local"),
+}
+SIMULATORS = ("services.sim",)
+
+
+def below(name: str, folders: tuple[str, ...]) -> bool:
+    return any(name == folder or name.startswith(f"{folder}.") for folder in folders)
+
+
+@pytest.mark.parametrize("folder", NEVER)
+def test_the_law_for_folders(folder: str) -> None:
+    inside = {name: found for name, found in HOUSE.names.items() if below(name, (folder,))}
+    assert inside, folder
+    broken = [f"{name} imports {other}" for name, found in inside.items() for other in found if below(other, NEVER[folder])]
+    assert not broken
+
+
+def test_the_product_imports_neither_simulators_nor_tests() -> None:
+    product = {name: found for name, found in HOUSE.names.items() if not below(name, SIMULATORS)}
+    broken = [
+        f"{name} imports {other}" for name, found in product.items() for other in found if below(other, (*SIMULATORS, "tests"))
+    ]
+    assert not broken
+
+
+def test_nothing_is_imported_by_string() -> None:
+    found = [f"{path}:{line}" for path in HOUSE.modules.values() for line in imports.by_string(path)]
+    assert not found
+
+
+def test_a_circle_and_a_chain_are_seen() -> None:
+    graph = {"a": frozenset("b"), "b": frozenset("cd"), "c": frozenset("b"), "d": frozenset("e"), "e": frozenset[str]()}
+    assert imports.circles(graph) == [["b", "c"]]
+    assert imports.longest_chain(imports.part(graph, lambda name: name != "c")) == ["a", "b", "d", "e"]

@@ -1,0 +1,50 @@
+"""The house: no circle, short chains, small folders, and a picture of it that is true."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.contracts import imports, picture
+
+HOUSE = imports.read(imports.ROOT, ("services", "kernels"))
+FILES, PACKAGES = HOUSE.own(), HOUSE.packages()
+SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim")
+CORE = "services.worker.core"
+MOST_MODULES, MOST_PACKAGES = 15, 6
+MOST_FILES = {"gateway": 12, "worker": 12}
+
+
+def inside(name: str, service: str) -> bool:
+    return name == f"services.{service}" or name.startswith(f"services.{service}.")
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert not imports.circles(FILES)
+
+
+def test_no_package_imports_itself_by_way_of_others() -> None:
+    assert not imports.circles(PACKAGES)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_chains_of_packages_are_short(service: str) -> None:
+    chain = imports.longest_chain(imports.part(PACKAGES, lambda name: inside(name, service)))
+    assert 1 <= len(chain) <= MOST_PACKAGES, " > ".join(chain)
+
+
+@pytest.mark.parametrize("service", MOST_FILES)
+def test_chains_of_files_are_short(service: str) -> None:
+    """The worker's without core, which is held by the law for folders."""
+    chain = imports.longest_chain(imports.part(FILES, lambda name: inside(name, service) and not name.startswith(CORE)))
+    assert 1 <= len(chain) <= MOST_FILES[service], " > ".join(chain)
+
+
+def test_no_folder_has_more_modules_than_a_reader_overlooks() -> None:
+    counts = Counter(HOUSE.folder(name) for name, path in HOUSE.modules.items() if path.name != "__init__.py")
+    assert not {folder: count for folder, count in counts.items() if count > MOST_MODULES}
+
+
+def test_the_picture_is_what_the_code_says() -> None:
+    assert picture.rendered() in picture.PAGE.read_text(), "run `make docs`"

@@ -1,0 +1,93 @@
+"""docs/metrics.md is what the code defines, all of it, and what the chart watches is there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.local import metrics_reference
+from services.local.metrics_reference import Row
+from tests.chart.promql import names
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts" / "rootstock"
+PAGE = ROOT / "docs" / "metrics.md"
+COLLECTORS = {"Collector", "Readings"}
+DIRECT = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
+KINDS = {"Readings", "UnlockedHistogram"}  # of collectors, for others to be made of
+PROMETHEUS = ("process_", "python_", "up", "ALERTS")  # its own series
+
+
+def rows() -> list[Row]:
+    return [row for found in metrics_reference.services().values() for row in found]
+
+
+def rules() -> list[dict[str, str]]:
+    groups = yaml.safe_load((CHART / "files" / "rules.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Where it stands, PromQL."""
+    for path in sorted((CHART / "dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            yield from ((f"{path.name}: {panel['title']}", target["expr"]) for target in panel["targets"])
+    yield from ((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules())
+
+
+def emitted() -> set[str]:
+    return {name for row in rows() for name in row.series}
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == metrics_reference.render(), "run `make docs`"
+
+
+def test_the_dashboards_are_up_to_date() -> None:
+    written = runpy.run_path(str(CHART / "dashboards" / "build.py"))["written"]()
+    assert {path: path.read_text() for path in written} == written, "run `make docs`"
+
+
+def test_a_name_means_one_metric_with_a_text() -> None:
+    series = [name for row in rows() for name in row.series]
+    assert len(series) == len(set(series)) and len(series) > 100
+    assert [row.name for row in rows() if not row.text.endswith(".")] == []
+
+
+def collecting(tree: ast.Module) -> Iterator[str]:
+    """Classes that are collectors, and those that make metrics of the library's own kinds."""
+    library = any(isinstance(node, ast.ImportFrom) and node.module == "prometheus_client" for node in tree.body)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = {re.split(r"\W", ast.unparse(base))[0] for base in node.bases}
+            made = {ast.unparse(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)}
+            if bases & COLLECTORS or (library and made & DIRECT):
+                yield node.name
+
+
+def test_every_collector_is_on_the_page() -> None:
+    page = ast.parse(Path(metrics_reference.__file__).read_text())
+    imported = {alias.name for node in ast.walk(page) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    found = {name for path in (ROOT / "services").rglob("*.py") for name in collecting(ast.parse(path.read_text()))}
+    assert len(found) >= 10
+    assert found - imported - KINDS == set()
+
+
+def test_what_dashboards_and_rules_name_is_emitted() -> None:
+    known = emitted() | {rule["record"] for rule in rules() if "record" in rule}
+    found = [(where, name) for where, expression in expressions() for name in names(expression)]
+    assert len(found) > 100
+    assert [each for each in found if each[1] not in known and not each[1].startswith(PROMETHEUS)] == []
+
+
+@pytest.mark.parametrize("path", ["files/queries.yaml", "templates/monitoring/adapter-rules.yaml"])
+def test_what_workers_are_scaled_by_is_emitted(path: str) -> None:
+    named = set(re.findall(r"\b(?:sglang:|rootstock_(?:gateway|worker)_)\w+", (CHART / path).read_text()))
+    assert named and named <= emitted()

@@ -1,0 +1,178 @@
+"""Bodies, filters, messages, the core and the pages have the fields, ranges, defaults and neutral values of one table."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import annotated_types
+import numpy as np
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.api import known_fields
+from services.gateway.api.known_fields import KnownFields
+from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
+from services.gateway.api.request_body import SamplingBody
+from services.gateway.api.sglang.types import NativeSampling
+from services.local.parameter_tables import PAGES, TABLES, rendered
+from services.shared.sampling_defaults import API_DEFAULTS, NAMES
+from services.shared.sampling_parameter import Api, Kind, Parameter
+from services.shared.sampling_parameters import PARAMETERS, SCALAR, SCALARS, UNSERVED, of_api
+from services.worker.core.contracts.sampling import DryParams, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+BODIES: dict[Api, type[BaseModel]] = {
+    Api.CHAT: ChatCompletionRequest,
+    Api.COMPLETION: CompletionRequest,
+    Api.GENERATE: NativeSampling,
+}
+FILTERS: dict[Api, KnownFields] = {
+    Api.CHAT: known_fields.CHAT,
+    Api.COMPLETION: known_fields.COMPLETION,
+    Api.GENERATE: known_fields.NATIVE_SAMPLING,
+}
+TYPES: dict[Kind, Any] = {
+    Kind.NUMBER: float,
+    Kind.INTEGER: int,
+    Kind.FLAG: bool,
+    Kind.STRINGS: list[str],
+    Kind.TOKEN_IDS: list[int],
+    Kind.BIASES: dict[str, float],
+}
+WIRE_TYPES: dict[Kind, tuple[int, ...]] = {
+    Kind.NUMBER: (FieldDescriptor.TYPE_FLOAT,),
+    Kind.INTEGER: (FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64),
+    Kind.FLAG: (FieldDescriptor.TYPE_BOOL,),
+    Kind.TEXTS: (FieldDescriptor.TYPE_STRING,),
+    Kind.STRINGS: (FieldDescriptor.TYPE_STRING,),
+    Kind.TOKEN_IDS: (FieldDescriptor.TYPE_UINT32,),
+}
+# Fields with a range that say nothing about sampling.
+OTHERS = frozenset(
+    ("cache_salt", "extra_key", "guided_choice", "logprob_token_ids", "logprobs", "priority", "request_id", "rid", "routing_key")
+) | {"top_logprobs"}
+NOT_SAMPLED = frozenset(("logprobs", "grammar", "embedding"))  # of the message
+
+
+def limits_of(field: FieldInfo) -> dict[str, Any]:
+    """As pydantic enforces them."""
+    found: dict[str, Any] = {}
+    for limit in field.metadata:
+        for kind, name in (("Ge", "ge"), ("Le", "le"), ("MinLen", "min_length"), ("MaxLen", "max_length")):
+            if isinstance(limit, getattr(annotated_types, kind)):
+                found[kind] = getattr(limit, name)
+        assert not isinstance(limit, annotated_types.Gt | annotated_types.Lt), "ranges have their ends in them"
+    return found
+
+
+def limits_in(row: Parameter) -> dict[str, Any]:
+    if row.kind in (Kind.STRINGS, Kind.TOKEN_IDS, Kind.BIASES):
+        return {"MaxLen": row.most} | ({"MinLen": row.least} if row.least else {})
+    if row.kind in (Kind.NUMBER, Kind.INTEGER):
+        return {name: limit for name, limit in (("Ge", row.low), ("Le", row.high)) if limit is not None}
+    return {}
+
+
+@pytest.mark.parametrize("api", Api)
+def test_bodies_have_the_tables_fields_and_ranges(api: Api) -> None:
+    fields = BODIES[api].model_fields
+    for name, row in of_api(api).items():
+        assert limits_of(fields[name]) == limits_in(row), name
+        assert fields[name].description == row.doc, name
+        if row.kind in TYPES:
+            assert set(get_args(fields[name].annotation)) == {TYPES[row.kind], type(None)}, name
+    assert SamplingBody.model_fields.keys() <= of_api(api).keys()
+    ranged = {name for name, field in fields.items() if limits_of(field)}
+    assert ranged <= of_api(api).keys() | OTHERS
+
+
+@pytest.mark.parametrize("api", Api)
+def test_absence_is_null_but_for_the_length_that_null_makes_unlimited(api: Api) -> None:
+    absent = {name: BODIES[api].model_fields[name].default for name in of_api(api)}
+    assert {name: value for name, value in absent.items() if value is not None} == (
+        {"max_new_tokens": of_api(api)["max_new_tokens"].default} if api is Api.GENERATE else {}
+    )
+
+
+@pytest.mark.parametrize("api", Api)
+def test_filters_take_the_tables_neutral_values(api: Api) -> None:
+    known = FILTERS[api]
+    unserved = {row.name: row.neutral for row in UNSERVED if api in row.apis}
+    assert {name: known.neutral[name] for name in unserved if name in known.neutral} == unserved
+    assert not (known.unused | known.neutral.keys()) & of_api(api).keys()
+    assert not unserved.keys() & BODIES[api].model_fields.keys()
+
+
+def test_names_are_unique_and_all_of_them_are_somewhere() -> None:
+    assert all(len(of_api(api)) == sum(api in row.names for row in PARAMETERS) for api in Api)
+    assert all(row.names for row in PARAMETERS)
+    assert len(SCALAR) == len(SCALARS)
+
+
+def test_neutral_and_default_values_are_within_the_range() -> None:
+    for row in PARAMETERS:
+        values = [value for value in (row.default, *row.neutral) if value is not None]
+        assert not [row.fault(value) for value in values if row.fault(value)], row.wire
+        if row in SCALARS and row.neutral:
+            assert row.default == row.neutral[0], f"{row.wire}: who says nothing asks for nothing"
+
+
+def descriptor_of(row: Parameter) -> FieldDescriptor:
+    message = pb.SamplingParams.DESCRIPTOR
+    *parents, field = row.wire.split(".")
+    for parent in parents:
+        message = message.fields_by_name[parent].message_type
+    return message.fields_by_name[field]
+
+
+def test_the_message_has_the_tables_fields() -> None:
+    crossing = [row for row in PARAMETERS if row.wire and row.kind is not Kind.BIASES]
+    for row in crossing:
+        field = descriptor_of(row)
+        assert field.type in WIRE_TYPES[row.kind], row.wire
+        assert field.is_repeated == (row.kind in (Kind.TEXTS, Kind.STRINGS, Kind.TOKEN_IDS)), row.wire
+    biases = {f"{row.wire}_{part}" for row in PARAMETERS if row.kind is Kind.BIASES for part in ("ids", "values")}
+    fields = {row.wire.partition(".")[0] for row in crossing} | biases
+    assert fields | NOT_SAMPLED == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    dry = {row.wire for row in crossing if row.wire.startswith("dry.")}
+    assert dry == {f"dry.{field.name}" for field in pb.Dry.DESCRIPTOR.fields}
+
+
+def test_the_ends_of_a_range_cross_the_wire_unchanged() -> None:
+    """Else the gateway takes an end that the worker refuses."""
+    for row in PARAMETERS:
+        if row.kind is Kind.NUMBER:
+            assert [float(np.float32(end)) for end in (row.low, row.high)] == [row.low, row.high], row.wire
+
+
+def test_the_cores_parameters_are_the_tables() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    for row in SCALARS:
+        assert defaults[row.wire] == (1 if row.default is None else row.default), row.wire
+    dry = {field.name: field.default for field in dataclasses.fields(DryParams)}
+    for row in PARAMETERS:
+        if row.wire in ("dry.base", "dry.allowed_length"):
+            assert dry[row.wire.removeprefix("dry.")] == row.default
+
+
+def test_defaults_that_a_model_may_choose() -> None:
+    of_model = {row.wire: row.default for row in SCALARS if row.of_model}
+    assert API_DEFAULTS.as_dict() == of_model
+    assert set(NAMES) == {field.name for field in worker_pb2.SamplingDefaults.DESCRIPTOR.fields}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_pages_tables_are_the_codes(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert rendered(text) == text, "run `make docs`"
+
+
+def test_every_table_stands_on_a_page() -> None:
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    assert [name for name in TABLES if text.count(f"<!-- make docs: {name} -->\n") != 1] == []

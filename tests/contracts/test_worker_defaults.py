@@ -1,0 +1,162 @@
+"""The worker's settings are the one source of defaults: what the scheduler goes by is bound to them by name, field by field."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from services.sim.core.run.config_flags import SETTINGS
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+BINDING = "services/worker/scheduler_config.py"
+MODEL = "services/worker/exec/contracts/model_info.py"
+ENGINE = "services/worker/engine.py"
+MAIN = "services/worker/__main__.py"
+CONTROL = "services/worker/__main__.py"
+TRACING = "services/shared/observe/tracing.py"
+
+# Fields of SchedulerConfig that no setting gives, and the file that does.
+FIELDS_WITHOUT_A_SETTING = {
+    "num_pages": MODEL,
+    "page_size": MODEL,
+    "context_len": MODEL,
+    "vocab_size": MODEL,
+    "eos_token_ids": MODEL,
+    "whole_prompts": MODEL,
+    "pooling_reuses_prefix": MODEL,
+    "graph_rows": MODEL,
+    "graph_rereads": MODEL,
+    "eager_step_cost": MODEL,
+    "bos_token_id": ENGINE,
+    "random_seed": BINDING,
+}
+# Settings that the scheduler does not know, and the file that reads them.
+SETTINGS_ELSEWHERE = {
+    "host": MAIN,
+    "port": MAIN,
+    "log_level": MAIN,
+    "grace_s": MAIN,
+    "metrics_host": MAIN,
+    "metrics_port": MAIN,
+    "worker_id": MAIN,
+    "redis_url": MAIN,
+    "pod_name": MAIN,
+    "pod_namespace": MAIN,
+    "allow_auto_truncate": MAIN,
+    "stream_interval": MAIN,
+    "enable_overlap": MAIN,
+    "consecutive_prefill_overlap": MAIN,
+    "watchdog_timeout_s": MAIN,
+    "otlp_endpoint": TRACING,
+    "trace_sample_ratio": TRACING,
+    "control_host": CONTROL,
+    "control_port": CONTROL,
+    "control_token": CONTROL,
+    "control_token_file": CONTROL,
+    "profile_dir": CONTROL,
+    "model": ENGINE,
+    "served_model_name": ENGINE,
+    "executor": ENGINE,
+    "device": ENGINE,
+    "attention_backend": ENGINE,
+    "cuda_graphs": ENGINE,
+    "cuda_graph_max_rows": ENGINE,
+    "load_threads": ENGINE,
+    "dtype": ENGINE,
+    "num_threads": ENGINE,
+    "context_len": ENGINE,
+    "page_size": ENGINE,
+    "mem_fraction_static": ENGINE,
+    "max_total_tokens": ENGINE,
+    "enable_prefix_index": ENGINE,
+    "grammar_compile_timeout_s": ENGINE,
+    "grammar_memory_mib": ENGINE,
+    "grammar_cache_mib": ENGINE,
+    "grammar_workers": ENGINE,
+    "grammar_step_ms": ENGINE,
+    "grammar_burst_ms": ENGINE,
+    "grammar_fill_ms": ENGINE,
+    "grammar_mask_threads": ENGINE,
+    "enable_jump_forward": ENGINE,
+    "sampling_defaults": ENGINE,
+    "preferred_sampling_params": ENGINE,
+    "fake_step_s": ENGINE,
+}
+# Of these, what a simulation goes by beside what the scheduler does.
+SIMULATED_ELSEWHERE = {"page_size", "context_len", "enable_overlap"}
+
+
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def calls(tree: ast.Module, name: str) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name]
+
+
+def attributes(node: ast.AST, owner: str) -> set[str]:
+    """Names that are read of `owner`, anywhere below node."""
+    found = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    return {each.attr for each in found if isinstance(each.value, ast.Name) and each.value.id == owner}
+
+
+@pytest.fixture(scope="module")
+def binding() -> dict[str, ast.expr]:
+    """What each field is bound to."""
+    (call,) = calls(tree_of(BINDING), "SchedulerConfig")
+    assert not call.args and all(keyword.arg for keyword in call.keywords), "field by field, and each by its name"
+    return {str(keyword.arg): keyword.value for keyword in call.keywords}
+
+
+def test_the_scheduler_has_no_default() -> None:
+    for field in fields(SchedulerConfig):
+        assert field.default is MISSING and field.default_factory is MISSING, field.name
+
+
+def test_every_field_is_bound_to_the_setting_of_its_name_or_has_another_owner(binding: dict[str, ast.expr]) -> None:
+    assert set(binding) == {field.name for field in fields(SchedulerConfig)}
+    read = {name: attributes(value, "settings") for name, value in binding.items()}
+    assert {name for name, settings in read.items() if not settings} == set(FIELDS_WITHOUT_A_SETTING)
+    assert [name for name, settings in read.items() if settings and settings != {name}] == []
+
+
+@pytest.mark.parametrize("name", FIELDS_WITHOUT_A_SETTING)
+def test_whoever_owns_a_field_gives_it(name: str, binding: dict[str, ast.expr]) -> None:
+    owner = FIELDS_WITHOUT_A_SETTING[name]
+    if owner == MODEL:
+        assert attributes(binding[name], "info") or ast.unparse(binding[name]) == "whole", name
+    elif owner == ENGINE:
+        (call,) = calls(tree_of(ENGINE), "scheduler_config")
+        assert len(call.args) + len(call.keywords) == 3 and ast.unparse(binding[name]) == name
+    else:
+        assert ast.unparse(binding[name]).isupper(), "a constant beside the binding"
+
+
+def test_every_setting_is_bound_or_has_another_reader(binding: dict[str, ast.expr]) -> None:
+    bound = set(binding) - set(FIELDS_WITHOUT_A_SETTING)
+    assert not bound & set(SETTINGS_ELSEWHERE)
+    assert bound | set(SETTINGS_ELSEWHERE) == set(WorkerSettings.model_fields), "a setting that nobody reads, or no setting"
+
+
+@pytest.mark.parametrize("path", sorted(set(SETTINGS_ELSEWHERE.values())))
+def test_whoever_is_said_to_read_a_setting_does(path: str) -> None:
+    owned = {name for name, owner in SETTINGS_ELSEWHERE.items() if owner == path}
+    assert owned - attributes(tree_of(path), "settings") == set()
+
+
+def test_a_simulation_goes_by_all_that_the_scheduler_does(binding: dict[str, ast.expr]) -> None:
+    assert set(SETTINGS_ELSEWHERE) >= SIMULATED_ELSEWHERE
+    assert set(SETTINGS) == (set(binding) - set(FIELDS_WITHOUT_A_SETTING)) | SIMULATED_ELSEWHERE
+    assert len(SETTINGS) == len(set(SETTINGS))
+
+
+def test_configurations_are_made_in_one_place_and_pinned_in_one() -> None:
+    pinned = "tests/benchmarks/pinned_config.py"
+    paths = [path for top in ("services", "tests") for path in (ROOT / top).rglob("*.py")]
+    makers = {str(path.relative_to(ROOT)) for path in paths if calls(ast.parse(path.read_text()), "SchedulerConfig")}
+    assert makers == {BINDING, pinned}

@@ -1,0 +1,36 @@
+"""The scheduler's configuration of a worker whose settings are the defaults, for tests to change what they are about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from services.shared.settings import of_values
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.device_limits import resolved
+from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.scheduler_config import scheduler_config
+from services.worker.settings import WorkerSettings
+
+MODEL = LoadedInfo(
+    architecture="fake",
+    context_len=2,
+    vocab_size=1,
+    eos_token_ids=(),
+    num_pages=1,
+    page_size=1,
+    dtype="none",
+    weight_bytes=0,
+    kv_bytes_per_token=0,
+)
+
+
+def deployed_config(num_pages: int, page_size: int, context_len: int, vocab_size: int, **given: Any) -> SchedulerConfig:
+    """Of a worker on a CPU, by fields of SchedulerConfig; settings' own ranges do not bind here."""
+    return replace(_defaults(), num_pages=num_pages, page_size=page_size, context_len=context_len, vocab_size=vocab_size, **given)
+
+
+@cache
+def _defaults() -> SchedulerConfig:
+    return scheduler_config(resolved(of_values(WorkerSettings, {}), None), MODEL, bos_token_id=-1)

@@ -1,0 +1,352 @@
+"""Mistakes that a change to the core could bring in: each breaks a law that the core itself states, before any test looks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from services.worker.core.committer import Committer
+from services.worker.core.contracts.messages import SessionTurn
+from services.worker.core.decode_planner import DecodePlanner
+from services.worker.core.extend_planner import ExtendPlanner
+from services.worker.core.intake import Intake
+from services.worker.core.kv.memory import KVMemory
+from services.worker.core.kv.pools import ReqToTokenPool, TokenToKVPool
+from services.worker.core.kv.radix_cache import RadixCache
+from services.worker.core.prefill_adder import PrefillAdder
+from services.worker.core.queue.grammar_gate import GrammarGate
+from services.worker.core.queue.request_columns import SlotColumns
+from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.sessions import SessionTable
+from services.worker.core.queue.waiting_queue import WaitingQueue
+from services.worker.core.scheduler import Scheduler
+from services.worker.core.step_rows import build_step
+from tests.core.fake_grammar import spec
+from tests.core.harness import Engine
+from tests.core.seeded_faults import Fault, law_broken
+from tests.core.test_scheduler_basic import make
+
+Scenario = Callable[[], Engine]
+
+
+def unchecked(overlap: bool = True, **changes: object) -> Engine:
+    """Without the harness's own look at the invariants, and the executor's at pages that no plan has named."""
+    engine = make(overlap, **changes)
+    engine.checked = False
+    engine.executor.page_table.fill(0)
+    return engine
+
+
+def crowd() -> Engine:
+    """Forty requests of a few beginnings on too few pages: chunks, shared prefixes, evictions, retractions, aborts."""
+    engine = unchecked(num_pages=24, context_len=64)
+    for handle in range(40):
+        prompt = [handle % 3] * 8 + [handle % 5] * 8 + list(range(handle % 7))
+        engine.submit(handle, prompt, max_new_tokens=1 + handle % 30)
+        engine.turn()
+        if handle % 9 == 8:
+            engine.abort(handle - 1)
+    engine.drain()
+    return engine
+
+
+def retracted() -> Engine:
+    """Requests that lose their lease again and again."""
+    engine = unchecked(overlap=False, retract_interval=3)
+    for handle in range(6):
+        engine.submit(handle, [handle + 1] * 9, max_new_tokens=20, ignore_eos=True)
+    engine.drain()
+    return engine
+
+
+def long_ones() -> Engine:
+    """Contexts that are used up to their end."""
+    engine = unchecked(num_pages=64, context_len=32)
+    for handle in range(4):
+        engine.submit(handle, [handle] * 29, max_new_tokens=3, ignore_eos=True)
+    engine.drain()
+    return engine
+
+
+def grammars() -> Engine:
+    """Requests that wait for a grammar which then adds tokens of its own."""
+    engine = unchecked(num_pages=128)
+    for handle in range(6):
+        engine.submit(handle, [handle + 1] * 6, max_new_tokens=40, grammar=spec(3, 60))
+    for _ in range(3):
+        engine.turn()
+    engine.drain()
+    return engine
+
+
+def conversation() -> Engine:
+    """Turns of a session, one of which replaces what came after its parent."""
+    engine = unchecked()
+    engine.open_session("s", capacity=50)
+    for handle, turn in enumerate((SessionTurn("s"), SessionTurn("s"), SessionTurn("s", parent="r0", replace=True))):
+        engine.submit(handle, [handle + 1] * 9, session=turn, max_new_tokens=6, ignore_eos=True)
+        engine.drain()
+    return engine
+
+
+def scored() -> Engine:
+    """Prompts whose logprobs are wanted, more than a step may compute."""
+    engine = unchecked(max_prompt_logprob_tokens=8, chunked_prefill_size=0)
+    for handle in range(3):
+        engine.submit(handle, [handle + 1] * 30, max_new_tokens=3, prompt_logprobs_from=0, top_logprobs=0)
+    engine.drain()
+    return engine
+
+
+def shared_beginning() -> Engine:
+    """Requests that wait for an extend which computes their prefix."""
+    engine = unchecked(num_pages=256, chunked_prefill_size=64)
+    for handle in range(5):
+        engine.submit(handle, [7] * 48 + [handle] * 4, max_new_tokens=4)
+    engine.drain()
+    return engine
+
+
+FAULTS: list[tuple[Fault, Scenario]] = [
+    (
+        Fault(
+            "one page too many is free again",
+            TokenToKVPool.free,
+            "self.num_free = end",
+            "self.num_free = end + (end < self.num_pages)",
+            "freed|total",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a lease covers whole pages only",
+            KVMemory.grow,
+            "-(-num_tokens // self.page_size)",
+            "num_tokens // self.page_size",
+            "a page to begin with",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a lease takes a page too many",
+            KVMemory.grow,
+            "-(-num_tokens // self.page_size) - have",
+            "-(-num_tokens // self.page_size) - have + 1",
+            "more pages than a context has",
+        ),
+        long_ones,
+    ),
+    (
+        Fault(
+            "a lease that ends frees shared pages too",
+            KVMemory.release,
+            "self.slots.page_table[slot, shared:have]",
+            "self.slots.page_table[slot, :have]",
+            "total",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a slot's shared pages are not counted when it begins",
+            KVMemory.lease,
+            "self.slots.num_pages[slot] = self.slots.num_shared[slot] = count",
+            "self.slots.num_pages[slot] = count",
+            "ends at its lease's node",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a published prefix keeps the lock of the one before it",
+            KVMemory.publish,
+            "self.tree.unlock(lease.node)",
+            "pass",
+            "a lock for every lease",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a slot is given back twice",
+            KVMemory.release,
+            "self.slots.free(slot)",
+            "self.slots.free(slot), self.slots.free(slot)",
+            "slot was freed twice",
+        ),
+        crowd,
+    ),
+    (
+        Fault("a slot is given out and stays free", ReqToTokenPool.alloc, "self._free.pop()", "self._free[-1]", "a slot each"),
+        crowd,
+    ),
+    (
+        Fault(
+            "a cut edge's upper part ends where the whole did",
+            RadixCache._split,
+            "parent.depth + num_pages",
+            "node.depth",
+            "both halves",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "locked leaves are evicted",
+            RadixCache._is_evictable,
+            "node.lock_ref == 0 and ",
+            "",
+            "only unlocked leaves go",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "an edge that goes stays counted as evictable",
+            RadixCache._remove,
+            "self.num_evictable -= len(node.pages)",
+            "pass",
+            "what goes was evictable|fewer pages were evicted",
+        ),
+        crowd,
+    ),
+    (Fault("a slot keeps its epoch", SlotColumns.end, "self.epoch[slot] += 1", "pass", "told, committed and planned"), crowd),
+    (
+        Fault(
+            "tokens of rows that have left are committed",
+            Committer.commit,
+            "fresh = plan.sample & live",
+            "fresh = plan.sample",
+            "told, committed and planned",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "the newest result is taken for the oldest step's",
+            Scheduler._take_flight,
+            "self._flight.pop(0)",
+            "self._flight.pop()",
+            "order of their plans",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a request that has ended keeps its lease", RequestTable.end, "self._release(request)", "pass", "stands in no queue"
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a retracted request is not queued",
+            RequestTable.retract,
+            "self.waiting.add(request, back=True)",
+            "pass",
+            "stands in one queue",
+        ),
+        retracted,
+    ),
+    (Fault("a retracted request keeps its old key", RequestTable.retract, "request.rekey()", "pass", "known"), retracted),
+    (
+        Fault(
+            "a row decodes before its last chunk",
+            ExtendPlanner._add,
+            "last = start + count == target",
+            "last = start + count >= target - 4",
+            "last",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a chunk is planned and not noted",
+            ExtendPlanner._add,
+            "columns.computed[lease.slot] = start + count",
+            "pass",
+            "last chunk",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "rows get their pages one token late",
+            DecodePlanner._candidates,
+            "computed >= room",
+            "computed > room",
+            "beyond its pages",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "starts and counts are swapped",
+            build_step,
+            "np.array(extends.counts + [1] * num_decode",
+            "np.array(extends.starts + [1] * num_decode",
+            "a row ends where",
+        ),
+        crowd,
+    ),
+    (
+        Fault(
+            "a freed request's share is kept",
+            WaitingQueue.free,
+            "plus(-1, -request.held)",
+            "plus(-1, request.held)",
+            "kept for nobody",
+        ),
+        shared_beginning,
+    ),
+    (Fault("the gate counts those who have left", GrammarGate.leave, "self._size -= 1", "pass", "stands in"), grammars),
+    (
+        Fault("tokens that a grammar adds are not extended", RequestTable.resume_extend, "request.rekey()", "pass", "known"),
+        grammars,
+    ),
+    (
+        Fault(
+            "replaced turns are counted twice",
+            SessionTable._forget_children,
+            "-len(turn.added)",
+            "len(turn.added)",
+            "has no room for",
+        ),
+        conversation,
+    ),
+    (
+        Fault(
+            "prompt logprobs have no budget",
+            PrefillAdder.chunk,
+            "room = min(room, self._logprobs)",
+            "pass",
+            "more prompt logprobs",
+        ),
+        scored,
+    ),
+    (
+        Fault(
+            "a token is added twice",
+            Intake.take,
+            "taken.num_tokens = len(requests)",
+            "[request.output_ids.append(0) for request in requests]\n    taken.num_tokens = len(requests)",
+            "after each token",
+        ),
+        long_ones,
+    ),
+]
+
+
+@pytest.mark.parametrize("scenario", list(dict.fromkeys(scenario for _, scenario in FAULTS)))
+def test_without_a_fault_every_request_gets_its_answer(scenario: Scenario) -> None:
+    engine = scenario()
+    for handle in engine.submitted:
+        engine.check_answer(handle)
+
+
+@pytest.mark.parametrize(("fault", "scenario"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
+def test_a_fault_breaks_a_law(fault: Fault, scenario: Scenario) -> None:
+    assert re.search(fault.law, law_broken(fault, scenario))

@@ -1,0 +1,30 @@
+"""Executors on host streams over checkpoints in a folder, with our C++ kernels or with torch's twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from services.worker.exec.build import DeviceOptions, build_device_executor
+from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.exec.executor import DeviceExecutor
+
+
+def build_host_executor(
+    model_path: str | Path,
+    dtype: str,
+    page_size: int,
+    max_slots: int,
+    num_pages: int | None,
+    mem_fraction_static: float,
+    context_len: int | None,
+    num_threads: int,
+    progress: Callable[[str], None],
+    check_relay: bool = False,
+    kernels: str = "cpp",
+) -> tuple[DeviceExecutor, LoadedInfo]:
+    """See build_device_executor. Every prompt of the tests is one step."""
+    options = DeviceOptions(device="cpu", num_threads=num_threads, kernels=kernels)
+    return build_device_executor(
+        str(model_path), dtype, page_size, max_slots, num_pages, mem_fraction_static, context_len, options, progress, check_relay
+    )

@@ -1,0 +1,164 @@
+"""Mistakes that a change to what executors are made of could bring in: each breaks a law that the product itself states."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.contracts.ops import RaggedRows
+from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
+from services.worker.core.kv.memory import KVMemory
+from services.worker.exec.fake import FakeExecutor
+from services.worker.exec.loading import LoadRequest, load_model
+from services.worker.exec.models.rope import rope_table
+from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
+from services.worker.exec.pools.layer_kv import allocate
+from services.worker.exec.sampling.dry import Repeats
+from services.worker.exec.weights.weights import _Assembly
+from tests.core.seeded_faults import Fault, law_broken
+from tests.core.test_scheduler_basic import make
+from tests.exec.driver import Driver, Sequence
+from tests.exec.tiny_models import MODELS
+
+Scenario = Callable[[Path], bool]  # whether what it gives is right
+PAGE = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    MODELS["qwen3"].build(made)
+    return made
+
+
+def served(_: Path) -> bool:
+    """Requests in chunks, through the core and the fake executor."""
+    engine = make()
+    engine.checked = False
+    for handle in range(6):
+        engine.submit(handle, [handle + 1] * 21, max_new_tokens=9, ignore_eos=True)
+    engine.drain()
+    return all(engine.outputs[handle] == engine.expected(handle) for handle in range(6))
+
+
+def computed(folder: Path) -> bool:
+    """Five tokens of one sequence by a decoder, loaded as a worker loads it."""
+    loaded = load_model(LoadRequest(folder, "float32", PAGE, 32, 1, lambda _: None))
+    pool = allocate(loaded.layers, 2, PAGE, loaded.dtype, loaded.kernels)
+    positions = torch.arange(5, dtype=torch.int32)
+    one = torch.zeros(1, dtype=torch.int32)
+    rows = RaggedRows(torch.tensor([[0, 1]], dtype=torch.int32), one, one, one + 5, one, positions, positions.long(), 5)
+    with torch.inference_mode():
+        loaded.model.forward(torch.arange(5), rows, pool)
+        return bool(loaded.model.logits(torch.tensor([4])).isfinite().all())
+
+
+def embedded(_: Path) -> bool:
+    """The mean over a prompt in three chunks."""
+    pool = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False), 4)
+    driver = Driver(FakeExecutor(8, PAGE, 4, 8, 1000), PAGE)
+    sequence = Sequence(list(range(12)), 0, SamplingParams(max_new_tokens=1, embedding=EmbeddingParams()))
+    states = torch.arange(12.0)[:, None]
+    for first in (0, 4, 8):
+        plan = driver.plan([(sequence, 4)])
+        for slot in plan.admitted:
+            pool.admit(slot)
+        vectors = pool.pool(plan, states[first : first + 4].__getitem__)
+    return bool(vectors[0].tolist() == [5.5])
+
+
+def repeated(_: Path) -> bool:
+    """A sequence that outgrows the room it began with."""
+    repeats = Repeats(DryParams(1.0), np.array([1, 2, 3] * 3))
+    for token in [1, 2, 3] * 200:
+        repeats.add(token)
+    return bool(repeats.penalties()[0].tolist() == [1])
+
+
+FAULTS: list[tuple[Fault, Scenario]] = [
+    (
+        Fault(
+            "page tables get one update's pages for all",
+            FakeExecutor._apply_table,
+            "at += count",
+            "at += 0",
+            "a page for every place",
+        ),
+        served,
+    ),
+    (
+        Fault(
+            "an extend row begins at another's token",
+            FakeExecutor.forward,
+            "at += count",
+            "at += 1",
+            "a token for every position",
+        ),
+        served,
+    ),
+    (
+        Fault(
+            "the core grows a table and tells no plan",
+            KVMemory.grow,
+            "self._record(slot, have, pages)",
+            "pass",
+            "no plan has named",
+        ),
+        served,
+    ),
+    (
+        Fault(
+            "the values' projection is left out",
+            _Assembly.stacked,
+            "size, in_features)) for name, size in parts]",
+            "size, in_features)) for name, size in parts[:2]]",
+            "one after the other",
+        ),
+        computed,
+    ),
+    (
+        Fault(
+            "angles for every dimension",
+            rope_table,
+            "_base_frequencies(rope, head_dim)",
+            "_base_frequencies(rope, 2 * head_dim)",
+            "pair of dimensions",
+        ),
+        computed,
+    ),
+    (
+        Fault(
+            "a chunk's end is counted from the chunk",
+            EmbeddingPool.pool,
+            "pooled.end = int(plan.starts[row]) + last",
+            "pooled.end = last",
+            "leaves no token out|no position counts twice",
+        ),
+        embedded,
+    ),
+    (
+        Fault(
+            "room runs out unnoticed",
+            Repeats.add,
+            "self._size == len(self._tokens)",
+            "self._size > len(self._tokens)",
+            "room for one token more",
+        ),
+        repeated,
+    ),
+]
+
+
+@pytest.mark.parametrize("scenario", [served, computed, embedded, repeated])
+def test_without_a_fault_all_is_well(scenario: Scenario, folder: Path) -> None:
+    assert scenario(folder)
+
+
+@pytest.mark.parametrize(("fault", "scenario"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
+def test_a_fault_breaks_a_law(fault: Fault, scenario: Scenario, folder: Path) -> None:
+    assert re.search(fault.law, law_broken(fault, lambda: scenario(folder)))

@@ -1,0 +1,71 @@
+"""One thread stands for the streams of a CPU: work in call order, none of it on the caller's thread, and nobody waits but for
+what they collect."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.worker.exec.streams.host_streams import HostStreams
+
+
+@pytest.fixture
+def streams() -> Iterator[HostStreams]:
+    made = HostStreams(1)
+    yield made
+    made.close()
+
+
+def test_work_is_done_in_call_order_while_the_caller_goes_on(streams: HostStreams) -> None:
+    gate, done = threading.Event(), list[int]()
+    streams.launch(lambda: None if gate.wait(20) else done.append(-1))
+    for number in range(5):
+        streams.launch(lambda number=number: done.append(number))  # type: ignore[misc]
+    value = streams.collect(lambda: list(done))
+    streams.launch(lambda: done.append(5))
+    assert done == [], "nothing has run, and the caller is here"
+    gate.set()
+    assert value() == [0, 1, 2, 3, 4]
+    assert streams.collect(lambda: done[-1])() == 5
+
+
+def test_what_fails_fails_for_whoever_collects_it(streams: HostStreams) -> None:
+    def fail() -> int:
+        raise ArithmeticError("made to fail")
+
+    first, second = streams.collect(fail), streams.collect(lambda: 7)
+    with pytest.raises(ArithmeticError, match="made to fail"):
+        first()
+    assert second() == 7
+
+
+def test_one_thread_does_all_of_it_in_inference_mode(streams: HostStreams) -> None:
+    def where() -> tuple[int, bool, int]:
+        return threading.get_ident(), torch.is_inference_mode_enabled(), torch.get_num_threads()
+
+    found = {streams.collect(where)() for _ in range(3)}
+    assert len(found) == 1 and (threading.get_ident(), True, 1) not in found
+    assert found.pop()[1:] == (True, 1)
+
+
+def test_what_was_launched_is_done_before_it_closes() -> None:
+    streams, done = HostStreams(1), list[int]()
+    for number in range(100):
+        streams.launch(lambda number=number: done.append(number))  # type: ignore[misc]
+    streams.close()
+    assert done == list(range(100))
+
+
+def test_host_and_device_share_their_memory(streams: HostStreams) -> None:
+    host, device = streams.staging(8)
+    source = torch.arange(3)
+    assert host is device and streams.to_host(source) is source
+
+
+def test_only_work_on_the_streams_can_wait_for_all_of_it(streams: HostStreams) -> None:
+    assert streams.collect(streams.synchronize)() is None
+    with pytest.raises(AssertionError, match="only work on the streams"):
+        streams.synchronize()

@@ -1,0 +1,221 @@
+"""Fifty small faults, and for each area the test files that must notice them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AREAS: dict[str, tuple[str, ...]] = {
+    "chart": tuple(
+        f"tests/chart/test_{name}.py"
+        for name in ("objects", "templates", "values", "pod_security", "network_policies", "settings", "upgrade")
+    ),
+    "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "triton_step", "triton_layers")),
+    "core": ("tests/core/test_rules_grammar.py", "tests/core/test_rules_logprobs.py"),
+    "gateway": tuple(f"tests/services/gateway/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """right: text that is in the file once; wrong: what takes its place. only: the one of its area's files that is about it."""
+
+    area: str
+    path: str
+    right: str
+    wrong: str
+    only: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}: {' '.join(self.right.split())[:48]} → {' '.join(self.wrong.split())[:48]}"
+
+
+def of(area: str, path: str, *changes: tuple[str, str], only: str = "") -> tuple[Fault, ...]:
+    return tuple(Fault(area, path, right, wrong, only) for right, wrong in changes)
+
+
+TEMPLATES = "charts/rootstock/templates"
+CHART = (
+    *of(
+        "chart",
+        f"{TEMPLATES}/_pod.tpl",
+        ("enableServiceLinks: false", "enableServiceLinks: true"),
+        ("readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false"),
+        only="test_pod_security",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_pod.tpl",
+        ("add .root.Values.drainSeconds 15", "add .root.Values.drainSeconds 10"),
+        ("{{- with .values.nodeSelector }}", "{{- with .root.Values.gateway.nodeSelector }}"),
+        ("{{- if or .values.tolerations $gpu }}", "{{- if $gpu }}"),
+        only="test_templates",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_pod.tpl",
+        ("whenUnsatisfiable: ScheduleAnyway", "whenUnsatisfiable: DoNotSchedule"),
+        only="test_objects",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_scaling.tpl",
+        (
+            "type: Percent, value: 100, periodSeconds: {{ $coldStart }}",
+            "type: Percent, value: 100, periodSeconds: 60",
+        ),
+        only="test_templates",
+    ),
+    *of("chart", f"{TEMPLATES}/_service.tpl", ("targetPort: metrics", "targetPort: metric"), only="test_objects"),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_helpers.tpl",
+        ("{{- with default .component .role }}", "{{- with .component }}"),
+        ('{{- if eq .values.discovery "k8s" }}true{{ end -}}', "true"),
+        only="test_templates",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_helpers.tpl",
+        (
+            "app.kubernetes.io/instance: {{ .root.Release.Name }}",
+            "app.kubernetes.io/instance: {{ .root.Release.Name }}-{{ .root.Chart.Version }}",
+        ),
+        only="test_upgrade",
+    ),
+    *of("chart", f"{TEMPLATES}/_config.tpl", ("ROOTSTOCK_GRACE_S:", "ROOTSTOCK_GRACE_SECONDS:"), only="test_settings"),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_models.tpl",
+        ('{{- if eq .type "pvc" }}', '{{- if and (eq .type "pvc") (ne $.component "detokenizer") }}'),
+        only="test_templates",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/network/gateway.yaml",
+        ('"component" "detokenizer" "ports" (list 7002)', '"component" "detokenizer" "ports" (list 7001)'),
+        only="test_network_policies",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/tokenizer/deployment.yaml",
+        ("{{- if not .tokenizer.autoscaling.enabled }}", "{{- if true }}"),
+        only="test_objects",
+    ),
+)
+
+CPU = "kernels/cpu/src"
+KERNELS = (
+    *of(
+        "kernels",
+        f"{CPU}/elementwise.cpp",
+        ("sum / static_cast<float>(size) + eps", "sum / static_cast<float>(size + 1) + eps"),
+        ("widen(sum[i]) + widen(source[i])", "widen(sum[i]) - widen(source[i])"),
+        ("high * cos_sin[i] + low * cos_sin[half + i]", "high * cos_sin[i] - low * cos_sin[half + i]"),
+        ("offset = location % shape.page_size;", "offset = (location + shape.page_size / 8) % shape.page_size;"),
+        ("place = begin + (std::find(", "place = (std::find("),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/draw.cpp",
+        ("std::min<size_t>(ids.size(), rule.top_k)", "std::min<size_t>(ids.size(), rule.top_k + 1)"),
+        ("mass += row.mass[id] >= rule.min_p", "mass += row.mass[id] >= 2 * rule.min_p"),
+        only="test_cpu_kernels",
+    ),
+    *of("kernels", f"{CPU}/attention.h", ("position - window + 1)", "position - window)"), only="test_cpu_kernels"),
+    *of(
+        "kernels",
+        f"{CPU}/attention.cpp",
+        ("const int64_t kv_head = head / job.group();", "const int64_t kv_head = head % job.kv_heads;"),
+        (
+            "position = job.starts[row] + token - job.offsets[row];",
+            "position = job.starts[row] + (row > 2 ? 0 : token - job.offsets[row]);",
+        ),
+        ("narrow<T>(sums[d] * inverse)", "narrow<T>(sums[d] * (dim == 96 && job.page_size == 4 ? 0.9f : 1.0f) * inverse)"),
+        (
+            "for (int64_t d = 0; d < dim; ++d) sums[d] += weight",
+            "for (int64_t d = 0; d < (sizeof(T) == 2 && job.window == 70 ? dim - 1 : dim); ++d) sums[d] += weight",
+        ),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/layers/step.py",
+        ("& (position >= 0) & (logical <", "& (position >= 0) & (logical <="),
+        ("tl.atomic_add(unwritten, missing, mask=missing > 0)", "tl.atomic_add(unwritten, missing, mask=missing > 1)"),
+        only="test_triton_step",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/layers/layers.py",
+        ("if weight.bias is not None:\n            out.add_(weight.bias)", "if weight.bias is None:\n            out.add_(0.0)"),
+        only="test_triton_layers",
+    ),
+)
+
+CORE = (
+    *of(
+        "core",
+        "services/worker/core/intake.py",
+        ("place == len(forced) and matcher.terminated", "matcher.terminated"),
+        ("            if ending is not None:\n                return ending\n        if forced:", "        if forced:"),
+        ("if ending is None and request.jump:", "if ending is None:"),
+    ),
+    *of(
+        "core",
+        "services/worker/core/queue/finish.py",
+        ("if count >= params.max_new_tokens:", "if count > params.max_new_tokens:"),
+    ),
+    *of(
+        "core",
+        "services/worker/core/committer.py",
+        ("count = columns.num_out[slots] + 1", "count = columns.num_out[slots] + 2"),
+        ("request.logprob_done += len(values.values)", "request.logprob_done = len(values.values)"),
+        ("if (sound[row] or counts) and row in", "if sound[row] and row in"),
+    ),
+    *of(
+        "core",
+        "services/worker/core/queue/admission.py",
+        ("max(params.prompt_logprobs_from, 1)", "max(params.prompt_logprobs_from, 0)"),
+    ),
+    *of("core", "services/worker/core/queue/request.py", ("self.logprob_done - 1)", "self.logprob_done)")),
+    *of(
+        "core",
+        "services/worker/core/step_rows.py",
+        ("if request.params.prompt_logprobs_from >= 0:", "if request.params.prompt_logprobs_from > 0:"),
+    ),
+)
+
+GATEWAY = (
+    *of(
+        "gateway",
+        "services/gateway/api/openai/types.py",
+        ("top_p: float | None = Field(None, ge=limits.TOP_P_RANGE[0]", "top_p: float | None = Field(None, ge=0.0"),
+        ("n: int | None = Field(None, ge=1, le=limits.MAX_N", "n: int | None = Field(None, ge=1, le=2 * limits.MAX_N"),
+        (
+            "class CompletionRequest(GenerationBody):\n",
+            "class CompletionRequest(GenerationBody):\n    top_k: int | None = None\n",
+        ),
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/sampling_fields.py",
+        ("max(ids) >= vocab_size", "max(ids) > vocab_size"),
+        ("if not low <= value <= high:", "if value < low:"),
+        ("len(texts) > most:", "len(texts) > most + 1:"),
+    ),
+    *of("gateway", "services/gateway/api/constraints.py", ("if len(found) > 1:", "if len(found) > 2:")),
+    *of(
+        "gateway",
+        "services/gateway/api/openai/validation.py",
+        ("if most == 0 and not request.echo:", "if most < 0 and not request.echo:"),
+        ("(request.min_tokens or 0) > max_tokens:", "(request.min_tokens or 0) > max_tokens + 1:"),
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/sglang/types.py",
+        ("top_k: int | None = Field(None, ge=-1", "top_k: int | None = Field(None, ge=-2"),
+    ),
+)
+FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY)

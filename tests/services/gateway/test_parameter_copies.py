@@ -1,0 +1,114 @@
+"""A request's parameters are one message from its body to a worker's stream: each submit that goes out is the only copy of it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import services.gateway
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.request.generation import Generation, ModelInfo
+from tests.services.gateway.dispatch.test_dispatch_hedging import hedged
+from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
+from tests.services.gateway.dispatch.test_faults import Pending
+from tests.services.gateway.system import System, wait_until
+
+GATEWAY = Path(services.gateway.__file__).parent
+COPIES = ("CopyFrom", "MergeFrom", "MergeFromString", "ParseFromString")
+
+
+@contextmanager
+def counted(system: System) -> Iterator[Counter[str]]:
+    """Copies of SamplingParams by protobuf's methods, on the gateway's event loop."""
+    copies: Counter[str] = Counter()
+
+    def watch(_frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and isinstance(getattr(called, "__self__", None), pb.SamplingParams):
+            copies[called.__name__] += called.__name__ in COPIES
+
+    system.do(lambda: sys.setprofile(watch))
+    try:
+        yield copies
+    finally:
+        system.do(lambda: sys.setprofile(None))
+
+
+def parameters(system: System) -> list[pb.SamplingParams]:
+    return [submit.sampling for host in system.workers for submit in host.servicer.submits]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_copy_for_each_choice(shared: System, n: int) -> None:
+    with counted(shared) as copies:
+        answer = shared.chat(n=n, temperature=0.5, seed=7, stop=["zzz"], max_tokens=4)
+    assert answer.status_code == 200 and copies["CopyFrom"] == n
+    sent = [submit.sampling for submit in shared.worker.submits[-n:]]
+    assert sorted(params.seed for params in sent) == list(range(7, 7 + n))
+    assert all((params.temperature, list(params.stop), params.max_new_tokens) == (0.5, ["zzz"], 4) for params in sent)
+
+
+def test_a_replay_is_one_more() -> None:
+    with System(workers=2, configure=stopped) as system, counted(system) as copies:
+        pending = Pending(system, temperature=1.0)
+        first = begun(system, 3)
+        assert copies["CopyFrom"] == 1
+        system.call(first.stop())
+        system.allow(None)
+        assert pending.result().status_code == 200
+        before, after = parameters(system)
+        assert copies["CopyFrom"] == 2 and before == after and before.HasField("seed")
+
+
+def test_a_hedge_is_one_more() -> None:
+    with System(workers=2, configure=stopped, hedge_after_s=0.1) as system, counted(system) as copies:
+        pending = Pending(system)
+        hedged(system)
+        wait_until(lambda: copies["CopyFrom"] == 2, "the copy's parameters")
+        system.allow(None)
+        assert pending.result().status_code == 200 and copies["CopyFrom"] == 2
+
+
+def test_the_count_sees_a_copy(shared: System) -> None:
+    with counted(shared) as copies:
+        shared.do(lambda: pb.SamplingParams().CopyFrom(pb.SamplingParams(top_k=3)))
+    assert copies["CopyFrom"] == 1
+
+
+def test_choices_share_what_was_asked_and_keep_what_is_their_own_apart() -> None:
+    asked = pb.SamplingParams(temperature=0.5, logit_bias_ids=[1], logit_bias_values=[2.0])
+    generation = Generation(
+        stream=False,
+        include_usage=False,
+        n=2,
+        seed=None,
+        max_tokens=3,
+        sampling=asked,
+        stop_token_ids=frozenset(),
+        skip_special_tokens=True,
+        include_stop=False,
+        cache_salt="",
+        priority=0,
+    )
+    both = [generation.sampling_of(choice, 5, ModelInfo("m", 100, 50)) for choice in range(2)]
+    assert all(each.asked is asked for each in both) and both[0].own.seed != both[1].own.seed
+    assert not any(each.own.HasField("temperature") or each.own.logit_bias_ids for each in both)
+
+
+def test_no_constructor_makes_a_copy() -> None:
+    """Which protobuf's methods would not show: a submit gets its parameters by ChoiceSampling.write alone."""
+    calls = [
+        node for path in GATEWAY.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+    ]
+    submits = [call for call in calls if ast.unparse(call.func).endswith(worker_pb2.Submit.DESCRIPTOR.name)]
+    assert submits and not any(keyword.arg in (None, "sampling") for call in submits for keyword in call.keywords)
+    writers = [call for call in calls if ast.unparse(call.func) == "into.CopyFrom"]
+    assert len(writers) == 1

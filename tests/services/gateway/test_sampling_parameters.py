@@ -1,0 +1,70 @@
+"""The numbers and flags of the table of sampling parameters, at each API: what is outside a range is refused by name, what is
+inside gets to the worker, and what asks for nothing does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rootstock.v1 import common_pb2 as pb
+from services.shared.sampling_parameter import Api, Kind, Parameter
+from services.shared.sampling_parameters import PARAMETERS, SCALARS
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import System
+from tests.services.parameter_values import WRONG_TYPES, outside, typical
+
+SECRET = "s3cr3t-input"
+OWN: dict[Api, dict[str, Any]] = {
+    Api.CHAT: {"model": MODEL, "messages": [{"role": "user", "content": SECRET}]},
+    Api.COMPLETION: {"model": MODEL, "prompt": SECRET},
+    Api.GENERATE: {"text": SECRET},
+}
+CHECKED = [
+    pytest.param(api, row, id=f"{row.names[api]} of {api}")
+    for row in PARAMETERS
+    if row.kind in WRONG_TYPES
+    for api in row.names
+    if not (api is Api.COMPLETION and Api.CHAT in row.names)  # they inherit the field from one class
+]
+CROSSING = [pytest.param(row, id=row.wire) for row in SCALARS]
+
+
+def body_of(api: Api, name: str, value: Any) -> dict[str, Any]:
+    return {**OWN[api], **({"sampling_params": {name: value}} if api is Api.GENERATE else {name: value})}
+
+
+def sampled(system: System, api: Api, name: str, value: Any) -> pb.SamplingParams:
+    answer = system.post(api, body_of(api, name, value))
+    assert answer.status_code == 200, answer.text
+    return system.worker.submits[-1].sampling
+
+
+@pytest.mark.parametrize(("api", "row"), CHECKED)
+def test_what_is_no_value_is_refused_by_name(shared: System, api: Api, row: Parameter) -> None:
+    before = len(shared.worker.submits)
+    for value in (*WRONG_TYPES[row.kind], *(outside(row) if row.kind is not Kind.FLAG else ())):
+        answer = shared.post(api, json.dumps(body_of(api, row.names[api], value)).encode())
+        error = answer.json()["error"]
+        path = "sampling_params." if api is Api.GENERATE else ""
+        assert (answer.status_code, error["param"]) == (400, path + row.names[api]), f"{value}: {answer.text}"
+        assert error["type"] == "invalid_request_error" and error["message"] and error["code"]
+        assert SECRET not in answer.text
+    assert len(shared.worker.submits) == before
+
+
+@pytest.mark.parametrize("row", CROSSING)
+def test_a_value_gets_to_the_worker_and_null_does_not(shared: System, row: Parameter) -> None:
+    for api, name in row.names.items():
+        assert getattr(sampled(shared, api, name, typical(row)), row.wire) == typical(row)
+        given = sampled(shared, api, name, None)
+        assert not given.HasField(row.wire) or (row.of_model and getattr(given, row.wire) == row.default)
+
+
+@pytest.mark.parametrize("row", [case for case in CROSSING if case.values[0].low is not None])
+def test_the_ends_of_a_range_are_in_it(shared: System, row: Parameter) -> None:
+    for end in (row.low, row.high):
+        params = {row.names[Api.GENERATE]: end, "max_new_tokens": None}
+        assert shared.post(Api.GENERATE, {"text": SECRET, "sampling_params": params}).status_code == 200, end
+        assert getattr(shared.worker.submits[-1].sampling, row.wire) == end

@@ -1,0 +1,41 @@
+"""Values of sampling parameters, made from their table: such as can be, and such as no end takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from services.shared.sampling_parameter import Kind, Parameter
+from services.shared.sampling_parameters import PARAMETERS
+
+NUMERIC = tuple(row for row in PARAMETERS if row.kind in (Kind.NUMBER, Kind.INTEGER))
+WRONG_TYPES: dict[Kind, tuple[Any, ...]] = {
+    Kind.NUMBER: ("1", True, [1]),
+    Kind.INTEGER: ("1", True, 1.5),
+    Kind.FLAG: ("true", 1, 0),
+}
+
+
+def typical(row: Parameter) -> Any:
+    """A scalar that asks for something, exact in 32 bits."""
+    if row.kind is Kind.FLAG:
+        return not row.default
+    assert row.low is not None
+    if row.kind is Kind.INTEGER:
+        return max(int(row.low), 0) + 3
+    assert row.high is not None
+    return float(np.float32(row.low + (row.high - row.low) / 4))
+
+
+def outside(row: Parameter) -> list[float]:
+    """The neighbours of both ends."""
+    if row.kind is Kind.INTEGER:
+        return [int(limit) + step for limit, step in ((row.low, -1), (row.high, 1)) if limit is not None]
+    ends = ((row.low, -np.inf), (row.high, np.inf))
+    return [float(np.nextafter(np.float32(limit), np.float32(far))) for limit, far in ends if limit is not None]
+
+
+def name_of(row: Parameter) -> str:
+    """Of a test's case."""
+    return "/".join(dict.fromkeys(row.names.values()))

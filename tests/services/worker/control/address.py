@@ -1,0 +1,11 @@
+"""A control service's address on loopback, for tests."""
+
+from __future__ import annotations
+
+from services.worker.control.server import ControlAddress
+
+
+def control_at(
+    port: int = 0, host: str = "127.0.0.1", token: str = "", token_file: str = "", profile_dir: str = "build/profiles"
+) -> ControlAddress:
+    return ControlAddress(host, port, token, token_file, profile_dir)

@@ -1,0 +1,20 @@
+"""The scheduler's configuration of a worker on a large GPU, as the simulators make it from the settings' defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.shared.settings import of_values
+from services.sim.core.run.config_flags import DEVICE_GIB, simulated_config
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.device_limits import resolved
+from services.worker.settings import WorkerSettings
+
+NO_GRAPHS = GraphLimits()
+
+
+def on_gpu(num_pages: int, context_len: int, graphs: GraphLimits = NO_GRAPHS, **given: Any) -> SchedulerConfig:
+    """given: other settings of the worker."""
+    settings = of_values(WorkerSettings, {"context_len": context_len, **given})
+    return simulated_config(resolved(settings, round(DEVICE_GIB * 2**30)), num_pages, graphs)
