@@ -179,6 +179,7 @@ async def serve(settings: WorkerSettings) -> None:
     registry.register(LifeMetrics(life, served_name(settings.model, settings.served_model_name)))
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
     engine = await asyncio.to_thread(build_engine, settings, inbox, _on_lost(asyncio.get_running_loop(), health, life))
+    warming = asyncio.create_task(_warm_up(engine))
     info = _info(settings, engine, secrets.randbits(63))
     counts = LoopCounts(info.page_size, info.num_pages, info.max_running_requests)
     worker_metrics = WorkerMetrics(info.model, counts)
@@ -211,11 +212,9 @@ async def serve(settings: WorkerSettings) -> None:
     scheduler.start()
     watchdog.start()
     keeping = asyncio.create_task(publisher.keep()) if publisher else None
+    await warming
     await health.set_ready(True)
     life.ready()
-    if engine.book is not None:
-        engine.book.pool.warm_up()
-
     telling = asyncio.create_task(load_report.keep())
     pod_cost = _pod_cost(settings, load_report)
     if pod_cost is not None:
@@ -239,6 +238,12 @@ async def serve(settings: WorkerSettings) -> None:
     engine.close()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
+
+
+async def _warm_up(engine: Engine) -> None:
+    """Who is ready answers structured output too, without seconds of waiting for its compiler."""
+    if engine.book is not None:
+        await asyncio.to_thread(engine.book.pool.warm_up)
 
 
 def _first_steps(settings: WorkerSettings, engine: Engine, pulse: Pulse, limit: StepLimit) -> None:

@@ -4,7 +4,7 @@ stdin.
 It loads xgrammar and the vocabulary once, then forks a child for every grammar: a child that loops, swells or overruns its
 stack dies alone, by its own alarm and limits, and the next one starts in milliseconds with clean memory.
   setup     {"limits": GrammarLimits' fields, "jumps"}, one frame with the vocabulary → {"ready": true}
-  a grammar one byte with a socket attached; over that socket {"kind", "source", "seconds"}
+  a grammar one byte with a socket attached; over that socket {"kind", "source", "seconds", "niceness"}
             → {"error": null or one line, "is_tag"}, and without an error one frame: the text that was compiled
 The worker compiles that text once more, knowing by then that it is good, and what it costs: xgrammar writes a compiled grammar
 as text of a hundred times its size (440 MB for a schema of 500 properties), which costs more than compiling does.
@@ -29,10 +29,10 @@ from services.worker.grammar.compile.compiled import GrammarCompiler
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
 from services.worker.grammar.compile.grammar_source import Prepared, prepare, warning_in
+from services.worker.grammar.compile.priority import give_way
 from services.worker.grammar.compile.trial import try_out
 from services.worker.grammar.schema.refusal import GrammarRefused
 
-NICENESS = 10
 MAX_LOG_BYTES = 1 << 20
 MAX_RECURSION = 2000  # in xgrammar's own descent; its stack is this process's 8 MiB
 
@@ -51,7 +51,6 @@ def main() -> None:
     setup = receive_message(control)
     info = xgrammar.TokenizerInfo.deserialize_json(receive_frame(control).decode())
     bench = Workbench(GrammarLimits(**setup["limits"]), GrammarCompiler(info, setup["jumps"]), tuple(info.decoded_vocab))
-    os.nice(NICENESS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     xgrammar.set_max_recursion_depth(MAX_RECURSION)
     send_message(control, {"ready": True})
@@ -82,6 +81,7 @@ def _serve(bench: Workbench, link: socket.socket) -> None:
     request = receive_message(link)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is in the middle of
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+    give_way(os.getpid(), request["niceness"])
     log = _confine(bench.limits)
     try:
         prepared = _compile(bench, request, log)

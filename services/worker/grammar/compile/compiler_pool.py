@@ -2,7 +2,8 @@
 and the threads that wait on it.
 
 Two queues keep good grammars from waiting behind bad ones: every grammar is first given quick_s by one of `workers` threads;
-what is not done by then starts over in the slow queue, served by one thread that gives compile_s.
+what is not done by then starts over in the slow queue, served by one thread that gives compile_s. The first are compiled at a
+priority below the worker's, the second at the lowest: on a full machine a good grammar takes seconds, not minutes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from services.worker.grammar.compile.compiled import Compiled, GrammarCompiler
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
 from services.worker.grammar.compile.grammar_source import Prepared
+from services.worker.grammar.compile.priority import give_way
 from services.worker.grammar.compile.vocabulary import Vocabulary
 from services.worker.grammar.schema.refusal import GrammarRefused
 
@@ -33,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[4]  # the folder that holds `services`
 START_S = 120.0  # loading xgrammar on a busy machine
 JOIN_S = 2.0
 MARGIN_S = 2.0  # the child's own alarm comes first
-NICENESS = 10
+QUICK_NICENESS, SLOW_NICENESS = 10, 19
 DYING_S = 0.2
 QUEUE_FULL = "too many grammars are waiting to be compiled, try again later"
 
@@ -57,6 +60,9 @@ class _Nursery:
         self._vocabulary = vocabulary
         self._setup = {"limits": asdict(limits), "jumps": jumps}
         self._lock = threading.Lock()
+        # A process begins with the niceness of the thread that starts it and can never lower it: this one thread stays as it is.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
+        self._starter.submit(int).result()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
@@ -99,6 +105,7 @@ class _Nursery:
         with self._lock:
             self._closed = True
             self._kill()
+        self._starter.shutdown(wait=False)
 
     def _running(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
@@ -111,17 +118,8 @@ class _Nursery:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         ours.settimeout(START_S)
-        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.worker.grammar.compile.compiler_child"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
-                cwd=ROOT,
-                env={"PYTHONPATH": str(ROOT), **single},  # nothing of this process's environment
-                start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
-            )
+            self._process = self._starter.submit(_start_compiler, theirs.fileno()).result()
         try:
             send_message(ours, self._setup)
             send_frame(ours, self._vocabulary)
@@ -158,7 +156,8 @@ class CompilerPool:
         self._quick: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
         self._slow: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
         self._closed = False
-        lanes = [(self._quick, limits.quick_s)] * limits.workers + [(self._slow, limits.compile_s)]
+        lanes = [(self._quick, limits.quick_s, QUICK_NICENESS)] * limits.workers
+        lanes.append((self._slow, limits.compile_s, SLOW_NICENESS))
         self._threads = [
             threading.Thread(target=self._serve, args=lane, name=f"grammar-{index}", daemon=True)
             for index, lane in enumerate(lanes)
@@ -176,8 +175,11 @@ class CompilerPool:
         return not self._closed and _offer(self._quick, spec)
 
     def warm_up(self) -> None:
-        """Starts the compiling process, which takes seconds, before the first grammar needs it. Returns at once."""
-        _offer(self._quick, None)
+        """Returns once the compiling process runs, which takes seconds, or has failed to; the first grammar tries again."""
+        try:
+            self._nursery.ensure()
+        except CompilerGone as gone:
+            logger.warning("%s", gone)
 
     def close(self) -> None:
         """Kills what is being compiled, and waits a moment for the threads."""
@@ -189,27 +191,18 @@ class CompilerPool:
         for thread in self._threads:
             thread.join(JOIN_S)  # one that is compiling ends with the process
 
-    def _serve(self, lane: queue.Queue[GrammarSpec | None], seconds: float) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread: it compiles
+    def _serve(self, lane: queue.Queue[GrammarSpec | None], seconds: float, niceness: int) -> None:
+        give_way(threading.get_native_id(), niceness)  # this thread, which compiles
         while True:
             spec = lane.get()
-            if self._closed:
+            if self._closed or spec is None:
                 return
-            if spec is None:
-                self._warm_up()
-            else:
-                self._finish(spec, lane, seconds)
+            self._finish(spec, lane, seconds, niceness)
 
-    def _warm_up(self) -> None:
-        try:
-            self._nursery.ensure()
-        except CompilerGone as gone:
-            logger.warning("%s", gone)
-
-    def _finish(self, spec: GrammarSpec, lane: queue.Queue[GrammarSpec | None], seconds: float) -> None:
+    def _finish(self, spec: GrammarSpec, lane: queue.Queue[GrammarSpec | None], seconds: float, niceness: int) -> None:
         compiled, reason, busy = None, "", False
         try:
-            compiled = self._compile(spec, min(seconds, self._limits.compile_s))
+            compiled = self._compile(spec, min(seconds, self._limits.compile_s), niceness)
         except GrammarRefused as refused:
             reason = str(refused)
         except CompilerGone as gone:
@@ -227,16 +220,16 @@ class CompilerPool:
         if not self._closed:
             self._done(spec, compiled, reason, busy)
 
-    def _compile(self, spec: GrammarSpec, seconds: float) -> Compiled:
+    def _compile(self, spec: GrammarSpec, seconds: float, niceness: int) -> Compiled:
         """Once more if the process that forks compilers was gone."""
         try:
-            return self._exchange(spec, seconds)
+            return self._exchange(spec, seconds, niceness)
         except CompilerGone:
             if self._closed:
                 raise
-            return self._exchange(spec, seconds)
+            return self._exchange(spec, seconds, niceness)
 
-    def _exchange(self, spec: GrammarSpec, seconds: float) -> Compiled:
+    def _exchange(self, spec: GrammarSpec, seconds: float, niceness: int) -> Compiled:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -244,7 +237,7 @@ class CompilerPool:
             started = time.monotonic()
             ours.settimeout(seconds + MARGIN_S)
             try:
-                send_message(ours, {"kind": spec.kind, "source": spec.source, "seconds": seconds})
+                send_message(ours, {"kind": spec.kind, "source": spec.source, "seconds": seconds, "niceness": niceness})
                 reply = receive_message(ours)
                 text = receive_frame(ours).decode() if reply["error"] is None else ""
             except TimeoutError:
@@ -261,6 +254,19 @@ class CompilerPool:
         if not self._nursery.is_alive(forker):
             return CompilerGone("the grammar compiler has ended")
         return GrammarRefused(f"{spec.kind}: compiling it ended the compiler: too much memory, or nested too deep")
+
+
+def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.worker.grammar.compile.compiler_child"],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), **single},  # nothing of this process's environment
+        start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
+    )
 
 
 def _offer(lane: queue.Queue[GrammarSpec | None], spec: GrammarSpec | None) -> bool:

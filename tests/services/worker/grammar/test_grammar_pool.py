@@ -8,7 +8,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 from services.shared.limits import MAX_GRAMMAR_BYTES
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
 from services.worker.grammar.book import CompiledBook
+from services.worker.grammar.compile.compiler_pool import QUICK_NICENESS, SLOW_NICENESS
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
 from services.worker.grammar.compile.trial import allowed_ids
 from services.worker.grammar.match.matcher import TOO_SLOW
@@ -222,6 +223,15 @@ def compiling(book: CompiledBook, spec: GrammarSpec) -> int:
     return children_of(pid)[0]
 
 
+def niceness_of_children(book: CompiledBook) -> list[int]:
+    pid, found = book.pool.compiler_pid, []
+    assert pid is not None
+    for child in children_of(pid):
+        with suppress(ProcessLookupError):
+            found.append(os.getpriority(os.PRIO_PROCESS, child))
+    return found
+
+
 def is_running(pid: int) -> bool:
     """Not so where it has ended and waits to be reaped."""
     try:
@@ -253,10 +263,31 @@ def test_the_compiler_can_be_started_beforehand() -> None:
     with opened(LIMITS) as (book, news):
         assert book.pool.compiler_pid is None
         book.pool.warm_up()
-        wait_until(lambda: book.pool.compiler_pid is not None)
         pid = book.pool.compiler_pid
+        assert pid is not None
         assert serves(book, news, "first")
         assert book.pool.compiler_pid == pid
+
+
+def test_it_starts_at_the_workers_priority_every_time() -> None:
+    """Whoever starts a process hands down its niceness: on a full machine a niced start took half a minute."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    with opened(LIMITS) as (book, news):
+        for pattern in ("first", "after its death"):
+            assert serves(book, news, pattern)
+            pid = book.pool.compiler_pid
+            assert pid is not None
+            assert os.getpriority(os.PRIO_PROCESS, pid) == own
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("quick_s", "niceness"), [(60.0, QUICK_NICENESS), (0.2, SLOW_NICENESS)], ids=["quick", "slow"])
+def test_the_longer_it_takes_the_lower_its_priority(quick_s: float, niceness: int) -> None:
+    with opened(GrammarLimits(quick_s=quick_s, compile_s=60)) as (book, news):
+        assert serves(book, news, "warm")
+        compiling(book, regex(SLOW))
+        wanted = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
+        wait_until(lambda: wanted in niceness_of_children(book))
 
 
 def test_closing_ends_compilations_and_calls_nobody_back() -> None:

@@ -1,0 +1,76 @@
+"""A server that stops: who had connected by then is answered, whoever comes later is refused and may go elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+from starlette.responses import PlainTextResponse
+
+from services.gateway.http import http_server
+
+HOST = "127.0.0.1"
+REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
+Use = Callable[[http_server.HttpServer, socket.socket, tuple[str, int]], Awaitable[None]]
+
+
+def serving(use: Use, first_request_s: float = 30.0) -> None:
+    """Runs `use` with a server that answers hello; ends when both have ended."""
+
+    async def run() -> None:
+        listener = http_server.bind(HOST, 0)
+        address = listener.getsockname()
+        server = http_server.build(PlainTextResponse("hello"), first_request_s)
+        running = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0.001)
+        await use(server, listener, address)
+        server.should_exit = True
+        await asyncio.wait_for(running, 30)
+
+    uvloop.run(run())
+
+
+async def answer_of(client: socket.socket) -> bytes:
+    return await asyncio.to_thread(client.recv, 65536)
+
+
+@pytest.mark.parametrize("sent", [0, 7, len(REQUEST)], ids=["nothing sent", "a part of its request", "its request"])
+@pytest.mark.parametrize("accepted", [True, False])
+def test_who_had_connected_is_answered(sent: int, accepted: bool) -> None:
+    async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
+        client = socket.create_connection(address)  # by the kernel: the server's loop does not run meanwhile
+        client.sendall(REQUEST[:sent])
+        if accepted:
+            await asyncio.sleep(0.05)
+        stopping = asyncio.create_task(server.shutdown([listener]))
+        await asyncio.sleep(0.05)
+        client.sendall(REQUEST[sent:])
+        assert (await answer_of(client)).endswith(b"hello")
+        assert await answer_of(client) == b"", "it is not kept open"
+        await stopping
+        client.close()
+
+    serving(use)
+
+
+def test_who_comes_later_is_refused() -> None:
+    async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
+        await server.shutdown([listener])
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.to_thread(socket.create_connection, address)
+
+    serving(use)
+
+
+def test_who_says_nothing_does_not_keep_it() -> None:
+    async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
+        client = socket.create_connection(address)
+        await server.shutdown([listener])
+        assert await answer_of(client) == b""
+        client.close()
+
+    serving(use, first_request_s=0.05)
