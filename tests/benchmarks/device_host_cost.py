@@ -25,7 +25,7 @@ from services.worker.exec.loading import LoadedModel
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.pools.layer_kv import LayerKV
+from services.worker.exec.pools.kv_pool import LayerKV
 from services.worker.exec.weights.families import DecoderConfig
 from services.worker.exec.weights.random_weights import random_decoder_weights
 from tests.exec.device_doubles import InlineStreams

@@ -14,11 +14,12 @@ from kernels.contracts.ops import RaggedRows
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
 from services.worker.core.kv.memory import KVMemory
 from services.worker.exec.fake import FakeExecutor
-from services.worker.exec.loading import LoadRequest, load_model
+from services.worker.exec.loading import load_model
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
-from services.worker.exec.pools.layer_kv import allocate
+from services.worker.exec.pools.kv_pool import allocate
 from services.worker.exec.sampling.dry import Repeats
+from services.worker.exec.weights.load_request import LoadRequest
 from services.worker.exec.weights.weights import _Assembly
 from tests.core.seeded_faults import Fault, law_broken
 from tests.core.test_scheduler_basic import make

@@ -25,9 +25,10 @@ from services.worker.exec.build import DeviceOptions, DeviceParts, assemble_exec
 from services.worker.exec.contracts.protocol import Executor, ExecutorError
 from services.worker.exec.eager_cost import graph_limits
 from services.worker.exec.kernel_set import KernelSet
-from services.worker.exec.loading import LoadRequest, load_model
+from services.worker.exec.loading import load_model
 from services.worker.exec.sampling import sampler as device_sampler
 from services.worker.exec.streams.readback import Readback
+from services.worker.exec.weights.load_request import LoadRequest
 from tests.exec.device_doubles import (
     ForgetfulMemory,
     GraphDouble,

@@ -20,7 +20,7 @@ from services.worker.exec.contracts.protocol import Executor, ExecutorError
 from services.worker.exec.device import NoDevice
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.memory_parts import MemoryParts
-from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS

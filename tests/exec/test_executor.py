@@ -16,7 +16,7 @@ from services.worker.core.contracts.plan import RowFault
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.pools.pools import PoolTooSmall
+from services.worker.exec.pools.kv_pool import PoolTooSmall
 from services.worker.exec.weights.checkpoint import CheckpointError
 from services.worker.exec.weights.families import UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy, i32

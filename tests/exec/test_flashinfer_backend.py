@@ -20,9 +20,10 @@ from services.worker.exec.attention.backend import AttentionBatch, AttentionShap
 from services.worker.exec.attention.flashinfer_backend import FlashInferAttention
 from services.worker.exec.attention.flashinfer_prebuild import asked_for, missing
 from services.worker.exec.attention.flashinfer_staging import SLOTS, Slot, StagingRing, fill, make_slot
-from services.worker.exec.loading import LoadRequest, load_model
+from services.worker.exec.loading import load_model
 from services.worker.exec.models.decoder import Decoder
-from services.worker.exec.pools.layer_kv import LayerKV, allocate
+from services.worker.exec.pools.kv_pool import LayerKV, allocate
+from services.worker.exec.weights.load_request import LoadRequest
 from tests.exec.flashinfer_double import HostWaits, Library
 from tests.exec.flashinfer_schedules import decode_bytes, fa2_bytes, fa3_bytes
 from tests.exec.tiny_models import MODELS

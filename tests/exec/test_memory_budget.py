@@ -9,7 +9,7 @@ import torch
 
 from services.worker.exec.activation_peak import profile_peak
 from services.worker.exec.memory_budget import DeviceMemoryUse, describe, kv_pool_bytes, kv_pool_pages
-from services.worker.exec.pools.pools import PoolTooSmall
+from services.worker.exec.pools.kv_pool import PoolTooSmall
 
 MIB = 1 << 20
 ALONE = DeviceMemoryUse(

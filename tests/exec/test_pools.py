@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.exec.pools.pools import free_memory, kv_pool_tokens
+from services.worker.exec.pools.host_memory import free_memory
+from services.worker.exec.pools.kv_pool import kv_pool_tokens
 
 GIB = 1 << 30
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.worker.core.contracts.sampling import GrammarSpec
-from services.worker.grammar.compile.compiled import Compiled, GrammarCompiler
+from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.grammar_compiler import GrammarCompiler
 from services.worker.grammar.compile.grammar_source import prepare
 from services.worker.grammar.compile.trial import allowed_ids
 from services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of

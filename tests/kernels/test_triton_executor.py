@@ -12,7 +12,8 @@ from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.attention.triton_backend import TritonAttention
 from services.worker.exec.build import DeviceParts, assemble_executor
-from services.worker.exec.loading import LoadRequest, LoadTarget, load_model
+from services.worker.exec.loading import load_model
+from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
 from services.worker.exec.weights.weights import DecoderWeights
 from tests.exec.device_executors import options_for

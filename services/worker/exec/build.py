@@ -22,12 +22,13 @@ from services.worker.exec.device import device_of, load_target, streams_of
 from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.kernel_set import KernelSet, sample_kernels
-from services.worker.exec.loading import LoadedModel, LoadRequest, load_again, load_model
+from services.worker.exec.loading import LoadedModel, load_again, load_model
 from services.worker.exec.memory_parts import MemoryParts, NoModel
 from services.worker.exec.models.decoder import Decoder
-from services.worker.exec.pools import layer_kv
+from services.worker.exec.pools import kv_pool
 from services.worker.exec.pools.embedding_pool import EmbeddingPool
-from services.worker.exec.pools.pools import KVPool, PoolTooSmall, free_memory, kv_pool_tokens
+from services.worker.exec.pools.host_memory import free_memory
+from services.worker.exec.pools.kv_pool import KVPool, PoolTooSmall, kv_pool_tokens
 from services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from services.worker.exec.sizing import PoolNeeds, pages_of_device
@@ -41,6 +42,7 @@ from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.streams.returned_memory import return_cached, return_memory
 from services.worker.exec.warm_up import PROMPTS, warm_up
 from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_request import LoadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +236,7 @@ class _Assembly:
     def _pool(self, pages: int) -> KVPool:
         """On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
         with self._device:  # for kernels that allocate on torch's default device
-            pool = layer_kv.allocate(self._loaded.layers, pages, self._page_size, self._loaded.dtype, self._kernels.layers)
+            pool = kv_pool.allocate(self._loaded.layers, pages, self._page_size, self._loaded.dtype, self._kernels.layers)
         if self._device.type == "cuda":
             for each in (*pool.keys, *pool.values):
                 each.zero_()

@@ -10,12 +10,12 @@ from kernels.contracts.ops import Kernels
 from kernels.contracts.step_ops import LayerKernels
 from services.worker.exec.contracts.options import DeviceOptions
 from services.worker.exec.kernel_set import layer_kernels
-from services.worker.exec.loading import LoadTarget, timed_weights
 from services.worker.exec.streams.cuda_streams import CudaStreams, Streams
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.weights.checkpoint import Checkpoint
 from services.worker.exec.weights.families import DecoderConfig
 from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_request import LoadTarget, timed_weights
 from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
 from services.worker.exec.weights.weights import DecoderWeights
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kernels.contracts.ops import Kernels
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu import load_kernels
 from services.worker.core.contracts.graph_limits import GraphLimits
@@ -18,45 +15,16 @@ from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.pools.layer_kv import LayerKV, bytes_per_token
+from services.worker.exec.pools.kv_pool import LayerKV, bytes_per_token
 from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, eos_token_ids, read_config
 from services.worker.exec.weights.families import DecoderConfig, NotCovered, UnsupportedModel, architecture_of, decoder_config
-from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from services.worker.exec.weights.pooling_files import read_pooling
-from services.worker.exec.weights.weights import DecoderWeights, load_weights, resolve_dtype
+from services.worker.exec.weights.weights import resolve_dtype
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
 NO_GRAPHS = GraphLimits()
-
-
-WeightLoader = Callable[[Checkpoint, DecoderConfig, torch.dtype, Kernels, Callable[[str], None], LoadPhases], DecoderWeights]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTarget:
-    """Where a model shall run. kernels: of its dtype. weights: reads a decoder's, and counts as the phase "weights"."""
-
-    device: torch.device
-    kernels: Callable[[torch.dtype], LayerKernels]
-    weights: WeightLoader
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """dtype: auto, bfloat16, float16 or float32. context_len: tokens, None for the model's own. target: None for the CPU."""
-
-    folder: Path
-    dtype: str
-    page_size: int
-    context_len: int | None
-    num_threads: int
-    progress: Callable[[str], None]
-    phases: LoadPhases = field(default_factory=LoadPhases)
-    target: LoadTarget | None = None
-
-    def on_device(self) -> LoadTarget:
-        return self.target or LoadTarget(torch.device("cpu"), lambda dtype: load_kernels(self.num_threads, dtype), timed_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +123,6 @@ def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:
     if again.shape != shape:
         raise CheckpointError(f"{request.folder} holds a model of another shape than the one that this worker started with")
     return again
-
-
-def timed_weights(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    dtype: torch.dtype,
-    kernels: Kernels,
-    progress: Callable[[str], None],
-    phases: LoadPhases,
-) -> DecoderWeights:
-    """A WeightLoader for a CPU: straight from the checkpoint."""
-    with phases.timed("weights"):
-        return load_weights(checkpoint, config, dtype, kernels, progress)
 
 
 def _native_config(config: Any) -> DecoderConfig | NotCovered:

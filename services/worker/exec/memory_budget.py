@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.exec.pools.pools import PoolTooSmall
+from services.worker.exec.pools.kv_pool import PoolTooSmall
 
 PARTS = ("weights", "activation_peak", "graphs", "workspace")
 

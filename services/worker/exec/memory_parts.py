@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.contracts.ops import RaggedRows
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
-from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.returned_memory import return_memory
 

@@ -9,8 +9,8 @@ import torch
 
 from services.worker.exec.activation_peak import profile_peak
 from services.worker.exec.memory_budget import DeviceMemoryUse, describe, kv_pool_bytes, kv_pool_pages
-from services.worker.exec.pools import layer_kv
-from services.worker.exec.pools.layer_kv import LayerKV
+from services.worker.exec.pools import kv_pool
+from services.worker.exec.pools.kv_pool import LayerKV
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.returned_memory import return_memory
 
@@ -30,7 +30,7 @@ class PoolNeeds:
 
     @property
     def page_bytes(self) -> int:
-        return layer_kv.bytes_per_token(self.layers, self.dtype) * self.page_size
+        return kv_pool.bytes_per_token(self.layers, self.dtype) * self.page_size
 
 
 def pages_of_device(

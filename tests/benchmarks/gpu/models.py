@@ -17,7 +17,7 @@ from services.worker.exec.kernel_set import layer_kernels
 from services.worker.exec.loading import LAST_TOKEN, LoadedModel
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.rope import rope_table
-from services.worker.exec.pools.layer_kv import LayerKV
+from services.worker.exec.pools.kv_pool import LayerKV
 from services.worker.exec.weights.families import decoder_config
 from services.worker.exec.weights.random_weights import random_decoder_weights
 from tests.benchmarks.gpu.command import Setting

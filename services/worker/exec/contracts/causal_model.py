@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
-from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.pools.kv_pool import KVPool
 
 
 class NoVocabulary(RuntimeError):

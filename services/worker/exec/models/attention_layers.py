@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from services.worker.exec.pools.layer_kv import LayerKV
+from services.worker.exec.pools.kv_pool import LayerKV
 from services.worker.exec.weights.families import UnsupportedModel
 
 PROBE_ATTENTION = "rootstock_probe"

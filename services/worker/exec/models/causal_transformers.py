@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from kernels.contracts.ops import Kernels
 from services.worker.exec.models import paging_check
 from services.worker.exec.models.attention_layers import PROBE_ATTENTION, Held, Probe
-from services.worker.exec.models.paged_layers import PAGED_ATTENTION
+from services.worker.exec.models.paged_layers import PAGED_ATTENTION, PagedLayers
 from services.worker.exec.models.paging_check import Subject
 from services.worker.exec.models.transformers_model import TransformersModel
 from services.worker.exec.weights import transformers_checkpoint
@@ -78,7 +78,7 @@ def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int,
     held.attach(model)
     probe = _probed(model, held, ids[0], context_len)
     model.set_attn_implementation(PAGED_ATTENTION)
-    paged = TransformersModel(model, decoder, held, probe.layers, kernels, context_len)
+    paged = TransformersModel(model, decoder, PagedLayers(held, probe.layers, kernels), context_len)
     _checked(paged, Subject(probe.ordered(), dtype, kernels, has_head), expected, ids)
     return LoadedCausal(paged, probe, transformers_checkpoint.num_bytes(model))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.contracts.ops import Kernels, RaggedRows
 from services.worker.exec.contracts.causal_model import NoVocabulary
-from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.weights.families import DecoderConfig
 from services.worker.exec.weights.weights import DecoderWeights, LayerWeights
 

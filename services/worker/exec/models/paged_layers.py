@@ -6,15 +6,15 @@ A layer finds the step on its module, where the model's runner has put it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kernels.contracts.ops import Kernels, RaggedRows
-from services.worker.exec.models.attention_layers import AttentionLayer, held_by
-from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.models.attention_layers import AttentionLayer, Held, held_by
+from services.worker.exec.pools.kv_pool import KVPool
 
 PAGED_ATTENTION = "rootstock_paged"
 
@@ -27,6 +27,22 @@ class PagedStep:
     pool: KVPool
     layers: Mapping[int, AttentionLayer]
     kernels: Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayers:
+    """Implements StepAttention for the layers of one model. held: attached to it. layers: by their number in the model."""
+
+    held: Held
+    layers: Mapping[int, AttentionLayer]
+    kernels: Kernels
+
+    def begin(self, rows: RaggedRows, pool: KVPool) -> None:
+        assert len(pool.keys) == len(self.layers), "a pool for each layer"
+        self.held.now = PagedStep(rows, pool, self.layers, self.kernels)
+
+    def using(self, kernels: Kernels) -> PagedLayers:
+        return replace(self, kernels=kernels)
 
 
 def attend(

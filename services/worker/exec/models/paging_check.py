@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.contracts.ops import Kernels, RaggedRows
-from services.worker.exec.models.transformers_model import TransformersModel
-from services.worker.exec.pools.layer_kv import LayerKV, allocate
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.pools.kv_pool import LayerKV, allocate
 from services.worker.exec.weights.families import UnsupportedModel
 
 PAGE_SIZE = 4
@@ -77,7 +77,7 @@ def _rows(slots: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...]
     )
 
 
-def check(model: TransformersModel, subject: Subject, expected: tuple[Tensor, Tensor], ids: tuple[Tensor, Tensor]) -> None:
+def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor], ids: tuple[Tensor, Tensor]) -> None:
     """ids: prompts(); expected: outputs() for both. Raises UnsupportedModel if the paged model's differ."""
     pool = allocate(subject.layers, NUM_PAGES, PAGE_SIZE, subject.dtype, subject.kernels)
     ours = [torch.empty_like(own) for own in expected]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kernels.contracts.ops import Kernels, RaggedRows
 from services.worker.exec.contracts.causal_model import NoVocabulary
-from services.worker.exec.models.attention_layers import AttentionLayer, Held
-from services.worker.exec.models.paged_layers import PagedStep
-from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.pools.kv_pool import KVPool
+
+
+class StepAttention(Protocol):
+    """What the attention of a model's layers runs for."""
+
+    def begin(self, rows: RaggedRows, pool: KVPool) -> None:
+        """The layers attend to these rows, and write to this pool, until the next call."""
+
+    def using(self, kernels: Kernels) -> StepAttention:
+        """The same layers, through other kernels."""
 
 
 class _Computed(nn.Module):
@@ -39,25 +47,14 @@ def _replaced(model: nn.Module, path: Sequence[str], leaf: nn.Module) -> nn.Modu
 class TransformersModel:
     """Implements CausalModel.
 
-    model: switched to PAGED_ATTENTION. decoder: its layers, the model itself where it has no vocabulary projection. held:
-    attached to the model. layers: by their number in the model. max_positions: positions at and above it are only those of
-    rows that are dropped later; they are cut to it.
+    model: its layers call the attention. decoder: its layers, the model itself where it has no vocabulary projection.
+    max_positions: positions at and above it are only those of rows that are dropped later; they are cut to it.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        decoder: Any,
-        held: Held,
-        layers: Mapping[int, AttentionLayer],
-        kernels: Kernels,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, model: Any, decoder: Any, attention: StepAttention, max_positions: int) -> None:
         self._model = model
         self._decoder = decoder
-        self._held = held
-        self._layers = layers
-        self._kernels = kernels
+        self._attention = attention
         self._last_position = max_positions - 1
         self._computed = _Computed()
         self._head = None if decoder is model else _replaced(model, _path_of(decoder, model), self._computed)
@@ -66,13 +63,12 @@ class TransformersModel:
     def to(self, device: torch.device, kernels: Kernels) -> TransformersModel:
         """The same model, moved, with the kernels of that device."""
         moved = self._model.to(device)
-        return TransformersModel(moved, self._decoder, self._held, self._layers, kernels, self._last_position + 1)
+        return TransformersModel(moved, self._decoder, self._attention.using(kernels), self._last_position + 1)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         assert len(input_ids) == len(rows.positions), "a position for each token"
-        assert len(pool.keys) == len(self._layers), "a pool for each layer"
         positions = rows.positions.long().clamp(max=self._last_position)
-        self._held.now = PagedStep(rows, pool, self._layers, self._kernels)
+        self._attention.begin(rows, pool)
         self._output = self._decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
 
     def states(self, wanted: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.contracts.ops import RaggedRows
 from kernels.contracts.step_ops import StepKernels
 from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.pools.pools import KVPool
+from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
 
 POISON = -1  # what the relay holds for a slot until something is sampled for it

@@ -25,10 +25,10 @@ from typing import Any
 import xgrammar
 
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
-from services.worker.grammar.compile.compiled import GrammarCompiler
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
+from services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared, warning_in
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
-from services.worker.grammar.compile.grammar_source import Prepared, prepare, warning_in
+from services.worker.grammar.compile.grammar_source import prepare
 from services.worker.grammar.compile.priority import give_way
 from services.worker.grammar.compile.trial import try_out
 from services.worker.grammar.schema.refusal import GrammarRefused

@@ -24,10 +24,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from services.worker.core.contracts.sampling import GrammarSpec
-from services.worker.grammar.compile.compiled import Compiled, GrammarCompiler
+from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
+from services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
-from services.worker.grammar.compile.grammar_source import Prepared
 from services.worker.grammar.compile.priority import give_way
 from services.worker.grammar.compile.vocabulary import Vocabulary
 from services.worker.grammar.schema.refusal import GrammarRefused

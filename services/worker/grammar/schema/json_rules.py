@@ -1,4 +1,4 @@
-"""The rules of JSON itself: values, strings, numbers, whitespace, and how JSON writes a character.
+"""The rules of JSON itself: values, strings, numbers, whitespace.
 
 Output keeps to what every parser reads: strings are UTF-8 with paired surrogates only, control characters escaped.
 Whitespace between tokens is nothing, one blank, or a line break and its indentation: what people and models write, and never
@@ -20,14 +20,11 @@ from services.worker.grammar.schema.ebnf import (
     Repeat,
     Seq,
     Text,
-    choice,
     complement,
-    intersection,
     references,
     seq,
 )
 from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.grammar.schema.regex_syntax import anywhere, parse
 
 MAX_INDENT = 16
 ESCAPED: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
@@ -88,30 +85,6 @@ def finished(rules: dict[str, Node], imported: dict[str, str], root: Node) -> Gr
 def string_of(low: int, high: int | None) -> Node:
     """A string of so many characters. None of them escaped: counting what has two spellings is slow to mask."""
     return Seq((QUOTE, Repeat(SAFE, low, high), QUOTE))
-
-
-def string_matching(pattern: str) -> Node:
-    """A string in which the pattern is found. Raises GrammarRefused."""
-    return Seq((QUOTE, anywhere(parse(pattern, json_chars), SAFE), QUOTE))
-
-
-def json_chars(ranges: Ranges, vague: bool) -> Node:
-    """One character as JSON writes it, with one spelling each. vague: none that would need escaping."""
-    plain = intersection(ranges, SAFE.ranges)
-    options: list[Node] = [Chars(plain)] if plain else []
-    if not vague:
-        codes = [code for low, high in intersection(ranges, ESCAPED) for code in range(low, high + 1)]
-        options += [Text(json.dumps(chr(code))[1:-1]) for code in codes]
-    if not options:
-        raise GrammarRefused("pattern: a character class without any character that JSON text can show")
-    return choice(options)
-
-
-def raw_chars(ranges: Ranges, vague: bool) -> Node:
-    """One character of plain text."""
-    if not ranges:
-        raise GrammarRefused("pattern: a character class without characters")
-    return Chars(ranges)
 
 
 def literal(value: Any, where: str) -> Node:

@@ -9,9 +9,7 @@ from typing import Any, Protocol
 
 from services.worker.grammar.schema import json_rules
 from services.worker.grammar.schema.ebnf import Chars, Node, Ref, Repeat, Seq, Text, choice, without
-from services.worker.grammar.schema.json_rules import COMMA, OBJECT, QUOTE, SAFE, STRING, VALUE, WS, json_chars
-from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.grammar.schema.regex_syntax import anywhere, parse
+from services.worker.grammar.schema.json_rules import COMMA, OBJECT, QUOTE, SAFE, STRING, VALUE, WS
 from services.worker.grammar.schema.schema_support import Schema, bounds, check_keywords, child, listing, mapping, names, refuse
 
 MAX_COUNTED_STATES = 2000
@@ -19,11 +17,14 @@ _COLON = Seq((WS, Text(":"), WS))
 
 
 class Builder(Protocol):
-    """What containers need of the builder of rules: nodes of their members, and rules of their own."""
+    """What containers need of the builder of rules: nodes of their members and of their keys, and rules of their own."""
 
     def node(self, schema: Any, path: str) -> Node: ...
 
     def define(self, node: Node) -> Ref: ...
+
+    def matching(self, pattern: str, path: str) -> Node:
+        """A string in which the pattern is found. Raises GrammarRefused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _extra_pair(builder: Builder, schema: Schema, path: str, properties: Mapping
     if "propertyNames" in limits:
         if declared:
             raise refuse(child(path, "propertyNames"), "not supported together with properties")
-        return _pair(_named(schema["propertyNames"], child(path, "propertyNames")), value)
+        return _pair(_named(builder, schema["propertyNames"], child(path, "propertyNames")), value)
     return _pair(_key_except(builder, set(declared)) if declared else STRING, value)
 
 
@@ -171,19 +172,12 @@ def _pattern_pair(builder: Builder, schema: Schema, path: str, properties: Mappi
         raise refuse(where, "supported with a single pattern only")
     for pattern, member in patterns.items():
         at = child(where, pattern)
-        key = Seq((QUOTE, _parsed(pattern, at), QUOTE))
+        key = builder.matching(pattern, at)
         for name in (*properties, *names(schema, "required", path)):
             if _found(pattern, name, at):
                 raise refuse(at, f"matches the declared property '{name}'")
         return _pair(builder.define(key), builder.node(member, at))
     raise AssertionError("patternProperties is not empty here")
-
-
-def _parsed(pattern: str, path: str) -> Node:
-    try:
-        return anywhere(parse(pattern, json_chars), SAFE)
-    except GrammarRefused as error:
-        raise refuse(path, str(error)) from None
 
 
 def _found(pattern: str, name: str, path: str) -> bool:
@@ -193,7 +187,7 @@ def _found(pattern: str, name: str, path: str) -> bool:
         raise refuse(path, f"pattern: {error}") from None
 
 
-def _named(schema: Any, path: str) -> Node:
+def _named(builder: Builder, schema: Any, path: str) -> Node:
     """A key that satisfies `propertyNames`."""
     found = check_keywords(schema, path)
     if "enum" in found or "const" in found:
@@ -208,7 +202,7 @@ def _named(schema: Any, path: str) -> Node:
     if "pattern" in found:
         if limits != ["pattern"] or not isinstance(found["pattern"], str):
             raise refuse(child(path, "pattern"), "must be a string, and stand alone")
-        return Seq((QUOTE, _parsed(found["pattern"], child(path, "pattern")), QUOTE))
+        return builder.matching(found["pattern"], child(path, "pattern"))
     return json_rules.string_of(*bounds(found, "minLength", "maxLength", path))
 
 

@@ -14,6 +14,7 @@ from services.worker.grammar.schema.formats import PATTERNS
 from services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, STRING, VALUE
 from services.worker.grammar.schema.number_ranges import import_rules, numeric_keywords
 from services.worker.grammar.schema.refusal import GrammarRefused
+from services.worker.grammar.schema.regex_rules import string_matching
 from services.worker.grammar.schema.schema_containers import array_node, object_node
 from services.worker.grammar.schema.schema_disjoint import disjoint
 from services.worker.grammar.schema.schema_support import (
@@ -74,6 +75,13 @@ class RuleBuilder:
         name = f"r{len(self.rules)}"
         self.rules[name] = node
         return Ref(name)
+
+    def matching(self, pattern: str, path: str) -> Node:
+        """A string in which the pattern is found. Raises GrammarRefused."""
+        try:
+            return string_matching(pattern)
+        except GrammarRefused as error:
+            raise refuse(path, str(error)) from None
 
     def build_referenced(self) -> None:
         while self._waiting:
@@ -156,15 +164,12 @@ class RuleBuilder:
             return self.define(json_rules.string_of(low, high))
         if len(kinds) > 1 or high is not None or low > (1 if kinds == ["format"] else 0):
             raise refuse(child(path, kinds[0]), "not supported together with other limits on the string")
-        return self.define(self._matching(schema, kinds[0], path))
+        return self.define(self._pattern_or_format(schema, kinds[0], path))
 
-    def _matching(self, schema: Schema, key: str, path: str) -> Node:
+    def _pattern_or_format(self, schema: Schema, key: str, path: str) -> Node:
         value = schema[key]
         if not isinstance(value, str):
             raise refuse(child(path, key), "must be a string")
         if key == "format" and value not in PATTERNS:
             raise refuse(child(path, key), f"'{value}' is not supported; supported are {', '.join(PATTERNS)}")
-        try:
-            return json_rules.string_matching(PATTERNS[value] if key == "format" else value)
-        except GrammarRefused as error:
-            raise refuse(child(path, key), str(error)) from None
+        return self.matching(PATTERNS[value] if key == "format" else value, child(path, key))

@@ -13,7 +13,8 @@ from services.worker.core.contracts.messages import PauseMode, Submit
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.grammar.compile.byte_cursor import ByteCursor
-from services.worker.grammar.compile.compiled import Compiled, GrammarCompiler
+from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.grammar_compiler import GrammarCompiler
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
 from services.worker.grammar.compile.grammar_source import prepare
 from services.worker.grammar.compile.trial import allowed_ids, try_out

@@ -1,4 +1,4 @@
-"""What one attention layer keeps of each token, and pools for layers that may differ."""
+"""Paged key/value memory: what each attention layer keeps of a token, and pools for layers that may differ."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kernels.contracts.ops import Kernels
-from services.worker.exec.pools.pools import KVPool
+
+
+class PoolTooSmall(ValueError):
+    """The memory left does not hold even one sequence's page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,28 @@ class LayerKV:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """Written on the forward stream alone.
+
+    keys, values: per layer, [pages, kv heads, page size, head_dim] in the model dtype. Every page id is usable."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.keys) == len(self.values), "each layer has keys and values"
+
+
 def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
     """Over all layers, keys and values."""
     return sum(layer.size for layer in layers) * dtype.itemsize
+
+
+def kv_pool_tokens(free_bytes: int, mem_fraction_static: float, token_bytes: int) -> int:
+    """Tokens that fit into mem_fraction_static of free_bytes, which is what is left after the weights."""
+    assert token_bytes > 0, "a token takes memory"
+    return max(0, int(free_bytes * mem_fraction_static)) // token_bytes
 
 
 def allocate(layers: Sequence[LayerKV], num_pages: int, page_size: int, dtype: torch.dtype, kernels: Kernels) -> KVPool:

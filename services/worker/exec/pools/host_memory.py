@@ -1,34 +1,8 @@
-"""Paged key/value memory, and how much of it fits this machine."""
+"""How much memory this machine has left for a process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
-
-
-class PoolTooSmall(ValueError):
-    """The memory left does not hold even one sequence's page."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVPool:
-    """Written on the forward stream alone.
-
-    keys, values: per layer, [pages, kv heads, page size, head_dim] in the model dtype. Every page id is usable."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-
-    def __post_init__(self) -> None:
-        assert len(self.keys) == len(self.values), "each layer has keys and values"
-
-
-def kv_pool_tokens(free_bytes: int, mem_fraction_static: float, bytes_per_token: int) -> int:
-    """Tokens that fit into mem_fraction_static of free_bytes, which is what is left after the weights."""
-    assert bytes_per_token > 0, "a token takes memory"
-    return max(0, int(free_bytes * mem_fraction_static)) // bytes_per_token
 
 
 def _read_int(path: Path) -> int | None:

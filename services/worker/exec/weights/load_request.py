@@ -1,0 +1,58 @@
+"""What is to be loaded, and where it shall run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kernels.contracts.ops import Kernels
+from kernels.contracts.step_ops import LayerKernels
+from kernels.cpu import load_kernels
+from services.worker.exec.weights.checkpoint import Checkpoint
+from services.worker.exec.weights.families import DecoderConfig
+from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.weights import DecoderWeights, load_weights
+
+WeightLoader = Callable[[Checkpoint, DecoderConfig, torch.dtype, Kernels, Callable[[str], None], LoadPhases], DecoderWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """Where a model shall run. kernels: of its dtype. weights: reads a decoder's, and counts as the phase "weights"."""
+
+    device: torch.device
+    kernels: Callable[[torch.dtype], LayerKernels]
+    weights: WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """dtype: auto, bfloat16, float16 or float32. context_len: tokens, None for the model's own. target: None for the CPU."""
+
+    folder: Path
+    dtype: str
+    page_size: int
+    context_len: int | None
+    num_threads: int
+    progress: Callable[[str], None]
+    phases: LoadPhases = field(default_factory=LoadPhases)
+    target: LoadTarget | None = None
+
+    def on_device(self) -> LoadTarget:
+        return self.target or LoadTarget(torch.device("cpu"), lambda dtype: load_kernels(self.num_threads, dtype), timed_weights)
+
+
+def timed_weights(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    progress: Callable[[str], None],
+    phases: LoadPhases,
+) -> DecoderWeights:
+    """A WeightLoader for a CPU: straight from the checkpoint."""
+    with phases.timed("weights"):
+        return load_weights(checkpoint, config, dtype, kernels, progress)
