@@ -276,8 +276,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "rows get their pages one token late",
             DecodePlanner._candidates,
-            "computed >= room",
-            "computed > room",
+            "room <= 0",
+            "room < 0",
             "beyond its pages",
         ),
         crowd,
@@ -286,8 +286,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "starts and counts are swapped",
             build_step,
-            "np.array(extends.counts + [1] * num_decode",
-            "np.array(extends.starts + [1] * num_decode",
+            "_before(extends.counts",
+            "_before(extends.starts",
             "a row ends where",
         ),
         crowd,

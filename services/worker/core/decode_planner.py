@@ -52,10 +52,9 @@ class DecodePlanner:
         if not more.all():
             requests = [r for r, m in zip(requests, more.tolist(), strict=True) if m]
             slots = slots[more]
-        computed, room = columns.computed[slots], table.memory.slots.num_pages[slots] * table.config.page_size
-        need = slots[computed >= room]
-        assert not len(need) or (computed <= room).all(), "a row was planned beyond its pages"
-        assert len(requests) == len(slots), "each row has a slot"
+        room = table.memory.slots.num_pages[slots] * table.config.page_size - columns.computed[slots]
+        need = slots[room <= 0]
+        assert not len(need) or room[room.argmin()] == 0, "a row was planned beyond its pages"
         return DecodeRows(requests, slots), need.astype(np.int32)
 
     def _make_room(self, now: float, flight_step: int, step_id: int) -> tuple[DecodeRows, NDArray[np.int32]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,10 @@ from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.queue.request import Request
 from services.worker.core.queue.request_columns import SlotColumns
 
+T = TypeVar("T", bound=np.generic)
+
 _NONE: I32 = np.empty(0, dtype=np.int32)
+_NO_LOGPROBS: I32 = np.empty((0, 3), dtype=np.int32)
 _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, (True, True): ForwardMode.MIXED}
 
 
@@ -95,22 +100,22 @@ NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
 def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: PageTableUpdates) -> Step:
     num_extend, num_decode = len(extends.requests), len(decodes.requests)
     extend_slots = [r.lease.slot for r in extends.requests if r.lease]
-    assert len(set(extend_slots)) == num_extend, "each extend row has a slot of its own"
     assert len(decodes.slots) == num_decode, "each decode row has a slot"
-    slots = np.concatenate([np.array(extend_slots, dtype=np.int64), decodes.slots])
-    starts = np.concatenate([np.array(extends.starts, dtype=np.int64), columns.computed[decodes.slots] - 1])
-    sample = np.array(extends.sample + [True] * num_decode, dtype=np.bool_)
-    logprobs = np.array(extends.logprobs, dtype=np.int32).reshape(-1, 3)
+    slots = _before(extend_slots, decodes.slots)
+    starts = _before(extends.starts, columns.computed[decodes.slots] - 1)
+    ones = np.ones(num_decode, dtype=np.int32) if num_decode else _NONE
+    sample = _before(extends.sample, ones.astype(np.bool_))
+    logprobs = np.array(extends.logprobs, dtype=np.int32) if extends.logprobs else _NO_LOGPROBS
     plan = BatchPlan(
         step_id=step_id,
         mode=_MODES[bool(num_extend), bool(num_decode)],
         num_extend=num_extend,
         slots=slots.astype(np.int32),
         starts=starts.astype(np.int32),
-        num_tokens=np.array(extends.counts + [1] * num_decode, dtype=np.int32),
+        num_tokens=_before(extends.counts, ones),
         input_ids=np.concatenate(extends.input_ids) if extends.input_ids else _NONE,
         sample=sample,
-        mask_rows=np.flatnonzero(columns.masked[slots] & sample).astype(np.int32),
+        mask_rows=(columns.masked[slots] & sample).nonzero()[0].astype(np.int32),
         prompt_logprob_rows=logprobs[:, 0].copy(),
         prompt_logprob_offsets=logprobs[:, 1].copy(),
         prompt_logprob_nexts=logprobs[:, 2].copy(),
@@ -120,10 +125,19 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         table_counts=updates.counts,
         table_pages=updates.pages,
     )
-    assert len(plan.input_ids) == sum(extends.counts), "a token for every position of the extend rows"
     assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "columns of one step are of one length"
     if num_extend:
-        ends = (starts + plan.num_tokens)[:num_extend]
-        assert (ends == columns.computed[slots[:num_extend]]).all(), "a row ends where its slot is planned to"
+        assert len(set(extend_slots)) == num_extend, "each extend row has a slot of its own"
+        assert len(plan.input_ids) == sum(extends.counts), "a token for every position of the extend rows"
+        ends = plan.starts[:num_extend] + plan.num_tokens[:num_extend]
+        assert ends.tolist() == columns.computed[slots[:num_extend]].tolist(), "a row ends where its slot is planned to"
     assert len(updates.slots) == len(updates.firsts) == len(updates.counts) <= len(updates.pages), "an update has a page"
     return Step(plan, extends.requests + decodes.requests, columns.epoch[slots])
+
+
+def _before(values: Sequence[int], rest: NDArray[T]) -> NDArray[T]:
+    """Extend rows come first: the values, as rest's type, and then rest. A step of decode rows alone copies nothing."""
+    if not values:
+        return rest
+    first = np.array(values, dtype=rest.dtype)
+    return np.concatenate([first, rest]) if len(rest) else first

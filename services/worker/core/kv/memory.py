@@ -188,6 +188,8 @@ class KVMemory:
         """What was written to page tables since the last call, in order."""
         if not self._updates:
             return PageTableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
+        if len(self._updates) == 1:
+            return PageTableUpdates(*self._updates.pop())
         columns = [np.concatenate(part) for part in zip(*self._updates, strict=True)]
         self._updates.clear()
         return PageTableUpdates(*columns)

@@ -18,21 +18,16 @@ class TokenToKVPool:
         self.num_pages = num_pages
         self._stack: I32 = np.arange(num_pages, dtype=np.int32)[::-1].copy()
         self.num_free = num_pages
-        self._is_free = np.ones(num_pages, dtype=np.bool_)
 
     def alloc(self, count: int) -> I32:
         """int32[count]. Asks for no more than num_free."""
         assert 0 <= count <= self.num_free, "allocation beyond the pool"
         self.num_free -= count
-        pages = self._stack[self.num_free : self.num_free + count][::-1].copy()
-        self._is_free[pages] = False
-        return pages
+        return self._stack[self.num_free : self.num_free + count][::-1].copy()
 
     def free(self, pages: I32) -> None:
         end = self.num_free + len(pages)
-        assert end <= self.num_pages, "more pages were freed than there are"
-        assert not self._is_free[pages].any(), "a page was freed twice"
-        self._is_free[pages] = True
+        assert end <= self.num_pages, "a page was freed twice"
         self._stack[self.num_free : end] = pages
         self.num_free = end
 

@@ -45,10 +45,11 @@ class SlotColumns:
     def begin(self, slot: int, request: Request, num_cached: int) -> None:
         """Fills the slot's row for a request that is being admitted with `num_cached` tokens of KV."""
         outputs = len(request.output_ids)
-        assert 0 <= num_cached < request.num_prompt_tokens + outputs, "whoever is admitted has a token to compute"
+        target = request.num_prompt_tokens + outputs
+        assert 0 <= num_cached < target, "whoever is admitted has a token to compute"
         assert request.num_sent <= outputs, "a front end was told more than there is"
         self.computed[slot] = self.committed[slot] = num_cached
-        self.target[slot] = request.num_prompt_tokens + outputs
+        self.target[slot] = target
         self.planned_out[slot] = self.num_out[slot] = outputs
         self.sent[slot] = request.num_sent
         self.max_new[slot] = request.params.max_new_tokens
@@ -65,7 +66,8 @@ class SlotColumns:
         strings = bool(params.stop or params.stop_regex)
         self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or params.embedding is not None
         self.stop_ids[slot] = -1
-        self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
+        if ids:
+            self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
 
     def end(self, slot: int) -> None:
         assert self.committed[slot] <= self.computed[slot], "a step was committed that was not planned"

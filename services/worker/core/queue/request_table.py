@@ -262,8 +262,8 @@ class RequestTable:
     @property
     def _adds_up(self) -> bool:
         """waiting + running = all, running + free slots = slots."""
-        running, slots = self.num_running, self.memory.slots
-        return self.num_waiting + running == len(self.by_key) and running + slots.num_free == len(slots.num_pages)
+        running = len(self.extending) + len(self.decoding)
+        return len(self.waiting) + len(self.gate) + running == len(self.by_key) and running == self.memory.slots.num_leased
 
     def _release(self, request: Request) -> None:
         lease = request.lease
