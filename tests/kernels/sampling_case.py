@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.contracts.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
 from kernels.reference import sampling
-from kernels.reference.draws import draw_token, support
+from kernels.reference.draws import draw_token, support, tempered
 
 ALWAYS = (1 << 31) - 1
 POISON = 777.0
@@ -31,6 +31,7 @@ class Asked:
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     seed: int = 0
     repetition: float = 1.0
     frequency: float = 0.0
@@ -65,13 +66,14 @@ def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
         "top_k": chance.choice([-1, -1, -1, 0, 1, 2, 3, 20, 50, vocab_size - 1, vocab_size, vocab_size + 7]),
         "top_p": chance.choice([1.0, 1.0, 1.0, 1e-6, 0.015625, 0.3, 0.5, 0.90625, 0.999]),
         "min_p": chance.choice([0.0, 0.0, 0.0, 0.05, 0.125, 1.0]),
+        "top_n_sigma": chance.choice([0.0, 0.0, 0.0, 0.0, 0.01, 0.5, 1.0, 2.0, 1e6]),
         "seed": chance.getrandbits(64),
     }
 
 
 def could_be(logits: Tensor, asked: Asked, position: int) -> set[int]:
     """The tokens that rounding at a boundary can lead to. logits: float32[V], edited."""
-    scaled = (logits - logits.max()) / float(np.float32(asked.temperature))
+    scaled = tempered(logits, float(np.float32(asked.temperature)), float(np.float32(asked.top_n_sigma)))
     uniform, found = sampling.uniform(asked.seed, position), set()
     for step in (-NEAR, 0.0, NEAR):
         top_p = min(asked.top_p + step, 1.0) if asked.top_p < 1 else 1.0
@@ -125,6 +127,7 @@ def _admit(table: SlotTable, slot: int, one: Asked, vocab_size: int) -> None:
         SlotColumn.TEMPERATURE: one.temperature,
         SlotColumn.TOP_P: one.top_p,
         SlotColumn.MIN_P: one.min_p,
+        SlotColumn.TOP_N_SIGMA: one.top_n_sigma,
         SlotColumn.REPETITION: one.repetition,
         SlotColumn.FREQUENCY: one.frequency,
         SlotColumn.PRESENCE: one.presence,
