@@ -110,6 +110,7 @@ DRAWS: dict[str, Params] = {
     "top-p 0.9": {"TEMPERATURE": 1.0, "TOP_P": 0.9},
     "top-p 0.9 of a flat row": {"TEMPERATURE": SPREAD, "TOP_P": 0.9},
     "temperature 0.6": {"TEMPERATURE": 0.6},
+    "top-n-sigma 1": {"TEMPERATURE": 1.0, "TOP_N_SIGMA": 1.0},
 }
 PENALTIES: Params = {"EDITED_UNTIL": ALWAYS, "COUNTS": 1, "REPETITION": 1.1, "FREQUENCY": 0.1, "PRESENCE": 0.2}
 

@@ -3,8 +3,8 @@ module, kernels.triton and kernels.cpu as objects. n rows of logits, V tokens of
 unless said otherwise.
 
 Order per row: repetition, frequency and presence penalties, further losses
-(DRY), logit bias, stop tokens before min_new_tokens, sets of tokens and the grammar's mask, temperature, top-k,
-top-p, min-p, draw.
+(DRY), logit bias, stop tokens before min_new_tokens, sets of tokens and the grammar's mask, temperature,
+top-n-sigma, top-k, top-p, min-p, draw.
 No call allocates, and none but measure_logprobs depends on anything but its tensors: all can be captured in a CUDA graph.
 """
 
@@ -35,6 +35,7 @@ class SlotColumn(enum.IntEnum):
     NUM_STOPS = 12
     COUNTS = 13  # 1: the slot's row of `counts` is kept and used
     WORDS = 14  # 1: the slot's row of `words` is used
+    TOP_N_SIGMA = 15  # float; 0: all
     WIDTH = 16
 
 
@@ -111,12 +112,18 @@ class SampleKernels(Protocol):
     ) -> None:
         """tokens, faults: int32[n], filled. Reads each row from edited if edit_logits has filled it, else from logits.
 
-        Greedy rows: the maximum, of equals the lowest id. Others: temperature, top-k (below 1: all; of equals the lowest
-        ids stay), top-p of what is left (1 cuts nothing), min-p relative to the likeliest (0 cuts nothing); then the first
-        id, in ascending order of what is left, whose cumulated mass exceeds the uniform number times the whole. That number
-        is a function of seed and position alone, kernels.reference.sampling.uniform. A fault (RowFault.NAN_LOGITS: the raw
-        maximum is NaN or infinite; NO_TOKEN_ALLOWED: the edited one is) makes the token 0. Else relay int64[S] gets the
-        token at the row's slot, and counts[slot, token] one more where the slot has COUNTS (it stays at MAX_COUNT).
+        Greedy rows: the maximum, of equals the lowest id. Others: temperature, top-n-sigma (0 cuts nothing), top-k (below 1:
+        all; of equals the lowest ids stay), top-p of what is left (1 cuts nothing), min-p relative to the likeliest (0 cuts
+        nothing); then the first id, in ascending order of what is left, whose cumulated mass exceeds the uniform number times
+        the whole. That number is a function of seed and position alone, kernels.reference.sampling.uniform. A fault
+        (RowFault.NAN_LOGITS: the raw maximum is NaN or infinite; NO_TOKEN_ALLOWED: the edited one is) makes the token 0. Else
+        relay int64[S] gets the token at the row's slot, and counts[slot, token] one more where the slot has COUNTS (it stays at
+        MAX_COUNT).
+
+        Top-n-sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", 2024) keeps each x with (max - x) / TEMPERATURE <=
+        TOP_N_SIGMA * sigma / TEMPERATURE: the maximum and its equals always, and at any temperature the same tokens, but for
+        these quotients' rounding. sigma: the standard deviation of the row's finite logits as edited, over their whole number.
+        Its sums are of float64, so that sigma, a float32, is the same wherever it is computed; all else is of float32.
         """
 
     def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:

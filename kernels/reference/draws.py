@@ -45,10 +45,20 @@ def _nucleus_of_all(logits: Tensor, top_p: float) -> Tensor:
     return _nucleus(logits, torch.arange(size), total, top_p)[0]
 
 
+def tempered(logits: Tensor, temperature: float, top_n_sigma: float) -> Tensor:
+    """float32[V]: how far each logit lies from the greatest, divided by the temperature; -inf where top-n-sigma, if above 0,
+    takes it. The greatest is finite."""
+    scaled = (logits - logits.max()) / temperature  # the peak first: a tiny temperature must not overflow
+    if top_n_sigma <= 0.0:
+        return scaled
+    sigma = logits[logits.isfinite()].double().std(correction=0).float()
+    return scaled.masked_fill(scaled < -(sigma * top_n_sigma / temperature), -torch.inf)
+
+
 def support(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor | None:
     """Ascending ids that survive top-k, then top-p of what is left, then min-p relative to the likeliest. None: all.
 
-    logits: float32[V], temperature applied. top_k below 1, top_p of 1 and min_p of 0 cut nothing.
+    logits: float32[V], tempered. top_k below 1, top_p of 1 and min_p of 0 cut nothing.
     """
     ids: Tensor | None = None
     if 0 < top_k < len(logits):

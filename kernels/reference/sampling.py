@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.contracts.row_fault import RowFault
 from kernels.contracts.sample_ops import MAX_COUNT, Measured, SampleRows, SlotColumn, SlotTable
-from kernels.reference.draws import draw_token, support
+from kernels.reference.draws import draw_token, support, tempered
 
 UINT64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -103,7 +103,7 @@ def _drawn(x: Tensor, position: int, params: SlotParams) -> int:
     temperature = params.real(SlotColumn.TEMPERATURE)
     if temperature == 0:
         return int(x.argmax())
-    scaled = (x - x.max()) / temperature  # the peak first: a tiny temperature must not overflow
+    scaled = tempered(x, temperature, params.real(SlotColumn.TOP_N_SIGMA))
     top_p, min_p = params.real(SlotColumn.TOP_P), params.real(SlotColumn.MIN_P)
     return draw_token(scaled, support(scaled, params.number(SlotColumn.TOP_K), top_p, min_p), uniform(params.seed, position))
 

@@ -69,6 +69,13 @@ SCALARS = (
     _number("top_p", SMALLEST_POSITIVE, 1.0, 1.0, "The likeliest tokens that together are so probable.", of_model=True),
     _integer(_everywhere("top_k"), "top_k", -1, 1 << 30, "So many likeliest tokens; 0 or -1: all.", -1, (-1, 0), of_model=True),
     _number("min_p", 0.0, 1.0, 0.0, "Tokens that are so probable, measured by the likeliest one.", of_model=True),
+    _number(
+        "top_n_sigma",
+        0.0,
+        1e6,
+        0.0,
+        "Tokens whose logit lies within *n* standard deviations of the greatest; before `top_k`, `top_p` and `min_p`; 0: all.",
+    ),
     _number("repetition_penalty", SMALLEST_POSITIVE, 2.0, 1.0, "A factor against tokens of prompt and answer.", of_model=True),
     _number("frequency_penalty", -2.0, 2.0, 0.0, "Against tokens of the answer, for each time that they are in it."),
     _number("presence_penalty", -2.0, 2.0, 0.0, "Against tokens of the answer."),

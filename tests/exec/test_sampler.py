@@ -42,8 +42,10 @@ def sample_one(sampler: Sampling, logits: list[float], position: int = 10, slot:
     return int(result.tokens[0])
 
 
-def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
+def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float, top_n_sigma: float = 0.0) -> set[int]:
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if top_n_sigma > 0:
+        order = [token for token in order if logits[token] >= logits.max() - top_n_sigma * logits.std()]
     kept = order[:top_k] if top_k > 0 else order
     chances = np.exp(logits[kept] - logits.max())
     chances /= chances.sum()
@@ -87,8 +89,10 @@ def test_top_k_takes_the_lowest_of_equals() -> None:
         SamplingParams(8, temperature=1.5, top_k=4, seed=5),
         SamplingParams(8, temperature=1.0, top_p=0.8, seed=6),
         SamplingParams(8, temperature=1.0, min_p=0.2, seed=2**64 - 1),
+        SamplingParams(8, temperature=2.0, top_n_sigma=1.25, seed=7),
+        SamplingParams(8, temperature=2.0, top_n_sigma=1.25, top_p=0.6, seed=8),
     ],
-    ids=["plain", "cold", "top-k", "top-p", "min-p"],
+    ids=["plain", "cold", "top-k", "top-p", "min-p", "top-n-sigma", "top-n-sigma-top-p"],
 )
 def test_draws_follow_the_distribution(kernels: SampleKernels, params: SamplingParams) -> None:
     sampler, draws = sampler_of(kernels, params), 4000
@@ -97,7 +101,7 @@ def test_draws_follow_the_distribution(kernels: SampleKernels, params: SamplingP
         positions = np.arange(first, first + 4, dtype=np.int32)
         counts.update(sampler.sample(torch.tensor([LOGITS] * 4), np.zeros(4, np.int32), positions).tokens.tolist())
     scaled = np.array(LOGITS) / params.temperature
-    kept = expected_support(scaled, params.top_k, params.top_p, params.min_p)
+    kept = expected_support(scaled, params.top_k, params.top_p, params.min_p, params.top_n_sigma)
     chances = np.where([i in kept for i in range(len(LOGITS))], np.exp(scaled), 0.0)
     chances /= chances.sum()
     assert set(counts) <= kept

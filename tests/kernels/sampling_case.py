@@ -1,10 +1,12 @@
-"""What a call of the sampling kernels is given: rows, what their slots ask for, and what the call leaves."""
+"""What a call of the sampling kernels is given: rows, what their slots ask for, and what the call leaves. What is drawn at random
+for the tests of any back end, and what rounding can lead to, is here alone."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from kernels.contracts.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
 from kernels.reference import sampling
+from kernels.reference.draws import draw_token, support, tempered
 
 ALWAYS = (1 << 31) - 1
 POISON = 777.0
+NEAR = 2e-6  # of a boundary between two tokens: masses are rounded differently
 Columns = TypeVar("Columns", SampleRows, SlotTable)
 
 
@@ -27,6 +31,7 @@ class Asked:
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     seed: int = 0
     repetition: float = 1.0
     frequency: float = 0.0
@@ -52,6 +57,29 @@ class Row:
     position: int = 10
     mask: Sequence[int] | None = None
     losses: Mapping[int, float] = field(default_factory=dict)
+
+
+def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
+    """How a slot's token is drawn: fields that Asked and the core's SamplingParams call the same."""
+    return {
+        "temperature": chance.choice([0.0, 0.0, 0.25, 0.5, 0.7, 1.0, 2.0, 3.0, 1e-9, 2.0**-30]),
+        "top_k": chance.choice([-1, -1, -1, 0, 1, 2, 3, 20, 50, vocab_size - 1, vocab_size, vocab_size + 7]),
+        "top_p": chance.choice([1.0, 1.0, 1.0, 1e-6, 0.015625, 0.3, 0.5, 0.90625, 0.999]),
+        "min_p": chance.choice([0.0, 0.0, 0.0, 0.05, 0.125, 1.0]),
+        "top_n_sigma": chance.choice([0.0, 0.0, 0.0, 0.0, 0.01, 0.5, 1.0, 2.0, 1e6]),
+        "seed": chance.getrandbits(64),
+    }
+
+
+def could_be(logits: Tensor, asked: Asked, position: int) -> set[int]:
+    """The tokens that rounding at a boundary can lead to. logits: float32[V], edited."""
+    scaled = tempered(logits, float(np.float32(asked.temperature)), float(np.float32(asked.top_n_sigma)))
+    uniform, found = sampling.uniform(asked.seed, position), set()
+    for step in (-NEAR, 0.0, NEAR):
+        top_p = min(asked.top_p + step, 1.0) if asked.top_p < 1 else 1.0
+        kept = support(scaled, asked.top_k, top_p, float(np.float32(asked.min_p)))
+        found |= {draw_token(scaled, kept, min(max(uniform + turn, 0.0), 1.0)) for turn in (-NEAR, 0.0, NEAR)}
+    return found
 
 
 def words_of(tokens: Sequence[int], vocab_size: int) -> Tensor:
@@ -99,6 +127,7 @@ def _admit(table: SlotTable, slot: int, one: Asked, vocab_size: int) -> None:
         SlotColumn.TEMPERATURE: one.temperature,
         SlotColumn.TOP_P: one.top_p,
         SlotColumn.MIN_P: one.min_p,
+        SlotColumn.TOP_N_SIGMA: one.top_n_sigma,
         SlotColumn.REPETITION: one.repetition,
         SlotColumn.FREQUENCY: one.frequency,
         SlotColumn.PRESENCE: one.presence,

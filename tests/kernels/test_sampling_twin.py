@@ -4,6 +4,7 @@ hand, row for row and step for step; and what each does with faults, counts and 
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.sampling.dry import Repeats
 from services.worker.exec.sampling.token_sets import token_words
 from tests.exec.sampling import Sampling, sample_kernels
-from tests.kernels.sampling_case import ALWAYS, Asked, Row, rows_of, sampled, table_of, uniforms
+from tests.kernels.sampling_case import ALWAYS, Asked, Row, random_cuts, rows_of, sampled, table_of, uniforms
 
 CPU = torch.device("cpu")
 SLOTS, STEPS, PROMPT = 40, 10, 5
@@ -31,16 +32,11 @@ def kernels(request: pytest.FixtureRequest) -> SampleKernels:
 
 
 def random_params(chance: random.Random, vocab_size: int) -> SamplingParams:
-    """Reals are multiples of 1 / 64, which float32 holds."""
     some = [chance.randrange(vocab_size) for _ in range(chance.randrange(1, 6))]
     penalized = chance.random() < 0.4
     return SamplingParams(
         max_new_tokens=99,
-        temperature=chance.choice([0.0, 0.0, 0.5, 1.0, 2.0, 2.0**-30]),
-        top_k=chance.choice([-1, -1, 1, 2, 20, vocab_size, vocab_size + 7]),
-        top_p=chance.choice([1.0, 1.0, 0.015625, 0.5, 0.90625]),
-        min_p=chance.choice([0.0, 0.0, 0.125, 1.0]),
-        seed=chance.getrandbits(64),
+        **random_cuts(chance, vocab_size),
         repetition_penalty=chance.choice([1.0, 1.25, 0.5]) if penalized else 1.0,
         frequency_penalty=chance.choice([0.0, 0.5, -0.25]) if penalized else 0.0,
         presence_penalty=chance.choice([0.0, 0.75]) if penalized else 0.0,
@@ -58,8 +54,10 @@ def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
     words = token_words(params.allowed_token_ids, params.banned_token_ids, vocab_size)
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")
     return Asked(
-        params.temperature, params.top_k, params.top_p, params.min_p, params.seed,
-        params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+        **{field.name: getattr(params, field.name) for field in fields(Asked) if hasattr(params, field.name)},
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
         biases=params.logit_bias,
         stops=slot.stop_token_ids,
         stopped_until=slot.num_prompt_tokens + params.min_new_tokens if params.min_new_tokens else 0,
@@ -67,7 +65,7 @@ def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
         seen=tuple(history[: slot.num_prompt_tokens]),
         outputs={token: outputs.count(token) for token in outputs},
         allowed=np.flatnonzero(bits).tolist() if limited else None,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [1, 33, 257, 1000])

@@ -19,24 +19,11 @@ from torch import Tensor
 from kernels.contracts.row_fault import RowFault
 from kernels.contracts.sample_ops import MAX_COUNT, SEEN
 from kernels.reference import sampling as sampling_twin
-from kernels.reference.draws import draw_token, support
 from kernels.triton.sampling.sampling import TritonSampling
 from kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
-from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of, uniforms
+from tests.kernels.sampling_case import Asked, Left, Row, could_be, random_cuts, rows_of, sampled, table_of, uniforms
 
-NEAR = 2e-6
 WIDE = 5000  # more tokens than candidates can be
-
-
-def could_be(logits: Tensor, asked: Asked, position: int) -> set[int]:
-    """The tokens that float rounding at a boundary can lead to."""
-    scaled = (logits - logits.max()) / float(np.float32(asked.temperature))
-    uniform, found = sampling_twin.uniform(asked.seed, position), set()
-    for step in (-NEAR, 0.0, NEAR):
-        top_p = min(asked.top_p + step, 1.0) if asked.top_p < 1 else 1.0
-        kept = support(scaled, asked.top_k, top_p, float(np.float32(asked.min_p)))
-        found |= {draw_token(scaled, kept, min(max(uniform + turn, 0.0), 1.0)) for turn in (-NEAR, 0.0, NEAR)}
-    return found
 
 
 def compared(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> tuple[Left, int]:
@@ -74,11 +61,7 @@ def noise(rows: int, vocab_size: int, seed: int = 0) -> Tensor:
 
 def random_asked(chance: random.Random, vocab_size: int) -> Asked:
     return Asked(
-        chance.choice([0.0, 0.25, 0.7, 1.0, 3.0, 1e-9]),
-        chance.choice([-1, 0, 1, 3, 50, vocab_size - 1, vocab_size, vocab_size + 9]),
-        chance.choice([1.0, 1.0, 1e-6, 0.3, 0.9, 0.999]),
-        chance.choice([0.0, 0.0, 0.05, 1.0]),
-        chance.getrandbits(64),
+        **random_cuts(chance, vocab_size),
         counted=chance.random() < 0.3,
         presence=1.0,
         outputs={chance.randrange(vocab_size): 3},

@@ -1,4 +1,4 @@
-// Drawing tokens: temperature, top-k, top-p, min-p and the inverse of the cumulated mass; and the likeliest one.
+// Drawing tokens: temperature, top-n-sigma, top-k, top-p, min-p and the inverse of the cumulated mass; and the likeliest one.
 
 #include "draw.h"
 
@@ -22,19 +22,20 @@ struct Row {
     std::vector<float> mass, highest;
     std::vector<double> sums;
     double total = 0.0;
+    float peak = kNone;
 };
 
 void weigh(Row& row, float temperature) {
     const int64_t blocks = (row.size + kBlock - 1) / kBlock;
     row.mass.resize(row.size), row.highest.resize(blocks), row.sums.resize(blocks);
-    float peak = kNone;
+    row.peak = kNone;
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t end = std::min(row.size, (block + 1) * kBlock);
         float most = kNone;
 #pragma omp simd reduction(max : most)
         for (int64_t i = block * kBlock; i < end; ++i) most = row.x[i] > most ? row.x[i] : most;
         row.highest[block] = most;
-        peak = std::max(peak, most);
+        row.peak = std::max(row.peak, most);
     }
     row.total = 0.0;
     for (int64_t block = 0; block < blocks; ++block) {
@@ -42,7 +43,40 @@ void weigh(Row& row, float temperature) {
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = block * kBlock; i < end; ++i) {
-            row.mass[i] = exponential((row.x[i] - peak) / temperature);
+            row.mass[i] = exponential((row.x[i] - row.peak) / temperature);
+            sum += row.mass[i];
+        }
+        row.sums[block] = sum;
+        row.total += sum;
+    }
+}
+
+// The standard deviation of the finite logits; no other than -inf is not finite.
+float sigma_of(const float* x, int64_t size) {
+    double sum = 0.0, squares = 0.0;
+    int64_t number = 0;
+#pragma omp simd reduction(+ : sum, number)
+    for (int64_t i = 0; i < size; ++i) {
+        sum += x[i] > kNone ? static_cast<double>(x[i]) : 0.0;
+        number += x[i] > kNone;
+    }
+    const double mean = sum / static_cast<double>(number);
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < size; ++i) {
+        const double away = x[i] > kNone ? static_cast<double>(x[i]) - mean : 0.0;
+        squares += away * away;
+    }
+    return static_cast<float>(std::sqrt(squares / static_cast<double>(number)));
+}
+
+// Top-n-sigma: what lies below loses its mass.
+void keep_near(Row& row, const Rule& rule) {
+    const float least = -(rule.top_n_sigma * sigma_of(row.x, row.size) / rule.temperature);
+    row.total = 0.0;
+    for (int64_t block = 0; block < static_cast<int64_t>(row.sums.size()); ++block) {
+        float sum = 0.0f;
+        for (int64_t i = block * kBlock; i < std::min(row.size, (block + 1) * kBlock); ++i) {
+            if ((row.x[i] - row.peak) / rule.temperature < least) row.mass[i] = 0.0f;
             sum += row.mass[i];
         }
         row.sums[block] = sum;
@@ -133,6 +167,7 @@ int64_t draw_row(const float* x, int64_t size, const Rule& rule) {
     row.x = x;
     row.size = size;
     weigh(row, rule.temperature);
+    if (rule.top_n_sigma > 0.0f) keep_near(row, rule);
     const bool ranked = rule.top_k > 0 && rule.top_k < size;
     return ranked || rule.top_p < 1.0f || rule.min_p > 0.0f ? draw_filtered(row, rule) : draw_from_all(row, rule.uniform);
 }

@@ -5,9 +5,10 @@
 
 namespace rootstock {
 
-// How a row is drawn from. Order: temperature, top-k, top-p of what is left, min-p.
+// How a row is drawn from. Order: temperature, top-n-sigma, top-k, top-p of what is left, min-p.
 struct Rule {
     float temperature;  // above 0
+    float top_n_sigma;  // 0: all
     int64_t top_k;      // below 1: all
     float top_p, min_p;
     double uniform;  // in [0, 1): the draw is the first id whose cumulated mass exceeds uniform times the whole

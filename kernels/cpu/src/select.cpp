@@ -48,7 +48,8 @@ Choice choose(const float* logits, const float* edited, int64_t size, const Slot
     const float temperature = slot.real(kTemperature);
     if (!(temperature > 0.0f)) return {best, 0};
     const double uniform = uniform_of(seed_of(slot), position);
-    return {draw_row(source, size, {temperature, slot.number(kTopK), slot.real(kTopP), slot.real(kMinP), uniform}), 0};
+    const Rule rule{temperature, slot.real(kTopNSigma), slot.number(kTopK), slot.real(kTopP), slot.real(kMinP), uniform};
+    return {draw_row(source, size, rule), 0};
 }
 
 }  // namespace

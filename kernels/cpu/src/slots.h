@@ -9,7 +9,7 @@ namespace rootstock {
 // Columns of the parameters, as kernels.contracts.sample_ops.SlotColumn has them.
 enum Column : int {
     kSeedLow, kSeedHigh, kTemperature, kTopK, kTopP, kMinP, kRepetition, kFrequency, kPresence,
-    kEditedUntil, kStoppedUntil, kNumBiases, kNumStops, kCounts, kWords, kWidth = 16
+    kEditedUntil, kStoppedUntil, kNumBiases, kNumStops, kCounts, kWords, kTopNSigma, kWidth = 16
 };
 
 constexpr int32_t kMaxCount = (1 << 15) - 1;  // the lower 15 bits of a count: how often the token stands in the output

@@ -31,8 +31,8 @@ from kernels.triton.sampling.select_keys import (
     real_param,
     uniform_of,
 )
-from kernels.triton.sampling.select_peaks import ROW_COLUMNS
-from kernels.triton.sampling.select_rounds import first_bracket, first_pivots, is_finite, row_of
+from kernels.triton.sampling.select_peaks import ROW_COLUMNS, is_finite
+from kernels.triton.sampling.select_rounds import first_bracket, first_pivots, row_of, sigma_key
 from kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
 from kernels.triton.sampling.select_wide import cut_row, walk
 
@@ -43,9 +43,12 @@ COUNT_BITS = tl.constexpr(MAX_COUNT)
 
 
 @triton.jit
-def candidate_bound(params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, GROUPS: tl.constexpr):
+def candidate_bound(
+    params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, near, GROUPS: tl.constexpr
+):  # fmt: skip
     """(high, whole): a key within which all tokens are that can be left, below 0 where these are more than CANDIDATES; and the
-    row's mass, of a NUCLEUS. A top-k is bounded by as many groups' maxima, or a few more."""
+    row's mass, of a NUCLEUS. A top-k is bounded by as many groups' maxima, or a few more. near: the last key that top-n-sigma
+    leaves."""
     whole = tl.zeros((), tl.int64)
     high = tl.full((), -1, tl.int32)
     if kind == LIKELIEST:
@@ -58,21 +61,21 @@ def candidate_bound(params, slot, kind, counts, masses, group_tops, num_groups, 
         whole = tl.max(weighed)
         goal = nucleus_goal(whole, real_param(params, slot, TOP_P))
         found = tl.load(counts + tl.arange(0, PIVOTS))
-        _, bound, _, _, number, _ = first_bracket(first_pivots(), found, weighed, 1, goal)
+        _, bound, _, _, number, _ = first_bracket(first_pivots(near), found, weighed, 1, goal)
         if number <= CANDIDATES:
             high = bound
-    return high, whole
+    return tl.minimum(high, near), whole
 
 
 @triton.jit
 def draw_row(
-    source, params, slot, kind, peak, position, group_tops, tile_masses, counts, masses, pivots, near_groups, keys, ids,
+    source, params, slot, kind, peak, near, position, group_tops, tile_masses, counts, masses, pivots, near_groups, keys, ids,
     vocab_size, num_groups, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, TALLIES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that is not greedy."""
+    """The token of a row that is not greedy. near: the last key that top-n-sigma leaves."""
     temperature = real_param(params, slot, TEMPERATURE)
     uniform = uniform_of(int_param(params, slot, SEED_LOW), int_param(params, slot, SEED_HIGH), position)
-    high, whole = candidate_bound(params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, GROUPS)
+    high, whole = candidate_bound(params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, near, GROUPS)
     number = tl.zeros((), tl.int32) + (CANDIDATES + 1)
     if high >= 0:
         number = gather(source, group_tops, num_groups, vocab_size, peak, temperature, high, near_groups, keys, ids, GROUPS)
@@ -86,7 +89,7 @@ def draw_row(
         begin = tl.zeros((), tl.int32)
         passed = tl.zeros((), tl.int64)
         drawn = tl.zeros((), tl.int64)
-        limit = min_p_key(real_param(params, slot, MIN_P))
+        limit = tl.minimum(near, min_p_key(real_param(params, slot, MIN_P)))
         quota = tl.zeros((), tl.int64) + vocab_size
         if kind == WHOLE:
             tiles = tl.arange(0, TALLIES)
@@ -96,7 +99,9 @@ def draw_row(
             passed = tl.sum(tl.where(tiles < tally, each, 0))
             begin = tally * (TALLY_TILE // TILE)
         else:
-            limit, quota, total = cut_row(source, vocab_size, peak, temperature, params, slot, kind, counts, masses, pivots, TILE)
+            limit, quota, total = cut_row(
+                source, vocab_size, peak, temperature, near, params, slot, kind, counts, masses, pivots, TILE
+            )
             drawn = drawn_mass(uniform, total)
         token = walk(source, begin, passed, drawn, limit, quota, vocab_size, peak, temperature, TILE)
     return token
@@ -114,7 +119,7 @@ def count_token(counts, params, slot, token, vocab_size):
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=[*ROW_COLUMNS, "tokens", "faults"])
 def draw_kernel(
     tokens, faults, relay, seen, logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, raw_tops, top_ids,
-    group_tops, tile_masses, counts, masses, pivots, near_groups, candidate_keys, candidate_ids, vocab_size, num_groups,
+    spreads, group_tops, tile_masses, counts, masses, pivots, near_groups, candidate_keys, candidate_ids, vocab_size, num_groups,
     max_parts, num_parts, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, PARTS: tl.constexpr, TALLIES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -140,8 +145,9 @@ def draw_kernel(
         else:
             source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
             sums = row * ROUNDS * PIVOTS
+            near = sigma_key(params, slot, spreads, row, max_parts, real_param(params, slot, TEMPERATURE), PARTS)
             token = draw_row(
-                source, params, slot, kind, peak, tl.load(positions + row), group_tops + row.to(tl.int64) * num_groups,
+                source, params, slot, kind, peak, near, tl.load(positions + row), group_tops + row.to(tl.int64) * num_groups,
                 tile_masses + row * tl.cdiv(vocab_size, TALLY_TILE), counts + sums, masses + sums, pivots + row * PIVOTS,
                 near_groups + row * CANDIDATES, candidate_keys + row * CANDIDATES, candidate_ids + row * CANDIDATES,
                 vocab_size, num_groups, TILE, TALLY_TILE, TALLIES, GROUPS,

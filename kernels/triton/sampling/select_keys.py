@@ -24,12 +24,13 @@ TEMPERATURE = tl.constexpr(int(SlotColumn.TEMPERATURE))
 TOP_K = tl.constexpr(int(SlotColumn.TOP_K))
 TOP_P = tl.constexpr(int(SlotColumn.TOP_P))
 MIN_P = tl.constexpr(int(SlotColumn.MIN_P))
+TOP_N_SIGMA = tl.constexpr(int(SlotColumn.TOP_N_SIGMA))
 EDITED_UNTIL = tl.constexpr(int(SlotColumn.EDITED_UNTIL))
 
 GREEDY = tl.constexpr(0)
-WHOLE = tl.constexpr(1)  # cut by min-p at the most
+WHOLE = tl.constexpr(1)  # cut by top-n-sigma and min-p at the most
 LIKELIEST = tl.constexpr(2)  # top-k, and then perhaps more cuts
-NUCLEUS = tl.constexpr(3)  # top-p of the whole vocabulary, and then perhaps min-p
+NUCLEUS = tl.constexpr(3)  # top-p of the whole vocabulary, or of what top-n-sigma leaves, and then perhaps min-p
 
 
 @triton.jit

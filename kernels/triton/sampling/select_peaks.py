@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.sampling.select_keys import LIKELIEST, NUCLEUS, is_edited, kind_of
+from kernels.triton.sampling.select_keys import GREEDY, LIKELIEST, NUCLEUS, TOP_N_SIGMA, is_edited, kind_of, real_param
 from kernels.triton.sampling.select_scratch import GROUP, PIVOTS, ROUNDS
 
 ROW_COLUMNS = ["slots", "positions", "mask_rows", "loss_offsets"]
@@ -18,6 +18,26 @@ def with_infinity(x):
 
 
 @triton.jit
+def is_finite(x):
+    return (x > float("-inf")) & (x < float("inf"))
+
+
+@triton.jit
+def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.constexpr):
+    """Stores one tile's part of the row's spreads. Tile by tile, so that sums are the same however a row is divided."""
+    ids = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
+    finite = is_finite(x)
+    number = tl.sum(finite.to(tl.int32)).to(tl.float64)
+    wide = tl.where(finite, x, 0.0).to(tl.float64)
+    mean = tl.sum(wide) / tl.maximum(number, 1.0)
+    away = tl.where(finite, wide - mean, 0.0)
+    tl.store(spreads + tile, number)
+    tl.store(spreads + num_tiles + tile, mean)
+    tl.store(spreads + 2 * num_tiles + tile, tl.sum(away * away))
+
+
+@triton.jit
 def forget(counts, masses, row):
     """Sums that later stages add to begin at 0."""
     places = row * ROUNDS * PIVOTS + tl.arange(0, ROUNDS * PIVOTS)
@@ -27,25 +47,9 @@ def forget(counts, masses, row):
 
 @triton.jit(do_not_specialize=["tiles_each"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def peaks_kernel(
-    logits,
-    edited,
-    params,
-    slots,
-    positions,
-    mask_rows,
-    loss_offsets,
-    tops,
-    raw_tops,
-    top_ids,
-    group_tops,
-    counts,
-    masses,
-    vocab_size,
-    num_groups,
-    max_parts,
-    tiles_each,
-    TILE: tl.constexpr,
-):
+    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, raw_tops, top_ids, spreads, group_tops, counts,
+    masses, vocab_size, num_groups, max_parts, tiles_each, TILE: tl.constexpr,
+):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -84,3 +88,7 @@ def peaks_kernel(
     if changed:
         raw_top = tl.max(raw_best)
     tl.store(raw_tops + place, raw_top)
+    if (kind != GREEDY) & (real_param(params, slot, TOP_N_SIGMA) > 0.0):
+        num_tiles = tl.cdiv(vocab_size, TILE)
+        for tile in range(first, tl.minimum(first + tiles_each, num_tiles)):
+            measure_spread(source, tile, vocab_size, spreads + row * 3 * num_tiles, num_tiles, TILE)

@@ -16,6 +16,7 @@ from kernels.triton.sampling.select_keys import (
     NO_KEY,
     NUCLEUS,
     TEMPERATURE,
+    TOP_N_SIGMA,
     TOP_P,
     WHOLE,
     is_edited,
@@ -26,13 +27,8 @@ from kernels.triton.sampling.select_keys import (
     nucleus_goal,
     real_param,
 )
-from kernels.triton.sampling.select_peaks import ROW_COLUMNS
+from kernels.triton.sampling.select_peaks import ROW_COLUMNS, is_finite
 from kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
-
-
-@triton.jit
-def is_finite(x):
-    return (x > float("-inf")) & (x < float("inf"))
 
 
 @triton.jit
@@ -44,10 +40,11 @@ def keys_of_tile(source, tile, vocab_size, peak, temperature, TILE: tl.constexpr
 
 
 @triton.jit
-def first_pivots():
-    """Spread over where the masses are, ever wider apart; the last is KEY_END."""
+def first_pivots(near):
+    """Spread over where the masses are, ever wider apart; none lies beyond near, and the last is that."""
     steps = tl.arange(0, PIVOTS).to(tl.float32)
-    return tl.where(steps < PIVOTS - 1, (1.0 + 1.25 * steps + 0.125 * steps * steps).to(tl.int32, bitcast=True), KEY_END)
+    pivots = tl.where(steps < PIVOTS - 1, (1.0 + 1.25 * steps + 0.125 * steps * steps).to(tl.int32, bitcast=True), KEY_END)
+    return tl.minimum(pivots, near)
 
 
 @triton.jit
@@ -116,12 +113,31 @@ def peak_of(tops, row, num_parts, max_parts, PARTS: tl.constexpr):
     return tl.max(tl.load(tops + row * max_parts + parts, mask=parts < num_parts, other=float("-inf")))
 
 
+@triton.jit
+def sigma_key(params, slot, spreads, row, num_tiles, temperature, TILES: tl.constexpr):
+    """The last key that top-n-sigma leaves. num_tiles: of the row's spreads."""
+    deviations = real_param(params, slot, TOP_N_SIGMA)
+    key = tl.full((), KEY_END, tl.int32)
+    if deviations > 0.0:
+        tiles = tl.arange(0, TILES)
+        inside = tiles < num_tiles
+        places = spreads + row * 3 * num_tiles + tiles
+        numbers = tl.load(places, mask=inside, other=0.0)
+        means = tl.load(places + num_tiles, mask=inside, other=0.0)
+        within = tl.sum(tl.load(places + 2 * num_tiles, mask=inside, other=0.0))
+        number = tl.sum(numbers)
+        away = means - tl.sum(numbers * means) / number
+        sigma = tl.sqrt((within + tl.sum(numbers * away * away)) / number).to(tl.float32)
+        key = tl.minimum(tl.div_rn(deviations * sigma, temperature).to(tl.int32, bitcast=True), KEY_END)
+    return key
+
+
 @triton.jit(do_not_specialize=["tiles_each", "num_parts"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def tally_kernel(
-    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, tile_masses, vocab_size, max_parts, num_parts,
-    tiles_each, TILE: tl.constexpr, PARTS: tl.constexpr,
+    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, spreads, tile_masses, vocab_size, max_parts,
+    num_parts, tiles_each, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Masses of tiles where nothing is cut but by min-p."""
+    """Masses of tiles where nothing is cut but by top-n-sigma and min-p."""
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -133,7 +149,8 @@ def tally_kernel(
         return
     source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
     temperature = real_param(params, slot, TEMPERATURE)
-    limit = min_p_key(real_param(params, slot, MIN_P))
+    limit = sigma_key(params, slot, spreads, row, max_parts, temperature, PARTS)
+    limit = tl.minimum(limit, min_p_key(real_param(params, slot, MIN_P)))
     num_tiles = tl.cdiv(vocab_size, TILE)
     for tile in tl.range(part * tiles_each, tl.minimum((part + 1) * tiles_each, num_tiles), num_stages=3):
         _, keys = keys_of_tile(source, tile, vocab_size, peak, temperature, TILE)
@@ -142,10 +159,10 @@ def tally_kernel(
 
 @triton.jit(do_not_specialize=["tiles_each", "num_parts"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def round_kernel(
-    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, counts, masses, pivots_out, vocab_size, max_parts,
-    num_parts, tiles_each, ROUND: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, spreads, counts, masses, pivots_out, vocab_size,
+    max_parts, num_parts, tiles_each, ROUND: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Measures rows cut by top-p alone."""
+    """Measures rows cut by top-p and not by top-k."""
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -155,7 +172,9 @@ def round_kernel(
     peak = peak_of(tops, row, num_parts, max_parts, PARTS)
     if is_finite(peak) == 0:
         return
-    pivots = first_pivots()
+    temperature = real_param(params, slot, TEMPERATURE)
+    near = sigma_key(params, slot, spreads, row, max_parts, temperature, PARTS)
+    pivots = first_pivots(near)
     places = row * ROUNDS * PIVOTS + tl.arange(0, PIVOTS)
     if ROUND > 0:
         weighed = tl.load(masses + places)
@@ -167,7 +186,6 @@ def round_kernel(
         if part == 0:  # to be read later: computed anew in another kernel, these floats could round otherwise
             tl.store(pivots_out + row * PIVOTS + tl.arange(0, PIVOTS), pivots)
     source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
-    temperature = real_param(params, slot, TEMPERATURE)
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, tl.cdiv(vocab_size, TILE))
     found, weighed, _, _ = measure(source, first, last, vocab_size, peak, temperature, pivots, -1, KEY_END, TILE)

@@ -25,15 +25,17 @@ class SelectScratch:
     """n rows, V tokens. parts: up to ceil(V / PEAK_TILE) spans of a row, each the work of one program of the first stage.
 
     tops, raw_tops: float32[n, parts], maxima of what is sampled from and of the raw logits, infinite for a NaN; top_ids:
-    int32[n, parts], the former's lowest ids. group_tops: float32[n, ceil(V / GROUP)], of rows with top-k or top-p.
-    tile_masses: int64[n, ceil(V / TALLY_TILE)], of rows without. counts: int32[n, ROUNDS, PIVOTS] and masses: int64, the same,
-    of rows with top-p alone; pivots: int32[n, PIVOTS], of their last round. near_groups, candidate_keys, candidate_ids:
-    int32[n, CANDIDATES].
+    int32[n, parts], the former's lowest ids. spreads: float64[n, 3, ceil(V / PEAK_TILE)], of rows with top-n-sigma, by tile:
+    how many finite logits, their mean, the sum of their squared distances from it. group_tops: float32[n, ceil(V / GROUP)], of
+    rows with top-k or top-p. tile_masses: int64[n, ceil(V / TALLY_TILE)], of rows without. counts: int32[n, ROUNDS, PIVOTS] and
+    masses: int64, the same, of rows with top-p and no top-k; pivots: int32[n, PIVOTS], of their last round. near_groups,
+    candidate_keys, candidate_ids: int32[n, CANDIDATES].
     """
 
     tops: Tensor
     raw_tops: Tensor
     top_ids: Tensor
+    spreads: Tensor
     group_tops: Tensor
     tile_masses: Tensor
     counts: Tensor
@@ -56,6 +58,7 @@ class SelectScratch:
             tops=make(torch.float32, parts),
             raw_tops=make(torch.float32, parts),
             top_ids=make(torch.int32, parts),
+            spreads=make(torch.float64, 3, parts),
             group_tops=make(torch.float32, triton.cdiv(vocab_size, GROUP.value)),
             tile_masses=make(torch.int64, triton.cdiv(vocab_size, TALLY_TILE)),
             counts=make(torch.int32, *rounds),

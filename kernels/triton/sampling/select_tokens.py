@@ -48,22 +48,22 @@ def select_tokens(
     each = tiles_of_each(num_rows, peak_tiles)
     num_parts, parts_block = triton.cdiv(peak_tiles, each), triton.next_power_of_2(shape[1])
     peaks_kernel[(num_rows, num_parts)](
-        *inputs, scratch.tops, scratch.raw_tops, scratch.top_ids, scratch.group_tops, scratch.counts, scratch.masses,
-        vocab_size, num_groups, shape[1], each, PEAK_TILE, num_warps=4,
+        *inputs, scratch.tops, scratch.raw_tops, scratch.top_ids, scratch.spreads, scratch.group_tops, scratch.counts,
+        scratch.masses, vocab_size, num_groups, shape[1], each, PEAK_TILE, num_warps=4,
     )  # fmt: skip
     each = tiles_of_each(num_rows, tallies)
     tally_kernel[(num_rows, triton.cdiv(tallies, each))](
-        *inputs, scratch.tops, scratch.tile_masses, *shape, num_parts, each, TALLY_TILE, parts_block, num_warps=8
+        *inputs, scratch.tops, scratch.spreads, scratch.tile_masses, *shape, num_parts, each, TALLY_TILE, parts_block, num_warps=8
     )
     each = tiles_of_each(num_rows, num_tiles)
     for turn in range(ROUNDS.value):
         round_kernel[(num_rows, triton.cdiv(num_tiles, each))](
-            *inputs, scratch.tops, scratch.counts, scratch.masses, scratch.pivots, *shape, num_parts, each, turn, TILE,
-            parts_block, num_warps=8,
+            *inputs, scratch.tops, scratch.spreads, scratch.counts, scratch.masses, scratch.pivots, *shape, num_parts, each, turn,
+            TILE, parts_block, num_warps=8,
         )  # fmt: skip
     draw_kernel[(num_rows,)](
-        tokens, faults, relay, table.counts, *inputs, scratch.tops, scratch.raw_tops, scratch.top_ids, scratch.group_tops,
-        scratch.tile_masses, scratch.counts, scratch.masses, scratch.pivots, scratch.near_groups,
+        tokens, faults, relay, table.counts, *inputs, scratch.tops, scratch.raw_tops, scratch.top_ids, scratch.spreads,
+        scratch.group_tops, scratch.tile_masses, scratch.counts, scratch.masses, scratch.pivots, scratch.near_groups,
         scratch.candidate_keys, scratch.candidate_ids, vocab_size, num_groups, shape[1], num_parts, TILE, TALLY_TILE, parts_block,
         triton.next_power_of_2(tallies), triton.next_power_of_2(num_groups), num_warps=8,
     )  # fmt: skip

@@ -45,14 +45,17 @@ def search(
 
 
 @triton.jit
-def cut_row(source, vocab_size, peak, temperature, params, slot, kind, counts, masses, last_pivots, TILE: tl.constexpr):
+def cut_row(
+    source, vocab_size, peak, temperature, near, params, slot, kind, counts, masses, last_pivots, TILE: tl.constexpr
+):  # fmt: skip
     """(limit, quota, mass): keys below the limit are left, and of those at it the quota of lowest ids; what they weigh.
 
+    near: the last key that top-n-sigma leaves.
     counts, masses: of the row, by round and pivot, where kind is NUCLEUS; last_pivots: of the last round.
     """
     top_p = real_param(params, slot, TOP_P)
     num_tiles = tl.cdiv(vocab_size, TILE)
-    pivots = first_pivots()
+    pivots = first_pivots(near)
     if kind == NUCLEUS:
         found, weighed = tl.load(counts + tl.arange(0, PIVOTS)), tl.load(masses + tl.arange(0, PIVOTS))
         by_mass = tl.full((), 1, tl.int32)

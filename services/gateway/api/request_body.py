@@ -46,6 +46,7 @@ class SamplingBody(Body):
     top_p: float | None = parameter("top_p")
     top_k: int | None = parameter("top_k")
     min_p: float | None = parameter("min_p")
+    top_n_sigma: float | None = parameter("top_n_sigma")
     repetition_penalty: float | None = parameter("repetition_penalty")
     frequency_penalty: float | None = parameter("frequency_penalty")
     presence_penalty: float | None = parameter("presence_penalty")

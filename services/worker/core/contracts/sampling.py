@@ -51,12 +51,13 @@ class DryParams:
 class SamplingParams:
     """One request's sampling and stopping rules, every default resolved.
 
-    temperature: 0 means greedy. top_k: -1 means the whole vocabulary. max_new_tokens: >= 1, already clipped to the
-    context. logit_bias: (token id, added to the logit) pairs. allowed_token_ids: empty for all. seed: 64 bits; with the
-    absolute token position it fixes each draw, so a request samples the same tokens whatever shares its batch.
-    top_logprobs: -1 means no logprobs of outputs, 0 the sampled token's alone. logprob_token_ids: further ids whose
-    logprobs are wanted wherever logprobs are. prompt_logprobs_from: position of the first prompt token whose logprob is
-    wanted (position 0 has none), -1 for none; they come with the same top_logprobs and logprob_token_ids.
+    temperature: 0 means greedy. top_k: -1 means the whole vocabulary, and so does top_n_sigma: 0.
+    max_new_tokens: >= 1, already clipped to the context. logit_bias: (token id, added to the logit) pairs.
+    allowed_token_ids: empty for all. seed: 64 bits; with the absolute token position it fixes each draw, so a request
+    samples the same tokens whatever shares its batch. top_logprobs: -1 means no logprobs of outputs, 0 the sampled
+    token's alone. logprob_token_ids: further ids whose logprobs are wanted wherever logprobs are. prompt_logprobs_from:
+    position of the first prompt token whose logprob is wanted (position 0 has none), -1 for none; they come with the
+    same top_logprobs and logprob_token_ids.
     """
 
     max_new_tokens: int
@@ -64,6 +65,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0

@@ -19,6 +19,7 @@ FLOATS = (
     SlotColumn.TEMPERATURE,
     SlotColumn.TOP_P,
     SlotColumn.MIN_P,
+    SlotColumn.TOP_N_SIGMA,
     SlotColumn.REPETITION,
     SlotColumn.FREQUENCY,
     SlotColumn.PRESENCE,
@@ -142,7 +143,7 @@ def _fill(row: I32, slot: SlotParams, num_biases: int, num_stops: int) -> None:
     row[SlotColumn.SEED_HIGH] = np.uint32(params.seed >> 32 & MASK32).astype(np.int32)
     row[SlotColumn.TOP_K] = min(max(params.top_k, 0), LATEST)
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    floats[list(FLOATS)] = (params.temperature, params.top_p, params.min_p, *penalties)
+    floats[list(FLOATS)] = (params.temperature, params.top_p, params.min_p, params.top_n_sigma, *penalties)
     row[SlotColumn.EDITED_UNTIL] = edited_until(slot)
     row[SlotColumn.STOPPED_UNTIL] = slot.num_prompt_tokens + params.min_new_tokens
     row[SlotColumn.NUM_BIASES], row[SlotColumn.NUM_STOPS] = num_biases, num_stops

@@ -1,0 +1,169 @@
+"""Top-n-sigma by each back end against plain numpy: which tokens it leaves, before and with the other cuts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.contracts.sample_ops import SampleKernels
+from kernels.cpu.build import built_library
+from kernels.cpu.sampling import CpuSampling
+from kernels.reference import sampling as sampling_twin
+from kernels.triton.sampling.sampling import TritonSampling
+from tests.kernels.sampling_case import Asked, Row, rows_of, sampled, table_of, uniforms
+
+HOT = 2.0**13  # a temperature at which a token's chance hardly depends on its logit, and that divides without rounding
+WIDE = 5000  # more tokens than a tile, or the candidates of a draw
+NUMBERS = np.random.default_rng(3)
+NOISE = NUMBERS.normal(size=300) * 3
+MASKED = np.where(NUMBERS.random(300) < 0.3, -np.inf, NOISE)
+FALLING = -np.sort(-NUMBERS.normal(size=WIDE))
+INF = float("inf")
+
+
+@pytest.fixture(params=["cpp", "torch", "triton"])
+def back_end(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def drawn(back_end: str, logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> list[int]:
+    number, vocab_size = logits.shape
+    where = device if back_end == "triton" else torch.device("cpu")
+    kernels: SampleKernels = sampling_twin
+    if back_end != "torch":
+        kernels = CpuSampling(built_library(), 2) if back_end == "cpp" else TritonSampling(number, vocab_size, device)
+    left = sampled(kernels, logits, rows_of(rows, vocab_size), table_of(asked, vocab_size), where)
+    assert left.faults.tolist() == [0] * number
+    found: list[int] = left.tokens.tolist()
+    return found
+
+
+def extremes(back_end: str, logits: Tensor, asked: Asked, device: torch.device, row: Row | None = None) -> tuple[int, int]:
+    """Of one row of logits the tokens with the lowest and the highest id that can be drawn, where all are about as likely: by
+    seeds whose uniform numbers lie at the ends."""
+    row = replace(row or Row(0), position=0)
+    ends = uniforms(np.arange(1 << 15, dtype=np.uint64), np.zeros(1 << 15, dtype=np.int32))
+    slots = [replace(asked, seed=int(seed)) for seed in (ends.argmin(), ends.argmax())]
+    first, last = drawn(back_end, logits.repeat(2, 1), [row, replace(row, slot=1)], slots, device)
+    return first, last
+
+
+def left_by(logits: NDArray[np.float64], n: float) -> list[int]:
+    """The tokens that top-n-sigma keeps."""
+    sigma = logits[np.isfinite(logits)].std()
+    return np.flatnonzero(logits >= logits.max() - n * sigma).tolist()
+
+
+def float32(values: NDArray[np.float64]) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32))[None]
+
+
+@pytest.mark.parametrize("n", [0.5, 1.0, 2.0, 1e6], ids=["half", "one", "two", "huge"])
+@pytest.mark.parametrize(
+    "row",
+    [NOISE, MASKED, 1e4 + NOISE / 64, np.where(np.arange(300) % 7, NOISE, -1e4), -NOISE * 1e30, FALLING],
+    ids=["noise", "masked", "tiny sigma far from 0", "outliers", "large", "wide"],
+)
+def test_what_is_left(row: NDArray[np.float64], n: float, back_end: str, device: torch.device) -> None:
+    """The last token drawn is the least that is left: ids are in falling order of logits. All that is forbidden comes last."""
+    held = -np.sort(-row.astype(np.float32)).astype(np.float64)
+    kept = left_by(held, n) if n < 1e6 else np.flatnonzero(np.isfinite(held)).tolist()
+    hot = float(np.float32(np.ptp(held[np.isfinite(held)]))) * 64
+    assert extremes(back_end, float32(held), Asked(hot, top_n_sigma=n), device) == (0, kept[-1])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("n", [0.5, 1.0, 2.0])
+def test_the_draws_are_of_what_is_left(n: float, temperature: float, back_end: str, device: torch.device) -> None:
+    """Inverse CDF over what is left, in float64. What is left is the same at every temperature."""
+    number, held = (200 if back_end != "triton" or device.type == "cuda" else 4), MASKED.astype(np.float32).astype(np.float64)
+    kept = left_by(held, n)
+    mass = np.exp((held[kept] - held.max()) / temperature).cumsum()
+    seeds = np.arange(number, dtype=np.uint64) * np.uint64(977)
+    targets = uniforms(seeds, np.full(number, 10, dtype=np.int32)) * mass[-1]
+    clear = np.abs(targets[:, None] - mass[None, :]).min(axis=1) > 1e-5 * mass[-1]
+    expected = np.array(kept)[np.searchsorted(mass, targets, side="right")]
+    slots = [Asked(temperature, top_n_sigma=n, seed=int(seed)) for seed in seeds]
+    found = np.array(drawn(back_end, float32(held).repeat(number, 1), [Row(slot) for slot in range(number)], slots, device))
+    assert clear.sum() > 0.9 * number
+    assert found[clear].tolist() == expected[clear].tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "n", "first", "last"),
+    [
+        ([2.5] * 9, 0.5, 0, 8),
+        ([-INF, 1e30, -INF], 1.0, 1, 1),
+        ([0.0, 1.0, 1.0, 0.0], 2.0, 0, 3),
+        ([0.0, 1.0, 1.0, 0.0], 1.9999999, 1, 2),
+        ([-INF, 4.0, -2.0, 0.0, -2.0, -INF], 2.4494896, 1, 4),
+        ([1e4, *[0.0] * 8, -1e4], 0.01, 0, 0),
+        ([-1e38, 1e38, 1e38, -1e38], 3.0, 1, 2),
+    ],
+    ids=["all equal", "one finite", "at the threshold", "just below it", "beside forbidden ones", "the best alone", "widest"],
+)
+def test_edges(row: list[float], n: float, first: int, last: int, back_end: str, device: torch.device) -> None:
+    """The widest row's other half is kept, but has no mass: as with any temperature that leaves it none."""
+    hot = HOT if max(row) < 1e9 else 1.0
+    assert extremes(back_end, torch.tensor([row]), Asked(hot, top_n_sigma=n), device) == (first, last)
+
+
+def test_sigma_is_of_what_the_edits_leave(back_end: str, device: torch.device) -> None:
+    """A bias and a mask: of 4, 2 and 0 the standard deviation is 1.63."""
+    logits, row = torch.tensor([[0.0, 4.0, -96.0, 60.0, -50.0, 7.0]]), Row(0, mask=[0, 1, 2])
+    asked = Asked(HOT, biases=((2, 98.0),))
+    assert extremes(back_end, logits, replace(asked, top_n_sigma=1.2), device, row) == (1, 1)
+    assert extremes(back_end, logits, replace(asked, top_n_sigma=1.3), device, row) == (1, 2)
+    assert extremes(back_end, logits, replace(asked, top_n_sigma=2.5), device, row) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "share"),
+    [
+        ({}, 1.0),
+        ({"top_k": 3}, 3),
+        ({"top_k": 10}, 10),
+        ({"top_k": 2500}, 2500),
+        ({"top_k": WIDE - 1}, 1.0),
+        ({"top_p": 0.5}, 0.5),
+        ({"top_p": 0.001}, 0.001),
+        ({"top_k": 2500, "top_p": 0.5}, 1250),
+        ({"min_p": 0.5}, 1.0),
+    ],
+    ids=["alone", "few", "some", "many", "top-k beyond it", "half", "small nucleus", "both", "min-p"],
+)
+@pytest.mark.parametrize("n", [0.5, 4.0], ids=["tight", "loose"])
+def test_other_cuts_are_of_what_it_leaves(
+    cuts: dict[str, float], share: float, n: float, back_end: str, device: torch.device
+) -> None:
+    """At a high temperature all have nearly the same mass: top-p keeps a share of them. The least likely come last."""
+    held = FALLING.astype(np.float32).astype(np.float64)
+    kept = len(left_by(held, n))
+    count = kept * share if isinstance(share, float) else min(kept, share)
+    if cuts.keys() == {"top_k", "top_p"}:
+        count = min(kept, 2500) * 0.5
+    first, last = extremes(back_end, float32(held), Asked(HOT, top_n_sigma=n, **cuts), device)  # type: ignore[arg-type]
+    assert first == 0 and abs(last + 1 - count) <= (2 if "top_p" in cuts else 0), (last, count)
+
+
+def test_a_greedy_row_is_as_without(back_end: str, device: torch.device) -> None:
+    logits = float32(MASKED)
+    assert drawn(back_end, logits, [Row(0)], [Asked(top_n_sigma=0.5)], device) == [int(MASKED.argmax())]
+
+
+@pytest.mark.parametrize("programs", [1, 528])
+def test_it_does_not_depend_on_the_batch(
+    programs: int, back_end: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.triton.sampling.select_tokens.PROGRAMS", programs)
+    row, asked = float32(NUMBERS.permuted(FALLING)), Asked(0.7, top_n_sigma=1.0, seed=4)
+    slots = [asked, Asked(1.0, seed=4), Asked(), Asked(1.0, 20, top_n_sigma=0.5, seed=9)]
+    alone = drawn(back_end, row, [Row(0)], slots, device)
+    together = drawn(back_end, row.repeat(4, 1), [Row(slot) for slot in (3, 1, 0, 2)], slots, device)
+    assert together[2:3] == alone
