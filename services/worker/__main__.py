@@ -212,9 +212,10 @@ async def serve(settings: WorkerSettings) -> None:
     scheduler.start()
     watchdog.start()
     keeping = asyncio.create_task(publisher.keep()) if publisher else None
-    await warming
-    await health.set_ready(True)
-    life.ready()
+    await _either(warming, stop)
+    if not stop.is_set():
+        await health.set_ready(True)
+        life.ready()
     telling = asyncio.create_task(load_report.keep())
     pod_cost = _pod_cost(settings, load_report)
     if pod_cost is not None:
@@ -238,6 +239,15 @@ async def serve(settings: WorkerSettings) -> None:
     engine.close()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
+
+
+async def _either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """Raises what the task has raised, if it ended first."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        task.result()
 
 
 async def _warm_up(engine: Engine) -> None:

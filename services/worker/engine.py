@@ -163,7 +163,8 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
 
 
 def _cpu(settings: WorkerSettings, on_lost: OnLost) -> Built:
-    return _computing("cpu", CPU_FRACTION, settings, on_lost)
+    """What is set for a GPU says nothing here: `auto` may come to this executor with the same settings."""
+    return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost)
 
 
 def _cuda(settings: WorkerSettings, on_lost: OnLost) -> Built:

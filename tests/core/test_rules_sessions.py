@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.config import EvictionPolicy
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn, Submit
+from services.worker.core.contracts.sampling import SamplingParams
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 
@@ -27,6 +28,16 @@ def say(engine: Engine, handle: int, prompt: list[int], **turn: Any) -> list[int
     engine.drain()
     engine.check_answer(handle)
     return tokens
+
+
+def say_until(engine: Engine, handle: int, name: str, prompt: list[int], **turn: Any) -> None:
+    """One turn of session s of that request id, to its end, while others run on."""
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    message = Submit(0, handle, name, np.array(prompt, dtype=np.int32), params, True, session=SessionTurn("s", **turn))
+    engine.submitted[handle] = message
+    engine.core.submit(message, engine.now)
+    while handle not in engine.finishes:
+        engine.turn()
 
 
 def refused(engine: Engine, handle: int) -> str:
@@ -207,6 +218,35 @@ class TestLifetime:
         assert engine.open_session("s")
         engine.drain()
         assert say(engine, 1, [5]) == [5]
+
+    @pytest.mark.parametrize(("capacity", "kept"), [(60, False), (100, True)], ids=["without room for it", "with room for it"])
+    def test_a_turn_whose_parent_was_replaced_is_kept_where_there_is_room_for_all_of_it(self, capacity: int, kept: bool) -> None:
+        engine = opened(capacity=capacity)
+        say(engine, 0, [1] * 20)
+        say(engine, 1, [2, 3])
+        engine.submit(2, [4], session=SessionTurn("s", parent="r1"), max_new_tokens=12, ignore_eos=True)
+        engine.submit(3, [5], session=SessionTurn("s", parent="r0", replace=True), max_new_tokens=2, ignore_eos=True)
+        engine.drain()
+        assert [engine.finishes[handle].reason for handle in (2, 3)] == [FinishReason.LENGTH] * 2
+        assert engine.core.stats().session_tokens == 26 + 3 + (47 if kept else 0)
+        engine.submit(4, [6], session=SessionTurn("s", parent="r2"), max_new_tokens=1, ignore_eos=True)
+        engine.drain()
+        assert kept == (engine.finishes[4].reason is FinishReason.LENGTH)
+        if not kept:
+            assert refused(engine, 4) == "turn r2 of s is not there"
+
+    def test_another_turn_of_the_replaced_parents_name_is_not_the_parent(self) -> None:
+        engine = opened()
+        say(engine, 0, [1] * 20)
+        parent = say(engine, 1, [2, 3] * 10)
+        engine.submit(2, [4], session=SessionTurn("s", parent="r1"), max_new_tokens=40, ignore_eos=True)
+        say_until(engine, 3, "x", [5], parent="r0", replace=True)
+        say_until(engine, 4, "r1", [6], parent="r0")
+        engine.drain()
+        engine.submit(5, [7], session=SessionTurn("s", parent="r2"), max_new_tokens=1, ignore_eos=True)
+        whole = engine.core.table.by_key[0, 5].prompt_ids.tolist()
+        engine.drain()
+        assert whole == [*parent, *engine.outputs[1], 4, *engine.outputs[2], 7]
 
     @pytest.mark.parametrize("turns", range(5))
     def test_an_abort_in_mid_turn_leaves_the_session_as_it_was(self, turns: int) -> None:

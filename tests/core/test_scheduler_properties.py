@@ -57,13 +57,13 @@ def random_turn(rng: random.Random, engine: Engine) -> SessionTurn | None:
     name = rng.choice(("s0", "s1", "s2"))
     turns = [rid for session, rid in engine.contexts if session == name]
     parent = rng.choice(["", "", *turns])
-    return SessionTurn(name, parent, rng.choice((-1, -1, rng.randrange(40))), rng.random() < 0.2)
+    return SessionTurn(name, parent, rng.choice((-1, -1, rng.randrange(40))), rng.random() < 0.3)
 
 
 def session_traffic(rng: random.Random, engine: Engine) -> None:
     name = rng.choice(("s0", "s1", "s2"))
     if rng.random() < 0.05:
-        engine.open_session(name, rng.choice((0, 300)), rng.choice((0.0, 1.0)))
+        engine.open_session(name, rng.choice((0, 60, 300)), rng.choice((0.0, 1.0)))
     elif rng.random() < 0.005:
         engine.core.close_session(name)
 

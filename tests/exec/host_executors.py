@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.exec.device import load_target
 from services.worker.exec.executor import DeviceExecutor
+from services.worker.exec.weights.load_request import LoadRequest
 
 
 def build_host_executor(
@@ -28,3 +32,9 @@ def build_host_executor(
     return build_device_executor(
         str(model_path), dtype, page_size, max_slots, num_pages, mem_fraction_static, context_len, options, progress, check_relay
     )
+
+
+def load_request(folder: Path, dtype: str, page_size: int, context_len: int | None) -> LoadRequest:
+    """On the CPU, with one thread and our C++ kernels."""
+    target = load_target(torch.device("cpu"), DeviceOptions(device="cpu"))
+    return LoadRequest(folder, dtype, page_size, context_len, 1, lambda _: None, target)

@@ -19,11 +19,11 @@ from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
 from services.worker.exec.pools.kv_pool import allocate
 from services.worker.exec.sampling.dry import Repeats
-from services.worker.exec.weights.load_request import LoadRequest
 from services.worker.exec.weights.weights import _Assembly
 from tests.core.seeded_faults import Fault, law_broken
 from tests.core.test_scheduler_basic import make
 from tests.exec.driver import Driver, Sequence
+from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
 
 Scenario = Callable[[Path], bool]  # whether what it gives is right
@@ -49,7 +49,7 @@ def served(_: Path) -> bool:
 
 def computed(folder: Path) -> bool:
     """Five tokens of one sequence by a decoder, loaded as a worker loads it."""
-    loaded = load_model(LoadRequest(folder, "float32", PAGE, 32, 1, lambda _: None))
+    loaded = load_model(load_request(folder, "float32", PAGE, 32))
     pool = allocate(loaded.layers, 2, PAGE, loaded.dtype, loaded.kernels)
     positions = torch.arange(5, dtype=torch.int32)
     one = torch.zeros(1, dtype=torch.int32)

@@ -28,7 +28,6 @@ from services.worker.exec.kernel_set import KernelSet
 from services.worker.exec.loading import load_model
 from services.worker.exec.sampling import sampler as device_sampler
 from services.worker.exec.streams.readback import Readback
-from services.worker.exec.weights.load_request import LoadRequest
 from tests.exec.device_doubles import (
     ForgetfulMemory,
     GraphDouble,
@@ -41,7 +40,7 @@ from tests.exec.device_doubles import (
     WatchedKernels,
 )
 from tests.exec.driver import Driver, Sequence, greedy, i32
-from tests.exec.host_executors import build_host_executor
+from tests.exec.host_executors import build_host_executor, load_request
 from tests.exec.tiny_models import MODELS
 
 PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
@@ -73,7 +72,7 @@ class Device:
         self.watch = Watch()
         self.graphs = graphs(self.watch)
         layers, sampling = WatchedKernels(reference, self.watch), WatchedKernels(sampling_twin, self.watch)
-        loaded = load_model(LoadRequest(folder, "float32", PAGE_SIZE, None, 1, lambda _: None))
+        loaded = load_model(load_request(folder, "float32", PAGE_SIZE, None))
         parts = DeviceParts(
             streams=InlineStreams(),
             kernels=KernelSet(layers, sampling),  # type: ignore[arg-type]
@@ -389,7 +388,7 @@ def test_warm_up_launches_every_kernel_that_steps_bring(folder: Path) -> None:
             launched.add(name)
             return getattr(self._kernels, name)
 
-    loaded = load_model(LoadRequest(folder, "float32", PAGE_SIZE, None, 1, lambda _: None))
+    loaded = load_model(load_request(folder, "float32", PAGE_SIZE, None))
     parts = DeviceParts(kernels=KernelSet(Noted(reference), Noted(sampling_twin)))  # type: ignore[arg-type]
     options = DeviceOptions(device="cpu", max_tokens=64)
     assemble_executor(loaded, SLOTS, PAGE_SIZE, PAGES, 0.5, options, lambda _: None, False, parts)

@@ -23,9 +23,9 @@ from services.worker.exec.attention.flashinfer_staging import SLOTS, Slot, Stagi
 from services.worker.exec.loading import load_model
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.pools.kv_pool import LayerKV, allocate
-from services.worker.exec.weights.load_request import LoadRequest
 from tests.exec.flashinfer_double import HostWaits, Library
 from tests.exec.flashinfer_schedules import decode_bytes, fa2_bytes, fa3_bytes
+from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
 
 REAL = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
@@ -443,7 +443,7 @@ def test_a_decoders_logits_are_those_of_its_own_attention(name: str, tmp_path: P
     """Two steps of a real model: prompts, then one token of each row behind them and a new prompt."""
     tiny = MODELS[name]
     replace(tiny, options={**tiny.options, "head_dim": 64, "hidden_size": 128}).build(tmp_path, torch.float16)
-    request = LoadRequest(tmp_path, "float16", 16, None, 1, lambda line: None)
+    request = load_request(tmp_path, "float16", 16, None)
     decoder = load_model(request).model
     assert isinstance(decoder, Decoder)
     config = decoder.config

@@ -69,3 +69,11 @@ def test_only_work_on_the_streams_can_wait_for_all_of_it(streams: HostStreams) -
     assert streams.collect(streams.synchronize)() is None
     with pytest.raises(AssertionError, match="only work on the streams"):
         streams.synchronize()
+
+
+def test_nobody_waits_for_work_behind_the_end() -> None:
+    streams = HostStreams(1)
+    streams.close()
+    with pytest.raises(RuntimeError, match="the streams are closed"):
+        streams.collect(lambda: 1)
+    streams.close()

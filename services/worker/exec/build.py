@@ -87,9 +87,8 @@ def build_device_executor(
     phases = LoadPhases()
     threads = options.num_threads
     torch.set_num_threads(threads)
-    request = LoadRequest(
-        Path(model_path), dtype, page_size, context_len, threads, progress, phases, load_target(device, options)
-    )
+    target = load_target(device, options)
+    request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases)
     loaded = load_model(request)
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay)
     pages = made.finish(num_pages, mem_fraction_static, context_len)

@@ -107,7 +107,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
         checkpoint = Checkpoint(request.folder)
     try:
         dtype = resolve_dtype(request.dtype, config, checkpoint)
-        target = request.on_device()
+        target = request.target
         opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype))
         with torch.inference_mode():
             if isinstance(native, DecoderConfig):

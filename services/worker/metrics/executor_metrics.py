@@ -1,4 +1,4 @@
-"""How the steps run on a device: replayed from graphs, launched kernel by kernel, or in pieces for want of memory."""
+"""How the steps run on a device: replayed from graphs, launched kernel by kernel, or in pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExecutorMetrics(Readings[ExecutorStats]):
         Reading(
             Counter,
             "rootstock_worker_step_pieces",
-            "Passes of steps that were cut in pieces for want of memory.",
+            "Passes of steps that were cut in pieces: larger than what was reserved for, or for want of memory.",
             lambda stats: stats.pieces,
         ),
         Reading(

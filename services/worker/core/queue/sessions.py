@@ -48,22 +48,30 @@ class _Turn:
         return context
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """An unfinished turn. reserved: tokens that it may come to add to its parent's."""
+
+    parent: _Turn | None
+    reserved: int
+
+
 @dataclass(slots=True, eq=False)
 class _Session:
-    """turns: by request id, oldest first. expires: absolute, while nothing runs. running: tokens that unfinished turns may
-    come to add, by request id. num_tokens: that turns have added. number: unique, unlike the name."""
+    """turns: by request id, oldest first. expires: absolute, while nothing runs. running: unfinished turns, by request id.
+    num_tokens: that turns have added. number: unique, unlike the name."""
 
     number: int
     capacity: int
     ttl_s: float
     expires: float
     turns: dict[str, _Turn] = field(default_factory=dict)
-    running: dict[str, int] = field(default_factory=dict)
+    running: dict[str, _Running] = field(default_factory=dict)
     num_tokens: int = 0
 
     @property
     def room(self) -> int:
-        return self.capacity - self.num_tokens - sum(self.running.values())
+        return self.capacity - self.num_tokens - sum(turn.reserved for turn in self.running.values())
 
 
 class SessionTable:
@@ -158,28 +166,34 @@ class SessionTable:
         assert 0 <= turn.offset <= request.num_prompt_tokens, "a turn that was not resolved"
         assert request.request_id not in session.running, "a turn runs twice"
         request.session_number = session.number
-        session.running[request.request_id] = request.num_prompt_tokens - turn.offset + request.params.max_new_tokens
+        reserved = request.num_prompt_tokens - turn.offset + request.params.max_new_tokens
+        session.running[request.request_id] = _Running(session.turns.get(turn.parent), reserved)
 
     def end(self, request: Request, node: TreeNode | None, memory: KVMemory, now: float) -> None:
-        """A turn has ended; node: the end of its cached context if it is complete, else None."""
+        """A turn has ended; node: the end of its cached context if it is complete, else None.
+
+        Where another turn has replaced its parent meanwhile, all of its context is its own; it is kept if there is room for that.
+        """
         turn = request.session
         assert turn is not None
         session = self._sessions.get(turn.session_id)
         if session is None or session.number != request.session_number:
             return
-        del session.running[request.request_id]
+        began = session.running.pop(request.request_id)
         session.expires = now + session.ttl_s
         self._first_expiry = min(self._first_expiry, session.expires)
         if node is None:
             return
         if turn.replace and turn.parent:
             self._forget_children(session, turn.parent, memory)
-        memory.hold(node)
-        parent = session.turns.get(turn.parent)  # gone if another turn has replaced it meanwhile
+        parent = began.parent if session.turns.get(turn.parent) is began.parent else None  # whose name another may have by now
         kept = turn.offset if parent else 0
-        kept_turn = _Turn(parent, kept, request.tokens()[kept:], request.num_prompt_tokens, node)
-        session.turns[request.request_id] = kept_turn
-        self._count(session, len(kept_turn.added))
+        added = request.tokens()[kept:]
+        if parent is not began.parent and len(added) > session.room:
+            return
+        memory.hold(node)
+        session.turns[request.request_id] = _Turn(parent, kept, added, request.num_prompt_tokens, node)
+        self._count(session, len(added))
 
     def held_nodes(self) -> list[TreeNode]:
         """One entry for each hold. For checks."""

@@ -19,7 +19,6 @@ from services.worker.exec.weights import transformers_checkpoint
 from services.worker.exec.weights.families import UnsupportedModel, architecture_of
 
 PADDING_SHARE = 0.25  # of the tokens of a group of texts that are computed together
-MASKED_SUFFIX = "ForMaskedLM"
 
 
 class EncoderModel:

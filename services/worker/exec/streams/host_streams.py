@@ -58,6 +58,7 @@ class HostStreams:
     def __init__(self, num_threads: int) -> None:
         self._device = torch.device("cpu")
         self._nothing, self._past = nullcontext(), _Past()
+        self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(num_threads,), name="cpu-forward", daemon=True)
         self._thread.start()
@@ -72,11 +73,14 @@ class HostStreams:
 
     def collect(self, work: Callable[[], T]) -> Callable[[], T]:
         assert threading.current_thread() is not self._thread, "work does not wait for work behind it"
+        if self._closed:
+            raise RuntimeError("the streams are closed: nobody would do the work that is waited for")
         collected = _Collected(work)
         self._queue.put(collected.run)
         return collected.value
 
     def close(self) -> None:
+        self._closed = True
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 

@@ -10,7 +10,6 @@ import torch
 
 from kernels.contracts.ops import Kernels
 from kernels.contracts.step_ops import LayerKernels
-from kernels.cpu import load_kernels
 from services.worker.exec.weights.checkpoint import Checkpoint
 from services.worker.exec.weights.families import DecoderConfig
 from services.worker.exec.weights.load_phases import LoadPhases
@@ -30,7 +29,7 @@ class LoadTarget:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """dtype: auto, bfloat16, float16 or float32. context_len: tokens, None for the model's own. target: None for the CPU."""
+    """dtype: auto, bfloat16, float16 or float32. context_len: tokens, None for the model's own."""
 
     folder: Path
     dtype: str
@@ -38,11 +37,8 @@ class LoadRequest:
     context_len: int | None
     num_threads: int
     progress: Callable[[str], None]
+    target: LoadTarget
     phases: LoadPhases = field(default_factory=LoadPhases)
-    target: LoadTarget | None = None
-
-    def on_device(self) -> LoadTarget:
-        return self.target or LoadTarget(torch.device("cpu"), lambda dtype: load_kernels(self.num_threads, dtype), timed_weights)
 
 
 def timed_weights(

@@ -102,8 +102,9 @@ class _Nursery:
                 self._running()
 
     def close(self) -> None:
+        self._closed = True
+        self._kill_group()  # at once: whoever waits for a start that hangs holds the lock
         with self._lock:
-            self._closed = True
             self._kill()
         self._starter.shutdown(wait=False)
 
@@ -118,9 +119,9 @@ class _Nursery:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         ours.settimeout(START_S)
-        with theirs:
-            self._process = self._starter.submit(_start_compiler, theirs.fileno()).result()
         try:
+            with theirs:
+                self._process = self._starter.submit(_start_compiler, theirs.fileno()).result()
             send_message(ours, self._setup)
             send_frame(ours, self._vocabulary)
             receive_message(ours)
@@ -135,12 +136,18 @@ class _Nursery:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)  # not yet reaped, or its group lives on: the number is ours
-            except ProcessLookupError:
-                logger.debug("the grammar compiler's group was empty")
+            self._kill_group()
             self._process.wait()
         self._control = self._process = None
+
+    def _kill_group(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # not yet reaped, or its group lives on: the number is ours
+        except ProcessLookupError:
+            logger.debug("the grammar compiler's group was empty")
 
 
 class CompilerPool:

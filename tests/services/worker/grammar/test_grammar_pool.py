@@ -6,6 +6,8 @@ import json
 import os
 import queue
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -288,6 +290,28 @@ def test_the_longer_it_takes_the_lower_its_priority(quick_s: float, niceness: in
         compiling(book, regex(SLOW))
         wanted = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
         wait_until(lambda: wanted in niceness_of_children(book))
+
+
+def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(LIMITS) as (book, news):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", "/nowhere/python")
+            book.pool.warm_up()
+        assert "the grammar compiler does not start" in caplog.text
+        assert serves(book, news, "later")
+
+
+def test_closing_does_not_wait_for_a_start_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(hanging))
+    with opened(LIMITS) as (book, _):
+        warming = threading.Thread(target=book.pool.warm_up)
+        warming.start()
+        wait_until(lambda: book.pool.compiler_pid is not None)
+    warming.join(HANG_GUARD_S / 2)
+    assert not warming.is_alive()
 
 
 def test_closing_ends_compilations_and_calls_nobody_back() -> None:
