@@ -81,7 +81,7 @@ class Gateway:
         sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         self.app = app.build(self.generator, preparer, catalog.models, native, readiness, metrics)
-        self._http = http_server.build(self.app)
+        self._http = http_server.build(self.app, _http_options(settings))
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""
@@ -155,6 +155,10 @@ class Gateway:
             self._http.force_exit = True
             serving.cancel()
             await asyncio.wait((serving,), timeout=CLOSE_S)
+
+
+def _http_options(settings: GatewaySettings) -> http_server.HttpOptions:
+    return http_server.HttpOptions(keep_alive_s=settings.keep_alive_s, retry_after_s=settings.retry_after_s)
 
 
 def _token(settings: GatewaySettings) -> str:

@@ -39,7 +39,7 @@ async def admin_listener(
         raise http_server.CannotListen(str(error)) from None
     listener = http_server.bind(config.admin_host, config.admin_port)
     operations = Operations(directory, ControlledWorkers(token), aborter, config.control_timeout_s)
-    server = http_server.build(AdminApi(operations, token))
+    server = http_server.build(AdminApi(operations, token), http_server.HttpOptions())
     serving = asyncio.create_task(server.serve([listener]))
     logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
     try:

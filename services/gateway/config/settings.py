@@ -104,6 +104,11 @@ class GatewaySettings(ServiceSettings):
     queue_timeout_s: float = Field(60.0, ge=0, description="Seconds that a request waits for a worker with room, then 503.")
     wait_for_detokenizer_s: float = Field(10.0, ge=0, description="Seconds that a request waits for a detokenizer, then 503.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Deadline of tokenizing one request, in seconds, retries included.")
+    keep_alive_s: int = Field(
+        75,
+        ge=1,
+        description="Seconds that a connection is kept after an answer: longer than clients keep one.",
+    )
     body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request's body must have arrived, then 408.")
     request_timeout_s: float = Field(
         600.0, gt=0, le=604_800, description="Seconds from a request's arrival to its last byte, then 504."

@@ -7,15 +7,32 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-KEEP_ALIVE_S = 75  # longer than the usual idle time of a client's pool
+from services.gateway.http.connection import Connection, ConnectionLimits
+from services.gateway.http.connection_table import ConnectionTable, connections_allowed, open_files_allowed
+from services.shared.limits import MAX_HEAD_SECONDS
+
 BACKLOG = 2048
-FIRST_REQUEST_S = 0.5  # for the first request of who had connected when the server stopped
 TURNS = 2  # of the event loop: each accepts all that wait
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Seconds that a connection has: first_request_s for its first request once the server stops, head_s for each head,
+    keep_alive_s for the next request after an answer (longer than a client's pool usually keeps one). retry_after_s: of a 503.
+    connections: at once, 0 for as many as the process may open files for."""
+
+    first_request_s: float = 0.5
+    head_s: float = MAX_HEAD_SECONDS
+    keep_alive_s: int = 75
+    retry_after_s: int = 1
+    connections: int = 0
 
 
 class CannotListen(Exception):
@@ -49,7 +66,7 @@ class HttpServer(uvicorn.Server):
 
     def _expects_first_requests(self) -> bool:
         open_connections = self.server_state.connections
-        return any(isinstance(each, HttpToolsProtocol) and each.cycle is None for each in open_connections)
+        return any(isinstance(each, Connection) and each.cycle is None for each in open_connections)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -61,18 +78,21 @@ def bind(host: str, port: int) -> socket.socket:
         raise CannotListen(f"cannot listen on port {port} of {host}: {error.strerror}") from None
 
 
-def build(app: ASGIApp, first_request_s: float = FIRST_REQUEST_S) -> HttpServer:
+def build(app: ASGIApp, options: HttpOptions) -> HttpServer:
+    table = ConnectionTable(options.connections or connections_allowed(open_files_allowed()))
+    limits = ConnectionLimits(options.head_s, options.retry_after_s)
+    protocol = cast(type[asyncio.Protocol], partial(Connection, table=table, limits=limits))
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=protocol,
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=options.keep_alive_s,
         backlog=BACKLOG,
     )
-    return HttpServer(config, first_request_s)
+    return HttpServer(config, options.first_request_s)

@@ -1,0 +1,176 @@
+"""One HTTP connection: uvicorn's, with limits on everything that comes before, between and behind bodies.
+
+Whatever a client sends, what is kept of it until a request begins is MAX_HEAD_BYTES at most, for MAX_HEAD_SECONDS at most. What
+the parser refuses is refused in the API's shape. A refusal is written, and then what still comes is thrown away for a moment: a
+connection that is closed with something unread loses its last answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from starlette.types import Receive, Scope, Send
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from services.gateway.http.connection_table import ConnectionTable
+from services.gateway.request.errors import ApiError, unavailable
+from services.shared.limits import MAX_HEAD_BYTES
+
+LINGER_S = 2.0  # in which a client that is still sending can read why it was refused
+OF_HEALTH = frozenset((b"/health", b"/readiness"))
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """head_s: seconds for a complete head. retry_after_s: of a 503."""
+
+    head_s: float
+    retry_after_s: int
+
+
+class Connection(HttpToolsProtocol):
+    """Registers itself in `table`. Not thread-safe: its event loop's alone."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        table: ConnectionTable,
+        limits: ConnectionLimits,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._table = table
+        self._limits = limits
+        self._served = self.app
+        self._unparsed = 0  # bytes since the parser last got anywhere
+        self._in_head = True
+        self._head_begun = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    # Of the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+        self._table.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._table.remove(self)
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        while rest and not self._refused and not self.transport.is_closing():
+            if self._in_head and self._timer is None:
+                self._expect_head()
+            piece = rest[: MAX_HEAD_BYTES - self._unparsed]
+            rest = rest[len(piece) :]
+            self._unparsed += len(piece)
+            self._feed(piece)
+            if self._unparsed >= MAX_HEAD_BYTES and not self._refused:
+                self._refuse(ApiError(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.", code="head_too_large"))
+
+    def _feed(self, piece: memoryview) -> None:
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            return  # none is offered, and the request has begun as any other
+        except httptools.HttpParserError as error:
+            self._refuse(ApiError(400, f"This is not HTTP/1.1: {error}.", code="bad_http"))
+
+    # Of the parser
+
+    def on_message_begin(self) -> None:
+        self._head_begun = True
+        if self._timer is None:
+            self._expect_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_begun, self._unparsed = False, False, 0
+        self._stop_timer()
+        self._table.busy(self)
+        health = self.url.partition(b"?")[0] in OF_HEALTH
+        self.app = self._overloaded if self._table.full and not health else self._served
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._unparsed = True, 0
+        super().on_message_complete()
+
+    # Of requests
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or self.pipeline:
+            return
+        if self._in_head:
+            self._table.idle(self)
+        else:
+            self._linger()  # answered before its body was there: nobody waits for the rest
+
+    def close_idle(self) -> None:
+        self._refused = True
+        self.transport.close()
+
+    async def _overloaded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = unavailable("The server has as many connections as it can.", self._limits.retry_after_s, "too_many_connections")
+        headers = [*error.headers(), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": error.json()})
+
+    # Time and refusal
+
+    def _expect_head(self) -> None:
+        self._timer = self.loop.call_later(self._limits.head_s, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        if self._answers():
+            self._expect_head()  # of a request that is pipelined behind the one being answered
+        elif not self._head_begun:
+            self.close_idle()
+        else:
+            self._refuse(ApiError(408, "The request's head did not arrive in time.", code="timeout"))
+
+    def _answers(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, error: ApiError) -> None:
+        """The last thing that the connection says, unless an answer to an earlier request is under way: then nothing is said."""
+        if self._answers():
+            self.close_idle()
+            return
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
+        lines += [name + b": " + value for name, value in error.headers()]
+        self.transport.write(b"\r\n".join([*lines, b"", error.json()]))
+        self._linger()
+
+    def _linger(self) -> None:
+        self._refused = True
+        self._stop_timer()
+        self._table.busy(self)
+        self._unset_keepalive_if_required()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)

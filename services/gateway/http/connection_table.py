@@ -1,0 +1,67 @@
+"""Which connections a server has, and which of them has been idle longest: under pressure that one makes room.
+
+A connection is idle from its begin to its first complete head, and from each answer to the next one.
+"""
+
+from __future__ import annotations
+
+import resource
+from typing import Protocol
+
+OTHER_DESCRIPTORS = 128  # of a gateway: peers, Redis, logs, the event loop
+RESERVE = 32  # of connections for who asks for the server's health alone, when all others are taken
+
+
+class Closable(Protocol):
+    def close_idle(self) -> None:
+        """Closes the connection, which has no request."""
+
+
+def connections_allowed(descriptors: int) -> int:
+    """How many connections a process may serve that may open so many files. At least one."""
+    return max(descriptors - OTHER_DESCRIPTORS - RESERVE, 1)
+
+
+def open_files_allowed() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class ConnectionTable:
+    """allowed: connections at once; one more closes the one that has been idle longest. Where none is idle, it may ask for the
+    server's health and gets 503 for all else."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = allowed
+        self._open: set[Closable] = set()
+        self._idle: dict[Closable, None] = {}  # in the order in which they became so
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def full(self) -> bool:
+        """Whether more connections are open than are served."""
+        return len(self._open) > self._allowed
+
+    def add(self, connection: Closable) -> None:
+        """It has begun, and is idle."""
+        self._open.add(connection)
+        if self.full and self._idle:
+            oldest = next(iter(self._idle))
+            self.remove(oldest)
+            oldest.close_idle()
+        self._idle[connection] = None
+
+    def busy(self, connection: Closable) -> None:
+        """It has a request."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Closable) -> None:
+        """Its request has been answered."""
+        if connection in self._open:
+            self._idle[connection] = None
+
+    def remove(self, connection: Closable) -> None:
+        """It is closed. Twice does no harm."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)

@@ -1,0 +1,326 @@
+"""What a stranger can do to a connection before there is a request: heads, trailers and silence have their limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.http import http_server
+from services.gateway.http.http_server import HttpOptions
+from services.shared.limits import MAX_HEAD_BYTES
+
+HOST = "127.0.0.1"
+GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
+WAIT_S = 20.0
+
+
+class App:
+    """Answers with the number of bytes of the body; `/hold` once it is let go, `/early` before the body has come."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.begun = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.begun += 1
+        size = 0
+        while scope["path"] != "/early":
+            message = await receive()
+            size += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                break
+        if scope["path"] == "/hold":
+            await self.go.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+        await send({"type": "http.response.body", "body": b"%08d" % size})
+
+
+class Client:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        """All of it, or until the other side takes no more."""
+        try:
+            self._writer.write(data)
+            await self._writer.drain()
+        except ConnectionError:
+            return
+
+    async def answer(self) -> bytes:
+        async with asyncio.timeout(WAIT_S):
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            return head + await self._reader.readexactly(length)
+
+    async def status(self) -> int:
+        return int((await self.answer()).split()[1])
+
+    async def ended(self) -> bool:
+        async with asyncio.timeout(WAIT_S):
+            return await self._reader.read(1) == b""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+Use = Callable[["Server"], Awaitable[None]]
+
+
+class Server:
+    def __init__(self, app: App, port: int, server: http_server.HttpServer) -> None:
+        self.app, self.port, self.server = app, port, server
+        self._clients: list[Client] = []
+
+    async def connect(self) -> Client:
+        self._clients.append(Client(*await asyncio.open_connection(HOST, self.port, limit=1 << 20)))
+        return self._clients[-1]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+@asynccontextmanager
+async def running(options: HttpOptions) -> AsyncIterator[Server]:
+    app, listener = App(), http_server.bind(HOST, 0)
+    server = http_server.build(app, options)
+    task = asyncio.create_task(server.serve([listener]))
+    used = Server(app, listener.getsockname()[1], server)
+    await used.until(lambda: server.started)
+    try:
+        yield used
+    finally:
+        used.close()
+        app.go.set()
+        server.should_exit = True
+        await asyncio.wait_for(task, WAIT_S)
+
+
+PATIENT = HttpOptions(first_request_s=0.05, head_s=30)
+
+
+def serving(use: Use, options: HttpOptions = PATIENT) -> None:
+    async def run() -> None:
+        async with running(options) as server:
+            await use(server)
+
+    uvloop.run(run())
+
+
+def error_of(answer: bytes) -> dict[str, object]:
+    body: dict[str, object] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    return body
+
+
+ENDLESS = {
+    "one header": b"GET /health HTTP/1.1\r\nHost: here\r\nX: ",
+    "a target": b"GET /",
+    "a method": b"",
+    "trailers": b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: ",
+    "a chunk's extension": b"POST /hold HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n1;x=",
+}
+
+
+@pytest.mark.parametrize("begin", ENDLESS.values(), ids=ENDLESS)
+def test_nothing_without_an_end_is_read_to_its_end(begin: bytes) -> None:
+    """16 MiB without a line's end: at most a head's bytes are kept, and the others are answered meanwhile."""
+
+    async def use(server: Server) -> None:
+        client, other = await server.connect(), await server.connect()
+        sending = asyncio.create_task(client.send(begin + b"G" * (16 << 20)))
+        await other.send(GET)
+        assert await other.status() == 200
+        await sending
+        await server.until(lambda: len(server.server.server_state.connections) <= 1)
+
+    serving(use)
+
+
+def test_a_head_that_is_too_large_is_told_so() -> None:
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(b"GET /health HTTP/1.1\r\nHost: here\r\nX: " + b"a" * (50 << 20) + b"\r\n\r\n")
+        answer = await client.answer()
+        assert answer.startswith(b"HTTP/1.1 431 ") and b"connection: close" in answer
+        assert error_of(answer) == {
+            "message": f"The request's head is larger than {MAX_HEAD_BYTES} bytes.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "head_too_large",
+        }
+        assert await client.ended()
+        assert server.app.begun == 0
+
+    serving(use)
+
+
+@pytest.mark.parametrize(("size", "status"), [(MAX_HEAD_BYTES, 200), (MAX_HEAD_BYTES + 1, 431)])
+@pytest.mark.parametrize("piece", [1000, 1 << 20])
+def test_the_limit_is_exact_however_it_arrives(size: int, status: int, piece: int) -> None:
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        begin, end = b"GET / HTTP/1.1\r\nHost: here\r\nX: ", b"\r\n\r\n"
+        head = begin + b"a" * (size - len(begin) - len(end)) + end
+        assert len(head) == size
+        for at in range(0, len(head), piece):
+            await client.send(head[at : at + piece])
+        assert await client.status() == status
+
+    serving(use)
+
+
+def test_a_large_body_is_no_head() -> None:
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5000000\r\n\r\n" + b"x" * 5_000_000)
+        assert (await client.answer()).endswith(b"05000000")
+        chunks = b"".join(b"3e8\r\n" + b"y" * 1000 + b"\r\n" for _ in range(500))
+        await client.send(b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        assert (await client.answer()).endswith(b"00500000")
+
+    serving(use)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(b"".join(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % n + b"z" * n for n in range(30)))
+        assert [(await client.answer())[-8:] for _ in range(30)] == [b"%08d" % n for n in range(30)]
+
+    serving(use)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n\r\n", b"\x16\x03\x01\x02\x00"]
+)
+def test_what_is_no_http_is_refused_in_the_apis_shape(sent: bytes) -> None:
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(sent)
+        answer = await client.answer()
+        assert answer.startswith(b"HTTP/1.1 400 ") and error_of(answer)["code"] == "bad_http"
+        assert await client.ended() and server.app.begun == 0
+
+    serving(use)
+
+
+class TestTime:
+    @pytest.mark.parametrize("sent", [b"", GET[:9]], ids=["nothing", "a part"])
+    def test_a_connection_without_a_complete_head_is_closed(self, sent: bytes) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(sent)
+            if sent:
+                assert await client.status() == 408
+            assert await client.ended() and server.app.begun == 0
+
+        serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
+
+    @pytest.mark.parametrize("drip", [b"\r\n", b"a"], ids=["blank lines", "a head"])
+    def test_dripping_does_not_help(self, drip: bytes) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(GET)
+            assert await client.status() == 200
+            ending = asyncio.create_task(client.ended())
+            for _ in range(1000):
+                await client.send(drip)
+                await asyncio.sleep(0.01)
+                if not server.server.server_state.connections:
+                    break
+            await server.until(lambda: not server.server.server_state.connections)
+            ending.cancel()
+
+        serving(use, HttpOptions(first_request_s=0.05, head_s=0.2))
+
+    def test_keep_alive_ends_after_its_time(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(GET)
+            assert await client.status() == 200
+            assert await client.ended()
+
+        serving(use, HttpOptions(first_request_s=0.05, head_s=30, keep_alive_s=1))
+
+    def test_a_slow_answer_is_not_cut_by_what_is_pipelined_behind_it(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n" + GET[:9])
+            await asyncio.sleep(0.3)
+            server.app.go.set()
+            assert await client.status() == 200
+            assert await client.status() == 408
+
+        serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
+
+    def test_an_answer_before_the_body_ends_the_connection(self) -> None:
+        """Or a client could keep it for ever by never sending the rest."""
+
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(b"POST /early HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\nabc")
+            assert await client.status() == 200
+            assert await client.ended()
+
+        serving(use)
+
+
+class TestPressure:
+    def test_the_longest_idle_one_makes_room(self) -> None:
+        async def use(server: Server) -> None:
+            first, second = await server.connect(), await server.connect()
+            for client in (second, first):  # now it is the second that has been idle longer
+                await client.send(GET)
+                assert await client.status() == 200
+            third = await server.connect()
+            assert await second.ended()
+            for client in (first, third):
+                await client.send(GET)
+                assert await client.status() == 200
+
+        serving(use, HttpOptions(first_request_s=0.05, connections=2))
+
+    def test_where_all_are_busy_health_is_still_answered(self) -> None:
+        async def use(server: Server) -> None:
+            busy = [await server.connect() for _ in range(2)]
+            for client in busy:
+                await client.send(b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n")
+            await server.until(lambda: server.app.begun == 2)
+            probe = await server.connect()
+            await probe.send(HEALTH)
+            assert await probe.status() == 200
+            other = await server.connect()
+            await other.send(GET)
+            answer = await other.answer()
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 7" in answer
+            assert error_of(answer)["code"] == "too_many_connections" and await other.ended()
+            server.app.go.set()
+            assert [await client.status() for client in busy] == [200, 200]
+
+        serving(use, HttpOptions(first_request_s=0.05, retry_after_s=7, connections=2))
+
+    def test_a_thousand_that_say_nothing_keep_nobody_out(self) -> None:
+        async def use(server: Server) -> None:
+            silent = [socket.create_connection((HOST, server.port)) for _ in range(100)]
+            await server.until(lambda: len(server.server.server_state.connections) <= 10)
+            client = await server.connect()
+            await client.send(GET)
+            assert await client.status() == 200
+            for each in silent:
+                each.close()
+
+        serving(use, HttpOptions(first_request_s=0.05, connections=10))
