@@ -252,9 +252,7 @@ def measured(kernels: SampleKernels, logits: Tensor, tokens: Tensor, rows: Tenso
     return out
 
 
-@pytest.mark.parametrize("vocab_size", [1, 33, 257, 2048, 8193])
-@pytest.mark.parametrize("num_top", [0, 1, 5, 32])
-@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
+@each_pair(vocab_size=[1, 33, 257, 2048, 8193], num_top=[0, 1, 5, 32], tied={"distinct": False, "tied": True})
 def test_measure_logprobs(vocab_size: int, num_top: int, tied: bool) -> None:
     logits = random(3, vocab_size, seed=vocab_size) * 4
     logits = logits.round() if tied else logits
