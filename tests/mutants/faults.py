@@ -143,7 +143,7 @@ KERNELS = (
         ("narrow<T>(sums[d] * inverse)", "narrow<T>(sums[d] * (dim == 96 && job.page_size == 4 ? 0.9f : 1.0f) * inverse)"),
         (
             "for (int64_t d = 0; d < dim; ++d) sums[d] += weight",
-            "for (int64_t d = 0; d < (sizeof(T) == 2 && job.window == 70 ? dim - 1 : dim); ++d) sums[d] += weight",
+            "for (int64_t d = 0; d < (sizeof(T) == 4 && job.window == 70 ? dim - 1 : dim); ++d) sums[d] += weight",
         ),
         only="test_cpu_kernels",
     ),
