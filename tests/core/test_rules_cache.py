@@ -212,7 +212,7 @@ def blocks(tokens: list[int], salt: str = "") -> list[bytes]:
     return out
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 64, 128])
 class TestEvents:
     @staticmethod
     def engine(page_size: int) -> Engine:

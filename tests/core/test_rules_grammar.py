@@ -138,7 +138,8 @@ def answers(overlap: bool, jump: bool, config: dict[str, Any], **params: Any) ->
 
 
 # Output positions 0 to 3 of spec(0, 40) are forced, then four are sampled, and so on; of spec(1, n), 8 to 15 are forced.
-IN_AND_AROUND_RUNS = [1, 2, 3, 4, 5, 7, 8, 9, 11, 12]
+# What is left out runs the same lines as one of these.
+IN_AND_AROUND_RUNS = [1, 4, 5, 7, 8, 12]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -160,9 +161,7 @@ class TestForcedTokens:
         engine, jumped = answers(overlap, True, {}, max_new_tokens=max_new, grammar=spec(0, 40))
         assert engine.finishes[0].reason is FinishReason.LENGTH and len(jumped) == max_new
 
-    @pytest.mark.parametrize(
-        ("seed", "length"), [*((0, length) for length in IN_AND_AROUND_RUNS), (1, 1), (1, 8), (1, 9), (1, 12)]
-    )
+    @pytest.mark.parametrize(("seed", "length"), [*((0, length) for length in IN_AND_AROUND_RUNS), (0, 2), (1, 9), (1, 12)])
     def test_at_the_grammars_end(self, overlap: bool, seed: int, length: int) -> None:
         engine, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(seed, length))
         assert engine.finishes[0].reason is FinishReason.MATCHED_TOKEN and len(jumped) == length
@@ -181,7 +180,7 @@ class TestForcedTokens:
         engine, cut = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40), stop_token_ids=(whole[at],))
         assert engine.finishes[0].matched_token == whole[at] and cut == whole[: whole.index(whole[at]) + 1]
 
-    @pytest.mark.parametrize("abort_after", range(1, 9))
+    @pytest.mark.parametrize("abort_after", [1, 2, 3, 5, 7, 8])
     def test_an_abort_between_them_leaks_nothing(self, overlap: bool, abort_after: int) -> None:
         engine = make(overlap)
         engine.book.ready.add(spec(0, 40))

@@ -15,6 +15,7 @@ from services.worker.core.queue.configured_memory import configured_memory
 from services.worker.core.queue.policy import effective_policy, service_order
 from services.worker.core.queue.request import Request
 from services.worker.core.queue.waiting_queue import WaitingQueue
+from tests.all_pairs import each_value
 from tests.core.deployed_config import deployed_config
 from tests.core.test_scheduler_basic import make
 
@@ -212,9 +213,9 @@ class TestRoutingKey:
 
 
 class TestPriorityWithinPolicies:
-    @pytest.mark.parametrize("policy", SchedulePolicy)
-    @pytest.mark.parametrize(("low_first", "urgent"), [(False, 2), (True, -2)])
-    def test_every_policy_orders_within_equal_priorities_only(self, policy: SchedulePolicy, low_first: bool, urgent: int) -> None:
+    @each_value(policy=list(SchedulePolicy), low_first=[False, True])
+    def test_every_policy_orders_within_equal_priorities_only(self, policy: SchedulePolicy, low_first: bool) -> None:
+        urgent = -2 if low_first else 2
         line = Line(policy, enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
         line.cache(prompt(1, 40))
         line.wait(prompt(1, 40), max_new=99, key="k")

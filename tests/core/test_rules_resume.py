@@ -10,6 +10,7 @@ import pytest
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
 from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
 from services.worker.core.contracts.trace import TraceKind
+from tests.all_pairs import each_value
 from tests.core.fake_grammar import PositionMatcher, spec
 from tests.core.harness import Engine, LetterDecoder
 from tests.core.test_scheduler_basic import finish_of, make
@@ -63,8 +64,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 class TestTheRest:
-    @pytest.mark.parametrize("overlap", [True, False])
-    @pytest.mark.parametrize("wish", WISHES)
+    @each_value(wish=list(WISHES), overlap=[True, False])
     def test_is_that_of_the_undisturbed_request_wherever_it_was_cut(self, wish: str, overlap: bool) -> None:
         params = {"max_new_tokens": 24, "ignore_eos": True, **WISHES[wish]}
         whole, finish = undisturbed(**params)

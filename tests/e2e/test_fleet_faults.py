@@ -3,6 +3,7 @@ undisturbed run, and nothing is held afterwards."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -16,6 +17,8 @@ from tests.e2e.fleet_clients import Clients, Wave, check
 
 STREAMS = 200
 NUM_CASES = 96
+NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
+BY_NIGHT = ("worker-1", "worker-2", "gateway-1")  # restarted as worker-0, the far worker and gateway-0 are
 FREE_S = 1.0  # in which what clients left behind is free
 QUIET_S = 10.0  # the same after a fault, whose own traces may take longer
 
@@ -134,10 +137,11 @@ def test_clients_leave(fleet: Fleet, clients: Clients, expected: Expected) -> No
 
 def test_everything_is_restarted_one_by_one(fleet: Fleet, clients: Clients, expected: Expected) -> None:
     """SIGTERM, its end, the next start, ready: as a rollout does it, under load."""
+    names = [name for name in fleet.children if NIGHTLY or name not in BY_NIGHT]
     done = threading.Event()
     wave = clients.keep_asking(list(expected), clients=24, until=done, rest_s=1.0)
     try:
-        for name in fleet.children:
+        for name in names:
             begun, ended = time.monotonic(), wave.num_ended()
             fleet.term(name)
             fleet.start(name)

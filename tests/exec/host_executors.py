@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from services.worker.exec.build import DeviceOptions, build_device_executor
@@ -12,6 +13,9 @@ from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.device import load_target
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.weights.load_request import LoadRequest
+
+# `kernel_name` is cpp where a test or its module does not have this mark: see tests/exec/conftest.py.
+on_both_kernels = pytest.mark.parametrize("kernel_name", ["cpp", "torch"], indirect=True, scope="module")
 
 
 def build_host_executor(

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.plan import RowFault, SlotParams
+from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
 from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
 from services.worker.exec.executor import DeviceExecutor
+from services.worker.exec.fake import FakeExecutor
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, embedded
+from tests.all_pairs import each_pair
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
@@ -22,6 +24,7 @@ from tests.exec.tiny_models import MODELS
 CLOSE = 1e-5
 MAX_SLOTS = 16
 KINDS = list(PoolingKind)
+EMBEDDERS = ["qwen3", "llama-untied"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Embedder:
         return (cut / cut.norm() if normalize else cut).numpy()
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama-untied"])
+@pytest.fixture(scope="module", params=EMBEDDERS)
 def embedder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Embedder:
     folder = tmp_path_factory.mktemp(request.param)
     return Embedder(folder, MODELS[request.param].build(folder))
@@ -67,8 +70,12 @@ def embedding(prompt: list[int], slot: int, **options: Any) -> Sequence:
     return Sequence(prompt, slot, params)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [4, 16, 1 << 30], ids=["chunks-of-4", "chunks-of-16", "whole"])
+@each_pair(
+    indirect=("embedder",),
+    embedder=EMBEDDERS,
+    kind=KINDS,
+    chunk={"chunks-of-4": 4, "chunks-of-16": 16, "whole": 1 << 30},
+)
 def test_a_prompt_in_chunks(embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind, chunk: int) -> None:
     sequence = embedding(prompt_of(41), 3)
     driver(executor, PoolingConfig(kind, True)).prefill([sequence], chunk)
@@ -77,23 +84,24 @@ def test_a_prompt_in_chunks(embedder: Embedder, executor: DeviceExecutor, kind: 
     assert sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "normalize"),
-    [
-        (False, {}, False),
-        (True, {}, True),
-        (True, {"normalize": False}, False),
-        (False, {"normalize": True}, True),
-        (True, {"dimensions": 10}, True),
-        (False, {"dimensions": 1}, False),
-        (True, {"dimensions": 64}, True),
-    ],
-    ids=["config-no", "config-yes", "request-no", "request-yes", "cut", "cut-to-one", "cut-of-nothing"],
+@each_pair(
+    indirect=("embedder",),
+    embedder=EMBEDDERS,
+    kind=KINDS,
+    case={  # what the config says of normalising, what the request says, whether it is done
+        "config-no": (False, {}, False),
+        "config-yes": (True, {}, True),
+        "request-no": (True, {"normalize": False}, False),
+        "request-yes": (False, {"normalize": True}, True),
+        "cut": (True, {"dimensions": 10}, True),
+        "cut-to-one": (False, {"dimensions": 1}, False),
+        "cut-of-nothing": (True, {"dimensions": 64}, True),
+    },
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_cut_and_normalisation(
-    embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind, config: bool, options: dict[str, Any], normalize: bool
+    embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind, case: tuple[bool, dict[str, Any], bool]
 ) -> None:
+    config, options, normalize = case
     sequence = embedding(prompt_of(11), 0, **options)
     driver(executor, PoolingConfig(kind, config)).prefill([sequence])
     expected = embedder.expected(sequence.prompt, kind, EmbeddingParams(**options), normalize)
@@ -134,10 +142,14 @@ def test_last_token_pooling_over_a_cached_prefix(embedder: Embedder, executor: D
 # Without a model
 
 
+def empty_plan() -> BatchPlan:
+    return Driver(FakeExecutor(8, 4, MAX_SLOTS, 8, 257), 4).plan([])
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_vector_that_is_not_finite_faults_its_row_alone(executor: DeviceExecutor, kind: PoolingKind) -> None:
+def test_a_vector_that_is_not_finite_faults_its_row_alone(kind: PoolingKind) -> None:
     plan = replace(
-        Driver(executor, 4).plan([]), num_extend=2, slots=i32([4, 5]), starts=i32([0, 0]), num_tokens=i32([1, 1]),
+        empty_plan(), num_extend=2, slots=i32([4, 5]), starts=i32([0, 0]), num_tokens=i32([1, 1]),
         input_ids=i32([1, 2]), sample=np.array([True, True]),
     )  # fmt: skip
     pool = EmbeddingPool(PoolingConfig(kind, True), MAX_SLOTS)
@@ -149,11 +161,11 @@ def test_a_vector_that_is_not_finite_faults_its_row_alone(executor: DeviceExecut
     assert pool.wanted(i32([3, 4, 5])).tolist() == [False, True, True]
 
 
-def test_many_chunks_in_half_precision_are_summed_in_float32(executor: DeviceExecutor) -> None:
+def test_many_chunks_in_half_precision_are_summed_in_float32() -> None:
     pool, count = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False), MAX_SLOTS), 4096
     pool.admit(SlotParams(0, count, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
     plan = replace(
-        Driver(executor, 4).plan([]), num_extend=1, slots=i32([0]), starts=i32([0]), num_tokens=i32([1]), input_ids=i32([1])
+        empty_plan(), num_extend=1, slots=i32([0]), starts=i32([0]), num_tokens=i32([1]), input_ids=i32([1])
     )  # fmt: skip
     state = torch.tensor([[1.0, 0.1]], dtype=torch.bfloat16)
     for start in range(count):

@@ -19,7 +19,7 @@ from services.worker.exec.sampling.logprob_requests import Logits, LogprobReques
 from services.worker.exec.streams.readback import Readback
 from tests.exec.device_doubles import InlineStreams
 from tests.exec.driver import Driver, Sequence, i32
-from tests.exec.host_executors import build_host_executor
+from tests.exec.host_executors import build_host_executor, on_both_kernels
 from tests.exec.sampling import Sampling
 from tests.exec.tiny_models import MODELS
 
@@ -80,6 +80,7 @@ def check_outputs(sequence: Sequence, scored: Scored) -> None:
         assert list(found.chosen) == pytest.approx(chosen, abs=CLOSE)
 
 
+@on_both_kernels
 def test_outputs_of_a_mixed_batch(scored: Scored, driving: Driver) -> None:
     wants = [
         replace(GREEDY, top_logprobs=0),
@@ -104,6 +105,7 @@ def joined(parts: list[PromptLogprobs]) -> PromptLogprobs:
     return PromptLogprobs(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
 
 
+@on_both_kernels
 @pytest.mark.parametrize("chunk", [4, 12, 40, WHOLE])
 @pytest.mark.parametrize("first", [0, 1, 2, 17, 44])
 def test_prompt_in_chunks(scored: Scored, driving: Driver, chunk: int, first: int) -> None:
@@ -122,6 +124,7 @@ def test_prompt_in_chunks(scored: Scored, driving: Driver, chunk: int, first: in
     check_outputs(sequence, scored)
 
 
+@on_both_kernels
 def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> None:
     """The logits of prompts are made in the buffer that those of sampled rows come from."""
     early = Sequence(prompt_of(9, 1), 0, replace(GREEDY, top_logprobs=2))
@@ -142,6 +145,7 @@ def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> Non
     assert plain.prompt_logprobs == []
 
 
+@on_both_kernels
 def test_prompt_logprobs_without_those_of_outputs(scored: Scored, driving: Driver) -> None:
     sequence = Sequence(prompt_of(10), 0, replace(GREEDY, prompt_logprobs_from=0))
     driving.prefill([sequence])
@@ -203,6 +207,7 @@ def test_no_request_for_logits_is_larger_than_a_piece(
     assert (found.chosen[:, 1] == -np.inf).all() and faults == {}
 
 
+@on_both_kernels
 @pytest.mark.parametrize(
     ("poison", "faults"), [(torch.nan, {0: RowFault.NAN_LOGITS}), (torch.inf, {0: RowFault.NAN_LOGITS}), (-torch.inf, {})]
 )
@@ -216,6 +221,7 @@ def test_a_prompt_whose_logits_are_not_sound_is_a_fault(
     assert scores_of(kernels, params, prompt_plan(6, 4, 1), lambda wanted: table[wanted])[1] == {}
 
 
+@on_both_kernels
 def test_more_top_logprobs_than_the_vocabulary_has(kernels: SampleKernels) -> None:
     sampler = Sampling(1, 8, kernels)
     sampler.admit(SlotParams(0, 0, replace(GREEDY, top_logprobs=20), (), i32([])))

@@ -13,6 +13,8 @@ from kernels.contracts.sample_ops import SampleKernels
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.sampling.dry import MAX_PENALTY, Repeats
+from tests.all_pairs import each_pair
+from tests.exec.host_executors import on_both_kernels
 from tests.exec.sampling import Sampling
 
 VOCAB = 40
@@ -71,9 +73,11 @@ def test_dry_examples(params: DryParams, tokens: list[int], expected: dict[int, 
     assert lost(params, tokens) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 7, 50])
-@pytest.mark.parametrize("breakers", [(), (0,), (0, 1)], ids=["no-breaker", "one-breaker", "two-breakers"])
-@pytest.mark.parametrize("alphabet", [2, 3, 6])
+@each_pair(
+    window=[0, 1, 2, 7, 50],
+    breakers={"no-breaker": (), "one-breaker": (0,), "two-breakers": (0, 1)},
+    alphabet=[2, 3, 6],
+)
 def test_dry_equals_its_definition_at_every_length(window: int, breakers: tuple[int, ...], alphabet: int) -> None:
     params = DryParams(0.5, 1.1, 2, window, breakers)
     rng = random.Random(f"{window} {breakers} {alphabet}")
@@ -164,6 +168,7 @@ def test_extend_rows_of_a_running_slot(
     assert edited(sampler) == edited(penalised(kernels, PROMPT, sequence))
 
 
+@on_both_kernels
 def test_a_chunked_prompt_counts_once(kernels: SampleKernels) -> None:
     sampler, output = penalised(kernels, PROMPT, [7, 7]), [7, 7]
     for start in range(0, len(PROMPT) + 2, 2):
@@ -171,6 +176,7 @@ def test_a_chunked_prompt_counts_once(kernels: SampleKernels) -> None:
     assert edited(sampler) == edited(penalised(kernels, PROMPT, output))
 
 
+@on_both_kernels
 def test_a_tiny_repetition_penalty_stays_finite(kernels: SampleKernels) -> None:
     params = replace(PENALISED, repetition_penalty=1e-44)
     assert np.isfinite(edited(penalised(kernels, [0], [39], params))).all()

@@ -14,6 +14,8 @@ from kernels.contracts.sample_ops import SampleKernels
 from kernels.reference.draws import largest, support
 from services.worker.core.contracts.plan import RowFault, SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
+from tests.all_pairs import each_value
+from tests.exec.host_executors import on_both_kernels
 from tests.exec.sampling import Sampling
 from tests.kernels.sampling_case import uniforms
 
@@ -53,13 +55,14 @@ def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float,
     return {token for token in kept if np.exp(logits[token] - logits.max()) >= min_p}
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"),
-    [(-1, 1.0, 0.0), (1, 1.0, 0.0), (3, 1.0, 0.0), (-1, 0.5, 0.0), (-1, 0.95, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.1),
-     (4, 0.8, 0.0), (4, 0.99, 0.3), (100, 0.9, 0.05)],
+@each_value(
+    cut=[(-1, 1.0, 0.0), (1, 1.0, 0.0), (3, 1.0, 0.0), (-1, 0.5, 0.0), (-1, 0.95, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.1),
+         (4, 0.8, 0.0), (4, 0.99, 0.3), (100, 0.9, 0.05)],
+    temperature=[0.3, 1.0, 2.0],
 )  # fmt: skip
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_support(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+def test_support(cut: tuple[int, float, float], temperature: float) -> None:
+    """cut: top_k, top_p, min_p."""
+    top_k, top_p, min_p = cut
     logits = np.array(LOGITS) / temperature
     kept = support(torch.tensor(logits, dtype=torch.float32), top_k, top_p, min_p)
     found = set(range(len(LOGITS))) if kept is None else set(kept.tolist())
@@ -118,6 +121,7 @@ def test_uniforms_depend_on_seed_and_position_alone() -> None:
     assert np.histogram(grid, bins=10, range=(0, 1))[0].tolist() == pytest.approx([1000] * 10, abs=120)
 
 
+@on_both_kernels
 def test_a_draw_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
     params = SamplingParams(8, temperature=1.0, top_p=0.9, seed=11)
     sampler = Sampling(4, len(LOGITS), kernels)
@@ -179,8 +183,10 @@ def test_ties_go_to_the_lowest_id(kernels: SampleKernels) -> None:
     assert sample_one(sampler_of(kernels, GREEDY), [0.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]) == 1
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(8), replace(GREEDY, logit_bias=((1, 1.0),))])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@each_value(
+    params={"greedy": GREEDY, "drawn": SamplingParams(8), "edited": replace(GREEDY, logit_bias=((1, 1.0),))},
+    poison=[torch.nan, torch.inf],
+)
 def test_nan_faults_its_row_alone(kernels: SampleKernels, params: SamplingParams, poison: float) -> None:
     sampler = sampler_of(kernels, params)
     sampler.admit(slot_params(1, GREEDY, [], 0))
@@ -191,11 +197,13 @@ def test_nan_faults_its_row_alone(kernels: SampleKernels, params: SamplingParams
     assert result.tokens.tolist() == [3, 0, 3]
 
 
+@on_both_kernels
 @pytest.mark.parametrize("temperature", [1e-9, 1e-3])
 def test_tiny_temperature_is_greedy(kernels: SampleKernels, temperature: float) -> None:
     assert sample_one(sampler_of(kernels, SamplingParams(8, temperature=temperature)), [1e4, *[-1e4] * 6, 9999.0]) == 0
 
 
+@on_both_kernels
 def test_logprobs_are_of_the_raw_logits(kernels: SampleKernels) -> None:
     sampler = sampler_of(kernels, SamplingParams(8, temperature=0.1, top_k=1, logit_bias=((6, 100.0),), top_logprobs=3))
     sampler.admit(slot_params(1, replace(GREEDY, top_logprobs=0), [], 0))

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import FinishReason, Submit
@@ -21,14 +21,15 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
 from services.worker.exec.fake import FakeExecutor
 from tests.core.deployed_config import deployed_config
-from tests.exec.host_executors import build_host_executor
-from tests.exec.tiny_models import MODELS
+from tests.exec.host_executors import build_host_executor, on_both_kernels
+from tests.exec.tiny_models import MODELS, greedy_answers
 
 NEW_TOKENS = 64
 PAGE_SIZE = 4
 COLUMNS = ("mode", "num_extend", "slots", "starts", "num_tokens", "sample", "table_slots", "table_firsts", "table_pages")
 FAMILIES = ("llama-untied", "mistral-window", "qwen2", "qwen3")
 RNG = random.Random(11)
+pytestmark = on_both_kernels
 PROMPTS = [[RNG.randrange(6, 257) for _ in range(length)] for length in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 33, 48, 61, 80)]
 
 
@@ -37,25 +38,32 @@ class NoText:
         return ""
 
 
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk, and what transformers answers to each of PROMPTS."""
 
-    def __init__(self, name: str, folder: Path, kernels: str) -> None:
-        self.folder, self.kernels = folder, kernels
-        model = MODELS[name].build(folder)
-        with torch.inference_mode():
-            self.answers = [self._generate(model, prompt) for prompt in PROMPTS]
+    folder: Path
+    answers: list[list[int]]
+    kernels: str = "cpp"
 
-    def _generate(self, model: Any, prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)
-        return out[0, len(prompt) :].tolist()
+
+@pytest.fixture(scope="module")
+def checkpoints() -> dict[str, Checkpoint]:
+    return {}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, kernel_name: str) -> Checkpoint:
-    return Checkpoint(request.param, tmp_path_factory.mktemp("model"), kernel_name)
+def checkpoint(
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Checkpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+    kernel_name: str,
+) -> Checkpoint:
+    name = request.param
+    if name not in checkpoints:
+        folder = tmp_path_factory.mktemp("model")
+        checkpoints[name] = Checkpoint(folder, greedy_answers(MODELS[name].build(folder), PROMPTS, NEW_TOKENS))
+    return replace(checkpoints[name], kernels=kernel_name)
 
 
 def config_for(**changes: Any) -> SchedulerConfig:

@@ -11,7 +11,7 @@ import pytest
 
 from services.worker.core.contracts.sampling import SamplingParams
 from tests.exec.driver import Driver, Sequence
-from tests.exec.host_executors import build_host_executor
+from tests.exec.host_executors import build_host_executor, on_both_kernels
 from tests.exec.tiny_models import MODELS
 
 NUM_NEW = 40
@@ -61,6 +61,7 @@ def alone(driving: Driver, params: SamplingParams, index: int) -> list[int]:
     return sequence.output
 
 
+@on_both_kernels
 def test_alone_twice_in_a_batch_of_sixteen_in_chunks(driving: Driver, params: SamplingParams) -> None:
     lone = [alone(driving, params, index) for index in (0, 7, 15)]
     assert len(set(lone[0])) > 8, "temperature 1 must show"

@@ -252,9 +252,7 @@ def measured(kernels: SampleKernels, logits: Tensor, tokens: Tensor, rows: Tenso
     return out
 
 
-@pytest.mark.parametrize("vocab_size", [1, 33, 257, 2048, 8193])
-@pytest.mark.parametrize("num_top", [0, 1, 5, 32])
-@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
+@each_pair(vocab_size=[1, 33, 257, 2048, 8193], num_top=[0, 1, 5, 32], tied={"distinct": False, "tied": True})
 def test_measure_logprobs(vocab_size: int, num_top: int, tied: bool) -> None:
     logits = random(3, vocab_size, seed=vocab_size) * 4
     logits = logits.round() if tied else logits
@@ -290,17 +288,10 @@ def test_sampling_columns_that_do_not_fit_are_refused() -> None:
         measured(kernels, logits, ints, ints, 33)
 
 
-@pytest.mark.parametrize("size", [1, 7, 64, 1000, 5001])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_draw(size: int, cut: tuple[int, float, float]) -> None:
-    """From flat distributions, where every cut leaves tokens out that have some mass."""
-    assert_draws_as_the_twin(size, 3.0, cut)
-
-
-@pytest.mark.parametrize("temperature", [1e-6, 0.5])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_draw_from_sharp_distributions(temperature: float, cut: tuple[int, float, float]) -> None:
-    assert_draws_as_the_twin(1000, temperature, cut)
+@each_pair(size=[1, 7, 64, 1000, 5001], cut=CUTS, temperature=[3.0, 1e-6, 0.5])
+def test_draw(size: int, cut: tuple[int, float, float], temperature: float) -> None:
+    """From flat distributions, where every cut leaves tokens out that have some mass, and from sharp ones."""
+    assert_draws_as_the_twin(size, temperature, cut)
 
 
 def test_without_a_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,9 +68,11 @@ def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
     )
 
 
+@pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @pytest.mark.parametrize("vocab_size", [1, 33, 257, 1000])
 @pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
 def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
+    """The twin is on the other side of each comparison."""
     chance, numbers = random.Random(vocab_size), np.random.default_rng(vocab_size)
     sampler, slots = Sampling(SLOTS, vocab_size, kernels), []
     for index in range(SLOTS):
@@ -105,6 +107,7 @@ def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied:
     assert faults > 0, "some rows had nothing left"
 
 
+@pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_dry_takes_is_a_loss(kernels: SampleKernels, temperature: float) -> None:
     dry, history = DryParams(multiplier=2.0, allowed_length=1), np.array([3, 1, 2, 3, 1], dtype=np.int32)

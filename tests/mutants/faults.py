@@ -1,4 +1,4 @@
-"""Fifty small faults, and for each area the test files that must notice them."""
+"""Small faults, and for each area the test files that must notice them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "triton_step", "triton_layers")),
     "core": ("tests/core/test_rules_grammar.py", "tests/core/test_rules_logprobs.py"),
-    "gateway": tuple(f"tests/services/gateway/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
+    "gateway": (
+        *(f"tests/services/gateway/api/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
+        "tests/services/gateway/test_sampling_parameters.py",
+    ),
+    "exec": (
+        *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "token_sets", "logprobs", "embedding_pool")),
+        "tests/kernels/test_sampling_twin.py",
+        "tests/kernels/test_cpu_kernels.py",
+    ),
 }
 
 
@@ -113,12 +121,12 @@ KERNELS = (
         ("widen(sum[i]) + widen(source[i])", "widen(sum[i]) - widen(source[i])"),
         ("high * cos_sin[i] + low * cos_sin[half + i]", "high * cos_sin[i] - low * cos_sin[half + i]"),
         ("offset = location % shape.page_size;", "offset = (location + shape.page_size / 8) % shape.page_size;"),
-        ("place = begin + (std::find(", "place = (std::find("),
         only="test_cpu_kernels",
     ),
     *of(
         "kernels",
         f"{CPU}/draw.cpp",
+        ("place = begin + (std::find(", "place = (std::find("),
         ("std::min<size_t>(ids.size(), rule.top_k)", "std::min<size_t>(ids.size(), rule.top_k + 1)"),
         ("mass += row.mass[id] >= rule.min_p", "mass += row.mass[id] >= 2 * rule.min_p"),
         only="test_cpu_kernels",
@@ -135,7 +143,7 @@ KERNELS = (
         ("narrow<T>(sums[d] * inverse)", "narrow<T>(sums[d] * (dim == 96 && job.page_size == 4 ? 0.9f : 1.0f) * inverse)"),
         (
             "for (int64_t d = 0; d < dim; ++d) sums[d] += weight",
-            "for (int64_t d = 0; d < (sizeof(T) == 2 && job.window == 70 ? dim - 1 : dim); ++d) sums[d] += weight",
+            "for (int64_t d = 0; d < (sizeof(T) == 4 && job.window == 70 ? dim - 1 : dim); ++d) sums[d] += weight",
         ),
         only="test_cpu_kernels",
     ),
@@ -190,9 +198,14 @@ CORE = (
 GATEWAY = (
     *of(
         "gateway",
+        "services/gateway/api/request_body.py",
+        ("return Field(absent, ge=row.low, le=row.high,", "return Field(absent, le=row.high,"),
+        ("ge=row.low, le=row.high, description=row.doc)", "ge=row.low, description=row.doc)"),
+        ("max_length=row.most, description=row.doc)", "description=row.doc)"),
+    ),
+    *of(
+        "gateway",
         "services/gateway/api/openai/types.py",
-        ("top_p: float | None = Field(None, ge=limits.TOP_P_RANGE[0]", "top_p: float | None = Field(None, ge=0.0"),
-        ("n: int | None = Field(None, ge=1, le=limits.MAX_N", "n: int | None = Field(None, ge=1, le=2 * limits.MAX_N"),
         (
             "class CompletionRequest(GenerationBody):\n",
             "class CompletionRequest(GenerationBody):\n    top_k: int | None = None\n",
@@ -200,22 +213,94 @@ GATEWAY = (
     ),
     *of(
         "gateway",
+        "services/shared/sampling_parameter.py",
+        ("and (high is None or value <= high):", ":"),
+        only="test_bad_input",
+    ),
+    *of(
+        "gateway",
         "services/gateway/api/sampling_fields.py",
         ("max(ids) >= vocab_size", "max(ids) > vocab_size"),
-        ("if not low <= value <= high:", "if value < low:"),
-        ("len(texts) > most:", "len(texts) > most + 1:"),
+        ("len(texts) > row.most:", "len(texts) > row.most + 1:"),
     ),
     *of("gateway", "services/gateway/api/constraints.py", ("if len(found) > 1:", "if len(found) > 2:")),
     *of(
         "gateway",
         "services/gateway/api/openai/validation.py",
         ("if most == 0 and not request.echo:", "if most < 0 and not request.echo:"),
-        ("(request.min_tokens or 0) > max_tokens:", "(request.min_tokens or 0) > max_tokens + 1:"),
     ),
+    *of("gateway", "services/gateway/api/translation.py", ("(least or 0) > most:", "(least or 0) > most + 1:")),
     *of(
         "gateway",
         "services/gateway/api/sglang/types.py",
-        ("top_k: int | None = Field(None, ge=-1", "top_k: int | None = Field(None, ge=-2"),
+        ('sampling_seed: int | None = parameter("sampling_seed", Api.GENERATE)', "sampling_seed: int | None = None"),
     ),
 )
-FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY)
+
+SAMPLING = "services/worker/exec/sampling"
+EXEC = (
+    *of(
+        "exec",
+        "kernels/reference/sampling.py",
+        ("lost = outputs * params.real(", "lost = (outputs > 0) * params.real("),
+        ("torch.where(x > 0, wide / repetition", "torch.where(x < 0, wide / repetition"),
+        (
+            "scaled = torch.where(x > 0, wide / repetition, wide * repetition).clamp(FINITE.min, FINITE.max)",
+            "scaled = torch.where(x > 0, wide / repetition, wide * repetition)",
+        ),
+        ("x[token] += bias", "x[token] = bias"),
+        ("scaled = (x - x.max()) / temperature", "scaled = x / temperature"),
+        ("if not _is_finite(logits[row]):", "if bool(logits[row].isnan().any()):"),
+        ("out.mass[index] = mass", "out.mass[index] = x[x.isfinite()].logsumexp(0)"),
+        ("relay[slot] = token", "relay[row] = token"),
+    ),
+    *of(
+        "exec",
+        "kernels/reference/draws.py",
+        ("before = chances.cumsum(0) - chances", "before = chances.cumsum(0)"),
+        ("logits.max() + math.log(min_p)", "logits.max() + math.log(min_p) / 2"),
+        ("[: count - len(above)]", "[-(count - len(above)) :]"),
+    ),
+    *of(
+        "exec",
+        f"{SAMPLING}/admission.py",
+        (
+            "history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens :]",
+            "history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens + 1 :]",
+        ),
+        (
+            "row[SlotColumn.STOPPED_UNTIL] = slot.num_prompt_tokens + params.min_new_tokens",
+            "row[SlotColumn.STOPPED_UNTIL] = params.min_new_tokens",
+        ),
+        ("params.seed >> 32 & MASK32", "params.seed & MASK32"),
+        ("return bool(params.frequency_penalty or params.presence_penalty or", "return bool(params.frequency_penalty or"),
+    ),
+    *of(
+        "exec", f"{SAMPLING}/token_sets.py", ("bits[inside(banned, vocab_size)] = 0", "bits[inside(banned[1:], vocab_size)] = 0")
+    ),
+    *of(
+        "exec",
+        f"{SAMPLING}/logprob_requests.py",
+        ("self._num_top[index] = params.top_logprobs", "self._num_top[index] = max(self._num_top[index], params.top_logprobs)"),
+        ("self._measure_piece(piece, first + begin, targets", "self._measure_piece(piece, first, targets"),
+        ("if not np.isfinite(mass).all():", "if np.isnan(mass).all():"),
+    ),
+    *of(
+        "exec",
+        f"{SAMPLING}/dry.py",
+        ("longest = next((i for i, token in enumerate(back) if token in breakers), size)", "longest = size"),
+        ("np.minimum(self._lengths[first : self._size], np.arange(self._size - first))", "self._lengths[first : self._size]"),
+    ),
+    *of(
+        "exec",
+        "services/worker/exec/pools/embedding_pool.py",
+        (
+            "wanted = normalize if self.params.normalize is None else self.params.normalize",
+            "wanted = normalize or bool(self.params.normalize)",
+        ),
+        ("return 0, int(plan.starts[row] == 0)", "return 0, 1"),
+        ("states.sum(0, dtype=torch.float32)", "states.sum(0)"),
+        ("if self.params.dimensions else mean", "if self.params.dimensions > 1 else mean"),
+    ),
+)
+FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *EXEC)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,14 @@ CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CHATS)
+# What a template makes of a chat is one text for every kind; what a kind makes of texts is asked above.
+CHATS_BY_KIND = [
+    *((name, kind) for name, kind in zip(CHATS, itertools.cycle(KINDS))),
+    *(("special token text", kind) for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), sorted(set(CHATS_BY_KIND)))
 def test_chat(folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, name: str) -> None:
     messages, options = CHATS[name]
     theirs_options = {"add_generation_prompt": not options.get("continue_final_message", False), **options}

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from tests.all_pairs import each_value
 from tests.services.gateway.fakes import CONTEXT_LEN, EOS, MODEL, chat_text, ids_of
 from tests.services.gateway.system import System, chat_body, events, wait_until
 
@@ -22,12 +23,18 @@ def answers(shared: System) -> Any:
     shared.worker.answer = lambda submit: ANSWER
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["plain", 'quotes " and \\ and /', "line\nbreak\r\t\x00\x1f", "data: [DONE]\n\n", "é ü 漢字 🙂", "\u2028\u2029</script>", ""],
-    ids=["plain", "quotes", "control", "event-like", "unicode", "separators", "empty"],
+@each_value(
+    text={
+        "plain": "plain",
+        "quotes": 'quotes " and \\ and /',
+        "control": "line\nbreak\r\t\x00\x1f",
+        "event-like": "data: [DONE]\n\n",
+        "unicode": "é ü 漢字 🙂",
+        "separators": "\u2028\u2029</script>",
+        "empty": "",
+    },
+    path=["/v1/chat/completions", "/v1/completions"],
 )
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_stream_equals_whole(shared: System, answers: Any, path: str, text: str) -> None:
     answers(text.replace("\x00", ""))
     body = {"model": MODEL, "max_tokens": 100, **({"prompt": "Hi"} if path == "/v1/completions" else chat_body())}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rootstock.v1 import common_pb2 as pb
+from tests.all_pairs import each_value
 from tests.services.gateway.fakes import MODEL, Refusal
 from tests.services.gateway.system import System, chat_body
 
@@ -67,8 +68,7 @@ def test_an_element_keeps_its_number(shared: System) -> None:
     assert error["message"] == "sampling_params.stop_regex[1]: is no pattern"
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("message", ["stop_regex[1]: is no pattern", "regex, position 3: (a+: no", "cannot be", ""])
+@each_value(path=list(BODIES), message=["stop_regex[1]: is no pattern", "regex, position 3: (a+: no", "cannot be", ""])
 def test_an_older_workers_refusal_names_no_field(shared: System, path: str, message: str) -> None:
     """Its message is told as it is: nobody looks for a name in it."""
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, message)))
