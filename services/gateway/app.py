@@ -1,4 +1,5 @@
-"""The HTTP routes and their documentation. Generation itself is in generate.py; here is only what FastAPI is asked to do."""
+"""The HTTP routes and their documentation. How one is answered is in services/gateway/http/exchange.py; here is only
+what FastAPI is asked to do."""
 
 from __future__ import annotations
 

@@ -159,6 +159,8 @@ DRY_BASE = Parameter(_everywhere("dry_base"), "dry.base", Kind.NUMBER, "See `dry
 DRY_ALLOWED_LENGTH = _integer(
     _everywhere("dry_allowed_length"), "dry.allowed_length", 1, limits.MAX_DRY_ALLOWED_LENGTH, "See `dry_multiplier`.", 2
 )
+# Its values are the APIs'. On the wire and in the core a window of 0 is all: the gateway leaves it out for -1, and sends no Dry
+# for 0 (services/gateway/api/sampling_fields.py).
 DRY_PENALTY_LAST_N = _integer(
     _everywhere("dry_penalty_last_n"),
     "dry.window",

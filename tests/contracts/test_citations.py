@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +22,7 @@ HERE = Path(__file__).name
 CITED = re.compile(
     rf"(?<![\w./:-])((?:{'|'.join(ROOMS)})/[\w./-]*\.(?:md|py|yaml|tpl|proto|cpp|h|json|svg|toml|txt))(?:#([\w-]+))?(?![\w/*{{<-])"
 )
+MODULE = re.compile(r"(?<![\w./*{}<>-])([a-z_]\w*\.py)(?![\w/*{<-])")  # a name without a path: of a file somewhere
 LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")  # of Markdown, to a place that is no URL
 FOREIGN = re.compile(r"\bDESIGN(\.md)?\b|\bCORE\.md|\bFEATURES\b|\bSTYLE\.md|(?i:\breference \d)|§|(?i:\bdesign text\b)")
 # Files that tests make, or say that somebody has changed.
@@ -69,6 +73,25 @@ def citations(path: Path, text: str) -> Iterator[tuple[str, Path, str | None]]:
                 yield name or path.name, (path.parent / name).resolve() if name else path, anchor or None
 
 
+@cache
+def modules() -> frozenset[str]:
+    return frozenset(path.name for path in files() if path.suffix == ".py") | {HERE}
+
+
+def prose(text: str) -> Iterator[str]:
+    """A module's docstrings and comments."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node, clean=False) or ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def modules_named(text: str) -> list[str]:
+    return [name for part in prose(text) for name in MODULE.findall(part)]
+
+
 def test_every_citation_resolves() -> None:
     found, seen = [], 0
     for path in files():
@@ -78,6 +101,26 @@ def test_every_citation_resolves() -> None:
                 found.append(f"{path.relative_to(ROOT)}: {name}#{anchor or ''}: {why}")
     assert seen > 200
     assert found == []
+
+
+def test_modules_named_in_docstrings_and_comments_are_here() -> None:
+    named = [(path, name) for path in files() if path.suffix == ".py" for name in modules_named(path.read_text())]
+    assert named
+    assert [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in modules()] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('"""As in generate.py."""', ["generate.py"]),
+        ("def f():\n    'See (a_b.py).'\n    return 1  # known_fields.py, too", ["a_b.py", "known_fields.py"]),
+        ('"""services/one/two.py, http/three.py, test_*.py, stub.pyi"""', []),
+        ('PATH = "made.py"', []),
+    ],
+    ids=["of a module", "of a function", "with a path", "a value"],
+)
+def test_a_module_named_in_prose_is_noticed(text: str, names: list[str]) -> None:
+    assert modules_named(text) == names
 
 
 def test_nothing_is_cited_that_is_not_here() -> None:

@@ -21,7 +21,7 @@ def states_a_law(node: ast.AST) -> bool:
     )
 
 
-@pytest.mark.parametrize("folder", ["services/worker/core"])
+@pytest.mark.parametrize("folder", ["services/worker/core", "services/worker/exec"])
 def test_laws_are_stated(folder: str) -> None:
     texts = [path.read_text() for path in (ROOT / folder).rglob("*.py")]
     laws = sum(states_a_law(node) for text in texts for node in ast.walk(ast.parse(text)))

@@ -1,4 +1,4 @@
-"""Seeded draws are the CPU executor's: the same uniform numbers, the same order of top-k, top-p and min-p."""
+"""Seeded draws are a CPU's: the same uniform numbers, the same order of top-k, top-p and min-p."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -72,10 +74,20 @@ def test_timings_round_trip_and_a_bad_line_is_named(tmp_path: Path) -> None:
         read_timings(path)
 
 
-def test_a_model_round_trips_through_its_file(tmp_path: Path) -> None:
+def test_every_field_of_a_model_round_trips_through_its_file(tmp_path: Path) -> None:
+    values = {name: kind(2 + number) for number, (name, kind) in enumerate(get_type_hints(TimeModel).items())}
+    assert values.keys() == {field.name for field in fields(TimeModel)}
     path = tmp_path / "model.json"
-    path.write_text(time_model_json(TRUE))
-    assert load_time_model(str(path)) == TRUE
+    path.write_text(json.dumps(values))
+    model = load_time_model(str(path))
+    assert [(name, type(value), value) for name, value in asdict(model).items()] == [
+        (name, type(value), value) for name, value in values.items()
+    ]
+    path.write_text(time_model_json(model))
+    assert load_time_model(str(path)) == model
+
+
+def test_a_preset_goes_before_a_file() -> None:
     assert load_time_model("zero") == PRESETS["zero"] == TimeModel()
 
 

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25  # how late a lease, a breaker or an expired guess is noticed
 YOUNG_S = 5.0  # after the start
 SWEEP_BLOCKS = 2000  # of workers that have gone, per tick
-MAX_REMEMBERED = 1024  # addresses that discovery does not know any more, with their last weights; the oldest go first
 NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)
 
 
@@ -38,11 +37,10 @@ class Fleet:
     """ticked: called several times a second, when what time alone changes has been brought up to date."""
 
     def __init__(self, settings: GatewaySettings, events: LinkEvents[Placement], ticked: Callable[[], None]) -> None:
-        self._replicas: Replicas[Link] = Replicas(self._make, self._remember)
+        self._replicas: Replicas[Link] = Replicas(self._make)
         self.links: Mapping[str, Link] = self._replicas.by_address
         self.pools: dict[str, Pool] = {}  # by the name that clients know
         self._pool_of: dict[AnyLink, Pool] = {}
-        self._weights_of: dict[str, Weights] = {}  # by address, of links that are closed
         self._settings = settings
         self._events = events
         self._ticked = ticked
@@ -188,7 +186,9 @@ class Fleet:
         return [link for link in self.links.values() if link is not gone and link.info is not None and self.pool_of(link) is None]
 
     def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
-        """endpoints: address → ready, as discovery says."""
+        """endpoints: address → ready, as discovery says. An address that it names again may be another worker's: its idle link is
+        closed first, and what it knew goes with it."""
+        self._close_idle()
         self._replicas.set_endpoints(endpoints)
         now = asyncio.get_running_loop().time()
         for link, pool in self._pool_of.items():
@@ -198,16 +198,7 @@ class Fleet:
         settings = self._settings
         cooldown_s = settings.breaker_cooldown_s  # also for a probe without a result, as when its client has gone
         breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
-        link: Link = WorkerLink(address, self._events, settings.worker_silence_s, breaker)
-        link.weights = self._weights_of.pop(address, None)
-        return link
-
-    def _remember(self, link: Link) -> None:
-        """An address that comes back is known by the weights that it had."""
-        if link.weights is not None:
-            self._weights_of[link.address] = link.weights
-        while len(self._weights_of) > MAX_REMEMBERED:
-            del self._weights_of[next(iter(self._weights_of))]
+        return WorkerLink(address, self._events, settings.worker_silence_s, breaker)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -220,9 +211,13 @@ class Fleet:
                     self.index.sweep(SWEEP_BLOCKS)
             for pool in self.pools.values():
                 pool.refresh_all(now)
-            for link in list(self.links.values()):
-                self._replicas.retire(link)
+            self._close_idle()
             self._ticked()
+
+    def _close_idle(self) -> None:
+        """Links whose addresses have gone, and that have ended what they had."""
+        for link in list(self.links.values()):
+            self._replicas.retire(link)
 
 
 def _agree(pool: Pool) -> None:

@@ -6,13 +6,14 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Generation
+from services.shared.field_refusal import why_of
 
 GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
 
 
 def of_finish(finish: worker_pb2.Finish, asked: Generation, retry_after_s: int) -> ApiError:
     """finish: with reason ABORT, or with none."""
-    code, text = finish.error, finish.message[:MAX_DETAIL_CHARS]
+    code, text = finish.error, _why(finish)
     if code == pb.ERROR_CODE_INVALID_ARGUMENT:
         return _refused(finish, text, asked)
     if code == pb.ERROR_CODE_OUT_OF_MEMORY:
@@ -28,6 +29,11 @@ def of_finish(finish: worker_pb2.Finish, asked: Generation, retry_after_s: int) 
     if code == pb.ERROR_CODE_CANCELLED:
         return unavailable("The request was cancelled on the worker.", retry_after_s, "cancelled")
     return internal(text or "The worker failed to compute this request.")
+
+
+def _why(finish: worker_pb2.Finish) -> str:
+    element = finish.element if finish.HasField("element") else None
+    return why_of(finish.message, finish.field, element)[:MAX_DETAIL_CHARS]
 
 
 def _refused(finish: worker_pb2.Finish, text: str, asked: Generation) -> ApiError:

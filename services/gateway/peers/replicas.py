@@ -30,11 +30,10 @@ class Replicas(Generic[R]):
     """A replica lives as long as its address is known. One whose address has gone gets nothing new, and is closed when it is
     not busy any more: whoever ends its work calls retire()."""
 
-    def __init__(self, make: Callable[[str], R], closed: Callable[[R], None] | None = None) -> None:
-        """make: a replica for an address. closed: told of each that has been let go; its task ends soon."""
+    def __init__(self, make: Callable[[str], R]) -> None:
+        """make: a replica for an address."""
         self.by_address: dict[str, R] = {}
         self._make = make
-        self._closed = closed
         self._tasks: dict[R, asyncio.Task[None]] = {}  # while run() runs
         self._group: asyncio.TaskGroup | None = None  # while run() runs
 
@@ -57,8 +56,6 @@ class Replicas(Generic[R]):
             return
         if self.by_address.get(replica.address) is replica:
             del self.by_address[replica.address]
-            if self._closed is not None:
-                self._closed(replica)
         task = self._tasks.pop(replica, None)
         if task is not None and not task.cancelling():
             task.cancel()

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from rootstock.v1 import common_pb2, worker_pb2
 from services.shared import limits
+from services.shared.field_refusal import worded
 from services.worker.core.contracts.messages import Finish, PeerOutput, SessionTurn, Submit
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
 from services.worker.front.invalid_request import InvalidRequest
@@ -92,7 +93,7 @@ def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_p
         error=common_pb2.ERROR_CODE_INVALID_ARGUMENT,
         field=error.field,
         element=error.element,
-        message=error.why,
+        message=str(error),  # with the field, for gateways that are older than `field`
         prompt_tokens=len(message.prompt_ids),
     )
 
@@ -136,7 +137,7 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         reason=int(finish.reason),  # type: ignore[arg-type]
         matched_stop=finish.matched_stop,
         error=int(finish.error),  # type: ignore[arg-type]
-        message=finish.message,
+        message=worded(finish.field, None, finish.message),
         field=finish.field,
         prompt_tokens=finish.prompt_tokens,
         cached_tokens=finish.cached_tokens,

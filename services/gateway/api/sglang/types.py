@@ -2,7 +2,7 @@
 
 A name that is not here is refused: an option that would be dropped in silence changes the answer. What asks for nothing has
 been taken out before (known_fields.py). Fields that may be one value or a list with one value per prompt are typed Any here and
-spread over the prompts in sglang_batch.py; each value is then checked as if it had come alone.
+spread over the prompts in services/gateway/api/sglang/batch.py; each value is then checked as if it had come alone.
 """
 
 from __future__ import annotations

@@ -53,7 +53,6 @@ def fit_time_model(timings: Sequence[StepTiming]) -> Fit:
         raise ValueError("every step took more than 0 seconds")
     terms = np.array([[1, timing.prefill_tokens, timing.rows, timing.context_tokens] for timing in timings], dtype=np.float64)
     coefficients = nonnegative_least_squares(terms / seconds[:, None], np.ones(len(seconds)))
-    base, per_prefill_token, per_row, per_context_token = coefficients.tolist()
     predicted = terms @ coefficients
     residuals = np.abs(predicted - seconds) / seconds
     spread = float(((seconds - seconds.mean()) ** 2).sum())

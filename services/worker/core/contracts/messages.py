@@ -78,7 +78,8 @@ class Submit:
 class Finish:
     """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none.
     matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED. field: with
-    INVALID_ARGUMENT what is at fault, "" for nothing in particular; message says why, without the field's name."""
+    INVALID_ARGUMENT what is at fault, "" for nothing in particular; message says why, without the field's name, which
+    goes before it on the wire."""
 
     handle: int
     request_id: str

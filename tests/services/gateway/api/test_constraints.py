@@ -96,7 +96,7 @@ def test_a_choice_is_matched_letter_by_letter(shared: System, text: str) -> None
 
 
 REFUSALS = [
-    ({"response_format": {"type": "json_object"}}, "grammar: took too long", "response_format"),
+    ({"response_format": {"type": "json_object"}}, "its compilation took too long", "response_format"),
     ({"guided_json": {}}, "json_schema: $.not is not supported", "guided_json"),
     ({"structured_outputs": {"regex": "("}}, "pattern, position 1: missing )", "structured_outputs.regex"),
     ({"ebnf": "root ::= ("}, "ebnf: EBNF lexer error at line 1", "ebnf"),
@@ -108,7 +108,7 @@ REFUSALS = [
 def test_a_grammar_that_the_worker_refuses_is_400_with_its_reason(
     shared: System, body: dict[str, Any], reason: str, param: str, stream: bool
 ) -> None:
-    shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, reason, "grammar")))
+    shared.do(lambda: shared.worker.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, f"grammar: {reason}", "grammar")))
     answer = shared.chat(stream=stream, **body)
     assert answer.status_code == 400 and answer.headers["content-type"] == "application/json"
     error = answer.json()["error"]

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_dispatch_queue import send, status_of
-from tests.services.gateway.dispatch.test_faults import Pending
+from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import System, wait_until
+
+FOR_EVER_S = 600.0  # nothing here ends because time has passed
 
 
 def discover(system: System, **ready: bool) -> None:
     """ready: by `w` and the worker's number."""
     endpoints = {system.workers[int(name[1:])].address: value for name, value in ready.items()}
     system.do(lambda: system.gateway.dispatcher.fleet.set_endpoints(endpoints))
+
+
+def two_sorts(workers: list[FakeWorker]) -> None:
+    """They make no step."""
+    stopped(workers)
+    for worker, revision in zip(workers, "ab", strict=True):
+        worker.info.revision = revision
 
 
 def test_one_that_is_gone_ends_what_it_has_and_is_closed() -> None:
@@ -67,25 +76,40 @@ def test_one_that_comes_back_after_it_was_closed() -> None:
         assert status_of(client) == 200
 
 
-def test_one_that_comes_back_is_known_by_the_weights_that_it_had() -> None:
-    """So nobody waits for it with an answer of others."""
-
-    def two_sorts(workers: list[FakeWorker]) -> None:
-        stopped(workers)
-        for worker, revision in zip(workers, "ab", strict=True):
-            worker.info.revision = revision
-
-    with System(workers=2, configure=two_sorts) as system:
-        other = system.workers[1]
+def test_an_address_that_comes_back_may_be_another_workers() -> None:
+    """Pods get addresses that others had: one of the old weights, then, after a rollout, one of the new."""
+    with System(workers=2, configure=two_sorts, queue_timeout_s=FOR_EVER_S) as system:
+        first, second = system.workers
+        fleet = system.gateway.dispatcher.fleet
+        discover(system, w1=True)
+        wait_until(lambda: first.address not in fleet.links, "the link's end")
+        system.call(first.stop())
+        pending = Pending(system, stream=True)
+        assert begun(system, 3) is second
         discover(system, w0=True)
-        wait_until(lambda: other.address not in system.gateway.dispatcher.fleet.links, "the link's end")
-        system.call(other.stop())
+        system.call(second.stop())
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        system.do(system.gateway.dispatcher._ticked)
+        assert system.num_waiting == 1
+        first.servicer.info.revision = second.servicer.info.revision
+        system.call(first.start())
+        system.allow(None)
+        assert content_of(pending.result().text) == ANSWER
+
+
+def test_an_address_that_comes_back_before_its_lost_link_was_closed() -> None:
+    with System(workers=2, configure=two_sorts) as system:
         pending = Pending(system)
         first = begun(system, 3)
-        discover(system, w1=True)
+        index = system.workers.index(first)
+        link = system.links[index]
+        discover(system, **{f"w{1 - index}": True})
         system.call(first.stop())
-        answer = pending.result()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "weights_not_served")
+        wait_until(lambda: link.info is None, "the loss")
+        discover(system, w0=True, w1=True)
+        assert system.links[index] is not link and system.links[index].weights is None
+        discover(system, **{f"w{1 - index}": True})
+        assert pending.result().json()["error"]["code"] == "weights_not_served"
 
 
 def test_one_that_is_not_ready_gets_nothing_new() -> None:

@@ -49,23 +49,46 @@ CASES = [
 
 @pytest.mark.parametrize(("path", "name", "param"), CASES, ids=[f"{path} {name}" for path, name, _ in CASES])
 def test_the_field_is_the_clients(shared: System, path: str, name: str, param: str) -> None:
-    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "is too much", name)))
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, f"{name}: is too much", name)))
     answer = shared.post(path, BODIES[path])
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["message"]) == (400, param, f"{param}: is too much")
 
 
 def test_each_prompts_own_parameters(shared: System) -> None:
-    shared.do(lambda: shared.worker.refuse.extend([Refusal(INVALID, "is too much", "top_k")] * 2))
+    shared.do(lambda: shared.worker.refuse.extend([Refusal(INVALID, "top_k: is too much", "top_k")] * 2))
     answer = shared.post("/generate", {"text": ["a", "b"], "sampling_params": [{}, {}]})
     assert answer.json()["error"]["param"] == "sampling_params[0].top_k"
     shared.do(shared.worker.refuse.clear)
 
 
 def test_an_element_keeps_its_number(shared: System) -> None:
-    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "is no pattern", "stop_regex", 1)))
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "stop_regex[0]: is no pattern", "stop_regex", 0)))
     error = shared.post("/generate", {"text": "Hi"}).json()["error"]
-    assert error["message"] == "sampling_params.stop_regex[1]: is no pattern"
+    assert error["message"] == "sampling_params.stop_regex[0]: is no pattern"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("is too much", "is too much"),
+        ("top_p: is too much", "top_p: is too much"),
+        ("top_k: top_k: is too much", "top_k: is too much"),
+        ("it is not for top_k: ", "it is not for top_k: "),
+        ("top_k: ", "The worker refused it."),
+    ],
+    ids=["an older worker", "another name", "twice", "elsewhere", "nothing"],
+)
+def test_of_the_message_its_own_name_is_cut_once(shared: System, said: str, told: str) -> None:
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, said, "top_k")))
+    error = shared.post(CHAT, BODIES[CHAT]).json()["error"]
+    assert (error["param"], error["message"]) == ("top_k", f"top_k: {told}")
+
+
+def test_a_grammars_message_stands_for_itself(shared: System) -> None:
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "grammar: regex, position 3: no", "grammar")))
+    error = shared.post("/generate", {"text": "Hi", "sampling_params": {"regex": "a"}}).json()["error"]
+    assert (error["param"], error["message"]) == ("sampling_params.regex", "regex, position 3: no")
 
 
 @each_value(path=list(BODIES), message=["stop_regex[1]: is no pattern", "regex, position 3: (a+: no", "cannot be", ""])
@@ -79,7 +102,7 @@ def test_an_older_workers_refusal_names_no_field(shared: System, path: str, mess
 
 
 def test_a_field_of_a_newer_worker_keeps_its_name(shared: System) -> None:
-    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "is too much", "xtc.probability")))
+    shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, "xtc.probability: is too much", "xtc.probability")))
     error = shared.post("/generate", {"text": "Hi"}).json()["error"]
     own = "sampling_params.xtc.probability"
     assert (error["param"], error["message"]) == (own, f"{own}: is too much")

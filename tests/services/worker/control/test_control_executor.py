@@ -1,4 +1,4 @@
-"""What operators ask of the CPU executor, with the demo model: memory that really returns, answers that stay, profiles."""
+"""What operators ask of the executor on a CPU, with the demo model: memory that really returns, answers that stay, profiles."""
 
 from __future__ import annotations
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from rootstock.v1 import common_pb2, worker_pb2
 from services.gateway.request.logprobs import LogprobTable, TokenLogprob
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
-from services.worker.front.wire import output_to_pb
+from services.worker.front.wire import InvalidRequest, output_to_pb, refusal_to_pb
 
 
 def entries_of(rows: worker_pb2.LogprobRows) -> list[TokenLogprob]:
@@ -73,6 +74,27 @@ def test_finish_by_a_pattern_after_retractions() -> None:
     assert not pb.HasField("matched_token") and not pb.embedding
 
 
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (InvalidRequest("top_k", "must be positive"), "top_k: must be positive"),
+        (InvalidRequest("stop_regex", "is no pattern", 0), "stop_regex[0]: is no pattern"),
+    ],
+    ids=["a field", "an element"],
+)
+def test_a_refusal_says_of_what_it_is_to_gateways_that_know_no_fields(refused: InvalidRequest, message: str) -> None:
+    finish = refusal_to_pb(worker_pb2.Submit(handle=7, prompt_ids=[1, 2]), refused)
+    assert (finish.message, finish.field) == (message, refused.field)
+    assert (finish.element if finish.HasField("element") else None) == refused.element
+    assert (finish.handle, finish.prompt_tokens, finish.error) == (7, 2, common_pb2.ERROR_CODE_INVALID_ARGUMENT)
+
+
+def test_an_error_that_is_of_no_field_says_what_it_says() -> None:
+    finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="the prompt is empty")
+    pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
+    assert (pb.message, pb.field) == ("the prompt is empty", "")
+
+
 def test_finish_with_an_error() -> None:
     finish = Finish(1, "r", FinishReason.ABORT, error=ErrorCode.INVALID_ARGUMENT, message="no", field="grammar")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
@@ -80,5 +102,5 @@ def test_finish_with_an_error() -> None:
         common_pb2.FINISH_REASON_ABORT,
         common_pb2.ERROR_CODE_INVALID_ARGUMENT,
         "grammar",
-        "no",
+        "grammar: no",
     )

@@ -103,6 +103,9 @@ class TestDry:
         breakers = tuple(sorted(map(ord, '\n:"*')))
         assert sampling(dry=pb.Dry(multiplier=0.5)).dry == DryParams(0.5, 1.75, 2, 0, breakers)
 
+    def test_a_window_of_0_is_all_as_without_one(self) -> None:
+        assert sampling(dry=pb.Dry(multiplier=1, window=0)).dry == sampling(dry=pb.Dry(multiplier=1)).dry is not None
+
     def test_all_of_it_and_the_last_token_of_a_breaker(self) -> None:
         dry = pb.Dry(multiplier=0.5, base=2, allowed_length=4, window=9, breakers=["ab", "b", "c"])
         assert sampling(dry=dry).dry == DryParams(0.5, 2.0, 4, 9, (ord("b"), ord("c")))
