@@ -249,10 +249,12 @@ EXEC = (
             "scaled = torch.where(x > 0, wide / repetition, wide * repetition)",
         ),
         ("x[token] += bias", "x[token] = bias"),
-        ("scaled = (x - x.max()) / temperature", "scaled = x / temperature"),
         ("if not _is_finite(logits[row]):", "if bool(logits[row].isnan().any()):"),
         ("out.mass[index] = mass", "out.mass[index] = x[x.isfinite()].logsumexp(0)"),
         ("relay[slot] = token", "relay[row] = token"),
+    ),
+    *of(
+        "exec", "kernels/reference/draws.py", ("scaled = (logits - logits.max()) / temperature", "scaled = logits / temperature")
     ),
     *of(
         "exec",
