@@ -115,7 +115,8 @@ class NativeApi:
         @app.post(CLOSE_SESSION, tags=_TAGS, summary="Close a session", openapi_extra=_body_of(CloseSessionRequest))
         async def close_session(request: Request) -> Response:
             given = await self._read(request, CloseSessionRequest)
-            await self._sessions.close(given.model, given.session_id)
+            model = await self._models.wait_for(given.model)
+            await self._sessions.close(model.name, given.session_id)
             return Response()
 
     def _add_state(self, app: FastAPI) -> None:

@@ -170,6 +170,10 @@ class TestOpenAndClose:
         assert close_session(system, "mine").status_code == 404
         assert open_session(system, session_id="mine").status_code == 200
 
+    def test_no_model_of_that_name_has_any(self, system: System) -> None:
+        answer = system.post("/close_session", {"session_id": "mine", "model": "nobody's"})
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
     @pytest.mark.parametrize(
         ("code", "status"),
         [
