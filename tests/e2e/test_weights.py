@@ -45,7 +45,7 @@ def test_an_answer_begun_on_old_weights_never_goes_on_with_new_ones(tmp_path: Pa
         for name in ("worker-0", "worker-1"):
             with grpc.insecure_channel(control_of(system, name)) as channel:
                 slow = control_pb2.SlowDownRequest(step_delay_s=STEP_S)
-                control_pb2_grpc.ControlStub(channel).SlowDown(slow, timeout=10)
+                control_pb2_grpc.ControlStub(channel).SlowDown(slow, timeout=60, wait_for_ready=True)  # one may still start
         stream = open_stream(system, 400)
         stream.settimeout(60)
         assert stream.recv(4096)
