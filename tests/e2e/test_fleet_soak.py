@@ -18,13 +18,16 @@ from tests.e2e.fleet_index import index_faults
 from tests.e2e.system import wait_until
 
 NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
-SOAK_S = 1800.0 if NIGHTLY else 20.0  # a short round: two faults
+SOAK_S = 1800.0
 FAULT_EVERY_S = 10.0
 FAULT_S = 4.0  # from a fault to its repair
 SAMPLE_S = 1.0
-MAX_GROWTH = 0.05 if NIGHTLY else 0.2  # of resident memory after the first third; a short round still warms up
+MAX_GROWTH = 0.05  # of resident memory after the first third
 MAX_MORE_FILES = 5
-pytestmark = pytest.mark.timeout(SOAK_S + 600)
+pytestmark = [
+    pytest.mark.timeout(SOAK_S + 600),
+    pytest.mark.skipif(not NIGHTLY, reason="takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1"),
+]
 SURVIVORS = ("gateway-0", "tokenizer-0", "detokenizer-0", "worker-0")
 
 
