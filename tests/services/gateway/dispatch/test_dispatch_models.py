@@ -101,7 +101,8 @@ def test_one_name_changes_its_model_when_the_old_ones_workers_are_gone() -> None
         wait_until(lambda: all(link.info is not None for link in system.links), "the hellos")
         assert [answer_of(system, "ours") for _ in range(3)] == ["I am a"] * 3
         system.call(system.workers[0].stop())
-        wait_until(lambda: system.gateway.dispatcher.connected() == 1, "the other model")
+        gone, other = system.links
+        wait_until(lambda: gone.info is None and system.gateway.dispatcher.fleet.pool_of(other) is not None, "the other model")
         assert answer_of(system, "ours") == "I am b"
         assert system.get("/readiness").status_code == 200
         system.call(system.workers[0].start())
