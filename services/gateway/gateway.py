@@ -26,7 +26,7 @@ from services.gateway.dispatch.sessions import SessionCalls
 from services.gateway.http import http_server
 from services.gateway.http.exchange import Generator
 from services.gateway.http.readiness import Readiness
-from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.observe.metrics import OTHER, GatewayMetrics
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
@@ -81,7 +81,7 @@ class Gateway:
         sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         self.app = app.build(self.generator, preparer, catalog.models, native, readiness, metrics)
-        self._http = http_server.build(self.app, _http_options(settings))
+        self._http = http_server.build(self.app, _http_options(settings, metrics))
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""
@@ -157,8 +157,11 @@ class Gateway:
             await asyncio.wait((serving,), timeout=CLOSE_S)
 
 
-def _http_options(settings: GatewaySettings) -> http_server.HttpOptions:
-    return http_server.HttpOptions(keep_alive_s=settings.keep_alive_s, retry_after_s=settings.retry_after_s)
+def _http_options(settings: GatewaySettings, metrics: GatewayMetrics) -> http_server.HttpOptions:
+    def count(status: int) -> None:
+        metrics.requests.labels(OTHER, OTHER, str(status)).inc()
+
+    return http_server.HttpOptions(keep_alive_s=settings.keep_alive_s, retry_after_s=settings.retry_after_s, on_refused=count)
 
 
 def _token(settings: GatewaySettings) -> str:

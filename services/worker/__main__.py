@@ -146,6 +146,13 @@ def _registry(settings: WorkerSettings) -> CollectorRegistry:
     return registry
 
 
+def _register(registry: CollectorRegistry, worker_metrics: WorkerMetrics, engine: Engine, model: str) -> None:
+    registry.register(worker_metrics)
+    registry.register(LoadMetrics(engine.info, model))
+    if engine.stats is not None:
+        registry.register(ExecutorMetrics(engine.stats, model))
+
+
 def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health, life: WorkerLife) -> Watchdog:
     loop = asyncio.get_running_loop()
 
@@ -183,19 +190,14 @@ async def serve(settings: WorkerSettings) -> None:
     info = _info(settings, engine, secrets.randbits(63))
     counts = LoopCounts(info.page_size, info.num_pages, info.max_running_requests)
     worker_metrics = WorkerMetrics(info.model, counts)
-    registry.register(worker_metrics)
-    registry.register(LoadMetrics(engine.info, info.model))
-    if engine.stats is not None:
-        registry.register(ExecutorMetrics(engine.stats, info.model))
+    _register(registry, worker_metrics, engine, info.model)
     publisher = _publisher(settings, info, registry)
     pulse = Pulse()
     limit = StepLimit(lambda: engine.core.config, attention_span(engine.info), settings.watchdog_timeout_s)
     watchdog = _watchdog(settings, pulse, health, life)
     load_report = LoadReport(outbox, info.page_size, publisher or NoIndex(info.generation), pulse, limit)
-    measured, observer = (
-        MeasuredOutbox(worker_metrics, outbox),
-        LoopObserver(counts, pulse, limit, load_report, publisher),
-    )
+    measured = MeasuredOutbox(worker_metrics, outbox)
+    observer = LoopObserver(counts, pulse, limit, load_report, publisher)
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
     tracing = start_tracing(settings, "worker")
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())

@@ -8,6 +8,7 @@ connection that is closed with something unread loses its last answer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -28,10 +29,11 @@ OF_HEALTH = frozenset((b"/health", b"/readiness"))
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """head_s: seconds for a complete head. retry_after_s: of a 503."""
+    """head_s: seconds for a complete head. retry_after_s: of a 503. on_refused: told the status of what is refused here."""
 
     head_s: float
     retry_after_s: int
+    on_refused: Callable[[int], None]
 
 
 class Connection(HttpToolsProtocol):
@@ -56,13 +58,14 @@ class Connection(HttpToolsProtocol):
         self._head_begun = False
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
+        self._has_room = True
 
     # Of the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_head()
-        self._table.add(self)
+        self._has_room = self._table.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.remove(self)
@@ -103,7 +106,8 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         self._table.busy(self)
         health = self.url.partition(b"?")[0] in OF_HEALTH
-        self.app = self._overloaded if self._table.full and not health else self._served
+        self._has_room = self._has_room or not self._table.full
+        self.app = self._served if self._has_room or health else self._overloaded
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -118,8 +122,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing() or self.pipeline:
-            return
+        if self.transport.is_closing() or self._answers():
+            return  # the next one in the pipeline is being answered
         if self._in_head:
             self._table.idle(self)
         else:
@@ -131,6 +135,7 @@ class Connection(HttpToolsProtocol):
 
     async def _overloaded(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = unavailable("The server has as many connections as it can.", self._limits.retry_after_s, "too_many_connections")
+        self._limits.on_refused(error.status)
         headers = [*error.headers(), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": error.json()})
@@ -161,6 +166,7 @@ class Connection(HttpToolsProtocol):
         if self._answers():
             self.close_idle()
             return
+        self._limits.on_refused(error.status)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
         lines += [name + b": " + value for name, value in error.headers()]
         self.transport.write(b"\r\n".join([*lines, b"", error.json()]))

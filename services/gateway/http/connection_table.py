@@ -43,14 +43,15 @@ class ConnectionTable:
         """Whether more connections are open than are served."""
         return len(self._open) > self._allowed
 
-    def add(self, connection: Closable) -> None:
-        """It has begun, and is idle."""
+    def add(self, connection: Closable) -> bool:
+        """It has begun, and is idle. False: there was no room for it, and none could be made."""
         self._open.add(connection)
         if self.full and self._idle:
             oldest = next(iter(self._idle))
             self.remove(oldest)
             oldest.close_idle()
         self._idle[connection] = None
+        return not self.full
 
     def busy(self, connection: Closable) -> None:
         """It has a request."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -26,13 +26,15 @@ TURNS = 2  # of the event loop: each accepts all that wait
 class HttpOptions:
     """Seconds that a connection has: first_request_s for its first request once the server stops, head_s for each head,
     keep_alive_s for the next request after an answer (longer than a client's pool usually keeps one). retry_after_s: of a 503.
-    connections: at once, 0 for as many as the process may open files for."""
+    connections: at once, 0 for as many as the process may open files for. on_refused: told the status of an answer that no route
+    has given."""
 
     first_request_s: float = 0.5
     head_s: float = MAX_HEAD_SECONDS
     keep_alive_s: int = 75
     retry_after_s: int = 1
     connections: int = 0
+    on_refused: Callable[[int], None] = lambda status: None
 
 
 class CannotListen(Exception):
@@ -80,7 +82,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def build(app: ASGIApp, options: HttpOptions) -> HttpServer:
     table = ConnectionTable(options.connections or connections_allowed(open_files_allowed()))
-    limits = ConnectionLimits(options.head_s, options.retry_after_s)
+    limits = ConnectionLimits(options.head_s, options.retry_after_s, options.on_refused)
     protocol = cast(type[asyncio.Protocol], partial(Connection, table=table, limits=limits))
     config = uvicorn.Config(
         app,

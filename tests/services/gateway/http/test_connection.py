@@ -218,6 +218,33 @@ def test_what_is_no_http_is_refused_in_the_apis_shape(sent: bytes) -> None:
     serving(use)
 
 
+def test_the_next_in_a_pipeline_is_neither_idle_nor_cut_off() -> None:
+    """Its body is still on its way when the answer before it has gone out, and there is no room for more connections."""
+
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(GET + b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 6\r\n\r\nabc")
+        assert await client.status() == 200
+        await server.connect()
+        await client.send(b"def")
+        assert (await client.answer()).endswith(b"00000006")
+
+    serving(use, HttpOptions(first_request_s=0.05, connections=1))
+
+
+@pytest.mark.parametrize(("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET /" + b"a" * MAX_HEAD_BYTES, 431)])
+def test_what_no_route_answers_is_counted(sent: bytes, status: int) -> None:
+    told: list[int] = []
+
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(sent)
+        assert await client.status() == status
+        assert told == [status]
+
+    serving(use, HttpOptions(first_request_s=0.05, on_refused=told.append))
+
+
 class TestTime:
     @pytest.mark.parametrize("sent", [b"", GET[:9]], ids=["nothing", "a part"])
     def test_a_connection_without_a_complete_head_is_closed(self, sent: bytes) -> None:
@@ -313,7 +340,22 @@ class TestPressure:
 
         serving(use, HttpOptions(first_request_s=0.05, retry_after_s=7, connections=2))
 
-    def test_a_thousand_that_say_nothing_keep_nobody_out(self) -> None:
+    def test_a_probe_that_stays_takes_nobodys_place(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n")
+            await server.until(lambda: server.app.begun == 1)
+            probe = await server.connect()
+            await probe.send(HEALTH)
+            assert await probe.status() == 200
+            server.app.go.set()
+            assert await client.status() == 200
+            await client.send(GET)
+            assert await client.status() == 200
+
+        serving(use, HttpOptions(first_request_s=0.05, connections=1))
+
+    def test_a_hundred_that_say_nothing_keep_nobody_out(self) -> None:
         async def use(server: Server) -> None:
             silent = [socket.create_connection((HOST, server.port)) for _ in range(100)]
             await server.until(lambda: len(server.server.server_state.connections) <= 10)
