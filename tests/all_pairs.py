@@ -42,10 +42,10 @@ def each_pair(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[s
     return _parametrized(axes, covering([len(axis) for axis in axes.values()]), indirect)
 
 
-def each_value(**axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+def each_value(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """As each_pair, but only each value is in a case: for axes that meet nowhere in what is tested."""
     sizes = [len(axis) for axis in axes.values()]
-    return _parametrized(axes, [tuple(index % size for size in sizes) for index in range(max(sizes))], ())
+    return _parametrized(axes, [tuple(index % size for size in sizes) for index in range(max(sizes))], indirect)
 
 
 def _parametrized(

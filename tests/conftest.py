@@ -12,6 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.skips import allowed, missing_program
 
@@ -32,6 +33,8 @@ LONG_FILES = {
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and start processes: see services/local/__init__.py
+settings.register_profile("no test asserts on time", deadline=None)
+settings.load_profile("no test asserts on time")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

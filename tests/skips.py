@@ -8,7 +8,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-PACKAGES = {"prometheus": "prometheus", "promtool": "prometheus", "redis-server": "redis-server"}  # Debian's, by program
+PACKAGES = {  # Debian's, by program
+    "openssl": "openssl",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
+    "redis-server": "redis-server",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ ALLOWED = (
     Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU: tests what is said there"),
     Skip("sentence-transformers is not installed", ("tests/exec/",), "PyPI's sentence-transformers, which `make env` leaves out"),
     Skip("takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/kernels/", "tests/e2e/"), "`make nightly`"),
+    Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/",), "`make nightly`"),
     Skip("takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),
 )
 

@@ -16,7 +16,7 @@ DECIDED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
     | {"health_port", "tokenizers", "detokenizers", "workers", "redis_url", "models", "queue_timeout_s"}
     | {"peer_host", "peer_port", "peers"}
-    | {"model_name", "api_keys", "key_weights", "control_token", "control_token_file"},
+    | {"model_name", "api_keys_file", "control_token", "control_token_file"},
     "tokenizer": _CODEC,
     "detokenizer": _CODEC,
     "worker": _CODEC
@@ -27,6 +27,7 @@ _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exc
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
 _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
+_DIGEST = "^[0-9A-Fa-f]{64}$"
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
 _SECRET_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 
@@ -109,6 +110,19 @@ def _definitions() -> dict[str, Schema]:
         "env": closed({"name": string(r"^[A-Za-z_][A-Za-z0-9_]*$"), "value": string(), "valueFrom": ANY_OBJECT}, ("name",)),
         "labels": {"type": "object", "additionalProperties": string(_LABEL_VALUE)},
         "toleration": toleration,
+        "apiKey": closed(
+            {
+                "name": string(r"^[A-Za-z0-9._-]{1,64}$"),
+                "sha256": {"anyOf": [string(_DIGEST), array(string(_DIGEST), least=1)]},
+                "key": string(r"^[!-~]{1,512}$"),
+                "weight": {"type": "number", "exclusiveMinimum": 0},
+                "priority": {"type": "integer"},
+                "requests_per_minute": integer(1),
+                "tokens_per_minute": integer(1),
+                "max_concurrent": integer(1),
+            },
+            ("name",),
+        ),
         "peer": closed({"podSelector": ANY_OBJECT, "namespaceSelector": ANY_OBJECT, "ipBlock": ANY_OBJECT}),
     }
 
@@ -148,6 +162,7 @@ def _components() -> dict[str, Schema]:
     gateway = {
         "discovery": choice("dns", "k8s"),
         "queueTimeoutSeconds": number(0),
+        "tlsSecret": string(),
         "service": closed(
             {"type": choice("ClusterIP", "NodePort", "LoadBalancer"), "port": integer(1, 65535), "annotations": STRINGS}
         ),
@@ -266,7 +281,7 @@ def _top() -> dict[str, Schema]:
         "auth": closed(
             {
                 "apiKeysSecret": SECRET,
-                "keyWeights": array({"type": "number", "exclusiveMinimum": 0}),
+                "apiKeys": array(ref("apiKey")),
                 "controlTokenSecret": SECRET,
             }
         ),
@@ -276,7 +291,7 @@ def _top() -> dict[str, Schema]:
         "modelCache": _model_cache(),
         **_edge(),
         "monitoring": _monitoring(),
-        "tests": closed({"enabled": BOOLEAN, "image": ref("image")}),
+        "tests": closed({"enabled": BOOLEAN, "keySecret": SECRET, "image": ref("image")}),
     }
 
 

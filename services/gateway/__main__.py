@@ -26,7 +26,7 @@ async def _serve(config: GatewaySettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
-    async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter):
+    async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies):
         await gateway.run(listener, stop)
 
 
@@ -34,7 +34,7 @@ def main() -> int:
     config = settings.load(GatewaySettings, "rootstock-gateway")
     log.configure(SERVICE, config.log_level)
     logging.getLogger("uvicorn.error").setLevel("WARNING")
-    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"api_keys", "control_token", "redis_url"})))
+    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"control_token", "redis_url"})))
     try:
         uvloop.run(_serve(config))
     except http_server.CannotListen as error:

@@ -4,7 +4,7 @@ what FastAPI is asked to do."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -13,12 +13,15 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from services.gateway.api.openai.embeddings import EmbeddingRenderer
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer
 from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from services.gateway.http.direct_routes import DirectRoutes, Endpoint
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
@@ -33,6 +36,10 @@ MODELS = "/v1/models"
 _OPERATIONS = ("/health", "/readiness", "/metrics", "/docs", "/openapi.json")
 _ROUTES = (CHAT, COMPLETIONS, EMBEDDINGS, MODELS, *_OPERATIONS)
 _OPENAI_BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
+_RATE_LIMITS = [
+    f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens", "concurrency")
+]
+_EXPOSED = ("x-request-id", "retry-after", *_RATE_LIMITS)  # of an answer's headers, to a page of another origin
 _SCHEMA_REF = "#/components/schemas/{model}"
 
 
@@ -45,7 +52,8 @@ class NativeRoutes(Protocol):
     @property
     def bodies(self) -> Sequence[type[BaseModel]]: ...
 
-    def add_routes(self, app: FastAPI) -> None: ...
+    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+        """Returns what generates, by path."""
 
 
 def build(
@@ -55,16 +63,38 @@ def build(
     native: NativeRoutes,
     readiness: Readiness,
     metrics: GatewayMetrics,
+    retry_after_s: Callable[[], int],
 ) -> ASGIApp:
-    """served: the models that are."""
-    app = FastAPI(title="Rootstock", description="An OpenAI-compatible API, and SGLang's own.", redoc_url=None)
+    """served: the models that are. retry_after_s: of a 503, by what waits."""
+    settings = generator.settings
+    app = FastAPI(
+        title="Rootstock",
+        description="An OpenAI-compatible API, and SGLang's own.",
+        redoc_url=None,
+        docs_url="/docs" if settings.docs_enabled else None,
+        openapi_url="/openapi.json" if settings.docs_enabled else None,
+    )
     _add_errors(app)
-    _add_generation(app, generator, preparer)
+    endpoints = {**_add_generation(app, generator, preparer), **native.add_routes(app)}
     _add_models(app, served)
-    native.add_routes(app)
-    _add_operations(app, readiness, metrics)
+    _add_operations(app, readiness, metrics if settings.metrics_on_http else None)
     _document_bodies(app, (*_OPENAI_BODIES, *native.bodies))
-    return FrontDoor(app, (*_ROUTES, *native.routes), generator.settings.api_keys, metrics)
+    routes = (*_ROUTES, *native.routes)
+    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s)
+    return _with_cors(door, settings.cors_allow_origins)
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Outermost: a browser asks beforehand without a key."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "OPTIONS", "POST", "PUT"),
+        allow_headers=("*",),
+        expose_headers=_EXPOSED,
+    )
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -78,9 +108,11 @@ def _error_response(error: ApiError) -> Response:
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def on_http_error(_request: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         """No such route (404) or no such method on it (405)."""
         assert isinstance(error, HTTPException)
+        if error.status_code == 405:
+            return _other_method(app, request)
         return _error_response(ApiError(error.status_code, f"{error.detail}.", code=str(error.detail).lower().replace(" ", "_")))
 
     async def on_api_error(_request: Request, error: Exception) -> Response:
@@ -91,7 +123,20 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, on_api_error)
 
 
-def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> None:
+def _other_method(app: FastAPI, request: Request) -> Response:
+    """To OPTIONS: what may be asked of the path. To others: that they may not be."""
+    met = [route for route in app.router.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
+    allowed = {"OPTIONS"}.union(*(route.methods or () for route in met))
+    if "GET" in allowed:
+        allowed.add("HEAD")
+    response = Response(status_code=204)
+    if request.method != "OPTIONS":
+        response = _error_response(ApiError(405, "Method Not Allowed.", code="method_not_allowed"))
+    response.headers["allow"] = ", ".join(sorted(allowed))
+    return response
+
+
+def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> Mapping[str, Endpoint]:
     @app.post(CHAT, tags=["OpenAI"], summary="Chat completion", openapi_extra=_body_of(ChatCompletionRequest))
     async def chat_completions() -> Response:
         return Exchange(generator, preparer.chat, ChatRenderer)
@@ -103,6 +148,8 @@ def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> N
     @app.post(EMBEDDINGS, tags=["OpenAI"], summary="Embeddings", openapi_extra=_body_of(EmbeddingRequest))
     async def embeddings() -> Response:
         return Exchange(generator, preparer.embedding, EmbeddingRenderer)
+
+    return {CHAT: chat_completions, COMPLETIONS: completions, EMBEDDINGS: embeddings}
 
 
 def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None:
@@ -133,7 +180,7 @@ def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None
         return _json(found[0])
 
 
-def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics) -> None:
+def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics | None) -> None:
     @app.get("/health", tags=["Operations"], summary="Liveness")
     async def health() -> Response:
         return _json({"status": "ok"})
@@ -142,6 +189,9 @@ def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics)
     async def ready() -> Response:
         missing = readiness.missing()
         return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+    if metrics is None:
+        return
 
     @app.get("/metrics", tags=["Operations"], summary="Prometheus metrics")
     async def prometheus() -> Response:

@@ -6,6 +6,9 @@ import asyncio
 import itertools
 import logging
 import socket
+import ssl
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -24,8 +27,14 @@ from services.gateway.dispatch.fleet_collector import FleetCollector
 from services.gateway.dispatch.health_probe import GenerationProbe
 from services.gateway.dispatch.sessions import SessionCalls
 from services.gateway.http import http_server
+from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.exchange import Generator
+from services.gateway.http.metrics_api import MetricsApi
 from services.gateway.http.readiness import Readiness
+from services.gateway.http.side_listener import served_beside
+from services.gateway.http.tls import TlsFiles
+from services.gateway.keys.key_ring import KeyOptions, KeyRing
+from services.gateway.keys.key_table import BadKeys
 from services.gateway.observe.metrics import OTHER, GatewayMetrics
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.token_texts import TokenTexts
@@ -45,8 +54,8 @@ CLOSE_S = 0.4  # for sending the last errors, of the second after the grace peri
 
 
 class Gateway:
-    """Built inside the running loop that serves it. token: of operators and peers, "" for none. directory, aborter: what
-    operators work with. Raises CannotListen if the token cannot be read."""
+    """Built inside the running loop that serves it. token: of operators and peers, "" for none. directory, aborter, bodies:
+    what the operators' API works with. Raises CannotListen if the token cannot be read, or the file of API keys is wrong."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
@@ -55,9 +64,12 @@ class Gateway:
         metrics.grace_period.set(settings.grace_s)
         handles = itertools.count(1)
         retry = settings.retry_after_s
+        self._tenants = Tenants(lambda: self.keys.table, self.token)
+        self._peers = PeerGateways(settings.peers, self._tenants, self.token, settings.dns_refresh_s)
+        self.keys = _keys(settings, self.token, self._peers, metrics)
         self.readiness = readiness = Readiness()
         self.detoks = DetokPool((), settings.wait_for_detokenizer_s, retry, handles, metrics, readiness.changed)
-        self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed)
+        self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed, self.keys.weights)
         metrics.registry.register(FleetCollector(self.dispatcher.fleet))
         self.tokenizer = TokenizerClient((), settings.tokenize_timeout_s, retry, metrics, readiness.changed)
         refresh_s = settings.dns_refresh_s
@@ -71,24 +83,35 @@ class Gateway:
         )
         token_texts = TokenTexts(self.detoks.stubs, settings.wait_for_detokenizer_s, retry)
         self._tracing = start_tracing(settings, SERVICE)
-        self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self._tracing)
+        self.bodies = BodyBudget(settings.body_budget_bytes, settings.body_wait_s, retry, metrics)
+        self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing)
         catalog = self.dispatcher.catalog
         preparer = Preparer(catalog, self.tokenizer, self.detoks)
-        self._tenants = Tenants(settings.api_keys, self.token)
-        self._peers = PeerGateways(settings.peers, self._tenants, self.token, refresh_s)
         self.aborter = Aborter(self.generator, self._peers)
         self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
         sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
-        self.app = app.build(self.generator, preparer, catalog.models, native, readiness, metrics)
-        self._http = http_server.build(self.app, _http_options(settings, metrics))
+        pace = self.dispatcher.pace
+        self.app = app.build(self.generator, preparer, catalog.models, native, readiness, metrics, pace.retry_after_s)
+        self._registry = metrics.registry
+        self._tls = _tls(settings)
+        self._http = http_server.build(self.app, _http_options(settings, metrics, self._tls))
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""
+        async with AsyncExitStack() as beside:
+            if self._settings.metrics_port:
+                metrics = MetricsApi(self._registry)
+                await beside.enter_async_context(served_beside(metrics, self._settings.metrics_host, self._settings.metrics_port))
+            await self._run(listener, stop)
+
+    async def _run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         health = grpc_server.Health(SERVICE)
         servers = [await self._start_health(health), *await self._start_peer()]
-        runs = [self.dispatcher.run, self.detoks.run, self.tokenizer.run, self._peers.run]
+        await self.keys.start()
+        runs = [self.dispatcher.run, self.detoks.run, self.tokenizer.run, self._peers.run, self.keys.run]
         runs += [discovery.run for discovery in self._discoveries]
+        runs += [self._tls.run] if self._tls is not None else []
         links = [asyncio.create_task(run()) for run in runs]
         serving = asyncio.create_task(self._http.serve([listener]))
         links.append(asyncio.create_task(self.readiness.publish(health)))
@@ -157,11 +180,41 @@ class Gateway:
             await asyncio.wait((serving,), timeout=CLOSE_S)
 
 
-def _http_options(settings: GatewaySettings, metrics: GatewayMetrics) -> http_server.HttpOptions:
+def _tls(settings: GatewaySettings) -> TlsFiles | None:
+    if not settings.tls_cert_file:
+        return None
+    try:
+        return TlsFiles(Path(settings.tls_cert_file), Path(settings.tls_key_file))
+    except (OSError, ssl.SSLError) as error:
+        raise http_server.CannotListen(f"tls_cert_file and tls_key_file cannot be used: {error}") from None
+
+
+def _http_options(settings: GatewaySettings, metrics: GatewayMetrics, tls: TlsFiles | None) -> http_server.HttpOptions:
     def count(status: int) -> None:
         metrics.requests.labels(OTHER, OTHER, str(status)).inc()
 
-    return http_server.HttpOptions(keep_alive_s=settings.keep_alive_s, retry_after_s=settings.retry_after_s, on_refused=count)
+    return http_server.HttpOptions(
+        keep_alive_s=settings.keep_alive_s,
+        retry_after_s=settings.retry_after_s,
+        on_refused=count,
+        tls=None if tls is None else tls.context,
+    )
+
+
+def _keys(settings: GatewaySettings, token: str, peers: PeerGateways, metrics: GatewayMetrics) -> KeyRing:
+    options = KeyOptions(
+        settings.api_keys_file,
+        token,
+        settings.redis_url,
+        peers.name.hex(),
+        lambda: peers.num_known,
+        salt_cache=settings.salt_cache_by_key,
+        low_first=settings.schedule_low_priority_values_first,
+    )
+    try:
+        return KeyRing(options, metrics)
+    except BadKeys as error:
+        raise http_server.CannotListen(f"API keys: {error}") from None
 
 
 def _token(settings: GatewaySettings) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from services.gateway.api import known_fields
 from services.gateway.api.known_fields import Neutral
-from services.gateway.request.answer_body import AnswerBody
+from services.gateway.request.bodies import AnswerBody
 from services.shared.sampling_parameter import Api, Kind, Parameter
 from services.shared.sampling_parameters import OPENAI, PARAMETERS, SMALLEST_POSITIVE, UNSERVED
 

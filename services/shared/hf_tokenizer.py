@@ -47,6 +47,11 @@ class HfTokenizer:
         self.pad_token_id = self.token_id(special_tokens.get("pad_token"))
         self.anchor_id = next(self._visible_ids(), None) if self._is_byte_fallback else None
 
+    @property
+    def inner(self) -> Tokenizer:
+        """The library's own, for whoever reads its description. Not to be changed."""
+        return self._tokenizer
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """One list of ids per text, never truncated or padded. More than one text is spread over the cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)

@@ -13,6 +13,7 @@ from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.settings import load
+from services.tokenizer.mapped_blocks import map_large_blocks
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.server import TokenizerServicer
 from services.tokenizer.settings import TokenizerSettings
@@ -46,6 +47,7 @@ async def _nothing_to_drain() -> None:
 def main() -> None:
     settings = load(TokenizerSettings, SERVICE)
     log.configure(SERVICE, settings.log_level)
+    map_large_blocks()
     try:
         asyncio.run(run(settings))
     except TokenizerFolderError as error:

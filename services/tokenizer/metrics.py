@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -20,3 +22,10 @@ class TokenizerMetrics:
             prefix + "render_seconds", "Time of one chat template rendering.", buckets=_SECONDS, registry=registry
         )
         self.render_kills = Counter(prefix + "render_kills", "Rendering processes that had to be killed.", registry=registry)
+        self._bytes = Gauge(
+            prefix + "held_bytes", "Bytes of requests being rendered and encoded, long ones apart.", ["share"], registry=registry
+        )
+
+    def watch_bytes(self, share: str, held: Callable[[], float]) -> None:
+        """share: short or long."""
+        self._bytes.labels(share).set_function(held)

@@ -18,3 +18,8 @@ def invalid(message: str) -> Refusal:
 
 def too_much(message: str) -> Refusal:
     return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+
+
+def busy(message: str) -> Refusal:
+    """It may be taken later."""
+    return Refusal(grpc.StatusCode.ABORTED, message)

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from services.tokenizer import chat_messages
 from services.tokenizer.chat_messages import InvalidField
 from services.tokenizer.chat_template import ChatTemplate, OutputTooLong, TemplateRefusal
+from services.tokenizer.mapped_blocks import map_large_blocks
 
 ALARM_MARGIN_S = 1.0  # the parent kills first
 DEFAULT_TEMPLATE = "default"
@@ -108,6 +109,7 @@ def _set_up(setup: Mapping[str, Any]) -> Renderer:
 
 def main() -> None:
     source, out = sys.stdin.buffer, sys.stdout.buffer
+    map_large_blocks()
     setup = json.loads(source.readline())
     try:
         renderer = _set_up(setup)

@@ -21,6 +21,8 @@ import grpc
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.refusal import Refusal, invalid, too_much
 
+LARGE_BYTES = 1 << 18  # of a job or its text: what such a rendering has made of a process's memory ends with the process
+WRITE_BYTES = 1 << 16  # at a time: what a pipe does not take at once is copied
 START_FACTOR = 4.0  # a start, with the template's compilation, may take as long as so many renderings
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds `services`
 
@@ -50,6 +52,10 @@ class RenderJob:
     template_kwargs_json: bytes
     add_generation_prompt: bool
     continue_final_message: bool
+
+    @property
+    def is_large(self) -> bool:
+        return len(self.messages_json) + len(self.tools_json) + len(self.template_kwargs_json) > LARGE_BYTES
 
 
 class BrokenTemplate(Exception):
@@ -99,7 +105,9 @@ class _Process:
         """Raises EOFError or ConnectionError if the process has died."""
         self._stdin.write(json.dumps(line).encode() + b"\n")
         for body in bodies:
-            self._stdin.write(body)
+            for at in range(0, len(body), WRITE_BYTES):
+                self._stdin.write(memoryview(body)[at : at + WRITE_BYTES])
+                await self._stdin.drain()
         await self._stdin.drain()
         reply = json.loads(await self._stdout.readuntil(b"\n"))
         return reply, await self._stdout.readexactly(reply.get("size", 0))
@@ -115,6 +123,7 @@ class RenderPool:
     def __init__(self, setup: RenderSetup, max_processes: int, metrics: TokenizerMetrics) -> None:
         self._setup = setup
         self._slots = asyncio.Semaphore(max_processes)
+        self._large_slots = asyncio.Semaphore(max(1, max_processes - 1))  # the last one is for small jobs
         self._metrics = metrics
         self._idle: list[_Process] = []
         self._running: set[asyncio.Task[str]] = set()
@@ -131,10 +140,17 @@ class RenderPool:
             logger.error("chat requests are refused: %s", self._fault)
 
     async def render(self, job: RenderJob) -> str:
-        """The chat as text. Raises Refusal. The rendering for a caller that is cancelled ends, or is killed, by itself."""
+        """The chat as text. Raises Refusal. The rendering for a caller that is cancelled ends by itself; a
+        large one is killed."""
         if self._fault:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault)
-        return await asyncio.shield(self._spawn(self._render(job)))
+        rendering = self._spawn(self._render(job))
+        try:
+            return await asyncio.shield(rendering)
+        except asyncio.CancelledError:
+            if job.is_large:  # its share of the budget goes with its caller
+                rendering.cancel()
+            raise
 
     async def stop(self) -> None:
         for task in self._running:
@@ -156,12 +172,16 @@ class RenderPool:
             task.exception()  # seen, also where the caller has gone
 
     async def _render(self, job: RenderJob) -> str:
-        async with self._slots:
+        async with contextlib.AsyncExitStack() as stack:
+            if job.is_large:
+                await stack.enter_async_context(self._large_slots)
+            await stack.enter_async_context(self._slots)
             process = await self._take()
             with self._metrics.render_seconds.time():
                 reply, body = await self._run(process, job)
-            if reply.get("ends"):
+            if reply.get("ends") or job.is_large or len(body) > LARGE_BYTES:
                 await process.end()
+                await self._replace()
             else:
                 self._idle.append(process)
         if reply["status"] == "invalid":
@@ -169,6 +189,14 @@ class RenderPool:
         if reply["status"] == "too_much":
             raise too_much(reply["message"])
         return body.decode()
+
+    async def _replace(self) -> None:
+        """So that the next request does not wait for a start."""
+        if not self._idle:
+            try:
+                self._idle.append(await _Process.start(self._setup))
+            except BrokenTemplate as error:
+                logger.warning("a rendering process did not start: %s", error)
 
     async def _take(self) -> _Process:
         while self._idle:

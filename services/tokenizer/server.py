@@ -1,6 +1,7 @@
 """The Tokenizer service: checks a request, has its template rendered and its texts encoded, all off the event loop.
 
-Nothing is kept between calls. Long texts queue apart from short ones, so that a huge prompt delays no other.
+Nothing is kept between calls. Long requests have a budget of bytes and a lane of their own, so that a huge prompt delays no
+other. While a request waits for its share, its message alone is held: texts are unpacked when it has it.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -21,11 +24,14 @@ from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.index.block_hash import HASH_BYTES, block_hashes
 from services.shared.observe.log import fields
 from services.shared.observe.tracing import trace_fields
+from services.tokenizer.byte_budget import ByteBudget
 from services.tokenizer.call_spans import begin_call, end_call, part
 from services.tokenizer.encode_queue import EncodeQueue
 from services.tokenizer.metrics import TokenizerMetrics
+from services.tokenizer.pieces.piece_encoder import Encoded, NoPlaceToCut, PieceEncoder, Wanted, limited
 from services.tokenizer.refusal import Refusal, invalid, too_much
 from services.tokenizer.render_pool import RenderJob, RenderPool, RenderSetup
+from services.tokenizer.returned_memory import ReturnedMemory
 from services.tokenizer.settings import TokenizerSettings
 
 if TYPE_CHECKING:
@@ -47,8 +53,21 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         self._metrics = metrics
         self._tracing = tracing
         self._executor = ThreadPoolExecutor(settings.encode_threads + 1, thread_name_prefix="encode")
-        self._short = self._queue(tokenizer, lanes=settings.encode_threads)
-        self._long = self._queue(tokenizer, lanes=1)
+        self._queue = EncodeQueue(
+            tokenizer.encode_batch,
+            self._executor,
+            lanes=settings.encode_threads,
+            max_texts=settings.max_batch_texts,
+            max_chars=settings.max_batch_chars,
+            observe_texts=metrics.batch_texts.observe,
+        )
+        self._pieces = PieceEncoder(tokenizer)
+        self._long_lane = asyncio.Semaphore(1)
+        self._short_budget = ByteBudget(settings.max_encoding_bytes, settings.encoding_wait_s)
+        self._long_budget = ByteBudget(settings.max_encoding_bytes, settings.encoding_wait_s)
+        metrics.watch_bytes("short", lambda: self._short_budget.held)
+        metrics.watch_bytes("long", lambda: self._long_budget.held)
+        self._memory = ReturnedMemory(self._executor)
         setup = RenderSetup(
             templates=tokenizer.chat_templates,
             special_tokens=tokenizer.special_tokens,
@@ -63,6 +82,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         await self._renderers.start()
 
     async def stop(self) -> None:
+        self._memory.stop()
         await self._renderers.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -74,16 +94,6 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
 
     async def Info(self, request: pb.TokenizerInfoRequest, context: grpc.aio.ServicerContext) -> pb.TokenizerInfo:
         return pb.TokenizerInfo(model=self._settings.model_name)
-
-    def _queue(self, tokenizer: HfTokenizer, lanes: int) -> EncodeQueue:
-        return EncodeQueue(
-            tokenizer.encode_batch,
-            self._executor,
-            lanes=lanes,
-            max_texts=self._settings.max_batch_texts,
-            max_chars=self._settings.max_batch_chars,
-            observe_texts=self._metrics.batch_texts.observe,
-        )
 
     async def _serve(
         self,
@@ -126,8 +136,8 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
             raise invalid("texts: empty")
         if len(request.texts) > limits.MAX_BATCH_PROMPTS:
             raise too_much(f"texts: {len(request.texts)} texts, at most {limits.MAX_BATCH_PROMPTS}")
-        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        return await self._encode(list(request.texts), add_special_tokens, request.hash_root, span)
+        async with self._share(request.ByteSize()):
+            return await self._encode(list(request.texts), _adds_special_tokens(request), request, span)
 
     async def _encode_chat(self, request: pb.EncodeChatRequest, span: Span | None) -> pb.EncodeResponse:
         _check_request_id(request.request_id)
@@ -138,35 +148,78 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         continues = request.continue_final_message
         if continues and request.HasField("add_generation_prompt") and request.add_generation_prompt:
             raise invalid("continue_final_message: cannot be set together with add_generation_prompt")
+        async with self._share(size):
+            text = await self._rendered(request, span)
+            # A template writes its own special tokens.
+            return await self._encode([text], False, request, span)
+
+    async def _rendered(self, request: pb.EncodeChatRequest, span: Span | None) -> str:
+        continues = request.continue_final_message
         starts = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continues
         job = RenderJob(request.messages_json, request.tools_json, request.template_kwargs_json, starts, continues)
-        # A template writes its own special tokens.
         with part(span, "render"):
-            text = await self._renderers.render(job)
-        return await self._encode([text], False, request.hash_root, span)
+            return await self._renderers.render(job)
 
-    async def _encode(
-        self, texts: Sequence[str], add_special_tokens: bool, hash_root: bytes, span: Span | None
-    ) -> pb.EncodeResponse:
+    @asynccontextmanager
+    async def _share(self, size: int) -> AsyncIterator[None]:
+        """Of what is worked on at the same time. Raises Refusal."""
+        is_long = size > self._settings.max_batch_chars
+        try:
+            async with (self._long_budget if is_long else self._short_budget).hold(size):
+                if is_long:
+                    await self._memory.now()
+                yield
+        finally:
+            if is_long:
+                self._memory.soon()
+
+    async def _encode(self, texts: Sequence[str], add_special_tokens: bool, request: R, span: Span | None) -> pb.EncodeResponse:
         chars = sum(map(len, texts))
         if chars > self._settings.max_request_chars:
             raise too_much(f"texts: {chars} characters, at most {self._settings.max_request_chars}")
-        queue = self._short if chars <= self._settings.max_batch_chars else self._long
+        wanted = Wanted(request.max_tokens, request.cuts)
         with part(span, "encode", {"rootstock.texts": len(texts), "rootstock.chars": chars}):
-            prompts = await queue.encode(texts, add_special_tokens)
-        tokens = sum(map(len, prompts))
+            if chars <= self._settings.max_batch_chars:
+                prompts = [limited(ids, wanted) for ids in await self._queue.encode(texts, add_special_tokens)]
+            else:
+                prompts = await self._encode_long(texts, add_special_tokens, wanted)
+        tokens = sum(len(prompt.ids) for prompt in prompts)
         if span is not None:
             span.set({"rootstock.tokens": tokens})
         self._metrics.tokens.inc(tokens)
         if tokens <= INLINE_TOKENS:
-            return _response(prompts, hash_root)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, _response, prompts, hash_root)
+            return _response(prompts, request.hash_root)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, _response, prompts, request.hash_root)
+
+    async def _encode_long(self, texts: Sequence[str], add_special_tokens: bool, wanted: Wanted) -> list[Encoded]:
+        """One such request at a time. Raises Refusal."""
+        stopped = Event()
+
+        def work() -> list[Encoded]:
+            return self._pieces.encode_all(texts, add_special_tokens, wanted, stopped)
+
+        async with self._long_lane:
+            encoding = asyncio.get_running_loop().run_in_executor(self._executor, work)
+            try:
+                return await asyncio.shield(encoding)
+            except NoPlaceToCut:
+                raise too_much(f"texts: more than {limits.MAX_WORD_CHARS} characters that cannot be cut into pieces") from None
+            except asyncio.CancelledError:
+                stopped.set()
+                await asyncio.wait([encoding])  # it ends with its piece, and keeps the lane and its share until then
+                raise
 
 
-def _response(prompts: Sequence[Sequence[int]], hash_root: bytes) -> pb.EncodeResponse:
-    if not hash_root:
-        return pb.EncodeResponse(prompts=[pb.TokenIds(ids=ids) for ids in prompts])
-    return pb.EncodeResponse(prompts=[pb.TokenIds(ids=ids, block_hashes=block_hashes(hash_root, ids)) for ids in prompts])
+def _adds_special_tokens(request: pb.EncodeRequest) -> bool:
+    return request.add_special_tokens if request.HasField("add_special_tokens") else True
+
+
+def _response(prompts: Sequence[Encoded], hash_root: bytes) -> pb.EncodeResponse:
+    found = pb.EncodeResponse()
+    for prompt in prompts:
+        hashes = block_hashes(hash_root, prompt.ids) if hash_root else b""
+        found.prompts.add(ids=prompt.ids, block_hashes=hashes, at_least=prompt.at_least)
+    return found
 
 
 def _check_request_id(request_id: str) -> None:

@@ -21,9 +21,21 @@ class TokenizerSettings(ServiceSettings):
     served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
     encode_threads: int = Field(2, ge=1, description="Encoding calls that run at the same time.")
     max_batch_texts: int = Field(256, ge=1, description="Texts of several requests encoded in one call.")
-    max_batch_chars: int = Field(262_144, ge=1, description="Characters encoded in one call; a longer text is encoded alone.")
+    max_batch_chars: int = Field(
+        262_144, ge=1, description="Characters encoded in one call; a longer request is encoded alone, in pieces."
+    )
     max_request_chars: int = Field(
         limits.MAX_RENDERED_CHARS, ge=1, description="Characters of one request's texts, or of its rendered chat template."
+    )
+    max_encoding_bytes: int = Field(
+        limits.MAX_ENCODING_BYTES,
+        ge=1,
+        description="Bytes of requests rendered and encoded at the same time; those above --max-batch-chars have as much again.",
+    )
+    encoding_wait_s: float = Field(
+        limits.MAX_ENCODING_WAIT_S,
+        gt=0,
+        description="Seconds that a request waits for its share of it before it is refused as busy.",
     )
     render_processes: int = Field(3, ge=1, description="Chat templates rendered at the same time, each in its own process.")
     render_memory_bytes: int = Field(1 << 29, ge=1 << 27, description="Address space of a rendering process in bytes.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -29,7 +29,7 @@ class _Connection(asyncio.Protocol):
     """Sends the next request when the answer to the last one is there, until `end`."""
 
     def __init__(self, requests: Sequence[bytes], first: int, end: float, tally: Tally) -> None:
-        self._requests = itertools.islice(itertools.cycle(requests), first, None)
+        self._requests: Iterator[bytes] = itertools.islice(itertools.cycle(requests), first, None)
         self._end, self._tally = end, tally
         self._received = b""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -81,3 +81,31 @@ async def run_load(targets: Sequence[tuple[str, int]], requests: Sequence[bytes]
         made.append(connection)
     await asyncio.gather(*(connection.done for connection in made))
     return tally
+
+
+async def run_requests(target: tuple[str, int], request: bytes, count: int, connections: int) -> Tally:
+    """So many of one request, `connections` of them in flight. Raises OSError if the target cannot be reached."""
+    tally, loop = Tally(), asyncio.get_running_loop()
+    left = itertools.repeat(request, count)
+    made = [_Counted(left, tally) for _ in range(connections)]
+    for connection in made:
+        await loop.create_connection(lambda connection=connection: connection, *target)  # type: ignore[misc]
+    await asyncio.gather(*(connection.done for connection in made))
+    return tally
+
+
+class _Counted(_Connection):
+    """Sends the next of what is left for all connections."""
+
+    def __init__(self, left: Iterator[bytes], tally: Tally) -> None:
+        super().__init__((), 0, 0.0, tally)
+        self._requests = left
+
+    def _send(self) -> None:
+        self._received = b""
+        request = next(self._requests, None)
+        if request is None:
+            self._transport.close()
+            return
+        self._sent_at = time.perf_counter()
+        self._transport.write(request)

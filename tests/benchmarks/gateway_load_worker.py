@@ -1,4 +1,4 @@
-"""python -m tests.benchmarks.gateway_load_worker: a worker that answers every request at once with one token.
+"""python -m tests.benchmarks.gateway_load_worker: a worker that answers every request at once, with one token.
 
 It says what a worker says of itself, keeps its lease in Redis, and reads of a request only its handle: what is measured beside it
 is the gateway.
@@ -27,6 +27,7 @@ CONTEXT_LEN = 131_072
 GENERATION = 7
 TOKEN = 5
 LOAD_S = 1.0
+STEP_S = 0.002
 _SUBMITS, _HANDLE = (1 << 3) | 2, 1 << 3  # wire tags of GenerateRequest.submits and Submit.handle
 
 
@@ -53,7 +54,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 class InstantWorker:
-    def __init__(self, name: str) -> None:
+    """tokens: of each answer. The first one comes at once; further ones in steps, one to each request."""
+
+    def __init__(self, name: str, tokens: int = 1) -> None:
+        self._tokens = tokens
         self._info = worker_pb2.WorkerInfo(
             worker_id=name,
             generation=GENERATION,
@@ -70,23 +74,56 @@ class InstantWorker:
     async def generate(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
         yield worker_pb2.GenerateResponse(hello=self._info)
         answers: asyncio.Queue[worker_pb2.GenerateResponse] = asyncio.Queue()
-        reading = asyncio.create_task(self._read(requests, answers))
+        running: dict[int, int] = {}  # tokens made, by handle
+        kick = asyncio.Event()
+        reading = asyncio.create_task(self._read(requests, answers, running, kick))
+        stepping = asyncio.create_task(self._step(running, kick, answers))
         telling = asyncio.create_task(self._tell_load(answers))
         try:
             while True:
                 yield await answers.get()
         finally:
             reading.cancel()
+            stepping.cancel()
             telling.cancel()
 
-    async def _read(self, requests: AsyncIterator[bytes], answers: asyncio.Queue[worker_pb2.GenerateResponse]) -> None:
+    async def _read(
+        self,
+        requests: AsyncIterator[bytes],
+        answers: asyncio.Queue[worker_pb2.GenerateResponse],
+        running: dict[int, int],
+        kick: asyncio.Event,
+    ) -> None:
         async for message in requests:
             handles = list(handles_of(message))
+            if self._tokens > 1:
+                running.update(dict.fromkeys(handles, 0))
+                kick.set()
+                continue
             step = worker_pb2.StepOutput(handles=handles, counts=[1] * len(handles), token_ids=[TOKEN] * len(handles))
             for handle in handles:
                 step.finishes.add(handle=handle, reason=pb.FINISH_REASON_LENGTH, prompt_tokens=1, completion_tokens=1)
             if handles:
                 answers.put_nowait(worker_pb2.GenerateResponse(step=step))
+
+    async def _step(
+        self, running: dict[int, int], kick: asyncio.Event, answers: asyncio.Queue[worker_pb2.GenerateResponse]
+    ) -> None:
+        while True:
+            kick.clear()
+            if not running:
+                await kick.wait()
+            handles = list(running)
+            step = worker_pb2.StepOutput(handles=handles, counts=[1] * len(handles), token_ids=[TOKEN] * len(handles))
+            for handle in handles:
+                running[handle] += 1
+                if running[handle] == self._tokens:
+                    del running[handle]
+                    step.finishes.add(
+                        handle=handle, reason=pb.FINISH_REASON_LENGTH, prompt_tokens=1, completion_tokens=self._tokens
+                    )
+            answers.put_nowait(worker_pb2.GenerateResponse(step=step))
+            await asyncio.sleep(STEP_S)
 
     @staticmethod
     async def _tell_load(answers: asyncio.Queue[worker_pb2.GenerateResponse]) -> None:
@@ -96,8 +133,8 @@ class InstantWorker:
             await asyncio.sleep(LOAD_S)
 
 
-async def serve(name: str, port: int, redis_url: str) -> None:
-    worker = InstantWorker(name)
+async def serve(name: str, port: int, redis_url: str, tokens: int) -> None:
+    worker = InstantWorker(name, tokens)
     method = grpc.stream_stream_rpc_method_handler(
         worker.generate, response_serializer=worker_pb2.GenerateResponse.SerializeToString
     )
@@ -124,8 +161,9 @@ def main() -> None:
     parser.add_argument("--name", default="instant-0")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--redis-url", required=True)
+    parser.add_argument("--tokens", type=int, default=1, help="of each answer")
     args = parser.parse_args()
-    uvloop.run(serve(args.name, args.port, args.redis_url))
+    uvloop.run(serve(args.name, args.port, args.redis_url, args.tokens))
 
 
 if __name__ == "__main__":

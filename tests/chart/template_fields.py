@@ -156,7 +156,7 @@ GATEWAYS: dict[str, Case] = {
         {},
         {
             GATEWAY: {
-                container("gateway", "env ROOTSTOCK_API_KEYS="): ABSENT,
+                POD + "volumes keys=": ABSENT,
                 container("gateway", "ports admin="): ABSENT,
             },
             CONFIG: {
@@ -171,10 +171,31 @@ GATEWAYS: dict[str, Case] = {
         },
     ),
     "keys from their Secret": (
-        {"auth": {"apiKeysSecret": "k", "keyWeights": [3, 1]}},
+        {"auth": {"apiKeysSecret": "k"}, "tests": {"keySecret": "t"}},
         {
-            GATEWAY: {container("gateway", "env ROOTSTOCK_API_KEYS= valueFrom secretKeyRef"): {"name": "k", "key": "api-keys"}},
-            CONFIG: {"data ROOTSTOCK_KEY_WEIGHTS": "3,1"},
+            GATEWAY: {
+                POD + "volumes keys= projected sources 0 secret": {"name": "k"},
+                POD + "volumes keys= projected sources 1 secret": {
+                    "name": "t",
+                    "optional": True,
+                    "items": [{"key": "helm-test.json", "path": "helm-test.json"}],
+                },
+                container("gateway", "volumeMounts keys="): {
+                    "name": "keys",
+                    "mountPath": "/etc/rootstock/keys",
+                    "readOnly": True,
+                },
+            },
+            CONFIG: {"data ROOTSTOCK_API_KEYS_FILE": "/etc/rootstock/keys"},
+        },
+    ),
+    "keys from the values, and none for tests": (
+        {"auth": {"apiKeys": [{"name": "a", "sha256": "0" * 64, "requests_per_minute": 1000000}]}},
+        {
+            f"Secret/{FULL}-gateway-keys": {
+                "stringData keys.json": f'{{"keys":[{{"name":"a","requests_per_minute":1000000,"sha256":"{"0" * 64}"}}]}}'
+            },
+            GATEWAY: {POD + "volumes keys= projected sources": [{"secret": {"name": f"{FULL}-gateway-keys"}}]},
         },
     ),
     "a watch, its token and its rights": (
@@ -188,6 +209,19 @@ GATEWAYS: dict[str, Case] = {
         },
     ),
     "names of the models": (VARIANTS["two-models"], {CONFIG: {"data ROOTSTOCK_MODELS": "small,Org/Large.v2"}}),
+    "TLS": (
+        {"gateway": {"tlsSecret": "certificate"}},
+        {
+            CONFIG: {
+                "data ROOTSTOCK_TLS_CERT_FILE": "/etc/rootstock/tls/tls.crt",
+                "data ROOTSTOCK_TLS_KEY_FILE": "/etc/rootstock/tls/tls.key",
+            },
+            GATEWAY: {
+                POD + "volumes 1": {"name": "tls", "secret": {"secretName": "certificate"}},
+                POD + "containers 0 volumeMounts 1": {"name": "tls", "mountPath": "/etc/rootstock/tls", "readOnly": True},
+            },
+        },
+    ),
     "settings": (
         {
             "logLevel": "debug",

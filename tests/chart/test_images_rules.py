@@ -134,7 +134,8 @@ def test_images_expose_and_probe_the_services_own_ports(path: Path, stage: str, 
     health = fields["health_port" if SERVICES[service] is GatewaySettings else "port"].default
     exposed = {int(word) for each in lineage for line in each.all("EXPOSE") for word in line.words}
     known = {field.default for name, field in fields.items() if name.endswith("port") and field.default}
-    assert known <= exposed <= known | {7004}  # 7004: the control service, off by default
+    off = {9104} if service == "gateway" else {7004}  # by default: metrics on a port of their own, and the control service
+    assert known <= exposed <= known | off
     probe = next(line.text for each in lineage for line in each.all("HEALTHCHECK"))
     assert f'"127.0.0.1:{health}"' in probe
     assert next(line.words for each in lineage for line in each.all("ENTRYPOINT")) == ["python", "-m", f"services.{service}"]

@@ -267,7 +267,7 @@ def test_the_chart_installs_the_dashboards_and_scrapes_every_component() -> None
     }
     assert installed == dashboards()
     (monitor,) = release.kind("PodMonitor")
-    ports = {each["port"]: each["relabelings"][0]["regex"].split("|") for each in monitor["spec"]["podMetricsEndpoints"]}
+    ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
     for each in release.kind("Deployment", "StatefulSet"):
         component = each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
         named = {
@@ -276,4 +276,4 @@ def test_the_chart_installs_the_dashboards_and_scrapes_every_component() -> None
             for port in container.get("ports", ())
         }
         if component != "redis":
-            assert [port for port, components in ports.items() if component in components and port in named], component
+            assert ports <= named, component

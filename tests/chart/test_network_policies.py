@@ -28,7 +28,8 @@ INTERNET = Party("internet", ip="203.0.113.7")
 NODE_DNS = Party("dns on the node", ip="169.254.20.10")
 OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
 ANY = "*"  # everybody outside
-PORTS = (22, 53, 80, 443, 4317, 6379, 6443, 7000, 7001, 7002, 7003, 7004, 7005, 8000, 8001, 8080, 9090, 9101, 9102, 9103, 9999)
+SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 8000, 8001, 9101, 9102, 9103, 9104)
+PORTS = (22, 53, 80, 443, 4317, 6379, 6443, *SERVING, 8080, 9090, 9999)
 
 REQUEST = {
     (ANY, "gateway", 8000),
@@ -39,7 +40,8 @@ REQUEST = {
     ("worker", "redis", 6379),
     ("gateway", "gateway", 7005),
 }
-METRICS = {("prometheus", "tokenizer", 9101), ("prometheus", "detokenizer", 9102), ("prometheus", "worker", 9103)}
+MEASURED = {"tokenizer": 9101, "detokenizer": 9102, "worker": 9103, "gateway": 9104}
+METRICS = {("prometheus", name, port) for name, port in MEASURED.items()}
 # Of kube-system nobody but the DNS server, whose labels differ among distributions, listens on 53.
 NAME_SERVERS = ("dns", "another of kube-system", "dns on the node")
 
@@ -75,7 +77,7 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
     ),
     "named clients": (
         {"networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "apps"}}}]}},
-        WHOLE - {(ANY, "gateway", 8000)} | {("client", "gateway", 8000), ("prometheus", "gateway", 8000)},
+        WHOLE - {(ANY, "gateway", 8000)} | {("client", "gateway", 8000)},
     ),
     "prometheus elsewhere": (
         {"networkPolicy": {"monitoring": [{"podSelector": {"matchLabels": {"app": "other"}}}]}},

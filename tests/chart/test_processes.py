@@ -18,7 +18,7 @@ from tests.chart.pods import PodTemplate, pod, pods
 from tests.chart.release import Release, ci_names, render_ci
 
 COMPONENTS = ("redis", "tokenizer", "detokenizer", "worker", "gateway")
-SECRETS = {"llm-control": {"token": "secret"}, "llm-api-keys": {"api-keys": "key-of-a-test"}}
+SECRETS = {"llm-control": {"token": "secret"}, "llm-api-keys": {"keys.json": '{"keys": []}'}}
 ACCESS = {"auth": {"controlTokenSecret": "llm-control"}, "gateway": {"settings": {"admin_port": 8001}}}
 START_S = 60.0
 
@@ -87,7 +87,7 @@ def test_every_port_that_is_declared_listens(running: dict[str, Running], compon
 
 @pytest.mark.parametrize("component", COMPONENTS[1:])
 def test_metrics_are_where_a_monitor_looks(running: dict[str, Running], component: str) -> None:
-    assert running[component].status("http" if component == "gateway" else "metrics", "/metrics") == 200
+    assert running[component].status("metrics", "/metrics") == 200
 
 
 def test_operators_reach_the_worker_that_discovery_has_found(machine: Machine, running: dict[str, Running]) -> None:

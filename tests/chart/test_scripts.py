@@ -129,27 +129,27 @@ USAGE = {"usage": {"completion_tokens": 8}}
 
 
 class TestChat:
-    def test_asks_each_model_with_the_first_key(self) -> None:
+    def test_asks_each_model_with_its_key(self) -> None:
         with gateway({"/v1/chat/completions": (200, USAGE)}) as (url, asked):
-            done = run("test_chat", url, "a", "org/b", API_KEYS=" one,two")
+            done = run("test_chat", url, "a", "org/b", API_KEY="one")
         assert done.returncode == 0, done.stderr
         assert [body["model"] for _, _, body in asked] == ["a", "org/b"]
         assert {key for _, key, _ in asked} == {"Bearer one"}
 
     def test_a_model_without_a_template_completes(self) -> None:
         with gateway({"/v1/chat/completions": (400, {}), "/v1/completions": (200, USAGE)}) as (url, asked):
-            assert run("test_chat", url, "a", API_KEYS="").returncode == 0
+            assert run("test_chat", url, "a", API_KEY="").returncode == 0
         assert [(path, key) for path, key, _ in asked] == [("/v1/chat/completions", ""), ("/v1/completions", "")]
 
     def test_a_refusal_fails_at_once(self) -> None:
         with gateway({"/v1/chat/completions": (401, {"error": "no such key"})}) as (url, _):
-            done = run("test_chat", url, "a", API_KEYS="")
+            done = run("test_chat", url, "a", API_KEY="")
         assert done.returncode == 1
         assert "no such key" in done.stdout
 
     def test_an_empty_answer_fails(self) -> None:
         with gateway({"/v1/chat/completions": (200, {"usage": {"completion_tokens": 0}})}) as (url, _):
-            assert run("test_chat", url, "a", API_KEYS="").returncode == 1
+            assert run("test_chat", url, "a", API_KEY="").returncode == 1
 
 
 class TestReadiness:

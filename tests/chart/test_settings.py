@@ -46,7 +46,7 @@ FOREIGN = {
 
 class AnySecret(dict[str, dict[str, str]]):
     def __missing__(self, name: str) -> dict[str, str]:
-        return {"url": "redis://:pass@redis.example.com:6379/0", "token": "t", "api-keys": "one,two"}
+        return {"url": "redis://:pass@redis.example.com:6379/0", "token": "t"}
 
 
 def variables(release: Release, each: PodTemplate) -> dict[str, str]:

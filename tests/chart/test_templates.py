@@ -54,6 +54,7 @@ def test_no_case_hides_another() -> None:
         (VARIANTS["existing-claim"], f"PersistentVolumeClaim/{FULL}-models"),
         (VARIANTS["no-account"], f"ServiceAccount/{FULL}"),
         ({"tests": {"enabled": False}}, f"Pod/{FULL}-test-chat"),
+        ({"auth": {"apiKeysSecret": "k"}}, f"Pod/{FULL}-test-chat"),
     ],
 )
 def test_what_is_not_asked_for_is_not_there(values: Values, title: str) -> None:

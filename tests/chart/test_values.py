@@ -51,7 +51,7 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
     ),
     "setting that the chart decides": (gateway(settings={"host": "127.0.0.1"}), ("/gateway/settings", "'host' not allowed")),
     "port as a setting": (worker(settings={"port": 9000}), ("/worker/settings", "'port' not allowed")),
-    "secret as a setting": (gateway(settings={"api_keys": "secret"}), ("/gateway/settings", "'api_keys' not allowed")),
+    "secret as a setting": (gateway(settings={"api_keys_file": "/keys"}), ("/gateway/settings", "'api_keys_file' not allowed")),
     "peers as a setting": (gateway(settings={"peer_port": 9000}), ("/gateway/settings", "'peer_port' not allowed")),
     "text for a number": (gateway(replicas="two"), ("/gateway/replicas", "got string, want integer")),
     "no replica": ({"tokenizer": {"replicas": 0}}, ("/tokenizer/replicas", "minimum: got 0, want 1")),
@@ -122,7 +122,10 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         gateway(queueTimeoutSeconds=600),
         "gateway.queueTimeoutSeconds (600) must be less than gateway.settings.request_timeout_s (600)",
     ),
-    "weights of no keys": ({"auth": {"keyWeights": [1, 2]}}, "auth.keyWeights are shares of API keys, and there are none."),
+    "keys twice": (
+        {"auth": {"apiKeysSecret": "k", "apiKeys": [{"name": "a", "key": "b"}]}},
+        "auth.apiKeys and auth.apiKeysSecret both say which keys are accepted.",
+    ),
     "operators' API without control": (
         gateway(settings={"admin_port": 9000}),
         "Set auth.controlTokenSecret, or remove admin_port.",

@@ -71,7 +71,7 @@ class SlowBook:
         self.ready: set[GrammarSpec] = set()
         self.pending: dict[GrammarSpec, None] = {}
 
-    def open(self, spec: GrammarSpec) -> Matcher | None:
+    def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher | None:
         if spec not in self.ready:
             self.pending[spec] = None
             return None

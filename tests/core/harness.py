@@ -75,11 +75,13 @@ class Engine:
         session: SessionTurn | None = None,
         routing_key: str = "",
         output: Sequence[int] = (),
+        payer: tuple[bytes, int, float] = (b"", 0, 1.0),
         **params: Any,
     ) -> None:
-        """output: what the request has already, sampled elsewhere."""
+        """output: what the request has already, sampled elsewhere. payer: its tenant, its batch, its tenant's weight."""
         ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
         more: dict[str, Any] = {"routing_key": routing_key, "session": session, "output_ids": tuple(output)}
+        more |= dict(zip(("tenant", "batch", "weight"), payer, strict=True))
         message = Submit(peer, handle, f"r{handle}", ids, sampling, stream, salt, priority, timeout_s, **more)
         self.submitted[handle] = self._whole(message)
         if session is not None:

@@ -67,6 +67,7 @@ def wishes_of(rng: random.Random) -> list[Wish]:
         params = random_params(rng, len(prompt))
         if "embedding" not in params:
             wishes.append({"prompt": prompt, "stream": rng.random() < 0.8, "priority": rng.randrange(3), **params})
+            wishes[-1]["payer"] = (rng.choice((b"", b"a")), rng.randrange(2), 1.0)
     return wishes
 
 

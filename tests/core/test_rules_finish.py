@@ -66,13 +66,13 @@ class TestOrder:
         engine.drain()
         assert engine.finishes[0].error is ErrorCode.CANCELLED and engine.finishes[0].completion_tokens == 0
 
-    @pytest.mark.parametrize("rule", [{"max_new_tokens": 1}, {"stop_token_ids": tuple(range(1000))}, {"stop": ("",)}])
     @pytest.mark.parametrize(
-        ("fault", "error"),
+        ("fault", "error", "rule"),
         [
-            (RowFault.NAN_LOGITS, ErrorCode.INTERNAL),
-            (RowFault.OUT_OF_VOCAB, ErrorCode.INTERNAL),
-            (RowFault.NO_TOKEN_ALLOWED, ErrorCode.INVALID_ARGUMENT),
+            (RowFault.NAN_LOGITS, ErrorCode.INTERNAL, {"max_new_tokens": 1}),
+            (RowFault.OUT_OF_VOCAB, ErrorCode.INTERNAL, {"stop_token_ids": tuple(range(1000))}),
+            (RowFault.NO_TOKEN_ALLOWED, ErrorCode.INVALID_ARGUMENT, {"stop": ("",)}),
+            (RowFault.NO_TOKEN_ALLOWED, ErrorCode.INVALID_ARGUMENT, {"max_new_tokens": 1}),
         ],
     )
     def test_what_is_no_token_is_no_output_whatever_else_holds(
@@ -175,8 +175,7 @@ class TestRegexes:
 
 
 class TestLength:
-    @pytest.mark.parametrize("overlap", [True, False])
-    @pytest.mark.parametrize("max_new", [1, 2, 30])
+    @pytest.mark.parametrize(("max_new", "overlap"), [(1, True), (1, False), (2, True), (30, False)])
     def test_exactly_max_new_tokens_come_out(self, max_new: int, overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 8, max_new_tokens=max_new, ignore_eos=True)

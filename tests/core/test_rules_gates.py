@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.queue.request import Phase
+from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of
@@ -40,8 +41,7 @@ def admitted(engine: Engine) -> list[list[int]]:
 
 
 class TestOfAPrefixThatIsBeingComputed:
-    @pytest.mark.parametrize("policy", SchedulePolicy)
-    @pytest.mark.parametrize("overlap", [True, False])
+    @each_value(policy=list(SchedulePolicy), overlap=[True, False])
     def test_pairs_begin_in_three_steps(self, overlap: bool, policy: SchedulePolicy) -> None:
         engine = wide(overlap, schedule_policy=policy)
         for handle in range(40):
@@ -255,17 +255,23 @@ roomy = st.builds(
 )
 
 
-def watch(engine: Engine, seen: dict[int, tuple[int, int]], passes: int) -> None:
-    """seen: by request, the most tokens of its prefix that were cached while it waited, and its passes since. passes: that the
-    last turn made."""
-    table = engine.core.table
-    for request in table.waiting:
-        if not request.held:
-            continue
-        hit = table.memory.peek(request.namespace, request.key, request.prefix_limit())[1]
-        most, waited = seen.get(request.seq, (-1, 0))
-        seen[request.seq] = (hit, passes) if hit > most else (most, waited + passes)
-        assert seen[request.seq][1] <= MAX_PASSES, f"request {request.request_id} is passed over for ever"
+def watch(engine: Engine) -> None:
+    """From now on, at each pass's end: who has been passed over in more than MAX_PASSES, with no more of its prefix cached than
+    when it was first so, is a fault. A turn may have two passes."""
+    table, gate = engine.core.table, engine.core._planner.extends._prefixes
+    ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: the most tokens that were cached, passes since
+
+    def look() -> None:
+        ended()
+        for request in table.waiting:
+            if not request.held:
+                continue
+            hit = table.memory.peek(request.namespace, request.key, request.prefix_limit())[1]
+            most, waited = seen.get(request.seq, (-1, 0))
+            seen[request.seq] = (hit, 1) if hit > most else (most, waited + 1)
+            assert seen[request.seq][1] <= MAX_PASSES, f"request {request.request_id} is passed over for ever"
+
+    gate.end_pass = look
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -275,16 +281,14 @@ def test_nobody_is_passed_over_more_than_eight_times_with_nothing_committed(
 ) -> None:
     """Urgent requests keep coming ahead of a few that share their prefix, and `aborts` of them go before it is computed."""
     rng = random.Random(seed)
-    engine, seen = Engine(config, overlap), dict[int, tuple[int, int]]()
-    gate = engine.core._planner.extends._prefixes
+    engine = Engine(config, overlap)
+    watch(engine)
     for turn in range(40):
         for handle in [3 * turn, *((3 * turn + 1, 3 * turn + 2) if turn % 16 == 0 else ())]:
             urgent = handle == 3 * turn
             body = [rng.random() < 0.05] * rng.choice((40, 56)) + [rng.randrange(50) for _ in range(rng.randrange(8))]
             engine.submit(handle, body, priority=turn * urgent, max_new_tokens=rng.randrange(1, CONTEXT - len(body)))
-        before = gate.num_passes
         engine.turn()
-        watch(engine, seen, gate.num_passes - before)
         if rng.random() < aborts:
             engine.abort(3 * turn)
     engine.drain()

@@ -10,6 +10,7 @@ import pytest
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, Submit
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.scheduler import Scheduler
+from tests.all_pairs import each_pair, each_value
 from tests.core.fake_grammar import PositionMatcher, spec
 from tests.core.harness import Engine, LetterDecoder
 from tests.core.test_scheduler_basic import make
@@ -140,48 +141,50 @@ def answers(overlap: bool, jump: bool, config: dict[str, Any], **params: Any) ->
 # Output positions 0 to 3 of spec(0, 40) are forced, then four are sampled, and so on; of spec(1, n), 8 to 15 are forced.
 # What is left out runs the same lines as one of these.
 IN_AND_AROUND_RUNS = [1, 4, 5, 7, 8, 12]
+OVERLAP = [True, False]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 class TestForcedTokens:
+    @pytest.mark.parametrize("overlap", [True, False])
     def test_they_take_fewer_steps_and_are_the_same(self, overlap: bool) -> None:
         with_jumps, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
         without, sampled = answers(overlap, False, {}, max_new_tokens=60, grammar=spec(0, 40))
         assert jumped == sampled and len(jumped) == 40
         assert len(with_jumps.plans) < len(without.plans) - 5
 
-    @pytest.mark.parametrize(("interval", "mixed"), [(1, True), (1, False), (2, True), (3, False), (5, True)])
-    def test_under_retraction(self, overlap: bool, interval: int, mixed: bool) -> None:
+    @each_pair(interval=[1, 2, 5], mixed={"mixed": True, "apart": False}, overlap=OVERLAP)
+    def test_under_retraction(self, interval: int, mixed: bool, overlap: bool) -> None:
         config = {"retract_interval": interval, "enable_mixed_chunk": mixed}
         engine, jumped = answers(overlap, True, config, max_new_tokens=60, grammar=spec(0, 40))
         assert len(jumped) == 40 and engine.core.stats().retractions_total > 0
 
-    @pytest.mark.parametrize("max_new", IN_AND_AROUND_RUNS)
-    def test_at_max_new_tokens(self, overlap: bool, max_new: int) -> None:
+    @each_value(max_new=IN_AND_AROUND_RUNS, overlap=OVERLAP)
+    def test_at_max_new_tokens(self, max_new: int, overlap: bool) -> None:
         engine, jumped = answers(overlap, True, {}, max_new_tokens=max_new, grammar=spec(0, 40))
         assert engine.finishes[0].reason is FinishReason.LENGTH and len(jumped) == max_new
 
-    @pytest.mark.parametrize(("seed", "length"), [*((0, length) for length in IN_AND_AROUND_RUNS), (0, 2), (1, 9), (1, 12)])
-    def test_at_the_grammars_end(self, overlap: bool, seed: int, length: int) -> None:
+    @each_value(grammar=[*((0, length) for length in IN_AND_AROUND_RUNS), (0, 2), (1, 9), (1, 12)], overlap=OVERLAP)
+    def test_at_the_grammars_end(self, grammar: tuple[int, int], overlap: bool) -> None:
+        seed, length = grammar
         engine, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(seed, length))
         assert engine.finishes[0].reason is FinishReason.MATCHED_TOKEN and len(jumped) == length
 
-    @pytest.mark.parametrize("at", IN_AND_AROUND_RUNS)
-    def test_at_stop_strings(self, overlap: bool, at: int) -> None:
+    @each_value(at=IN_AND_AROUND_RUNS, overlap=OVERLAP)
+    def test_at_stop_strings(self, at: int, overlap: bool) -> None:
         _, whole = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
         stop = LetterDecoder().decode(whole[at - 1 : at + 1])
         engine, cut = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40), stop=(stop,))
         assert engine.finishes[0].reason is FinishReason.MATCHED_STRING and engine.finishes[0].matched_stop == stop
         assert cut == whole[: len(cut)] and len(cut) <= at + 1
 
-    @pytest.mark.parametrize("at", IN_AND_AROUND_RUNS)
-    def test_at_stop_tokens(self, overlap: bool, at: int) -> None:
+    @each_value(at=IN_AND_AROUND_RUNS, overlap=OVERLAP[::-1])
+    def test_at_stop_tokens(self, at: int, overlap: bool) -> None:
         _, whole = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
         engine, cut = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40), stop_token_ids=(whole[at],))
         assert engine.finishes[0].matched_token == whole[at] and cut == whole[: whole.index(whole[at]) + 1]
 
-    @pytest.mark.parametrize("abort_after", [1, 2, 3, 5, 7, 8])
-    def test_an_abort_between_them_leaks_nothing(self, overlap: bool, abort_after: int) -> None:
+    @each_value(abort_after=[1, 2, 3, 5, 7, 8], overlap=OVERLAP)
+    def test_an_abort_between_them_leaks_nothing(self, abort_after: int, overlap: bool) -> None:
         engine = make(overlap)
         engine.book.ready.add(spec(0, 40))
         engine.submit(0, [1] * 9, max_new_tokens=60, grammar=spec(0, 40))
@@ -192,8 +195,15 @@ class TestForcedTokens:
         assert engine.core.table.memory.num_leased == 0
         engine.check_answer(0)
 
-    @pytest.mark.parametrize("params", [{"top_logprobs": 0}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}])
-    def test_requests_that_need_each_token_sampled_get_it_sampled(self, overlap: bool, params: dict[str, Any]) -> None:
+    @each_value(
+        params={
+            "logprobs": {"top_logprobs": 0},
+            "frequency": {"frequency_penalty": 0.5},
+            "repetition": {"repetition_penalty": 1.1},
+        },
+        overlap=OVERLAP,
+    )
+    def test_requests_that_need_each_token_sampled_get_it_sampled(self, params: dict[str, Any], overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 9, max_new_tokens=60, grammar=spec(0, 40), **params)
         engine.drain()

@@ -9,7 +9,7 @@ import pytest
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.contracts.sampling import EmbeddingParams
-from tests.all_pairs import each_pair
+from tests.all_pairs import each_pair, each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 
@@ -30,7 +30,7 @@ def wanted(first: int) -> list[float]:
 
 
 class TestPromptLogprobs:
-    @each_pair(overlap=[True, False], chunk=[0, 4, 16, 32], first=[0, 1, 2, 16, 17, 49])
+    @each_pair(overlap=[True, False], chunk=[0, 4, 32], first=[0, 1, 2, 16, 17, 49])
     def test_each_wanted_token_has_one_however_the_prompt_is_cut(self, overlap: bool, chunk: int, first: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         assert prompt_logprobs(engine, 0, first) == wanted(first)
@@ -48,8 +48,7 @@ class TestPromptLogprobs:
         assert prompt_logprobs(engine, 0, first) == wanted(first)
         assert engine.finishes[0].cached_tokens == cached
 
-    @pytest.mark.parametrize("every", [1, 2, 3])
-    @pytest.mark.parametrize("first", [0, 20, 49])
+    @each_value(first=[0, 20, 49], every=[1, 2, 3])
     def test_retraction_repeats_and_drops_none(self, first: int, every: int) -> None:
         engine = make(retract_interval=every, enable_mixed_chunk=True, chunked_prefill_size=8)
         engine.submit(9, [7] * 8, max_new_tokens=60, ignore_eos=True)
@@ -98,8 +97,7 @@ def embed(engine: Engine, handle: int, prompt: list[int]) -> None:
 
 
 class TestEmbeddings:
-    @pytest.mark.parametrize("chunk", [0, 4, 16])
-    @pytest.mark.parametrize("overlap", [True, False])
+    @each_value(chunk=[0, 4, 16], overlap=[True, False])
     def test_a_vector_comes_of_the_whole_prompt_and_no_token(self, overlap: bool, chunk: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         embed(engine, 0, PROMPT)

@@ -14,6 +14,7 @@ from services.worker.core.queue.admission import make_request
 from services.worker.core.queue.configured_memory import configured_memory
 from services.worker.core.queue.policy import effective_policy, service_order
 from services.worker.core.queue.request import Request
+from services.worker.core.queue.shares import Shares
 from services.worker.core.queue.waiting_queue import WaitingQueue
 from tests.all_pairs import each_value
 from tests.core.deployed_config import deployed_config
@@ -30,7 +31,7 @@ class Line:
     def __init__(self, policy: SchedulePolicy, **more: object) -> None:
         self.config = config_of(policy, **more)
         self.memory = configured_memory(self.config)
-        self.queue = WaitingQueue()
+        self.queue, self.shares = WaitingQueue(), Shares()
         self.arrived = 0
 
     def cache(self, tokens: Sequence[int], salt: str = "") -> None:
@@ -42,7 +43,9 @@ class Line:
         params = SamplingParams(max_new)
         ids = np.array(tokens, dtype=np.int32)
         message = Submit(0, self.arrived, "", ids, params, salt=salt, priority=priority, routing_key=key)
-        return make_request(message, self.arrived, self.config, 0.0)
+        request = make_request(message, self.arrived, self.config, 0.0)
+        request.flow = self.shares.enter(request.payer, request.weight)
+        return request
 
     def wait(self, tokens: Sequence[int] = (1, 2, 3), max_new: int = 8, priority: int = 0, salt: str = "", key: str = "") -> None:
         self.queue.add(self.request(tokens, max_new, priority, salt, key))
@@ -50,7 +53,7 @@ class Line:
 
     def order(self, running: Sequence[Request] = (), seed: int = 0) -> list[int]:
         out = []
-        for request in service_order(self.config, self.queue, running, self.memory, np.random.default_rng(seed)):
+        for request in service_order(self.config, self.queue, running, self.memory, np.random.default_rng(seed), False):
             self.queue.remove(request)
             out.append(request.seq)
         return out
@@ -133,8 +136,7 @@ class TestInBatchPrefixCaching:
         line.wait(prompt(1, 8, tail=3))
         assert line.order() == [0, 2, 1]
 
-    @pytest.mark.parametrize("policy", SchedulePolicy)
-    @pytest.mark.parametrize("overlap", [True, False])
+    @each_value(policy=list(SchedulePolicy), overlap=[False, True])
     def test_of_identical_prompts_at_once_one_is_computed(self, policy: SchedulePolicy, overlap: bool) -> None:
         engine = make(overlap, schedule_policy=policy, chunked_prefill_size=0)
         for handle in range(4):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.worker.core.contracts.messages import FinishReason
+from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 
@@ -49,8 +50,10 @@ class TestOrder:
 
 
 class TestThreshold:
-    @pytest.mark.parametrize(("threshold", "difference", "displaced"), [(0, 0, 0), (0, 1, 1), (5, 4, 0), (5, 5, 0), (5, 6, 1)])
-    @pytest.mark.parametrize("low_first", [False, True])
+    @pytest.mark.parametrize(
+        ("threshold", "difference", "displaced", "low_first"),
+        [(0, 0, 0, False), (0, 1, 1, True), (5, 4, 0, False), (5, 5, 0, True), (5, 5, 0, False), (5, 6, 1, False)],
+    )
     def test_only_a_difference_above_the_threshold_displaces(
         self, threshold: int, difference: int, displaced: int, low_first: bool
     ) -> None:
@@ -170,8 +173,7 @@ class TestWhatADisplacedRequestKeeps:
         assert int(back.starts[0]) == computed, "what was computed is found in the cache"
         assert len(back.input_ids) <= page_size + 1 + overlap
 
-    @pytest.mark.parametrize("overlap", [True, False])
-    @pytest.mark.parametrize("mixed", [True, False])
+    @each_value(overlap=[True, False], mixed=[True, False])
     def test_its_tokens_are_those_of_an_undisturbed_run(self, overlap: bool, mixed: bool) -> None:
         engine = make(overlap, enable_priority_scheduling=True, max_running_requests=2, enable_mixed_chunk=mixed)
         start(engine, [0, 0], max_new=60)

@@ -97,8 +97,7 @@ class TestBoundedQueue:
         assert engine.finishes[1].error is ErrorCode.QUEUE_FULL
         engine.check_answer(0)
 
-    @pytest.mark.parametrize("low_first", [False, True])
-    @pytest.mark.parametrize(("urgency", "refused"), [(1, 2), (0, 3), (-1, 3)])
+    @pytest.mark.parametrize(("urgency", "refused", "low_first"), [(1, 2, False), (1, 2, True), (0, 3, True), (-1, 3, False)])
     def test_someone_more_urgent_takes_the_last_ones_place(self, urgency: int, refused: int, low_first: bool) -> None:
         engine = self.full(
             enable_priority_scheduling=True, schedule_low_priority_values_first=low_first, priority_preemption_threshold=9

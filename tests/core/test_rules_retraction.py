@@ -12,6 +12,7 @@ from services.worker.core.contracts.plan import ForwardMode
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.queue.admission import make_request
 from services.worker.core.retraction import victim_order
+from tests.all_pairs import each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 
@@ -125,8 +126,7 @@ class TestTheLastRequest:
 
 
 class TestRetractHook:
-    @pytest.mark.parametrize("every", [2, 3, 5])
-    @pytest.mark.parametrize("overlap", [True, False])
+    @each_value(every=[2, 3, 5], overlap=[True, False])
     def test_one_request_is_retracted_every_so_many_decode_steps(self, every: int, overlap: bool) -> None:
         engine = make(overlap, retract_interval=every)
         engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)

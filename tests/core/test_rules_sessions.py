@@ -233,7 +233,7 @@ class TestLifetime:
         engine.drain()
         assert kept == (engine.finishes[4].reason is FinishReason.LENGTH)
         if not kept:
-            assert refused(engine, 4) == "turn r2 of s is not there"
+            assert refused(engine, 4) == "turn r2 of the session is not there"
 
     def test_another_turn_of_the_replaced_parents_name_is_not_the_parent(self) -> None:
         engine = opened()

@@ -80,7 +80,9 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked
             salt = rng.choice(("", "", "", "tenant"))
             timeout_s = rng.choice((0.0, 0.0, 0.0, 0.3))
             params = random_params(rng, len(prompt))
-            more = {"priority": rng.randrange(-2, 3), "routing_key": rng.choice(("", "a", "b"))}
+            more: dict[str, Any] = {"priority": rng.randrange(-2, 3), "routing_key": rng.choice(("", "a", "b"))}
+            tenant = rng.choice((b"", b"", b"a", b"b"))
+            more["payer"] = (tenant, rng.choice((0, 0, 1, 2)), 3.0 if tenant == b"b" else 1.0)
             turn = random_turn(rng, engine)
             for _ in range(rng.choice((1, 1, 1, 3)) if turn is None else 1):  # n > 1: the same prompt at once
                 stream = rng.random() < 0.8

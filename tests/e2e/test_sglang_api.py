@@ -172,7 +172,7 @@ class TestSessions:
         assert http.post("/open_session", json={"capacity_of_str_len": 0, "session_id": "closing"}).status_code == 400
         assert http.post("/close_session", json={"session_id": "closing"}).status_code == 200
         assert http.post("/close_session", json={"session_id": "closing"}).status_code == 404
-        assert talk.ask("t2", SECOND).status_code == 400
+        assert talk.ask("t2", SECOND).status_code == 404
 
     def test_a_turn_under_a_grammar_is_a_turn(self, http: httpx.Client, tokenizer: PreTrainedTokenizerBase) -> None:
         talk = Talk(http, "structured")

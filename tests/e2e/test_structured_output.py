@@ -69,8 +69,10 @@ def streamed(client: openai.OpenAI, **options: Any) -> str:
     return "".join(choice.delta.content or "" for chunk in client.chat.completions.create(**values) for choice in chunk.choices)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 class TestEveryKind:
+    """Choices and batches take turns: a constraint is put on each of their requests as on one."""
+
+    @pytest.mark.parametrize("kind", KINDS)
     def test_whole_and_streamed_are_the_same_and_satisfy_it(self, client: openai.OpenAI, kind: str) -> None:
         options, satisfies = KINDS[kind]
         (choice,) = chat(client, temperature=0, **options)
@@ -78,6 +80,7 @@ class TestEveryKind:
         assert satisfies(choice.message.content), choice.message.content
         assert streamed(client, temperature=0, **options) == choice.message.content
 
+    @pytest.mark.parametrize("kind", list(KINDS)[::2])
     def test_each_of_several_sampled_choices_satisfies_it(self, client: openai.OpenAI, kind: str) -> None:
         options, satisfies = KINDS[kind]
         ended = [
@@ -86,6 +89,7 @@ class TestEveryKind:
         assert len(ended) == 4 or kind == "json_object", "only an object without a schema may come to no end"
         assert all(satisfies(choice.message.content) for choice in ended)
 
+    @pytest.mark.parametrize("kind", list(KINDS)[1::2])
     def test_each_prompt_of_a_batch_satisfies_it(self, client: openai.OpenAI, kind: str) -> None:
         options, satisfies = KINDS[kind]
         extra = options.get("extra_body") or {"response_format": options["response_format"]}
@@ -138,19 +142,14 @@ def schema(**properties: Any) -> dict[str, Any]:
     return {"guided_json": {"type": "object", "properties": properties}}
 
 
+# One of each way to a refusal; each of the reasons is in tests/grammar.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not": (schema(a={"not": {"type": "null"}}), "json_schema: #/properties/a/not: this keyword is not supported"),
-    "if": (schema(a={"type": "array", "items": {"if": {}}}), "#/properties/a/items/if: this keyword is not supported"),
     "unknown keyword": (schema(**{"a/b": {"maxLenght": 3}}), "#/properties/a~1b/maxLenght: this keyword is not supported"),
     "two schemas at once": (schema(a={"allOf": [{}, {}]}), "#/properties/a/allOf: supported with a single schema only"),
-    "dangling reference": (schema(a={"$ref": "#/$defs/b"}), "#/properties/a/$ref: '#/$defs/b' leads nowhere"),
-    "reference elsewhere": (schema(a={"$ref": "http://127.0.0.1:1/x"}), "only references within the schema"),
-    "contradiction": (schema(a={"type": "string", "minLength": 3, "maxLength": 2}), "greater than maxLength"),
     "nothing satisfies it": ({"guided_json": {"$ref": "#"}}, "json_schema: #"),
-    "no type": (schema(a={"type": "text"}), "#/properties/a/type"),
     "regex": ({"regex": "(a"}, "position 2: a group is not closed"),
     "look-ahead": ({"regex": "(?=a)b"}, "pattern, position"),
-    "back reference": ({"regex": r"(a)\1"}, "pattern, position"),
     "ebnf": ({"ebnf": 'root ::= "a'}, "ebnf"),
     "ebnf without root": ({"ebnf": 'start ::= "a"'}, "ebnf"),
     "structural tag": ({"structural_tag": {"type": "structural_tag", "format": {"type": "sing"}}}, "structural_tag"),

@@ -15,7 +15,8 @@ from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.weights.load_request import LoadRequest
 
 # `kernel_name` is cpp where a test or its module does not have this mark: see tests/exec/conftest.py.
-on_both_kernels = pytest.mark.parametrize("kernel_name", ["cpp", "torch"], indirect=True, scope="module")
+KERNELS = ["cpp", "torch"]
+on_both_kernels = pytest.mark.parametrize("kernel_name", KERNELS, indirect=True, scope="module")
 
 
 def build_host_executor(

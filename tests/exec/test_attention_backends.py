@@ -18,6 +18,7 @@ from kernels.triton.attention.attention_plan import DECODE_BLOCKS, HeadShape, pl
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape
 from services.worker.exec.attention.kernel_attention import KernelAttention
 from services.worker.exec.attention.triton_backend import TritonAttention
+from tests.all_pairs import each_pair
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SLOTS, WIDTH = 4, 2, 16, 4, 8, 160
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -158,10 +159,10 @@ def test_which_back_ends_can_be_captured() -> None:
         KernelAttention(reference).plan(batch)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(8, 4, 128), (8, 2, 128), (1, 71, 64), (1, 128, 576), (40, 1, 256)])
-@pytest.mark.parametrize("multiprocessors", [16, 132])
-def test_scratch_holds_every_plan(kv_heads: int, group: int, head_dim: int, itemsize: int, multiprocessors: int) -> None:
+@each_pair(shape=[(8, 4, 128), (8, 2, 128), (1, 71, 64), (1, 128, 576), (40, 1, 256)], itemsize=[2, 4], multiprocessors=[16, 132])
+def test_scratch_holds_every_plan(shape: tuple[int, int, int], itemsize: int, multiprocessors: int) -> None:
+    """shape: KV heads, heads of each, numbers of a head."""
+    kv_heads, group, head_dim = shape
     heads = HeadShape(kv_heads, group, head_dim, head_dim, itemsize)
     lanes, counters = scratch_bounds(heads, multiprocessors)
     plans = [plan_decode(heads, 0, rows, 1 << 17, multiprocessors) for rows in range(1, 400)]

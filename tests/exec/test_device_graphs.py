@@ -28,6 +28,7 @@ from services.worker.exec.kernel_set import KernelSet
 from services.worker.exec.loading import load_model
 from services.worker.exec.sampling import sampler as device_sampler
 from services.worker.exec.streams.readback import Readback
+from tests.all_pairs import each_value
 from tests.exec.device_doubles import (
     ForgetfulMemory,
     GraphDouble,
@@ -90,7 +91,12 @@ class WatchedAttention(WatchedKernels):
     captures = True
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mistral-window"])
+# For what has nothing to do with the model.
+of_one_model = pytest.mark.parametrize("folder", ["qwen3"], indirect=True, scope="module")
+BOTH = ["qwen3", "mistral-window"]
+
+
+@pytest.fixture(scope="module", params=BOTH)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     MODELS[request.param].build(path)
@@ -209,6 +215,7 @@ def test_grammar_masks_in_a_graph_and_after_it(device: Device) -> None:
     assert 250 not in plain.output
 
 
+@of_one_model
 def test_a_mask_is_forgotten_where_losses_are_more_than_a_graph_holds(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_sampler, "MAX_LOSSES", -1)
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
@@ -223,12 +230,14 @@ def test_a_mask_is_forgotten_where_losses_are_more_than_a_graph_holds(device: De
     assert plain.output[1] == 250 and plain.output[2] != 250 and lossy.output[1] != 250
 
 
+@of_one_model
 def test_captured_addresses_stay_in_use(folder: Path) -> None:
     device = Device(folder, ForgetfulMemory)
     gc.collect()
     assert len(device.graphs.named) > 100 and device.graphs.freed() == 0
 
 
+@of_one_model
 def test_nothing_left_and_broken_parameters_fault_alone(device: Device) -> None:
     driver = Driver(device.executor, PAGE_SIZE)
     too_many = SamplingParams(8, temperature=0.0, logit_bias=tuple((index % 250, 1.0) for index in range(2000)))
@@ -240,6 +249,7 @@ def test_nothing_left_and_broken_parameters_fault_alone(device: Device) -> None:
     assert result.tokens[0] == result.tokens[2] == 0 and result.tokens[1] != 0
 
 
+@of_one_model
 def test_two_steps_in_flight_relay_on_the_device(device: Device) -> None:
     params = SamplingParams(64, temperature=0.0, frequency_penalty=0.6, dry=DryParams(0.5, allowed_length=1))
     sequence, twin = Sequence([1, 2, 3], 0, params), Sequence([1, 2, 3], 1, params)
@@ -289,7 +299,7 @@ def jumped(driver: Driver, chunks: list[int], beside: int = 3) -> list[Sequence]
     return rows
 
 
-@pytest.mark.parametrize("chunks", [[7], [1, 3, 2, 1], [4, 3]])
+@each_value(indirect=("folder",), chunks={"whole": [7], "many": [1, 3, 2, 1], "two": [4, 3]}, folder=BOTH)
 def test_known_tokens_join_the_graph(device: Device, cpu: Executor, chunks: list[int]) -> None:
     runner = device.executor.runner
     runner.graph_limits = GraphLimits(8, 1000)
@@ -301,6 +311,7 @@ def test_known_tokens_join_the_graph(device: Device, cpu: Executor, chunks: list
     assert runner.stats.eager_steps == steps + 3, "of 11 tokens no graph is"
 
 
+@of_one_model
 def test_what_a_step_costs_without_its_graph_is_measured_at_the_start(folder: Path) -> None:
     """As a share of a step: so many tokens of KV may be read again as take as long, by the bytes of KV and weights."""
     runner = Device(folder, eager_cost=None, max_graph_rows=3).executor.runner
@@ -347,6 +358,7 @@ def test_vectors_come_beside_tokens(device: Device, cpu: Executor) -> None:
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-5)
 
 
+@of_one_model
 def test_a_relay_that_nobody_wrote_fails_its_step_alone(device: Device) -> None:
     driver, sequence = Driver(device.executor, PAGE_SIZE), Sequence([1, 2, 3], 0, greedy())
     unwritten = driver.plan([(Sequence([7], 5, greedy(), computed=1, admitted=True), 1)])
@@ -358,6 +370,7 @@ def test_a_relay_that_nobody_wrote_fails_its_step_alone(device: Device) -> None:
     assert len(sequence.output) == 1
 
 
+@of_one_model
 def test_a_result_that_could_not_be_fetched_fails_its_step_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of slots with penalties are taken note of later, by steps after the one that sampled them."""
     penalised = SamplingParams(64, temperature=0.0, frequency_penalty=0.5, dry=DryParams(0.5, allowed_length=1))
@@ -395,6 +408,7 @@ def test_warm_up_launches_every_kernel_that_steps_bring(folder: Path) -> None:
     assert launched >= {"update_page_table", "resolve_tokens", "edit_logits", "select_tokens", "measure_logprobs"}
 
 
+@of_one_model
 def test_log_probabilities_are_measured_in_few_numbers(device: Device) -> None:
     wishes, rows = device.executor.runner.sampler.wishes, torch.zeros(1, dtype=torch.int32)
     logits = torch.arange(257.0)[None]
@@ -403,6 +417,7 @@ def test_log_probabilities_are_measured_in_few_numbers(device: Device) -> None:
     assert all(ids == list(range(256, 256 - len(ids), -1)) for ids in found)
 
 
+@of_one_model
 def test_an_empty_plan_gives_an_empty_result(device: Device) -> None:
     run = device.executor.forward(Driver(device.executor, PAGE_SIZE).plan([]))
     device.executor.sample(run, {})

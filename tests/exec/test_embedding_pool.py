@@ -16,7 +16,7 @@ from services.worker.core.contracts.sampling import EmbeddingParams, SamplingPar
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.fake import FakeExecutor
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind, embedded
-from tests.all_pairs import each_pair
+from tests.all_pairs import each_pair, each_value
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
@@ -84,7 +84,7 @@ def test_a_prompt_in_chunks(embedder: Embedder, executor: DeviceExecutor, kind: 
     assert sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
 
 
-@each_pair(
+@each_value(
     indirect=("embedder",),
     embedder=EMBEDDERS,
     kind=KINDS,

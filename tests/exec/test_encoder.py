@@ -20,6 +20,7 @@ from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
 from services.worker.exec.weights.checkpoint import CheckpointError
 from services.worker.exec.weights.families import UnsupportedModel
 from services.worker.exec.weights.pooling_files import read_pooling
+from tests.all_pairs import each_value
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS, MODULE
 from tests.exec.host_executors import build_host_executor
@@ -97,8 +98,7 @@ def test_sentence_transformers_reads_the_same_pooling(name: str, tmp_path: Path)
         np.testing.assert_allclose(vector_of(sequence), vector, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3-last", "llama-mean", "gpt-neox-last"])
-@pytest.mark.parametrize("chunk", [4, 12, 28])
+@each_value(name=["qwen3-last", "llama-mean", "gpt-neox-last"], chunk=[4, 12, 28])
 def test_causal_models_take_prompts_in_chunks(name: str, chunk: int, tmp_path: Path) -> None:
     case = FOLDERS[name]
     model = case.build(tmp_path)

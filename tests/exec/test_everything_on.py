@@ -18,6 +18,7 @@ from services.worker.core.contracts.trace import TraceKind
 from services.worker.core.invariants import violations
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
+from tests.all_pairs import each_value
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import PositionMatcher, SlowBook, spec
 from tests.core.harness import LetterDecoder
@@ -163,8 +164,10 @@ def serve(folder: Path, overlap: bool, **changes: Any) -> Served:
     return Served(Scheduler(config, LetterDecoder(), book), book, executor, overlap)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("policy", [SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT, SchedulePolicy.RANDOM])
+@each_value(
+    policy=[SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT, SchedulePolicy.RANDOM],
+    overlap={"overlap": True, "no-overlap": False},
+)
 def test_greedy_answers_are_those_of_transformers(
     folder: Path, reference: Reference, policy: SchedulePolicy, overlap: bool
 ) -> None:

@@ -23,6 +23,7 @@ from services.worker.exec.attention.flashinfer_staging import SLOTS, Slot, Stagi
 from services.worker.exec.loading import load_model
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.pools.kv_pool import LayerKV, allocate
+from tests.all_pairs import each_value
 from tests.exec.flashinfer_double import HostWaits, Library
 from tests.exec.flashinfer_schedules import decode_bytes, fa2_bytes, fa3_bytes
 from tests.exec.host_executors import load_request
@@ -142,8 +143,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("split_mixed", [False, True], ids=["one plan", "two plans"])
-@pytest.mark.parametrize("shape", CASES.values(), ids=CASES.keys())
+@each_value(shape=CASES, split_mixed={"one plan": False, "two plans": True})
 def test_steps_equal_the_reference(shape: AttentionShape, split_mixed: bool, device: torch.device, module: Any) -> None:
     bench = Bench(shape, device)
     backend = backend_of(bench, module, split_mixed=split_mixed)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from services.worker.exec.attention import flashinfer_limits as limits
 from services.worker.exec.attention.backend import AttentionShape
+from tests.all_pairs import each_value
 from tests.exec import test_flashinfer_backend as steps
 from tests.exec.flashinfer_double import one_row
 
@@ -95,8 +96,7 @@ def library(monkeypatch: pytest.MonkeyPatch, ran: set[str]) -> Iterator[Any]:
         yield module
 
 
-@pytest.mark.parametrize("split_mixed", [False, True], ids=["one plan", "two plans"])
-@pytest.mark.parametrize("shape", steps.CASES.values(), ids=steps.CASES.keys())
+@each_value(shape=steps.CASES, split_mixed={"two plans": True, "one plan": False})  # where the double has the other
 def test_steps(shape: AttentionShape, split_mixed: bool, library: Any, ran: set[str]) -> None:
     steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
     decode = "fa2" if limits.tensor_cores(shape) else "decode"

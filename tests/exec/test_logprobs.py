@@ -17,9 +17,10 @@ from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.sampling import logprob_requests as logprob_wishes
 from services.worker.exec.sampling.logprob_requests import Logits, LogprobRequests
 from services.worker.exec.streams.readback import Readback
+from tests.all_pairs import each_pair, each_value
 from tests.exec.device_doubles import InlineStreams
 from tests.exec.driver import Driver, Sequence, i32
-from tests.exec.host_executors import build_host_executor, on_both_kernels
+from tests.exec.host_executors import KERNELS, build_host_executor, on_both_kernels
 from tests.exec.sampling import Sampling
 from tests.exec.tiny_models import MODELS
 
@@ -27,6 +28,7 @@ CLOSE = 1e-4
 VOCAB = 257
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 WHOLE = 1 << 30
+CHECKPOINTS = ["qwen3", "llama-untied"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Scored:
             return self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama-untied"])
+# Each checkpoint with one of the kernels: in chunks each is with both.
+by_turns = each_value(indirect=("scored", "kernel_name"), scored=CHECKPOINTS, kernel_name=KERNELS)
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
 def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scored:
     folder = tmp_path_factory.mktemp(request.param)
     return Scored(folder, MODELS[request.param].build(folder))
@@ -80,7 +86,7 @@ def check_outputs(sequence: Sequence, scored: Scored) -> None:
         assert list(found.chosen) == pytest.approx(chosen, abs=CLOSE)
 
 
-@on_both_kernels
+@by_turns
 def test_outputs_of_a_mixed_batch(scored: Scored, driving: Driver) -> None:
     wants = [
         replace(GREEDY, top_logprobs=0),
@@ -105,9 +111,13 @@ def joined(parts: list[PromptLogprobs]) -> PromptLogprobs:
     return PromptLogprobs(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
 
 
-@on_both_kernels
-@pytest.mark.parametrize("chunk", [4, 12, 40, WHOLE])
-@pytest.mark.parametrize("first", [0, 1, 2, 17, 44])
+@each_pair(
+    indirect=("scored", "kernel_name"),
+    chunk={"4": 4, "12": 12, "40": 40, "whole": WHOLE},
+    first=[0, 1, 17, 44],
+    scored=CHECKPOINTS,
+    kernel_name=KERNELS,
+)
 def test_prompt_in_chunks(scored: Scored, driving: Driver, chunk: int, first: int) -> None:
     params = replace(GREEDY, top_logprobs=4, logprob_token_ids=(3, 77), prompt_logprobs_from=first)
     sequence = Sequence(prompt_of(45), 2, params)
@@ -124,7 +134,7 @@ def test_prompt_in_chunks(scored: Scored, driving: Driver, chunk: int, first: in
     check_outputs(sequence, scored)
 
 
-@on_both_kernels
+@by_turns
 def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> None:
     """The logits of prompts are made in the buffer that those of sampled rows come from."""
     early = Sequence(prompt_of(9, 1), 0, replace(GREEDY, top_logprobs=2))
@@ -145,7 +155,7 @@ def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> Non
     assert plain.prompt_logprobs == []
 
 
-@on_both_kernels
+@by_turns
 def test_prompt_logprobs_without_those_of_outputs(scored: Scored, driving: Driver) -> None:
     sequence = Sequence(prompt_of(10), 0, replace(GREEDY, prompt_logprobs_from=0))
     driving.prefill([sequence])
@@ -179,9 +189,19 @@ def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", [1, 2, 5, 6, 100])
 @pytest.mark.parametrize(
-    ("offset", "after", "targets"), [(0, 7, [1, 2, 3, 4, 5, 7]), (0, -1, [1, 2, 3, 4, 5]), (4, 6, [5, 6]), (5, -1, [])]
+    ("piece", "offset", "after", "targets"),
+    [
+        (1, 0, 7, [1, 2, 3, 4, 5, 7]),
+        (2, 0, 7, [1, 2, 3, 4, 5, 7]),
+        (5, 0, 7, [1, 2, 3, 4, 5, 7]),
+        (6, 0, 7, [1, 2, 3, 4, 5, 7]),
+        (2, 0, -1, [1, 2, 3, 4, 5]),
+        (5, 0, -1, [1, 2, 3, 4, 5]),
+        (1, 4, 6, [5, 6]),
+        (100, 4, 6, [5, 6]),
+        (100, 5, -1, []),
+    ],
 )
 def test_no_request_for_logits_is_larger_than_a_piece(
     kernels: SampleKernels, monkeypatch: pytest.MonkeyPatch, piece: int, offset: int, after: int, targets: list[int]

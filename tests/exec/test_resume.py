@@ -32,7 +32,7 @@ class Book:
 
     jump: bool
 
-    def open(self, spec: GrammarSpec) -> Matcher:
+    def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher:
         return model.matcher(model.compiled(spec), self.jump)
 
 

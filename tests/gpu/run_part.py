@@ -57,7 +57,13 @@ def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: 
     begun = time.monotonic()
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command, cwd=root, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            cwd=root,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_hear_interrupts,
         )
         try:
             code = wait(process, limit_s)
@@ -84,6 +90,11 @@ def _status(part: Part, code: int, counts: dict[str, int], outcome: dict[str, An
     if code == 0 and outcome:
         return Status.PASSED
     return Status.PARTLY if any(outcome.get(name) for name in FIGURES) else Status.FAILED
+
+
+def _hear_interrupts() -> None:
+    """What a shell starts in the background ignores them, and so would what it starts itself."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

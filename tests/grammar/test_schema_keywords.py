@@ -31,6 +31,7 @@ TAGGED = {
         {"type": "object", "properties": {"k": {"const": "b"}, "s": {"type": "string"}}, "required": ["k"]},
     ]
 }
+MANY = {"enum": [*range(200), *(f"item {at}" for at in range(40)), "item", *([at] for at in range(20))]}
 
 # (name, schema, texts that pass, texts that do not)
 SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
@@ -57,6 +58,7 @@ SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
     ("format date", {"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2024-02-30"', '"2024-13-01"', '"x"']),
     ("format uuid", {"type": "string", "format": "uuid"}, ['"00000000-0000-4000-8000-00000000abcd"'], ['"0000"']),
     ("format ipv6", {"type": "string", "format": "ipv6"}, ['"::"', '"::1"', '"fe80::1:2"'], ['"::1::"', '"1:2"', '"g::"']),
+    ("many values that begin alike", MANY, ["0", "1", "17", "171", '"item 3"', '"item 30"', '"item"', "[3]"], ["200", '"item 4x"', '"item "', '"ite"', "[30]"]),
     ("enum", {"enum": ["a", 1, None, [True]]}, ['"a"', "1", "null", "[true]"], ['"b"', "2", "[]"]),
     ("enum with type", {"type": "string", "enum": ["a", 1]}, ['"a"'], ["1"]),
     ("const", {"const": {"a": [1, '"\n']}}, ['{"a":[1,"\\"\\n"]}'], ['{"a":[1]}', "1"]),
@@ -110,16 +112,12 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     (False, "#"),
     ([], "#"),
     ({"not": {}}, "#/not"),
-    ({"if": {}, "then": {}}, "#/if"),
     ({"type": "array", "uniqueItems": True}, "#/uniqueItems"),
-    ({"type": "array", "contains": {}}, "#/contains"),
     ({"type": "array", "items": [{}]}, "#/items"),
     ({"type": "array", "unevaluatedItems": False}, "#/unevaluatedItems"),
     ({"type": "number", "multipleOf": 0.1}, "#/multipleOf"),
     ({"type": "integer", "multipleOf": 3, "minimum": 1}, "#/multipleOf"),
     ({**OBJ, "dependentRequired": {"a": ["b"]}}, "#/dependentRequired"),
-    ({**OBJ, "dependentSchemas": {}}, "#/dependentSchemas"),
-    ({**OBJ, "dependencies": {}}, "#/dependencies"),
     ({**OBJ, "additionalProperties": True, "minProperties": 2}, "#/minProperties"),
     ({**OBJ, "patternProperties": {"a": {}, "b": {}}}, "#/patternProperties"),
     ({**OBJ, "patternProperties": {"^a": {}}, "properties": A_INT}, "#/patternProperties/^a"),
@@ -127,12 +125,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({**OBJ, "propertyNames": {"maxLength": 1}, "properties": A_INT}, "#/propertyNames"),
     ({"type": "string", "pattern": "a", "maxLength": 3}, "#/pattern"),
     ({"type": "string", "pattern": "(?=a)b"}, "#/pattern"),
-    ({"type": "string", "pattern": "\\bword\\b"}, "#/pattern"),
-    ({"type": "string", "pattern": "\\p{L}"}, "#/pattern"),
-    ({"type": "string", "pattern": "(a)\\1"}, "#/pattern"),
-    ({"type": "string", "pattern": "a^b"}, "#/pattern"),
     ({"type": "string", "format": "iri"}, "#/format"),
-    ({"type": "string", "contentEncoding": "base64"}, "#/contentEncoding"),
     ({"type": "strnig"}, "#/type"),
     ({"type": []}, "#/type"),
     ({"minlength": 1}, "#/minlength"),
@@ -140,7 +133,6 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({"type": "string", "minLength": 3, "maxLength": 1}, "#/minLength"),
     ({"type": "string", "minLength": -1}, "#/minLength"),
     ({"type": "integer", "minimum": True}, "#/minimum"),
-    ({"type": "string", "nullable": True}, "#/nullable"),
     ({"enum": []}, "#/enum"),
     ({"enum": [1], "type": "string"}, "#/enum"),
     ({"enum": ["a"], "minLength": 1}, "#/minLength"),
@@ -153,7 +145,6 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({"$ref": "https://example.com/schema"}, "#/$ref"),
     ({"$ref": "#name"}, "#/$ref"),
     ({"$ref": "#/$defs/none"}, "#/$ref"),
-    ({"$dynamicRef": "#a"}, "#/$dynamicRef"),
     ({"$ref": "#"}, "#"),
     ({**OBJ, "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#"),
     ({**OBJ, "properties": {"a/b": {"items": {"not": {}}}}}, "#/properties/a~1b/items/not"),

@@ -15,7 +15,7 @@ from kernels.cpu.library import CpuKernels
 from kernels.cpu.sampling import CpuSampling
 from kernels.reference import layers as reference
 from kernels.reference import sampling as sampling_twin
-from tests.all_pairs import each_pair
+from tests.all_pairs import each_pair, each_value
 from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -38,7 +38,7 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-@each_pair(dtype=DTYPES, rows=[1, 3, 40], size=[1, 31, 64, 1000, 1024])
+@each_pair(dtype=DTYPES, rows=[1, 40], size=[1, 31, 64, 1000, 1024])
 def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
     found, expected = torch.empty_like(x), torch.empty_like(x)
@@ -77,8 +77,8 @@ def test_extremes_survive_activation(kernels: CpuKernels) -> None:
 
 @each_pair(
     dtype=DTYPES,
-    rows=[1, 2, 5, 6, 7, 8, 13, 32, 70],
-    weights=[(64, 32), (65, 64), (16, 2), (200, 66), (192, 1024)],
+    rows=[1, 2, 5, 6, 7, 13, 32, 70],
+    weights=[(65, 64), (16, 2), (200, 66), (192, 1024)],
     bias={"plain": False, "bias": True},
 )
 def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool) -> None:
@@ -94,7 +94,7 @@ def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tup
 
 @each_pair(
     dtype=DTYPES,
-    rows=[1, 6, 9, 32],
+    rows=[1, 6, 9],
     weights=[(32, 64), (33, 64), (96, 66), (100, 1024)],
     bias={"plain": False, "bias": True},
 )
@@ -212,12 +212,15 @@ def test_greedy_cases(row: list[float], place: int) -> None:
     assert left.tokens.tolist() == left.relay.tolist() == [place] and left.faults.tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [[-torch.inf] * 4, [1.0, torch.nan, 9.0, torch.nan], [torch.inf, torch.nan], [1.0, torch.inf]],
-    ids=["all-minus-infinity", "nan", "nan-behind-infinity", "infinity"],
+@each_value(
+    row={
+        "all-minus-infinity": [-torch.inf] * 4,
+        "nan": [1.0, torch.nan, 9.0, torch.nan],
+        "nan-behind-infinity": [torch.inf, torch.nan],
+        "infinity": [1.0, torch.inf],
+    },
+    asked={"draw": Asked(1.0), "top-p": Asked(1.0, top_p=0.5), "greedy": Asked()},
 )
-@pytest.mark.parametrize("asked", [Asked(), Asked(1.0), Asked(1.0, top_p=0.5)], ids=["greedy", "draw", "top-p"])
 def test_a_row_that_is_not_finite_gives_no_token(row: list[float], asked: Asked) -> None:
     left = chosen(torch.tensor([row]), asked, [4])
     assert (left.tokens.tolist(), left.faults.tolist(), left.relay.tolist()) == ([0], [RowFault.NAN_LOGITS], [-1])
@@ -252,7 +255,7 @@ def measured(kernels: SampleKernels, logits: Tensor, tokens: Tensor, rows: Tenso
     return out
 
 
-@each_pair(vocab_size=[1, 33, 257, 2048, 8193], num_top=[0, 1, 5, 32], tied={"distinct": False, "tied": True})
+@each_pair(vocab_size=[1, 33, 2048, 8193], num_top=[0, 1, 5, 32], tied={"distinct": False, "tied": True})
 def test_measure_logprobs(vocab_size: int, num_top: int, tied: bool) -> None:
     logits = random(3, vocab_size, seed=vocab_size) * 4
     logits = logits.round() if tied else logits
@@ -288,7 +291,7 @@ def test_sampling_columns_that_do_not_fit_are_refused() -> None:
         measured(kernels, logits, ints, ints, 33)
 
 
-@each_pair(size=[1, 7, 64, 1000, 5001], cut=CUTS, temperature=[3.0, 1e-6, 0.5])
+@each_pair(size=[1, 64, 1000, 5001], cut=CUTS, temperature=[3.0, 1e-6, 0.5])
 def test_draw(size: int, cut: tuple[int, float, float], temperature: float) -> None:
     """From flat distributions, where every cut leaves tokens out that have some mass, and from sharp ones."""
     assert_draws_as_the_twin(size, temperature, cut)

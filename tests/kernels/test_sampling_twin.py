@@ -19,6 +19,7 @@ from services.worker.core.contracts.plan import SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.sampling.dry import Repeats
 from services.worker.exec.sampling.token_sets import token_words
+from tests.all_pairs import each_pair, each_value
 from tests.exec.sampling import Sampling, sample_kernels
 from tests.kernels.sampling_case import ALWAYS, Asked, Row, random_cuts, rows_of, sampled, table_of, uniforms
 
@@ -69,8 +70,7 @@ def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
 
 
 @pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
-@pytest.mark.parametrize("vocab_size", [1, 33, 257, 1000])
-@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
+@each_value(vocab_size=[1, 33, 257, 1000, 258], tied={"distinct": False, "tied": True})
 def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
     """The twin is on the other side of each comparison."""
     chance, numbers = random.Random(vocab_size), np.random.default_rng(vocab_size)
@@ -125,8 +125,12 @@ def test_what_dry_takes_is_a_loss(kernels: SampleKernels, temperature: float) ->
         assert left.tokens.tolist() == found.tokens.tolist()
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("asked", [Asked(), Asked(1.0), Asked(1.0, biases=((1, 2.0),))])
+@each_pair(
+    indirect=("kernels",),
+    kernels=["cpp", "torch"],
+    asked={"greedy": Asked(), "draw": Asked(1.0), "edited": Asked(1.0, biases=((1, 2.0),))},
+    poison=[torch.nan, torch.inf],
+)
 def test_faults(kernels: SampleKernels, asked: Asked, poison: float) -> None:
     logits = torch.zeros((3, 8))
     logits[0, 3] = poison

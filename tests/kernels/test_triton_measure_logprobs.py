@@ -44,7 +44,7 @@ def assert_as_twin(
     return found
 
 
-@pytest.mark.parametrize("vocab_size", [1, 33, 257, 2048, 8193])
+@pytest.mark.parametrize("vocab_size", [1, 33, 2048, 8193])
 @pytest.mark.parametrize("num_top", [0, 1, 5, 32])
 def test_random_rows(vocab_size: int, num_top: int, device: torch.device) -> None:
     logits = torch.randn((3, vocab_size), generator=torch.Generator().manual_seed(vocab_size)) * 4

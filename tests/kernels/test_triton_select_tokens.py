@@ -21,6 +21,7 @@ from kernels.contracts.sample_ops import MAX_COUNT, SEEN
 from kernels.reference import sampling as sampling_twin
 from kernels.triton.sampling.sampling import TritonSampling
 from kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
+from tests.all_pairs import each_value
 from tests.kernels.sampling_case import Asked, Left, Row, could_be, random_cuts, rows_of, sampled, table_of, uniforms
 
 WIDE = 5000  # more tokens than candidates can be
@@ -68,8 +69,7 @@ def random_asked(chance: random.Random, vocab_size: int) -> Asked:
     )
 
 
-@pytest.mark.parametrize("vocab_size", [1, 33, 257, 1000])
-@pytest.mark.parametrize("kind", ["distinct", "tied"])
+@each_value(vocab_size=[1, 33, 257, 1000, 300], kind=["tied", "distinct"])
 def test_random_rows(vocab_size: int, kind: str, device: torch.device) -> None:
     number = 4000 if device.type == "cuda" else 7
     chance = random.Random(f"{vocab_size}{kind}")
@@ -84,21 +84,19 @@ def test_random_rows(vocab_size: int, kind: str, device: torch.device) -> None:
     assert different <= number // 500
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        Asked(1.0),
-        Asked(1.0, min_p=0.2),
-        Asked(1.0, top_k=40),
-        Asked(1.0, top_k=3000),
-        Asked(0.5, top_k=3000, top_p=0.7, min_p=0.01),
-        Asked(1.0, top_p=0.95),
-        Asked(1.0, top_p=0.95, min_p=0.05),
-        Asked(0.1, top_p=0.9),
-    ],
-    ids=["whole", "min-p", "few", "many", "many cut further", "flat nucleus", "flat nucleus cut further", "small nucleus"],
-)
-@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
+CUTS = {
+    "whole": Asked(1.0),
+    "min-p": Asked(1.0, min_p=0.2),
+    "few": Asked(1.0, top_k=40),
+    "many": Asked(1.0, top_k=3000),
+    "many cut further": Asked(0.5, top_k=3000, top_p=0.7, min_p=0.01),
+    "flat nucleus": Asked(1.0, top_p=0.95),
+    "flat nucleus cut further": Asked(1.0, top_p=0.95, min_p=0.05),
+    "small nucleus": Asked(0.1, top_p=0.9),
+}
+
+
+@each_value(asked=CUTS, rounded={"float32": False, "bfloat16": True})
 def test_a_wide_vocabulary(asked: Asked, rounded: bool, device: torch.device) -> None:
     number = 2000 if device.type == "cuda" else 1 if rounded else 2
     rows, slots = same_slots(asked, number)
@@ -189,8 +187,16 @@ def test_one_token_is_allowed_or_none(asked: Asked, device: torch.device) -> Non
     assert left.relay.tolist() == [2100, -1, 7, -1]
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("asked", [Asked(), Asked(1.0, 5, 0.9), Asked(1.0, top_p=0.9), Asked(1.0), Asked(1.0, allowed=[3])])
+@each_value(
+    asked={
+        "greedy": Asked(),
+        "few": Asked(1.0, 5, 0.9),
+        "nucleus": Asked(1.0, top_p=0.9),
+        "whole": Asked(1.0),
+        "edited": Asked(1.0, allowed=[3]),
+    },
+    poison=[torch.nan, torch.inf],
+)
 def test_what_is_not_finite_faults_its_row_alone(asked: Asked, poison: float, device: torch.device) -> None:
     logits = noise(3, 2100)
     logits[0, 2077], logits[1] = poison, -torch.inf

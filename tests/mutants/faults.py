@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KERNELS_TOO = ("top_n_sigma", "triton_select_tokens", "triton_attention", "triton_measure_logprobs")
 AREAS: dict[str, tuple[str, ...]] = {
     "chart": tuple(
         f"tests/chart/test_{name}.py"
         for name in ("objects", "templates", "values", "pod_security", "network_policies", "settings", "upgrade")
     ),
-    "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "triton_step", "triton_layers")),
-    "core": ("tests/core/test_rules_grammar.py", "tests/core/test_rules_logprobs.py"),
+    "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "triton_step", "triton_layers", *KERNELS_TOO)),
+    "core": (
+        *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
+    ),
+    "grammar": ("tests/grammar/test_schema_keywords.py", "tests/grammar/test_text_grammars.py"),
     "gateway": (
         *(f"tests/services/gateway/api/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
         "tests/services/gateway/test_sampling_parameters.py",
+        "tests/services/gateway/routing/test_routing_policies.py",
+        "tests/services/worker/front/test_wire_submit.py",
     ),
     "exec": (
         *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "token_sets", "logprobs", "embedding_pool")),
+        "tests/exec/test_flashinfer_backend.py",
         "tests/kernels/test_sampling_twin.py",
         "tests/kernels/test_cpu_kernels.py",
     ),
@@ -131,6 +138,61 @@ KERNELS = (
         ("mass += row.mass[id] >= rule.min_p", "mass += row.mass[id] >= 2 * rule.min_p"),
         only="test_cpu_kernels",
     ),
+    *of(
+        "kernels",
+        f"{CPU}/draw.cpp",
+        ("number += x[i] > kNone;", "number += 1;"),
+        ("squares / static_cast<double>(number)", "squares / static_cast<double>(number - 1)"),
+        ("/ rule.temperature < least) row", "/ rule.temperature <= least) row"),
+        ("row.size) / rule.temperature);", "row.size));"),
+        only="test_top_n_sigma",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/logprobs.cpp",
+        ("largest_of(x + first, end - first) >", "largest_of(x + first, end - first - 1) >"),
+        ("std::fill(ids + held, ids + num, -1);", ""),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/select.cpp",
+        ("std::isfinite(logits[best])", "!std::isnan(logits[best])"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        "kernels/reference/draws.py",
+        ("scaled < -(sigma", "scaled <= -(sigma"),
+        ("std(correction=0)", "std()"),
+        only="test_top_n_sigma",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/sampling/select_rounds.py",
+        ("(within + tl.sum(numbers * away * away)) / number", "tl.sum(numbers * away * away) / number"),
+        ("tl.sum(tl.where(keys <= limit, mass_of(keys), 0))", "tl.sum(tl.where(keys <= KEY_END, mass_of(keys), 0))"),
+        only="test_top_n_sigma",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/sampling/measure_logprobs.py",
+        ("tl.minimum(first + TILES, tl.cdiv(vocab_size, TILE))", "tl.minimum(first + TILES, vocab_size // TILE)"),
+        ("best == worst, next_best, best)", "best == worst, next_best + 1, best)"),
+        only="test_triton_measure_logprobs",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/attention/attention_tiles.py",
+        ("tl.maximum(start + first + 1 - window, 0)", "tl.maximum(start + first - window, 0) // 16 * 16 + 16"),
+        only="test_triton_attention",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/layers/step.py",
+        ("tl.store(out + begin + entries, tl.maximum(page, 0)", "tl.store(out + begin + entries, page"),
+        only="test_triton_step",
+    ),
     *of("kernels", f"{CPU}/attention.h", ("position - window + 1)", "position - window)"), only="test_cpu_kernels"),
     *of(
         "kernels",
@@ -187,6 +249,18 @@ CORE = (
         "services/worker/core/queue/admission.py",
         ("max(params.prompt_logprobs_from, 1)", "max(params.prompt_logprobs_from, 0)"),
     ),
+    *of(
+        "core",
+        "services/worker/core/retraction.py",
+        ("request.rank > config.priority_preemption_threshold]", "request.rank >= config.priority_preemption_threshold]"),
+        only="test_rules_priorities",
+    ),
+    *of(
+        "core",
+        "services/worker/core/queue/finish.py",
+        ("if fault is RowFault.NO_TOKEN_ALLOWED:", "if fault is RowFault.OUT_OF_VOCAB:"),
+        only="test_rules_finish",
+    ),
     *of("core", "services/worker/core/queue/request.py", ("self.logprob_done - 1)", "self.logprob_done)")),
     *of(
         "core",
@@ -213,6 +287,40 @@ GATEWAY = (
     ),
     *of(
         "gateway",
+        "services/gateway/api/sampling_fields.py",
+        ("if any(not 1 <= len(item) <= row.chars", "if any(not len(item) <= row.chars"),
+        ("if min(ids) < 0 or", "if"),
+        ("return _texts(value, table.STOP_REGEX)", "return _texts(value, table.STOP)"),
+        only="test_bad_input",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/translation.py",
+        ("(STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS):", "(STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS):"),
+        only="test_bad_input",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/constraints.py",
+        ("if not isinstance(schema, dict | bool):", "if not isinstance(schema, dict | bool | list):"),
+        ('"guided_grammar": ebnf,', '"guided_grammar": regex,'),
+    ),
+    *of(
+        "gateway",
+        "services/gateway/routing/filters.py",
+        ("if not ask.lora:", "if True:"),
+        only="test_routing_policies",
+    ),
+    *of(
+        "gateway",
+        "services/worker/front/sampling_wire.py",
+        ("    if wrong := row.fault(value):", "    if (wrong := row.fault(value)) and not name:"),
+        ("_listed_ids(message, table.BANNED_TOKEN_IDS, model)", "_listed_ids(message, table.ALLOWED_TOKEN_IDS, model)"),
+        ("within(len(ids), most, field)", "within(len(ids) - 1, most, field)"),
+        only="test_wire_submit",
+    ),
+    *of(
+        "gateway",
         "services/shared/sampling_parameter.py",
         ("and (high is None or value <= high):", ":"),
         only="test_bad_input",
@@ -234,6 +342,21 @@ GATEWAY = (
         "gateway",
         "services/gateway/api/sglang/types.py",
         ('sampling_seed: int | None = parameter("sampling_seed", Api.GENERATE)', "sampling_seed: int | None = None"),
+    ),
+)
+
+GRAMMAR = (
+    *of(
+        "grammar",
+        "services/worker/grammar/schema/schema_support.py",
+        ('if key not in _KNOWN and not key.startswith("x-"):', 'if key not in _KNOWN and "$" in key:'),
+        only="test_schema_keywords",
+    ),
+    *of(
+        "grammar",
+        "services/worker/grammar/schema/regex_syntax.py",
+        ("        if char.isalnum():\n            raise", "        if char.isupper():\n            raise"),
+        ('raise self._refuse("octal escapes are not supported")', "return 0"),
     ),
 )
 
@@ -295,6 +418,19 @@ EXEC = (
     ),
     *of(
         "exec",
+        f"{SAMPLING}/logprob_requests.py",
+        ("PIECE_BYTES // (4 * vocab_size))", "PIECE_BYTES // (4 * vocab_size) + 1)"),
+        only="test_logprobs",
+    ),
+    *of(
+        "exec",
+        "services/worker/exec/attention/flashinfer_backend.py",
+        ("pages.tail(extend), slot, len(self._shape.windows))", "pages.tail(extend), slot, 0)"),
+        ("head, tail = columns.head(extend),", "head, tail = columns.head(rows),"),
+        only="test_flashinfer_backend",
+    ),
+    *of(
+        "exec",
         "services/worker/exec/pools/embedding_pool.py",
         (
             "wanted = normalize if self.params.normalize is None else self.params.normalize",
@@ -305,4 +441,4 @@ EXEC = (
         ("if self.params.dimensions else mean", "if self.params.dimensions > 1 else mean"),
     ),
 )
-FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *EXEC)
+FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC)

@@ -20,6 +20,7 @@ from services.sim.core.trace.workloads import multi_turn, random_lengths, shared
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.exec.fake import TimeModel
+from tests.all_pairs import each_value
 from tests.core.deployed_config import deployed_config
 
 TIMES = PRESETS["h200-like"]
@@ -58,27 +59,26 @@ def check_outputs(trace: Trace, outcome: Outcome) -> None:
     assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    "trace",
-    [
-        pytest.param(random_lengths(200, 300, 40, 0.9, 50.0, 1), id="random"),
-        pytest.param(shared_prefix(8, 8, 256, 40, 30, 100.0, 2), id="shared prefix"),
-        pytest.param(multi_turn(20, 4, 100, 50, 30, 0.5, 10.0, 3), id="multi-turn"),
-        pytest.param(storm(150, 64, 20, 10, 0.3, 0.6, 100.0, 4), id="storm"),
-    ],
+@each_value(
+    trace={
+        "random": random_lengths(200, 300, 40, 0.9, 50.0, 1),
+        "shared prefix": shared_prefix(8, 8, 256, 40, 30, 100.0, 2),
+        "multi-turn": multi_turn(20, 4, 100, 50, 30, 0.5, 10.0, 3),
+        "storm": storm(150, 64, 20, 10, 0.3, 0.6, 100.0, 4),
+    },
+    overlap=[True, False],
 )
 def test_every_request_ends_with_the_tokens_of_its_script(trace: Trace, overlap: bool) -> None:
     check_outputs(trace, simulate(trace, overlap=overlap))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    ("num_pages", "fields"),
+    ("num_pages", "fields", "overlap"),
     [
-        pytest.param(200, {"schedule_conservativeness": 0.3}, id="for want of memory"),
-        pytest.param(4096, {"retract_interval": 5}, id="by the test hook"),
-        pytest.param(300, {"schedule_conservativeness": 0.3, "enable_mixed_chunk": True}, id="with mixed chunks"),
+        pytest.param(200, {"schedule_conservativeness": 0.3}, True, id="for want of memory"),
+        pytest.param(4096, {"retract_interval": 5}, False, id="by the test hook"),
+        pytest.param(300, {"schedule_conservativeness": 0.3, "enable_mixed_chunk": True}, True, id="with mixed chunks"),
+        pytest.param(300, {"schedule_conservativeness": 0.3}, False, id="for want of memory without overlap"),
     ],
 )
 def test_retraction_and_readmission_keep_the_exact_output_counts(num_pages: int, fields: dict[str, Any], overlap: bool) -> None:

@@ -13,6 +13,7 @@ from services.sim.core.trace.trace import Trace
 from services.sim.core.trace.workloads import shared_prefix, storm
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.exec.fake import TimeModel
+from tests.all_pairs import each_value
 from tests.sim.deployed_worker import on_gpu
 
 PAGE_SIZE = 16
@@ -45,11 +46,13 @@ def test_depth_first_by_weight_hits_as_often_as_longest_prefix_first(reports: di
     assert reports[SchedulePolicy.DFS_WEIGHT].hit_rate >= reports[SchedulePolicy.LPM].hit_rate - 0.01
 
 
-@pytest.mark.parametrize("policy", [SchedulePolicy.FCFS, SchedulePolicy.LPM])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"chunked_prefill_size": 2048, "max_running_requests": 64}, {"max_extend_steps": 0, "adaptive_chunk_rows": 0}],
-    ids=["a large GPU's defaults", "a CPU's defaults", "prompts first"],
+@each_value(
+    settings={
+        "a large GPU's defaults": {},
+        "a CPU's defaults": {"chunked_prefill_size": 2048, "max_running_requests": 64},
+        "prompts first": {"max_extend_steps": 0, "adaptive_chunk_rows": 0},
+    },
+    policy=[SchedulePolicy.LPM, SchedulePolicy.FCFS],
 )
 def test_the_cache_costs_adjacent_pairs_no_time_to_first_token(settings: dict[str, int], policy: SchedulePolicy) -> None:
     """64 pairs at once, 128 tokens shared and 128 of each request's own: the second one waits for what the first one computes."""

@@ -5,19 +5,22 @@ A model without a chat template is asked for a completion. While no worker has r
 
 import json
 import os
+import ssl
 import sys
 import time
 import urllib.error
 import urllib.request
 
 PATIENCE_S = 600.0
-KEY = os.environ.get("API_KEYS", "").split(",")[0].strip()
+CONTEXT = ssl.create_default_context()  # within the cluster the certificate's name is another one
+CONTEXT.check_hostname, CONTEXT.verify_mode = False, ssl.CERT_NONE
+KEY = os.environ.get("API_KEY", "")
 
 
 def post(url: str, body: dict) -> dict:
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {KEY}"} if KEY else {})}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S, context=CONTEXT) as answer:
         return json.load(answer)
 
 

@@ -56,6 +56,14 @@ dns:///{{ include "rootstock.host" . }}:{{ .port }}
 {{ include "rootstock.config.common" . }}
 ROOTSTOCK_PORT: "8000"
 ROOTSTOCK_HEALTH_PORT: "7000"
+ROOTSTOCK_METRICS_HOST: "0.0.0.0"
+ROOTSTOCK_METRICS_PORT: "9104"
+ROOTSTOCK_METRICS_ON_HTTP: "false"
+ROOTSTOCK_DOCS_ENABLED: "false"
+{{- if .values.tlsSecret }}
+ROOTSTOCK_TLS_CERT_FILE: /etc/rootstock/tls/tls.crt
+ROOTSTOCK_TLS_KEY_FILE: /etc/rootstock/tls/tls.key
+{{- end }}
 ROOTSTOCK_PEER_HOST: "0.0.0.0"
 ROOTSTOCK_PEER_PORT: "7005"
 ROOTSTOCK_PEERS: {{ include "rootstock.target" (dict "root" .root "component" "gateway-peers" "port" 7005) }}
@@ -66,8 +74,8 @@ ROOTSTOCK_WORKERS: {{ include "rootstock.target" (dict "root" .root "component" 
 {{- range .root.Values.models }}{{ $names = append $names .name }}{{ end }}
 ROOTSTOCK_MODELS: {{ join "," $names | quote }}
 ROOTSTOCK_QUEUE_TIMEOUT_S: {{ .values.queueTimeoutSeconds | quote }}
-{{- with .root.Values.auth.keyWeights }}
-ROOTSTOCK_KEY_WEIGHTS: {{ join "," . | quote }}
+{{- if include "rootstock.hasKeys" .root }}
+ROOTSTOCK_API_KEYS_FILE: /etc/rootstock/keys
 {{- end }}
 {{- include "rootstock.config.redis" . }}
 {{- end }}

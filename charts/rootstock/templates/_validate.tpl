@@ -49,8 +49,8 @@
 {{- if ge (float64 .Values.gateway.queueTimeoutSeconds) (float64 $requestTimeout) -}}
   {{- fail (printf "gateway.queueTimeoutSeconds (%v) must be less than gateway.settings.request_timeout_s (%v): a request that waits so long has no time to run. Raise request_timeout_s or lower queueTimeoutSeconds." .Values.gateway.queueTimeoutSeconds $requestTimeout) -}}
 {{- end -}}
-{{- if and .Values.auth.keyWeights (not .Values.auth.apiKeysSecret) -}}
-  {{- fail "auth.keyWeights are shares of API keys, and there are none. Set auth.apiKeysSecret, or remove keyWeights." -}}
+{{- if and .Values.auth.apiKeys .Values.auth.apiKeysSecret -}}
+  {{- fail "auth.apiKeys and auth.apiKeysSecret both say which keys are accepted. Put the entries of apiKeys into the Secret, or remove apiKeysSecret." -}}
 {{- end -}}
 {{- if and .Values.gateway.settings.admin_port (not .Values.auth.controlTokenSecret) -}}
   {{- fail "gateway.settings.admin_port opens the operators' API, which needs workers with a control service. Set auth.controlTokenSecret, or remove admin_port." -}}

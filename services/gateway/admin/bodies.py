@@ -148,7 +148,7 @@ def _tags(tags: list[Tag] | None) -> list[pb.MemoryTag]:
     return [pb.MemoryTag.Value(f"MEMORY_TAG_{tag.upper()}") for tag in tags or ()]
 
 
-def parse(kind: type[AdminBody], content: bytes, query: bytes) -> AdminBody:
+def parse(kind: type[AdminBody], content: bytes | bytearray, query: bytes) -> AdminBody:
     """content: JSON, or nothing for an object without fields. query: the URL's, which may name the worker. Raises ApiError 400
     naming the field."""
     worker = _worker(query)

@@ -95,6 +95,11 @@ class PeerGateways:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
+    @property
+    def num_known(self) -> int:
+        """This gateway's own address among them, if it stands there too."""
+        return len(self._channels)
+
     async def abort(self, scope: AbortScope) -> Sequence[PeerAnswer]:
         request = pb.AbortRequest(sender=self.name, worker=scope.worker)
         if scope.rid is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -13,18 +12,18 @@ from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.admin.workers import ControlledWorkers
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.http import http_server
+from services.gateway.http.body_budget import BodyBudget
+from services.gateway.http.side_listener import served_beside
 from services.gateway.request.abort import Aborter
 from services.shared.observe.log import fields
 from services.shared.rpc.control_token import require_token_beyond_loopback
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 0.4
-
 
 @contextlib.asynccontextmanager
 async def admin_listener(
-    config: GatewaySettings, token: str, directory: WorkerDirectory, aborter: Aborter
+    config: GatewaySettings, token: str, directory: WorkerDirectory, aborter: Aborter, bodies: BodyBudget
 ) -> AsyncIterator[None]:
     """Serves while the block runs; does nothing where settings switch it off. Operations in flight at the end are cut off.
 
@@ -37,16 +36,7 @@ async def admin_listener(
         require_token_beyond_loopback("admin_host", config.admin_host, token)
     except ValueError as error:
         raise http_server.CannotListen(str(error)) from None
-    listener = http_server.bind(config.admin_host, config.admin_port)
     operations = Operations(directory, ControlledWorkers(token), aborter, config.control_timeout_s)
-    server = http_server.build(AdminApi(operations, token), http_server.HttpOptions())
-    serving = asyncio.create_task(server.serve([listener]))
-    logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
-    try:
+    async with served_beside(AdminApi(operations, bodies, token), config.admin_host, config.admin_port):
+        logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
         yield
-    finally:
-        server.should_exit = True
-        await asyncio.wait((serving,), timeout=CLOSE_S)
-        server.force_exit = True
-        serving.cancel()
-        await asyncio.wait((serving,), timeout=CLOSE_S)

@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.admin import bodies as bodies
 from services.gateway.admin.operations import ROUTES, Operation, Operations
-from services.gateway.http.body import ClientGone, read_body
+from services.gateway.http.body import held_body
+from services.gateway.http.body_budget import BodyBudget, ClientGone
 from services.gateway.request.errors import ApiError, internal
 from services.shared.observe.log import fields
 from services.shared.rpc.control_token import accepts
@@ -29,8 +30,9 @@ _PATHS = frozenset(path for _, path in ROUTES)
 class AdminApi:
     """An ASGI application."""
 
-    def __init__(self, operations: Operations, token: str) -> None:
+    def __init__(self, operations: Operations, bodies: BodyBudget, token: str) -> None:
         self._operations = operations
+        self._bodies = bodies
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,8 +55,8 @@ class AdminApi:
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
         self._admit(dict(scope["headers"]))
         operation = _operation(scope["method"], scope["path"])
-        content = await read_body(scope, receive, MAX_BODY_BYTES, BODY_TIMEOUT_S)
-        body = bodies.parse(operation.body, content, scope["query_string"])
+        async with held_body(scope, receive, self._bodies, MAX_BODY_BYTES, BODY_TIMEOUT_S) as content:
+            body = bodies.parse(operation.body, content.take(), scope["query_string"])
         status, done = await self._operations.run(operation, body)
         logger.info("operation", extra=fields(path=scope["path"], worker=body.worker, status=status))
         return status, orjson.dumps(done)

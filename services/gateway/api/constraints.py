@@ -15,6 +15,7 @@ from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.request_body import ConstraintBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
+from services.shared.schema_size import too_large
 
 Named = tuple[str, pb.Grammar]  # the client's field, and what it asks for
 
@@ -97,6 +98,7 @@ def json_schema(value: Any, where: str) -> pb.Grammar:
     schema = _loaded(value, where) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
         raise bad_request(where, f"'{where}' must be a JSON Schema, as an object or as its text.")
+    _check_parts(schema, where)
     return pb.Grammar(json_schema=_dumped(schema, where))
 
 
@@ -105,6 +107,7 @@ def structural_tag(value: Any, where: str) -> pb.Grammar:
     tag = _loaded(value, where) if isinstance(value, str) else value
     if not isinstance(tag, dict):
         raise bad_request(where, f"'{where}' must be an object or its text.")
+    _check_parts(tag, where)
     return pb.Grammar(structural_tag=_dumped(tag, where))
 
 
@@ -162,6 +165,12 @@ def _check_size(text: str, where: str) -> str:
     if len(text) > limits.MAX_GRAMMAR_BYTES or len(text.encode()) > limits.MAX_GRAMMAR_BYTES:
         raise _too_large(where)
     return text
+
+
+def _check_parts(schema: Any, where: str) -> None:
+    why = too_large(schema)
+    if why:
+        raise bad_request(where, f"'{where}' has {why}.")
 
 
 def _too_large(where: str) -> ApiError:

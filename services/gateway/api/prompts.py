@@ -17,12 +17,20 @@ from services.gateway.request.origin import Origin
 from services.shared import limits
 
 
-async def of_chat(call: tokenizer_pb2.EncodeChatRequest, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Prompt:
+async def of_chat(
+    call: tokenizer_pb2.EncodeChatRequest, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin, room: Room
+) -> Prompt:
+    """Raises ApiError."""
+    room.bound(call)
     with origin.tokenizing(call):
         response = await tokenizer.encode_chat(call, model.source)
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of prompts.")
-    return Prompt(response.prompts[0].ids, None, response.prompts[0].block_hashes)
+    return room.fit(_prompt(response.prompts[0], None), "messages")
+
+
+def _prompt(found: tokenizer_pb2.TokenIds, text: str | None) -> Prompt:
+    return Prompt(found.ids, text, found.block_hashes, at_least=found.at_least)
 
 
 async def of_completion(
@@ -44,7 +52,7 @@ async def of_completion(
         hash_root=hash_root,
         add_special_tokens=add_special_tokens,
     )
-    return [room.fit(one, param) for one in await of_texts(call, tokenizer, param, model, origin)]
+    return [room.fit(one, param) for one in await of_texts(call, tokenizer, param, model, origin, room)]
 
 
 def _texts(prompt: Any, param: str) -> list[str]:
@@ -102,11 +110,12 @@ def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
 
 
 async def of_texts(
-    call: tokenizer_pb2.EncodeRequest, tokenizer: TokenizerClient, param: str, model: ModelInfo, origin: Origin
+    call: tokenizer_pb2.EncodeRequest, tokenizer: TokenizerClient, param: str, model: ModelInfo, origin: Origin, room: Room
 ) -> list[Prompt]:
-    """One prompt for each of the call's texts. Raises ApiError."""
+    """One prompt for each of the call's texts, yet to be fitted. Raises ApiError."""
+    room.bound(call)
     with origin.tokenizing(call):
         response = await tokenizer.encode(call, param, model.source)
     if len(response.prompts) != len(call.texts):
         raise internal("The tokenizer answered with the wrong number of prompts.")
-    return [Prompt(one.ids, text, one.block_hashes) for one, text in zip(response.prompts, call.texts, strict=True)]
+    return [_prompt(one, text) for one, text in zip(response.prompts, call.texts, strict=True)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.request.answer_body import Body
+from services.gateway.request.bodies import Body
 from services.shared import limits
 from services.shared.sampling_parameter import Api, Kind
 from services.shared.sampling_parameters import of_api

@@ -9,12 +9,15 @@ import orjson
 from services.gateway.request.errors import bad_request
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes | bytearray) -> dict[str, Any]:
     """Raises ApiError for anything but an object of strict JSON (no NaN, no lone surrogates, depth below 1024)."""
+    wrong = ""
     try:
         value = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        raise bad_request(None, "The body is not valid JSON.", "invalid_json") from None
+    except orjson.JSONDecodeError as error:
+        wrong = f"The body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}."
+    if wrong:  # outside the handler: that error holds the whole body
+        raise bad_request(None, wrong, "invalid_json")
     if not isinstance(value, dict):
         raise bad_request(None, "The body must be a JSON object.", "invalid_json")
     return value

@@ -28,13 +28,13 @@ class Common:
 
     stream: bool
     cache_salt: str
-    priority: int
+    priority: int | None
     routing_key: str
     session: worker_pb2.SessionTurn | None
 
     @classmethod
     def of(cls, body: PlacedBody, cache_salt: str, stream: bool = False, session: worker_pb2.SessionTurn | None = None) -> Common:
-        return cls(stream, cache_salt, body.priority or 0, body.routing_key or "", session)
+        return cls(stream, cache_salt, body.priority, body.routing_key or "", session)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ ROUTING = RoutingConfig()
 
 
 class GatewaySettings(ServiceSettings):
-    """Metrics are on the HTTP port, at /metrics."""
+    """Metrics are on the HTTP port, at /metrics, unless settings say otherwise."""
 
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP API. 0 takes a free one.")
     health_port: int = Field(7000, ge=0, le=65535, description="Port of the gRPC health service.")
@@ -38,7 +38,8 @@ class GatewaySettings(ServiceSettings):
     dns_refresh_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of a dns:/// target.")
     redis_url: str = Field(
         "",
-        description="Redis with the prefix index, e.g. redis://127.0.0.1:6379/0. Empty: own picks count alone.",
+        description="Redis with the prefix index and the gateways' shares of API keys' limits, e.g. redis://127.0.0.1:6379/0."
+        " Empty: own picks count alone, and each gateway keeps to its part of a limit.",
     )
     model_name: str = Field("", description="Name that clients know the one model by. Empty: what its workers say.")
     models: CommaSeparated = Field(
@@ -71,10 +72,11 @@ class GatewaySettings(ServiceSettings):
     )
     enable_priority_scheduling: bool = Field(False, description="Requests that wait here go by their priority first.")
     schedule_low_priority_values_first: bool = Field(False, description="Lower values are more urgent.")
-    api_keys: CommaSeparated = Field((), repr=False, description="Accepted bearer tokens, comma separated. Empty: no check.")
-    key_weights: CommaSeparated = Field(
-        (), description="Share of each API key while requests wait: numbers in the keys' order. Empty: equal shares."
+    api_keys_file: str = Field(
+        "",
+        description="File, or folder of *.json, with the accepted API keys and their limits (docs/keys.md). Empty: no check.",
     )
+    salt_cache_by_key: bool = Field(False, description="No API key shares cached prefixes with another.")
     admin_host: str = Field(
         "127.0.0.1", description="Address that the operators' HTTP API listens on; others than loopback need control_token."
     )
@@ -110,27 +112,35 @@ class GatewaySettings(ServiceSettings):
         description="Seconds that a connection is kept after an answer: longer than clients keep one.",
     )
     body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request's body must have arrived, then 408.")
+    body_budget_bytes: int = Field(
+        MAX_BODY_BYTES,
+        ge=1,
+        description="Bytes that all bodies above 64 KiB may hold at once until they are prepared; max_body_bytes at least.",
+    )
+    body_wait_s: float = Field(10.0, ge=0, description="Seconds that a body waits, unread, for room among those bytes, then 503.")
     request_timeout_s: float = Field(
         600.0, gt=0, le=604_800, description="Seconds from a request's arrival to its last byte, then 504."
     )
     retry_after_s: int = Field(1, ge=1, description="Retry-After of a 503, in seconds.")
+    docs_enabled: bool = Field(True, description="/docs and /openapi.json are served.")
+    metrics_on_http: bool = Field(True, description="/metrics is served on the HTTP port.")
+    metrics_host: str = Field("127.0.0.1", description="Address that the port for metrics alone listens on.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port that serves /metrics alone; 0: none.")
+    cors_allow_origins: CommaSeparated = Field(
+        (), description="Origins whose pages may call the API, comma separated, * for all. Empty: none."
+    )
+    tls_cert_file: str = Field("", description="PEM file of the HTTP port's certificates, followed as it changes; empty: no TLS.")
+    tls_key_file: str = Field("", description="PEM file of their key.")
     max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1, le=MAX_BODY_BYTES, description="Largest body of an HTTP request, in bytes.")
 
     @model_validator(mode="after")
-    def _weights_fit(self) -> GatewaySettings:
-        self.weights()
+    def _certificate_has_a_key(self) -> GatewaySettings:
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("tls_cert_file and tls_key_file go together")
         return self
 
-    def weights(self) -> dict[str, float]:
-        """Of API keys, by key_name(). Raises ValueError."""
-        if self.key_weights and len(self.key_weights) != len(self.api_keys):
-            raise ValueError("key_weights must have one number for each of api_keys")
-        weights = [float(weight) for weight in self.key_weights]
-        if any(not 0 < weight < float("inf") for weight in weights):
-            raise ValueError("key_weights must be positive numbers")
-        return {key_name(index): weight for index, weight in enumerate(weights)}
-
-
-def key_name(index: int) -> str:
-    """What an API key is called where the key itself has no business. index: its place in api_keys."""
-    return f"key-{index}"
+    @model_validator(mode="after")
+    def _largest_body_fits(self) -> GatewaySettings:
+        if self.body_budget_bytes < self.max_body_bytes:
+            raise ValueError("body_budget_bytes must be at least max_body_bytes")
+        return self

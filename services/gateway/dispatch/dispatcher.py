@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from rootstock.v1 import common_pb2 as pb
@@ -21,6 +21,7 @@ from services.gateway.dispatch import sessions, worker_errors
 from services.gateway.dispatch.fleet import Fleet
 from services.gateway.dispatch.model_catalog import ModelCatalog
 from services.gateway.dispatch.model_pool import PromptBlocks
+from services.gateway.dispatch.pace import Pace
 from services.gateway.dispatch.placement import Link, Placement, Pool
 from services.gateway.dispatch.refusals import Refusals
 from services.gateway.dispatch.waiting import Waiting
@@ -48,8 +49,10 @@ class Dispatcher:
         handles: Iterator[int],
         metrics: GatewayMetrics,
         changed: Callable[[], None],
+        weights: Mapping[str, float] | None = None,
     ) -> None:
-        self.fleet = Fleet(settings, self, self._ticked)
+        """weights: shares of keys while requests wait, by their names."""
+        self.fleet = Fleet(settings, self, self._ticked, weights)
         self._settings = settings
         refusals = Refusals(settings.retry_after_s, metrics)
         self._waiting = Waiting(settings, refusals, metrics, self._place)
@@ -59,6 +62,8 @@ class Dispatcher:
         self._handles = handles
         self._metrics = metrics
         self._changed = changed
+        clock = asyncio.get_running_loop().time
+        self.pace = Pace(lambda: sum(self.waiting_by_model().values()), settings.retry_after_s, clock)
         self.last_step_at: float | None = None  # of any worker, in the loop's time
         metrics.watch_connected("worker", self.connected)
         metrics.watch_queue(self.waiting_by_model)
@@ -79,10 +84,11 @@ class Dispatcher:
         pool = self.fleet.pools[request.model.name]
         if pool.model.source != request.model.source:
             raise self._replaced()
+        batch = next(self._handles) if request.choices[0].part is not request.choices[-1].part else 0
         for choice in request.choices:
             if choice.number == 0:
-                blocks = PromptBlocks(choice.prompt, choice.generation.cache_salt)
-            self._placements[choice] = placement = Placement(choice, pool, blocks, refused_by)
+                blocks = PromptBlocks(choice.prompt, choice.cache_salt)
+            self._placements[choice] = placement = Placement(choice, pool, blocks, refused_by, batch)
             if placement.in_session:
                 if not self._place(placement):
                     self._waiting.park(placement)
@@ -131,7 +137,7 @@ class Dispatcher:
         pool, session = placement.pool, placement.choice.generation.session
         if session is not None:
             links = list(pool.links.values())  # also those that take nothing new: it can go nowhere else
-            index = session_home.place(session.session_id, [link.info.worker_id if link.info else "" for link in links])
+            index = session_home.place(placement.choice.session_id, [link.info.worker_id if link.info else "" for link in links])
             if index is None or links[index].paused:
                 return False
             self._submit(placement, links[index], SESSION, 0)
@@ -161,13 +167,18 @@ class Dispatcher:
             request_id=choice.request_id,
             output_ids=choice.output.ids,
             stream=generation.stream,
-            cache_salt=generation.cache_salt,
-            priority=generation.priority,
+            cache_salt=choice.cache_salt,
+            priority=choice.priority,
             timeout_ms=max(1, int(left_s * 1000)),
             routing_key=generation.routing_key,
             session=generation.session,
             revision="" if link.weights is None else link.weights.revision,
+            tenant=request.caller.tenant,
+            batch=placement.batch,
+            tenant_weight=request.caller.weight,
         )
+        if generation.session is not None:
+            submit.session.session_id = choice.session_id
         if choice.trace is not None:
             worker_id = link.info.worker_id if link.info is not None else ""
             tokens = len(choice.prompt.ids)
@@ -252,6 +263,7 @@ class Dispatcher:
             if placement.hedge is not None:
                 self._settle(placement, link)
             placement.choice.output.extend(token_ids[begin:position])
+            placement.choice.text.ids_came(count)
             link.open_tokens += count
             self._detoks.touch(placement.choice.text.decoding)
         self._on_logprobs(link, step)
@@ -281,6 +293,7 @@ class Dispatcher:
             self._has_room(placement.pool, link)
             return
         placement.leave()
+        self.pace.completed()
         self._waiting.charge(placement)
         if finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED):
             self._aborted(link, placement, finish)
@@ -323,7 +336,7 @@ class Dispatcher:
             placement.count_retry()
             self._move(placement, RETRY)
         else:
-            choice.request.fail(worker_errors.of_finish(finish, choice.generation, self._settings.retry_after_s))
+            choice.request.fail(worker_errors.of_finish(finish, choice, self._settings.retry_after_s))
 
     def _other_weights(self, link: Link, placement: Placement) -> None:
         """The submit has crossed the hello that tells of others. A worker that names the ones that it refuses gets one more

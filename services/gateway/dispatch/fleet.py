@@ -36,7 +36,14 @@ NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)
 class Fleet:
     """ticked: called several times a second, when what time alone changes has been brought up to date."""
 
-    def __init__(self, settings: GatewaySettings, events: LinkEvents[Placement], ticked: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        events: LinkEvents[Placement],
+        ticked: Callable[[], None],
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """weights: shares of keys while requests wait, by their names."""
         self._replicas: Replicas[Link] = Replicas(self._make)
         self.links: Mapping[str, Link] = self._replicas.by_address
         self.pools: dict[str, Pool] = {}  # by the name that clients know
@@ -44,6 +51,7 @@ class Fleet:
         self._settings = settings
         self._events = events
         self._ticked = ticked
+        self._weights = weights
         self._rng = random.Random()
         self._young_until = 0.0
         self._replaced: list[Pool] = []
@@ -136,7 +144,7 @@ class Fleet:
             load_weight=settings.routing_load_weight,
         )
         policy = make_policy(settings.routing_policy, config, self._rng)
-        queue: FairQueue[Placement] = FairQueue(settings.max_waiting_requests, settings.weights())
+        queue: FairQueue[Placement] = FairQueue(settings.max_waiting_requests, self._weights)
         return ModelPool(model, policy, self.index, queue, self._lease_alive, self._owner_of, settings.worker_queue_slack)
 
     def _lease_alive(self, link: AnyLink) -> bool:

@@ -34,10 +34,12 @@ class Placement:
     """wait: its time without a worker. weights: that its output comes from, or will; None while it was placed nowhere.
     placed_at: when its worker got it, 0.0 while none has. predicted_tokens: of its prompt, that its worker was thought to have
     cached. crashes: workers lost soon after they got it. refused_by: addresses of workers that would not or could not serve it.
-    retried: elsewhere, after a worker's fault. blocks: shared by all choices of a prompt."""
+    retried: elsewhere, after a worker's fault. blocks: shared by all choices of a prompt. batch: a number of the request's own
+    where it has several prompts, else 0."""
 
     __slots__ = (
         "_hedge_timer",
+        "batch",
         "blocks",
         "choice",
         "crashes",
@@ -53,8 +55,11 @@ class Placement:
         "weights",
     )
 
-    def __init__(self, choice: Choice, pool: Pool, blocks: PromptBlocks, refused_by: Collection[str] = ()) -> None:
+    def __init__(
+        self, choice: Choice, pool: Pool, blocks: PromptBlocks, refused_by: Collection[str] = (), batch: int = 0
+    ) -> None:
         self.choice = choice
+        self.batch = batch
         self.pool = pool
         self.blocks = blocks
         self.wait = Wait()

@@ -10,7 +10,7 @@ import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
-from services.gateway.routing.session_home import new_session_id, place
+from services.gateway.routing.session_home import new_session_id, owned_id, place
 from services.shared.observe.log import fields
 from services.shared.rpc import grpc_server
 
@@ -37,27 +37,29 @@ class SessionCalls:
         self._connected = connected
         self._retry_after_s = retry_after_s
 
-    async def open(self, model: str | None, session_id: str | None, capacity_tokens: int, ttl_s: float | None) -> str:
-        """The id of the session that was opened. Raises ApiError."""
+    async def open(self, model: str | None, key: str, session_id: str | None, capacity_tokens: int, ttl_s: float | None) -> str:
+        """The id of the session that was opened, which is this API key's alone. Raises ApiError."""
         if session_id is None:
             workers = self._workers(model)
             running = [each for each in workers if not each.paused] or workers  # its turns wait while its worker is paused
             session_id = new_session_id([each.worker_id for each in running])
+        owned = owned_id(session_id, key)
         request = worker_pb2.OpenSessionRequest(
-            session_id=session_id,
+            session_id=owned,
             capacity_tokens=capacity_tokens,
             ttl_ms=None if ttl_s is None else max(1, int(ttl_s * 1000)),
         )
-        answer = await self._call(model, session_id, lambda stub: stub.OpenSession(request, timeout=CALL_TIMEOUT_S))
+        answer = await self._call(model, owned, lambda stub: stub.OpenSession(request, timeout=CALL_TIMEOUT_S))
         if not answer.opened:
             message = answer.message[:MAX_DETAIL_CHARS] or "The session was refused by its worker."
             raise bad_request("session_id", message, "session_refused")
         return session_id
 
-    async def close(self, model: str | None, session_id: str) -> None:
-        """Raises ApiError, 404 if there is no such session."""
-        request = worker_pb2.CloseSessionRequest(session_id=session_id)
-        answer = await self._call(model, session_id, lambda stub: stub.CloseSession(request, timeout=CALL_TIMEOUT_S))
+    async def close(self, model: str | None, key: str, session_id: str) -> None:
+        """Raises ApiError, 404 if this API key has no such session."""
+        owned = owned_id(session_id, key)
+        request = worker_pb2.CloseSessionRequest(session_id=owned)
+        answer = await self._call(model, owned, lambda stub: stub.CloseSession(request, timeout=CALL_TIMEOUT_S))
         if not answer.closed:
             raise ApiError(404, "There is no such session.", param="session_id", code="session_not_found")
 

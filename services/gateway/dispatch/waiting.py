@@ -146,7 +146,7 @@ class Waiting:
     def _urgency(self, placement: Placement) -> int:
         if not self._settings.enable_priority_scheduling:
             return 0
-        priority = placement.choice.generation.priority
+        priority = placement.choice.priority
         return -priority if self._settings.schedule_low_priority_values_first else priority
 
 

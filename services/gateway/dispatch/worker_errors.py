@@ -6,14 +6,18 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Generation
+from services.gateway.request.request import Choice
 from services.shared.field_refusal import why_of
 
+SESSION_ID = "session.session_id"  # what a worker names where there is no such session
 GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
 
 
-def of_finish(finish: worker_pb2.Finish, asked: Generation, retry_after_s: int) -> ApiError:
+def of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
     """finish: with reason ABORT, or with none."""
-    code, text = finish.error, _why(finish)
+    code, text, asked = finish.error, _why(finish), choice.generation
+    if code == pb.ERROR_CODE_INVALID_ARGUMENT and finish.field == SESSION_ID:
+        return ApiError(404, text or "There is no such session.", param=asked.fields.of(SESSION_ID), code="session_not_found")
     if code == pb.ERROR_CODE_INVALID_ARGUMENT:
         return _refused(finish, text, asked)
     if code == pb.ERROR_CODE_OUT_OF_MEMORY:

@@ -1,44 +1,103 @@
-"""Reads an HTTP request's body with a limit that holds while reading, whatever the headers say."""
+"""Reads an HTTP request's body with limits that hold while reading, whatever the headers say."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope
 
+from services.gateway.http.body_budget import BodyBudget, ClientGone, Gone, HeldBytes
+from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import ApiError
+from services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
+
+# Of a scope's extensions, each to be called.
+GONE = "rootstock.gone"  # returns when the client has closed its connection
+CUT = "rootstock.cut"  # ends the connection at once, and what is written with it
 
 
-class ClientGone(Exception):
-    """The client closed its connection: there is nobody to answer."""
+def gone_of(scope: Scope) -> Gone:
+    """Never returns under a server that does not know."""
+    found: Gone = scope.get("extensions", {}).get(GONE, asyncio.Event().wait)
+    return found
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
-    """Raises ApiError 413 or 408, or ClientGone."""
-    declared = dict(scope["headers"]).get(b"content-length", b"")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
+def cut(scope: Scope) -> None:
+    found = scope.get("extensions", {}).get(CUT)
+    if found is not None:
+        found()
+
+
+@asynccontextmanager
+async def held_body(
+    scope: Scope, receive: Receive, budget: BodyBudget, max_bytes: int, timeout_s: float
+) -> AsyncIterator[ReceivedBody]:
+    """The body; its bytes are held in the budget while the block runs. Raises ApiError 413, 408 or 503, or ClientGone."""
+    held = budget.open(gone_of(scope))
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _collect(receive, max_bytes)
+        yield await read_body(scope, receive, held, max_bytes, timeout_s)
+    finally:
+        held.close()
+
+
+async def read_body(scope: Scope, receive: Receive, held: HeldBytes, max_bytes: int, timeout_s: float) -> ReceivedBody:
+    """Whoever opened `held` closes it. timeout_s: seconds for all of it, not counting those in which it waited for room. Raises
+    ApiError 413, 408 or 503, or ClientGone."""
+    declared = _declared(scope)
+    if declared > max_bytes:
+        raise _too_large(max_bytes)
+    await held.grow_to(declared)
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return ReceivedBody(await _collect(receive, held, declared, max_bytes, limit))
     except TimeoutError:
         raise ApiError(408, "The request's body did not arrive in time.", code="timeout") from None
 
 
-async def _collect(receive: Receive, max_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
+async def _collect(receive: Receive, held: HeldBytes, declared: int, max_bytes: int, limit: asyncio.Timeout) -> bytes | bytearray:
+    message = await receive()
+    content = bytearray()
+    while message["type"] != "http.disconnect":
+        part, more = message.get("body", b""), message.get("more_body", False)
+        if not more and not content and len(part) <= declared:
+            return bytes(part)
+        size = len(content) + len(part)
         if size > max_bytes:
             raise _too_large(max_bytes)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+        if size > held.size:
+            await _make_room(held, min(_step_of(size), max_bytes), limit)
+        content += part
+        if not more:
+            return content
+        message = await receive()
+    raise ClientGone
+
+
+def _step_of(size: int) -> int:
+    """What is held for a body that has so many bytes and does not say how many will come."""
+    step = SMALL_BODY_BYTES if size <= SMALL_BODY_BYTES else BODY_STEP_BYTES
+    return -(-size // step) * step
+
+
+async def _make_room(held: HeldBytes, size: int, limit: asyncio.Timeout) -> None:
+    loop, until = asyncio.get_running_loop(), limit.when()
+    assert until is not None
+    left_s = until - loop.time()
+    limit.reschedule(None)
+    try:
+        await held.grow_to(size)
+    finally:
+        limit.reschedule(loop.time() + left_s)
+
+
+def _declared(scope: Scope) -> int:
+    """Bytes, 0 where the head does not say."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() else 0
+    return 0
 
 
 async def until_gone(receive: Receive) -> None:

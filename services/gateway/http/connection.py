@@ -19,11 +19,14 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from services.gateway.http.body import CUT, GONE
 from services.gateway.http.connection_table import ConnectionTable
+from services.gateway.http.tcp_state import peer_has_closed
 from services.gateway.request.errors import ApiError, unavailable
 from services.shared.limits import MAX_HEAD_BYTES
 
 LINGER_S = 2.0  # in which a client that is still sending can read why it was refused
+GONE_POLL_S = 0.25  # while nothing is read
 OF_HEALTH = frozenset((b"/health", b"/readiness"))
 
 
@@ -59,6 +62,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._has_room = True
+        self._extensions: dict[str, Any] = {GONE: self._gone, CUT: self._cut}
 
     # Of the transport
 
@@ -100,6 +104,7 @@ class Connection(HttpToolsProtocol):
         if self._timer is None:
             self._expect_head()
         super().on_message_begin()
+        self.scope["extensions"] = self._extensions
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_begun, self._unparsed = False, False, 0
@@ -130,8 +135,12 @@ class Connection(HttpToolsProtocol):
             self._linger()  # answered before its body was there: nobody waits for the rest
 
     def close_idle(self) -> None:
+        """At once, also where its client has not read the end of its answer: that would keep it for as long as it likes."""
         self._refused = True
-        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
 
     async def _overloaded(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = unavailable("The server has as many connections as it can.", self._limits.retry_after_s, "too_many_connections")
@@ -158,6 +167,16 @@ class Connection(HttpToolsProtocol):
         else:
             self._refuse(ApiError(408, "The request's head did not arrive in time.", code="timeout"))
 
+    async def _gone(self) -> None:
+        while not self.transport.is_closing() and not peer_has_closed(self.transport):
+            await asyncio.sleep(GONE_POLL_S)
+
+    def _cut(self) -> None:
+        self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.close_idle()
+
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
@@ -179,4 +198,4 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self._timer = self.loop.call_later(LINGER_S, self.close_idle)

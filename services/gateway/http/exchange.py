@@ -16,12 +16,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.http.body import ClientGone, read_body, until_gone
+from services.gateway.http.body import cut, gone_of, read_body, until_gone
+from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
 from services.gateway.http.renderer import DONE, Renderer, StreamRenderer, sse_error
+from services.gateway.keys.key_limits import Admission
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts, TokenTexts
 from services.gateway.request import budgets
 from services.gateway.request.abort import AbortScope
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.caller import NOBODY
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+READ_AHEAD_BYTES = 1 << 16  # of an answer, which a client may leave unread for a while
 ERROR_SEND_S = 0.5  # for telling an error to a client that may have stopped reading
 ROUTING_KEY_HEADER = b"x-smg-routing-key"
 _SSE_HEADERS = [
@@ -45,7 +51,7 @@ _SSE_HEADERS = [
 ]
 
 
-Prepare = Callable[[bytes, Origin], Awaitable[Plan]]  # body
+Prepare = Callable[[ReceivedBody, Origin], Awaitable[Plan]]  # body
 MakeRenderer = Callable[[ClientRequest, int, str, ModelTexts], Renderer]  # request, created (Unix seconds), model
 
 
@@ -71,12 +77,16 @@ class Generator:
         dispatcher: Dispatch,
         token_texts: TokenTexts,
         metrics: GatewayMetrics,
+        bodies: BodyBudget,
+        keys: KeyRing,
         tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
         self.dispatcher = dispatcher
         self.token_texts = token_texts
         self.metrics = metrics
+        self.bodies = bodies
+        self.keys = keys
         self._tracing = tracing
         self._open: dict[Exchange, None] = {}
         metrics.in_flight.set_function(lambda: float(len(self._open)))
@@ -121,27 +131,34 @@ class Exchange(Response):
         self._started = False  # the answer's status is out
         self._work: asyncio.Task[None] | None = None
         self._request: ClientRequest | None = None
+        self._held: HeldBytes | None = None
+        self._admission: Admission | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generator = self._generator
         state, trace = scope["state"], generator.trace(scope)
-        request = ClientRequest(state["request_id"], generator.dispatcher, generator.metrics, state.get("key", ""), trace)
+        request = ClientRequest(state["request_id"], generator.dispatcher, generator.metrics, state.get("caller", NOBODY), trace)
         self._request = request
+        self._held = held = generator.bodies.open(gone_of(scope))
         try:
             generator.admit(self)
-            body = await read_body(scope, receive, generator.settings.max_body_bytes, generator.settings.body_timeout_s)
+            self._admission = generator.keys.begin(request.key)
+            body = await read_body(scope, receive, held, generator.settings.max_body_bytes, generator.settings.body_timeout_s)
         except ApiError as error:
-            await self._tell(error, send)
+            await self._tell(error, scope, send)
         except ClientGone:
             self._client_gone(scope)
         else:
             await self._answer(scope, body, receive, send)
         finally:
             generator.forget(self)
+            held.close()
+            if self._admission is not None:
+                self._admission.end(request.tokens_used)
             if trace is not None:
                 trace.end()
 
-    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: ReceivedBody, receive: Receive, send: Send) -> None:
         self._work = work = asyncio.create_task(self._serve(scope, body, send))
         gone = asyncio.create_task(until_gone(receive))
         try:
@@ -191,7 +208,7 @@ class Exchange(Response):
             return int(request.error is not None)
         return sum(dispatcher.abort(choice) for choice in meant)
 
-    async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _serve(self, scope: Scope, body: ReceivedBody, send: Send) -> None:
         request = self._request
         assert request is not None
         error: ApiError | None = None
@@ -199,7 +216,7 @@ class Exchange(Response):
             async with asyncio.timeout(self._generator.settings.request_timeout_s):
                 await self._generate(scope, request, body, send)
         except ApiError as failure:
-            error = failure
+            error = _alone(failure)
         except TimeoutError:
             error = timed_out()
         except asyncio.CancelledError:
@@ -212,22 +229,24 @@ class Exchange(Response):
         finally:
             request.close()
         if error is not None:
-            await self._tell(error, send)
+            await self._tell(error, scope, send)
 
-    async def _generate(self, scope: Scope, request: ClientRequest, body: bytes, send: Send) -> None:
+    async def _generate(self, scope: Scope, request: ClientRequest, body: ReceivedBody, send: Send) -> None:
         key = _routing_key(scope)
         plan = await self._begin(request, body, key)
         scope["state"]["model"] = plan.model.name
         texts = self._generator.token_texts.of_model(plan.model.source)
         renderer = self._make_renderer(request, int(time.time()), plan.model.name, texts)
         self._generator.dispatcher.start(request)
+        assert self._held is not None
+        self._held.close()
         if request.generation.stream:
             assert isinstance(renderer, StreamRenderer)
             await self._stream(request, renderer, send)
         else:
             await self._send_document(request, renderer, send)
 
-    async def _begin(self, request: ClientRequest, body: bytes, key: str) -> Plan:
+    async def _begin(self, request: ClientRequest, body: ReceivedBody, key: str) -> Plan:
         """Raises ApiError."""
         try:
             plan = await self._prepare(body, request.origin)
@@ -237,6 +256,8 @@ class Exchange(Response):
                 raise request.error
             self._count_cuts(request, plan)
             budgets.check_logprobs(plan.parts, plan.model.context_len)
+            if self._admission is not None:
+                self._admission.reserve(budgets.most_tokens(plan.parts, plan.model.context_len))
             request.begin(plan.parts, plan.model)
             if request.trace is not None:
                 request.trace.begin(plan.model.name, len(request.choices))
@@ -267,7 +288,7 @@ class Exchange(Response):
                 continue
             if not self._started:
                 await self._start(200, _SSE_HEADERS, send)
-            await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": not last})
+            await _send(b"".join(pieces), last, send)
 
     async def _send_document(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
         await request.news()
@@ -276,7 +297,7 @@ class Exchange(Response):
         document = await renderer.document(deltas)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(document))]
         await self._start(200, headers, send)
-        await send({"type": "http.response.body", "body": document, "more_body": False})
+        await _send(document, True, send)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]], send: Send) -> None:
         self._started = True
@@ -284,31 +305,50 @@ class Exchange(Response):
             self._request.trace.first_byte(status)
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _tell(self, error: ApiError, send: Send) -> None:
-        """As HTTP if nothing is out yet, else as the stream's last event."""
+    async def _tell(self, error: ApiError, scope: Scope, send: Send) -> None:
+        """As HTTP if nothing is out yet, else as the stream's last event. Where neither can be, the connection ends."""
         request = self._request
         assert request is not None
         if request.trace is not None:
             request.trace.failed(error)
         try:
             async with asyncio.timeout(ERROR_SEND_S):
-                if self._started:
+                if self._started and not request.generation.stream:
+                    cut(scope)
+                elif self._started:
                     await send({"type": "http.response.body", "body": sse_error(error), "more_body": False})
                 else:
                     await self._start(error.status, error.headers(), send)
                     await send({"type": "http.response.body", "body": error.json(), "more_body": False})
         except TimeoutError:
             logger.warning("client does not read its error", extra=fields(**request.origin.log_fields, status=error.status))
+            cut(scope)
 
     def _count(self, request: ClientRequest) -> None:
         metrics, usage = self._generator.metrics, usage_of(request)
         metrics.prompt_tokens.inc(usage["prompt_tokens"])
         metrics.output_tokens.inc(usage["completion_tokens"])
         metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        self._generator.keys.usage.tokens(request.key, usage["prompt_tokens"], cached, usage["completion_tokens"])
         metrics.e2e_latency.observe(request.clock() - request.arrived)
         if request.trace is not None:
             request.trace.answered(usage, [choice.ending.finish_reason for choice in request.choices if choice.ending])
         logger.info("answered", extra=fields(**request.origin.log_fields, choices=len(request.choices), usage=usage))
+
+
+async def _send(piece: bytes, last: bool, send: Send) -> None:
+    """After a large last piece the end waits until the client has read it: so the request's deadline holds for that too."""
+    if last and len(piece) > READ_AHEAD_BYTES:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        piece = b""
+    await send({"type": "http.response.body", "body": piece, "more_body": not last})
+
+
+def _alone(error: ApiError) -> ApiError:
+    """Without the frames that it came through: they hold what was made of the body, and the error would keep them."""
+    error.__traceback__ = error.__context__ = None
+    return error
 
 
 def _routing_key(scope: Scope) -> str:

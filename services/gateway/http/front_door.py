@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.config.settings import key_name
+from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.metrics import OTHER, GatewayMetrics
+from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError, internal
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log import fields
@@ -23,15 +23,27 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOI
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/readiness", "/metrics", "/docs", "/openapi.json"))
 _MODEL_PATH = "/v1/models/"
 
+Headers = list[tuple[bytes, bytes]]
+
 
 class FrontDoor:
-    """scope["state"] carries `request_id` and `key` inwards, and `model` and `code` (instead of the HTTP status) outwards."""
+    """scope["state"] carries `request_id`, `caller` and the name of its `key` inwards,
+    and `model` and `code` (instead of the HTTP status) outwards."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[str], api_keys: Sequence[str], metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Sequence[str],
+        keys: KeyRing,
+        metrics: GatewayMetrics,
+        retry_after_s: Callable[[], int],
+    ) -> None:
+        """retry_after_s: of a 503, by what waits; the answer's own where that is longer."""
         self._app = app
         self._routes = frozenset(routes)
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = keys
         self._metrics = metrics
+        self._retry_after_s = retry_after_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,11 +58,15 @@ class FrontDoor:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                limits = self._keys.headers(state.get("key", ""))
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode()), *limits]
+                if status == 503:
+                    message["headers"] = _with_retry_after(message["headers"], self._retry_after_s())
             await send(message)
 
         try:
-            state["key"] = self._authenticate(scope["path"], headers)
+            state["caller"] = caller = self._caller(scope["path"], headers)
+            state["key"] = caller.key
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
             await _answer(error, send_with_id)
@@ -62,16 +78,9 @@ class FrontDoor:
             code = str(state.get("code", status))
             self._metrics.requests.labels(self._route(scope["path"]), state.get("model", OTHER), code).inc()
 
-    def _authenticate(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """The name of the caller's key, "" where none is asked for. Raises ApiError."""
-        if not self._keys or path in _OPEN_PATHS:
-            return ""
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        # Every key is compared, so that the time tells nothing of which one was near.
-        matches = [hmac.compare_digest(key, given.strip()) for key in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise ApiError(401, "A valid API key is required, as 'Authorization: Bearer KEY'.", code="invalid_api_key")
-        return key_name(matches.index(True))
+    def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller:
+        """Raises ApiError."""
+        return NOBODY if path in _OPEN_PATHS else self._keys.caller(headers)
 
     def _route(self, path: str) -> str:
         if path in self._routes:
@@ -81,6 +90,12 @@ class FrontDoor:
 
 def _request_id(given: bytes) -> str:
     return given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _with_retry_after(headers: Headers, seconds: int) -> Headers:
+    own = [int(value) for name, value in headers if name == b"retry-after"]
+    others = [header for header in headers if header[0] != b"retry-after"]
+    return [*others, (b"retry-after", b"%d" % max(seconds, *own, 1))]
 
 
 async def _answer(error: ApiError, send: Send) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class HttpOptions:
     """Seconds that a connection has: first_request_s for its first request once the server stops, head_s for each head,
     keep_alive_s for the next request after an answer (longer than a client's pool usually keeps one). retry_after_s: of a 503.
     connections: at once, 0 for as many as the process may open files for. on_refused: told the status of an answer that no route
-    has given."""
+    has given. tls: of its connections, None for plain ones; a handshake has head_s."""
 
     first_request_s: float = 0.5
     head_s: float = MAX_HEAD_SECONDS
@@ -35,6 +36,7 @@ class HttpOptions:
     retry_after_s: int = 1
     connections: int = 0
     on_refused: Callable[[int], None] = lambda status: None
+    tls: ssl.SSLContext | None = None
 
 
 class CannotListen(Exception):
@@ -45,16 +47,33 @@ class HttpServer(uvicorn.Server):
     """Stops when `should_exit` is set, not by signal: the process has one owner of signals.
 
     Who has connected before that is answered: closing a listener would reset whoever waits to be accepted, and uvicorn closes
-    a connection whose first request is still on its way. first_request_s: seconds that such a connection has for it.
+    a connection whose first request is still on its way.
     """
 
-    def __init__(self, config: uvicorn.Config, first_request_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, options: HttpOptions) -> None:
         super().__init__(config)
-        self._first_request_s = first_request_s
+        self._first_request_s = options.first_request_s
+        self._tls = options.tls
+        self._handshake_s = options.head_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """On sockets that listen. uvicorn's own knows no limit for a handshake."""
+        assert sockets, "they are made by bind()"
+        loop, make = asyncio.get_running_loop(), self._make_connection
+        handshake_s = None if self._tls is None else self._handshake_s
+        self.servers = [
+            await loop.create_server(make, sock=sock, ssl=self._tls, ssl_handshake_timeout=handshake_s, backlog=BACKLOG)
+            for sock in sockets
+        ]
+        self.started = True
+
+    def _make_connection(self) -> asyncio.Protocol:
+        protocol = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return protocol(config=self.config, server_state=self.server_state, app_state={})
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for _ in range(TURNS):
@@ -97,4 +116,4 @@ def build(app: ASGIApp, options: HttpOptions) -> HttpServer:
         timeout_keep_alive=options.keep_alive_s,
         backlog=BACKLOG,
     )
-    return HttpServer(config, options.first_request_s)
+    return HttpServer(config, options)

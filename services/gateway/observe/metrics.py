@@ -18,6 +18,7 @@ from services.shared.observe.readings import Reading, Readings, Value
 
 PREFIX = "rootstock_gateway_"
 OTHER = "other"
+RATE_LIMITS = ("requests", "tokens", "concurrency")
 REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 
 
@@ -81,9 +82,23 @@ class GatewayMetrics:
         self.refusals = self._counter("refusals", "Choices turned away with a 503 for want of a worker, by why.", "reason")
         for reason in REFUSALS:
             self.refusals.labels(reason)  # a rate needs the zero before the first
+        self.bodies_refused = self._counter("bodies_refused", "Requests turned away with a 503 for want of room for a body.")
+        self.body_bytes = self._gauge("body_bytes", "Bytes that bodies hold until they are prepared, by pool.", "pool")
+        self.bodies_waiting = self._gauge("bodies_waiting", "Bodies that wait for room, by pool.", "pool")
+        self.rate_limited = self._counter(
+            "rate_limited", "Requests turned away with a 429, by the limit of their API key.", "limit"
+        )
+        for kind in RATE_LIMITS:
+            self.rate_limited.labels(kind)
+        self.key_requests = self._counter("key_requests", "Generation requests that began, by API key.", "key")
+        self.key_prompt_tokens = self._counter("key_prompt_tokens", "Tokens of prompts that were answered, by API key.", "key")
+        self.key_cached_tokens = self._counter("key_cached_tokens", "Prompt tokens that a cache had, by API key.", "key")
+        self.key_output_tokens = self._counter("key_output_tokens", "Tokens that were generated, by API key.", "key")
+        self.key_file_valid = self._gauge("key_file_valid", "1: the API keys are what their file says; 0: it is wrong.")
+        self.key_shares_up = self._gauge("key_shares_up", "1: keys' limits are shared in Redis; 0: each gateway keeps its part.")
         self.grace_period = self._gauge("grace_period_seconds", "What requests in flight get when this gateway stops.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to a choice's first decoded token.")
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to a choice's first token.")
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to the last byte of a generation request.")
         self.inter_token_latency = UnlockedHistogram(
             f"{PREFIX}inter_token_latency_seconds", "Time between two decoded tokens of a choice.", registry, LATENCY_BUCKETS_S
@@ -91,6 +106,14 @@ class GatewayMetrics:
 
     def watch_connected(self, service: str, count: Callable[[], int]) -> None:
         self.connected.labels(service).set_function(lambda: float(count()))
+
+    def watch_bodies(self, pool: str, held: Callable[[], int], waiting: Callable[[], int]) -> None:
+        self.body_bytes.labels(pool).set_function(lambda: float(held()))
+        self.bodies_waiting.labels(pool).set_function(lambda: float(waiting()))
+
+    def watch_keys(self, file_is_valid: Callable[[], bool], shares_are_up: Callable[[], bool]) -> None:
+        self.key_file_valid.set_function(lambda: float(file_is_valid()))
+        self.key_shares_up.set_function(lambda: float(shares_are_up()))
 
     def watch_queue(self, waiting: Callable[[], Mapping[str, int]]) -> None:
         """waiting: choices that wait for a worker, by model."""

@@ -196,6 +196,8 @@ class DetokPool:
 
     def touch(self, decoding: Decoding) -> None:
         """`ids` has grown or the decoding is finished: its text will come."""
+        if decoding.may_wait:
+            return
         if decoding.stream is not None:
             decoding.stream.touch(decoding)
         elif decoding.homeless is None:

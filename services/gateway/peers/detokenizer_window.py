@@ -12,8 +12,9 @@ from rootstock.v1 import detokenizer_pb2
 from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.request.decoding import Decoding
 
-# Unanswered batches at most. Behind that, new ids of a row join its next batch instead of making more batches.
-MAX_IN_FLIGHT = 8
+# Unanswered batches at most. Behind that, new ids of a row join its next batch instead of making more batches: one is on its way
+# while the other is decoded.
+MAX_IN_FLIGHT = 2
 # Ids of a batch, replayed ones included, unless one row alone has more. So each batch is answered within a short time, also
 # when all decodings of a lost detokenizer come at once.
 MAX_BATCH_IDS = 1 << 17

@@ -136,6 +136,8 @@ class TokenizerClient:
             own_words = "larger than max" not in details  # else gRPC's, about its message
             message = details if details and own_words else "The request is too large to be tokenized."
             return ApiError(413, message, param=param, code="request_too_large")
+        if code is grpc.StatusCode.ABORTED:
+            return unavailable("The tokenizer has as much text as it can take.", self._retry_after_s)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return timed_out("Tokenizing took longer than this server allows.")
         logger.error(

@@ -1,4 +1,5 @@
-"""What one request may ask of the gateway's memory over all its choices. Pure; each raises ApiError that names the field."""
+"""What one request may ask of the gateway's memory over all its choices. Pure; the checks raise
+ApiError that names the field."""
 
 from __future__ import annotations
 
@@ -35,6 +36,16 @@ def logprob_values(generation: Generation, prompt_tokens: int, context_len: int)
     if generation.wants_prompt_logprobs:
         tokens += max(0, prompt_tokens - max(1, wanted.prompt_from))
     return tokens * values_per_token(wanted.top, len(wanted.token_ids))
+
+
+def most_tokens(parts: Sequence[Part], context_len: int) -> int:
+    """Of prompts, and of all their answers, if each is as long as it may be, or likely to be."""
+    total = 0
+    for part in parts:
+        prompt_tokens, generation = len(part.prompt.ids), part.generation
+        answers = 0 if generation.wants_embedding else generation.n * generation.likely_tokens(prompt_tokens, context_len)
+        total += prompt_tokens + answers
+    return total
 
 
 def check_sets(allowed: Sequence[int] | None, banned: Sequence[int] | None, choices: int, where: str = "") -> None:

@@ -20,6 +20,9 @@ class TextEvents(Protocol):
     def has_news(self) -> None:
         """There is more to take."""
 
+    def begun(self) -> None:
+        """A token has come."""
+
     def ended(self) -> None:
         """The answer is complete; comes once, before its last news."""
 
@@ -96,6 +99,7 @@ class ChoiceText:
             generation.include_stop,
             model=model,
             traceparent=traceparent,
+            patient=not generation.stream,
         )
 
     def finish(self, finish: worker_pb2.Finish) -> None:
@@ -105,10 +109,16 @@ class ChoiceText:
         if finish.reason == pb.FINISH_REASON_EMBEDDED:
             self._end()
 
+    def ids_came(self, count: int) -> None:
+        """So many have been added to the output. Of an answer that nobody reads before its end, this is when they are timed."""
+        if self.decoding.patient:
+            self._time(count)
+            self._events.begun()
+
     def on_text(self, text: str, count: int) -> None:
         if text and not self._generation.hidden:
             self._pieces.append(text)
-        if count:
+        if count and not self.decoding.patient:
             self._time(count)
         if text or self.decoding.done:
             self._shown_ids = self.decoding.decoded

@@ -12,6 +12,7 @@ from typing import Protocol
 from rootstock.v1 import detokenizer_pb2
 from services.gateway.request.errors import ApiError
 
+PATIENT_IDS = 64  # that gather where nobody reads before the end: a message costs its gateway more than all that is in it
 PROMPT_TAIL = 5  # ids of the prompt that give the first decoded piece its context
 
 
@@ -49,6 +50,7 @@ class Decoding:
         "lost",
         "matched_stop",
         "model",
+        "patient",
         "request_id",
         "sent",
         "sink",
@@ -67,8 +69,10 @@ class Decoding:
         include_stop: bool = False,
         model: str = "",
         traceparent: str = "",
+        patient: bool = False,
     ) -> None:
-        """`ids` is shared with the owner, who appends to it. model: whose ids they are, as detokenizers name it; "" for any.
+        """`ids` is shared with the owner, who appends to it. patient: nobody reads its text before its
+        end. model: whose ids they are, as detokenizers name it; "" for any.
         traceparent: "" for ids of a request that is not traced."""
         self.sink = sink
         self.request_id = request_id  # for logs
@@ -86,7 +90,13 @@ class Decoding:
         self.matched_stop = ""
         self.model = model
         self.traceparent = traceparent
+        self.patient = patient
         self._open_fields = (prompt_ids[-PROMPT_TAIL:], tuple(stop), skip_special_tokens, include_stop)
+
+    @property
+    def may_wait(self) -> bool:
+        """What there is to decode can go with what is to come."""
+        return self.patient and not self.finished and len(self.ids) - self.sent < PATIENT_IDS
 
     def finish(self, matched_stop: str) -> None:
         """No ids follow those that `ids` holds."""

@@ -8,7 +8,7 @@ import orjson
 
 MAX_DETAIL_CHARS = 500  # of a message that another service wrote
 CLIENT_CLOSED = 499  # nobody reads it: a label of metrics and logs
-_TYPES = {401: "authentication_error", 408: "timeout_error", 504: "timeout_error"}
+_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
@@ -55,7 +55,8 @@ def unknown_model() -> ApiError:
     return ApiError(404, "The model does not exist on this server; see /v1/models.", param="model", code="model_not_found")
 
 
-def context_length_exceeded(param: str, context_len: int, prompt_tokens: int) -> ApiError:
+def context_length_exceeded(param: str, context_len: int, prompt_tokens: str) -> ApiError:
+    """prompt_tokens: their number, in words where it is a bound."""
     message = (
         f"This model's maximum context length is {context_len} tokens, and the prompt has {prompt_tokens}. "
         "At least one token must be left for the answer."

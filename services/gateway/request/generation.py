@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway.request.answer_body import TEXT_ALONE, AnswerBody
+from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
 from services.gateway.request.client_fields import ClientFields
 from services.shared.index.block_hash import root_hash
 from services.shared.index.cache_namespace import cache_namespace
@@ -56,12 +56,14 @@ class Models(Protocol):
 class Prompt:
     """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding.
     block_hashes: of its full blocks, one after the other; empty where nobody has computed them yet. num_cut: tokens behind them
-    that the context had no room for."""
+    that the context had no room for. at_least: ids are the first of a text, or none, and it has at least so many; else 0.
+    """
 
     ids: Sequence[int]
     text: str | None
     block_hashes: bytes = b""
     num_cut: int = 0
+    at_least: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class Generation:
     skip_special_tokens: bool
     include_stop: bool
     cache_salt: str
-    priority: int
+    priority: int | None
     routing_key: str = ""
     session: worker_pb2.SessionTurn | None = None
     fields: ClientFields = field(default_factory=ClientFields)
@@ -153,7 +155,11 @@ class Generation:
 
 
 def one_step(
-    sampling: pb.SamplingParams, priority: int, cache_salt: str = "", routing_key: str = "", fields: ClientFields | None = None
+    sampling: pb.SamplingParams,
+    priority: int | None,
+    cache_salt: str = "",
+    routing_key: str = "",
+    fields: ClientFields | None = None,
 ) -> Generation:
     """One token, or the vector that is made in its place."""
     return Generation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.trace import EncodeCall, RequestTrace
 
 
@@ -15,6 +16,7 @@ class Origin:
 
     request_id: str
     trace: RequestTrace | None = None
+    caller: Caller = NOBODY
     names: list[str] = field(default_factory=list)
     part_names: list[str] = field(default_factory=list)
 

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Protocol
 
 from rootstock.v1 import worker_pb2
+from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.choice_output import ChoiceOutput, Ending
 from services.gateway.request.choice_text import ChoiceText, Clock, TokenTimes
 from services.gateway.request.errors import ApiError
@@ -26,6 +27,7 @@ from services.gateway.request.generation import ChoiceSampling, Generation, Mode
 from services.gateway.request.logprobs import LogprobSpan
 from services.gateway.request.origin import Origin
 from services.gateway.request.trace import RequestTrace
+from services.gateway.routing import session_home
 
 
 class Phase(Enum):
@@ -82,6 +84,22 @@ class Choice:
         return f"{own}-{self.number}" if self.generation.n > 1 else own
 
     @property
+    def cache_salt(self) -> str:
+        """As workers know it."""
+        return self.request.caller.cache_salt_of(self.generation.cache_salt)
+
+    @property
+    def session_id(self) -> str:
+        """As workers know it; "" outside of sessions."""
+        session = self.generation.session
+        return "" if session is None else session_home.owned_id(session.session_id, self.request.key)
+
+    @property
+    def priority(self) -> int:
+        """As its caller may have it."""
+        return self.request.caller.priority_of(self.generation.priority)
+
+    @property
     def ending(self) -> Ending | None:
         """Of the whole answer, once its last text is here."""
         return self.text.ending
@@ -105,6 +123,9 @@ class Choice:
     def has_news(self) -> None:
         self.request.has_news(self)
 
+    def begun(self) -> None:
+        self.request.streaming()
+
     def ended(self) -> None:
         self.request.choice_ended(self)
 
@@ -123,14 +144,14 @@ class ClientRequest:
         request_id: str,
         releaser: Releaser,
         times: TokenTimes,
-        key: str = "",
+        caller: Caller = NOBODY,
         trace: RequestTrace | None = None,
     ) -> None:
-        """key: whose request it is, for fairness; "" where nobody has keys. trace: where it is traced."""
+        """caller: whose request it is. trace: where it is traced."""
         self.request_id = request_id
         self.trace = trace
-        self.origin = Origin(request_id, trace)
-        self.key = key
+        self.origin = Origin(request_id, trace, caller)
+        self.caller = caller
         self.model_source = ""  # what workers and detokenizers call its model
         self.times = times
         self.clock = asyncio.get_running_loop().time
@@ -139,10 +160,16 @@ class ClientRequest:
         self.parts: Sequence[Part] = ()
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
+        self.reached_worker = False
         self._releaser = releaser
         self._open = 0  # choices without their terminal event
         self._news: dict[int, Choice] = {}  # by index
         self._waker: asyncio.Future[None] | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the API key that it came with; "" where nobody has keys."""
+        return self.caller.key
 
     def begin(self, parts: Sequence[Part], model: ModelInfo) -> None:
         """Makes the choices, prompt by prompt. `stream` and `include_usage` are the same in all parts."""
@@ -165,7 +192,14 @@ class ClientRequest:
     def complete(self) -> bool:
         return self._open == 0 and self.error is None
 
+    @property
+    def tokens_used(self) -> int:
+        """Of its prompts, once a worker has had one of them, and of all output so far."""
+        prompts = sum(len(part.prompt.ids) for part in self.parts) if self.reached_worker else 0
+        return prompts + sum(len(choice.output.ids) for choice in self.choices)
+
     def submitted(self) -> None:
+        self.reached_worker = True
         if self.phase is Phase.TOKENIZED:
             self.phase = Phase.SUBMITTED
 
@@ -173,9 +207,12 @@ class ClientRequest:
         self._open -= 1
         self._releaser.release(choice)
 
-    def has_news(self, choice: Choice) -> None:
+    def streaming(self) -> None:
         if self.phase is not Phase.ENDED:
             self.phase = Phase.STREAMING
+
+    def has_news(self, choice: Choice) -> None:
+        self.streaming()
         self._news[choice.index] = choice
         if self.generation.stream or self._open == 0:
             self._wake()

@@ -42,9 +42,10 @@ class FairQueue(Generic[T]):
     """Items are told apart by identity. All calls from one thread; `place` may call `charge`, and nothing else of the queue."""
 
     def __init__(self, capacity: int, weights: Mapping[str, float] | None = None, max_keys: int = 10_000) -> None:
-        """weights: greater than 0, 1 where there is none. max_keys: counters kept of keys that do not wait."""
+        """weights: greater than 0, 1 where there is none; read anew whenever they count. max_keys: counters
+        kept of keys that do not wait."""
         self._capacity = capacity
-        self._weights = weights or {}
+        self._weights = {} if weights is None else weights
         self._max_keys = max_keys
         self._accounts: dict[str, _Account] = {}
         self._waiting_keys: list[tuple[float, str]] = []  # heap; counters in it may be too small

@@ -39,6 +39,16 @@ def new_session_id(worker_ids: Sequence[str]) -> str:
     return f"s-{name}-{_mark(worker_ids[index])}"
 
 
+def owned_id(session_id: str, key: str) -> str:
+    """What workers know a session of this API key by: nobody else comes to the same one, whatever id he says. One that
+    was made here keeps its worker's mark. key: its name, "" where there are none, and ids are as clients say them."""
+    if not key:
+        return session_id
+    made_here = _MADE_HERE.fullmatch(session_id)
+    digest = blake2b(f"{len(key)}:{key}{session_id}".encode(), digest_size=16).hexdigest()
+    return f"s-{digest}-{made_here[1]}" if made_here is not None else f"k-{digest}"
+
+
 def _mark(worker_id: str) -> str:
     return blake2b(worker_id.encode(), digest_size=4).hexdigest()
 

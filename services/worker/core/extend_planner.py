@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from services.worker.core.prefill_adder import (
     adapted_chunk,
 )
 from services.worker.core.queue.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
-from services.worker.core.queue.policy import service_order
+from services.worker.core.queue.policy import due_before, service_order
 from services.worker.core.queue.prefix_gate import PrefixGate
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
@@ -49,18 +50,19 @@ class ExtendPlanner:
             return rows
         adder = self._adder(ratio, num_decode_rows)
         may_admit &= not table.batch_is_full
-        started = sorted(table.extending, key=_turn)
-        if may_admit and started and self._prefixes.concerns_anybody:
+        several = table.shares.num_flows > 1
+        started = sorted(table.extending, key=_fair_turn if several else _turn)
+        if may_admit and started and (self._prefixes.concerns_anybody or several):
             self._prefixes.begin(_extending(flight) + started)
-            self._admit_overtaken(started, adder, rows, now, step_id)
-        held = {} if rows.requests else self._strides(num_decode_rows, may_admit)
+            self._admit_before(started, adder, rows, now, step_id)
+        held = self._strides(num_decode_rows, may_admit) if started and not rows.requests else {}
         for request in started:
             going = request.lease is None or self._continue(request, adder, rows, held.get(request.seq))
             if not going and not rows.requests and flight is None:
                 self._relieve(request, now, step_id)
         if may_admit and not table.extending:
             self._prefixes.begin(_extending(flight) + rows.requests)
-            order = service_order(table.config, table.waiting, table.decoding, table.memory, self._random)
+            order = service_order(table.config, table.waiting, table.decoding, table.memory, self._random, several)
             full = self._admit_waiting(order, adder, rows, now, step_id)
             table.batch_is_full = full and table.num_running > 0 and not table.waiting.num_held
             self._prefixes.end_pass()
@@ -177,15 +179,21 @@ class ExtendPlanner:
         free = min(table.memory.slots.num_free, self.running_limit - table.num_running)
         return free - table.waiting.kept_from(request.rank).slots if table.waiting.num_held else free
 
-    def _admit_overtaken(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
-        """Started extends were let in past requests that had to wait. Those whose wait is over begin before the next chunk: what
-        is left of such an extend may be long. Where all of it is kept for it there may be no room; the batch is not full then."""
-        turn = _turn(started[-1])
+    def _admit_before(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
+        """Who begins before the next chunk of started extends, since what is left of these may be long: who had to wait for one
+        of them, was let past, and need not any more; and those of flows whose turn it is. Where all of it is kept for the
+        extends there may be no room; the batch is not full then."""
+        turn = max(map(_turn, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
+        order = chain(sorted(overtaken, key=_turn), self._due_before(started[0]))
         adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
-        self._admit_waiting(sorted(overtaken, key=_turn), adder, rows, now, step_id)
+        self._admit_waiting(order, adder, rows, now, step_id)
         adder.set_aside = 0
         self._prefixes.end_pass()
+
+    def _due_before(self, first: Request) -> Iterator[Request]:
+        """first: of the started extends the next one."""
+        return due_before(self._table.waiting, first) if self._table.shares.num_flows > 1 else iter(())
 
     def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> bool:
         """One pass. True where somebody found no room: a full batch, but not for those behind a held request, which comes back
@@ -254,7 +262,9 @@ class ExtendPlanner:
         extend = len(request.key) // TOKEN_BYTES - start
         max_new = request.params.max_new_tokens - len(request.output_ids)
         logprobs = _computes_logprobs(request)
-        available = table.memory.num_available * page_size - table.waiting.kept_from(request.rank).tokens
+        available = table.memory.num_available * page_size
+        if table.waiting.num_held:
+            available -= table.waiting.kept_from(request.rank).tokens
         result, count = adder.admit(available, start, extend, max_new, request.params.ignore_eos, logprobs)
         if result is AddResult.NO_TOKEN and not table.num_running:
             # Alone it must get its chance: submit() saw to it that the prompt fits the whole pool.
@@ -274,6 +284,8 @@ class ExtendPlanner:
         assert start + count <= target, "a chunk ends with what is to be extended"
         last = start + count == target
         logprobs = _computes_logprobs(request)
+        assert request.flow is not None, "who extends has prompt tokens to be planned"
+        table.shares.charge(request.flow, count)
         rows.add(request, start, count, last)
         columns.computed[lease.slot] = start + count
         max_new = request.params.max_new_tokens - len(request.output_ids)
@@ -290,6 +302,11 @@ def _extending(flight: Step | None) -> list[Request]:
 
 def _turn(request: Request) -> tuple[int, int]:
     return request.rank, request.seq
+
+
+def _fair_turn(request: Request) -> tuple[int, float, float, int]:
+    assert request.flow is not None, "who extends has prompt tokens to be planned"
+    return request.rank, *request.flow.turn, request.seq
 
 
 def _computes_logprobs(request: Request) -> bool:

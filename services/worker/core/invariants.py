@@ -15,7 +15,7 @@ from services.worker.core.queue.waiting_queue import Kept
 
 def violations(table: RequestTable) -> list[str]:
     """One sentence for each thing that does not hold; empty when all is well. O(pool size)."""
-    return _page_states(table) + _leases(table) + _held(table) + _tree(table.memory) + _sessions(table)
+    return _page_states(table) + _leases(table) + _held(table) + _shares(table) + _tree(table.memory) + _sessions(table)
 
 
 def _page_states(table: RequestTable) -> list[str]:
@@ -72,6 +72,19 @@ def _held(table: RequestTable) -> list[str]:
         kept[request.rank] = kept.get(request.rank, Kept()).plus(1, request.held)
     if kept != queue.kept_by_rank():
         out.append("the queue miscounts what is kept for held requests")
+    return out
+
+
+def _shares(table: RequestTable) -> list[str]:
+    """Those with prompt tokens to be planned, but for who waits for a grammar, are counted with their flows."""
+    pending = [r for r in table.by_key.values() if r.phase in (Phase.WAITING, Phase.EXTEND)]
+    out = []
+    if Counter(request.payer for request in pending) != table.shares.pending():
+        out.append("flows miscount their requests")
+    if any((request.flow is not None) != (request in pending) for request in table.by_key.values()):
+        out.append("a request is in a flow without prompt tokens to be planned, or the other way about")
+    if table.shares.num_flows != len(table.shares.pending()):
+        out.append("flows are miscounted")
     return out
 
 

@@ -65,7 +65,8 @@ class PrefillAdder:
         self._rows = rows
         self._ratio = new_token_ratio
         self._added: list[tuple[int, int, bool]] = []  # remaining, held, ignore_eos of rows of this step
-        self._reserved = float(np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()) * new_token_ratio
+        outputs = float(np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()) if len(rows.remaining) else 0.0
+        self._reserved = outputs * new_token_ratio
         self._input = max(max_prefill_tokens - num_decode_rows, page_size)
         self._chunk = max(chunked_prefill_size - num_decode_rows, page_size) if chunked_prefill_size else None
         self._logprobs = max_logprob_tokens

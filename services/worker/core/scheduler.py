@@ -274,7 +274,8 @@ class Scheduler:
         if message.session is not None:
             resolved = self.table.sessions.resolve(message)
             if isinstance(resolved, str):
-                return refused(resolved, "session")
+                known = message.session.session_id in self.table.sessions
+                return refused(resolved, "session" if known else "session.session_id")
             message = resolved
         if found := refusal(message, self.config, self.table.gate.is_offered):
             return found

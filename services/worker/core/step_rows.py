@@ -102,7 +102,7 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
     extend_slots = [r.lease.slot for r in extends.requests if r.lease]
     assert len(decodes.slots) == num_decode, "each decode row has a slot"
     slots = _before(extend_slots, decodes.slots)
-    starts = _before(extends.starts, columns.computed[decodes.slots] - 1)
+    starts = _before(extends.starts, columns.computed[decodes.slots] - 1 if num_decode else _NONE)
     ones = np.ones(num_decode, dtype=np.int32) if num_decode else _NONE
     sample = _before(extends.sample, ones.astype(np.bool_))
     logprobs = np.array(extends.logprobs, dtype=np.int32) if extends.logprobs else _NO_LOGPROBS

@@ -25,6 +25,9 @@ def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, ra
     within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
     within(len(message.routing_key), limits.MAX_ROUTING_KEY_CHARS, "routing_key")
     within(len(message.revision), limits.MAX_REVISION_CHARS, "revision")
+    within(len(message.tenant), limits.MAX_TENANT_BYTES, "tenant")
+    if not 0 <= message.tenant_weight < float("inf"):
+        raise InvalidRequest("tenant_weight", "must be a positive number")
     session = _session_from_pb(message)
     prompt = _prompt_from_pb(message, model)
     output = _output_from_pb(message, len(prompt), model)
@@ -42,6 +45,9 @@ def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, ra
         session=session,
         output_ids=output,
         revision=message.revision,
+        tenant=message.tenant,
+        batch=message.batch,
+        weight=message.tenant_weight or 1.0,
     )
 
 

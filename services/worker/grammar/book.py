@@ -66,7 +66,7 @@ class CompiledBook:
     def cached_bytes(self) -> int:
         return self._ready_bytes
 
-    def open(self, spec: GrammarSpec) -> XgrammarMatcher | None:
+    def open(self, spec: GrammarSpec, tenant: bytes = b"") -> XgrammarMatcher | None:
         with self._lock:
             found = self._ready.get(spec)
             if found is not None:
@@ -74,7 +74,7 @@ class CompiledBook:
             elif spec in self._pending:
                 return None
             else:
-                reason, busy = self._begin(spec)
+                reason, busy = self._begin(spec, tenant)
         if found is None:
             if reason:
                 self._on_failed(spec, reason, busy)
@@ -94,14 +94,14 @@ class CompiledBook:
         """Ends the compiling processes. Nothing is called back after it; matchers stay usable."""
         self._pool.close()
 
-    def _begin(self, spec: GrammarSpec) -> tuple[str, bool]:
+    def _begin(self, spec: GrammarSpec, tenant: bytes) -> tuple[str, bool]:
         """Starts a compilation, or says why not and whether that is for want of room. Holds the lock."""
         if len(spec.source) > MAX_GRAMMAR_BYTES or len(spec.source.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
             return f"{spec.kind}: longer than {MAX_GRAMMAR_BYTES} bytes", False
         until, reason = self._failed.get(_digest(spec), (0.0, ""))
         if reason and self._clock() < until:
             return reason, False
-        if not self._pool.submit(spec):
+        if not self._pool.submit(spec, tenant):
             return f"{spec.kind}: {QUEUE_FULL}", True
         self._pending.add(spec)
         return "", False

@@ -80,7 +80,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
         await self._begin(request, context)
-        return tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenIds(ids=ids_of(text)) for text in request.texts])
+        return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request) for text in request.texts])
 
     async def Info(self, request: Any, context: Any) -> tokenizer_pb2.TokenizerInfo:
         return tokenizer_pb2.TokenizerInfo()
@@ -88,7 +88,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
         await self._begin(request, context)
         text = chat_text(orjson.loads(request.messages_json), request.add_generation_prompt)
-        return tokenizer_pb2.EncodeResponse(prompts=[tokenizer_pb2.TokenIds(ids=ids_of(text))])
+        return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request)])
 
     async def _begin(self, request: Any, context: Any) -> None:
         self.calls.append(request)
@@ -99,6 +99,14 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             raise
         if self.failures:
             await context.abort(*self.failures.pop(0))
+
+
+def _wanted(text: str, request: Any) -> tokenizer_pb2.TokenIds:
+    """As the real one stops: just beyond what is wanted."""
+    ids, most = ids_of(text), request.max_tokens
+    if not most or len(ids) <= most:
+        return tokenizer_pb2.TokenIds(ids=ids)
+    return tokenizer_pb2.TokenIds(ids=ids[:most] if request.cuts else [], at_least=most + 1)
 
 
 @dataclass

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -25,8 +27,8 @@ T = TypeVar("T")
 WAIT_S = 15.0
 
 
-def wait_until(condition: Callable[[], bool], what: str = "condition") -> None:
-    deadline = time.monotonic() + WAIT_S
+def wait_until(condition: Callable[[], bool], what: str = "condition", wait_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + wait_s
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.005)
@@ -41,10 +43,17 @@ class System:
         down: tuple[str, ...] = (),
         configure: Callable[[list[FakeWorker]], None] = lambda workers: None,
         gateways: int = 1,
+        keys: Sequence[str | dict[str, Any]] = (),
         **settings: Any,
     ) -> None:
         """`down` names services that are not started: "worker", "tokenizer", "detokenizer". configure: the workers, before
-        they are started. gateways: where there are several, each finds all of them, itself among them."""
+        they are started. gateways: where there are several, each finds all of them, itself among them. keys: entries of the
+        file of API keys; a name alone is its own key."""
+        self._folder = tempfile.TemporaryDirectory()
+        self.key_file = Path(self._folder.name, "keys.json")
+        if keys:
+            self.write_keys(*keys)
+            settings["api_keys_file"] = str(self.key_file)
         self._num_gateways = gateways
         self._configure = configure
         self._sizes = (workers, detokenizers, tokenizers)
@@ -72,6 +81,7 @@ class System:
             client.vanish()
         self._http.close()
         self.call(self._stop())
+        self._folder.cleanup()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)
 
@@ -110,6 +120,13 @@ class System:
         await self.serving
         for host in (*self.workers, *self.detokenizers, *self.tokenizers):
             await host.stop()
+
+    def write_keys(self, *keys: str | dict[str, Any]) -> None:
+        """As Kubernetes does it: another file, in one step."""
+        entries = [{"name": key, "key": key} if isinstance(key, str) else key for key in keys]
+        fresh = self.key_file.with_suffix(".new")
+        fresh.write_bytes(orjson.dumps({"keys": entries}))
+        fresh.rename(self.key_file)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the system's loop and waits for it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rootstock.v1 import tokenizer_pb2 as pb
@@ -55,6 +55,7 @@ ALPHABET = st.sampled_from([*"helo wrd,.!?'\n\t 你好é😀", "<|im_end|>", "<s
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(text=st.lists(ALPHABET, max_size=30).map("".join))
 def test_encode_and_decode_any_text(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, text: str) -> None:
     ours, theirs = pairs[kind]

@@ -64,12 +64,12 @@ class Serving:
     servicer: WorkerServicer
 
     async def idle(self) -> StepStats:
-        """Waits until nothing runs or waits, at most five seconds."""
+        """Waits until nothing runs or waits and the counts say so, at most five seconds."""
         for _ in range(500):
-            if self.core.idle:
+            if self.core.idle and self.counts.stats in (None, self.core.stats()):
                 break
             await asyncio.sleep(0.01)
-        assert self.core.idle
+        assert self.core.idle and self.counts.stats in (None, self.core.stats())
         return self.core.stats()
 
 

@@ -54,8 +54,10 @@ def test_memory_is_kept_for_one_chunk() -> None:
     assert most_step_tokens(resolved(WorkerSettings(max_prefill_tokens=16, max_running_requests=100), None)) == 116
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
-@pytest.mark.parametrize(("chunk", "prefill", "rows"), [(32, 64, 6), (8, 64, 40), (0, 48, 12), (64, 24, 12)])
+@pytest.mark.parametrize(
+    ("chunk", "prefill", "rows", "mixed"),
+    [(32, 64, 6, True), (8, 64, 40, False), (8, 64, 40, True), (0, 48, 12, False), (64, 24, 12, True)],
+)
 def test_no_step_is_larger(chunk: int, prefill: int, rows: int, mixed: bool) -> None:
     """Prompts of which none exceeds max_prefill_tokens by itself, in crowds, beside decode rows."""
     settings = WorkerSettings(

@@ -22,7 +22,7 @@ spec:
         - -c
         - |
           {{- .root.Files.Get .script | trim | nindent 10 }}
-        - http://{{ include "rootstock.host" (dict "root" .root "component" "gateway") }}:{{ .root.Values.gateway.service.port }}
+        - http{{ if .root.Values.gateway.tlsSecret }}s{{ end }}://{{ include "rootstock.host" (dict "root" .root "component" "gateway") }}:{{ .root.Values.gateway.service.port }}
         {{- range .arguments }}
         - {{ . | quote }}
         {{- end }}
@@ -30,12 +30,12 @@ spec:
       env:
         - name: HOME
           value: /tmp
-        {{- with .root.Values.auth.apiKeysSecret }}
-        - name: API_KEYS
+        {{- with .root.Values.tests.keySecret }}
+        - name: API_KEY
           valueFrom:
             secretKeyRef:
               name: {{ . }}
-              key: api-keys
+              key: key
         {{- end }}
       resources:
         requests: {cpu: 50m, memory: 64Mi}

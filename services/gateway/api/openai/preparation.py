@@ -26,6 +26,7 @@ from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import budgets
+from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Generation, ModelInfo, Models, Part, Plan, Prompt
@@ -41,21 +42,22 @@ class Preparer:
         self._tokenizer = tokenizer
         self._detoks = detoks
 
-    async def chat(self, body: bytes, origin: Origin) -> Plan:
-        request = parse_chat(parse_json(body), origin)
+    async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
+        request = parse_chat(parse_json(body.take()), origin)
         call = chat_call(request, origin.request_id)
+        request = request.model_copy(update={"messages": ()})  # they may be 64 MiB, and the call has its own copy
         _call_it(request, origin, None)
         model = await self._generating_model(request.model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
         _check_turn(generation, 1)
-        call.hash_root = self._models.hash_root(model, generation.cache_salt)
-        prompt = await prompts.of_chat(call, self._tokenizer, model, origin)
-        fitting = for_an_answer(model, generation.session is not None).fit(prompt, "messages")
+        call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
+        room = for_an_answer(model, generation.session is not None)
+        fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room)
         return Plan(model, _parts([fitting], generation, request, origin))
 
-    async def completion(self, body: bytes, origin: Origin) -> Plan:
-        request = parse_completion(parse_json(body), origin)
+    async def completion(self, body: ReceivedBody, origin: Origin) -> Plan:
+        request = parse_completion(parse_json(body.take()), origin)
         _call_it(request, origin, request.prompt)
         model = await self._generating_model(request.model)
         generation = completion_generation(request, model.vocab_size)
@@ -69,14 +71,14 @@ class Preparer:
             prefixes = [await self._text_of(prompt, generation, origin, model) for prompt in checked]
         return Plan(model, _parts(checked, generation, request, origin, prefixes))
 
-    async def embedding(self, body: bytes, origin: Origin) -> Plan:
-        request = parse_embedding(parse_json(body), origin)
+    async def embedding(self, body: ReceivedBody, origin: Origin) -> Plan:
+        request = parse_embedding(parse_json(body.take()), origin)
         _call_it(request, origin, request.input)
         model = await self._model(request.model)
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = embedding_generation(request, model.embedding_size)
-        root = self._models.hash_root(model, generation.cache_salt)
+        root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         room, special = for_a_vector(model), request.add_special_tokens is not False
         checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", room, root, special)
         return Plan(model, _parts(checked, generation, request, origin))
@@ -84,7 +86,7 @@ class Preparer:
     async def _completion_prompts(
         self, request: CompletionRequest, generation: Generation, model: ModelInfo, origin: Origin
     ) -> list[Prompt]:
-        root = self._models.hash_root(model, generation.cache_salt)
+        root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         room = for_an_answer(model, generation.session is not None)
         special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
         return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", room, root, special)

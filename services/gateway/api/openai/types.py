@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from services.gateway.api.request_body import RID_CHARS, ConstraintBody, PlacedBody, SamplingBody, parameter
 from services.gateway.api.session_fields import SessionParams
-from services.gateway.request.answer_body import AnswerBody, Body
+from services.gateway.request.bodies import AnswerBody, Body
 from services.shared import limits
 from services.shared.sampling_parameter import Api
 from services.shared.sampling_parameters import UINT32_MAX

@@ -21,6 +21,7 @@ from services.gateway.api.translation import embedding_generation
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import client_fields
+from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
 from services.gateway.request.origin import Origin
@@ -46,7 +47,7 @@ class PromptSource:
             call = tokenizer_pb2.EncodeRequest(
                 request_id=origin.request_id, texts=inputs.prompts, add_special_tokens=add_special_tokens, hash_root=hash_root
             )
-            encoded = await of_texts(call, self._tokenizer, "text", model, origin)
+            encoded = await of_texts(call, self._tokenizer, "text", model, origin, room)
         else:
             for i, ids in enumerate(inputs.prompts):
                 room.check(len(ids), inputs.where(i))
@@ -71,9 +72,9 @@ class GenerateCall:
         self._texts = False  # tokens' texts beside their ids
         self._forms: list[Form] = []
 
-    async def prepare(self, body: bytes, origin: Origin) -> Plan:
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
         """Raises ApiError."""
-        request = parse(NativeGenerateRequest, parse_json(body))
+        request = parse(NativeGenerateRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
         model = await self._models.wait_for(request.model)
@@ -81,7 +82,7 @@ class GenerateCall:
             raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
         asked = asked_of(request, inputs, model.vocab_size)
         room = for_an_answer(model, in_session=asked[0].generation.session is not None)
-        root = self._models.hash_root(model, request.extra_key or "")
+        root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
         prompts = await self._source.prompts(inputs, model, origin, room, root, begins(request.session_params))
         for prompt, one in zip(prompts, asked, strict=True):
             _check_start(one.form, len(prompt.ids))
@@ -107,14 +108,14 @@ class EncodeCall:
         self._source = source
         self._many = False
 
-    async def prepare(self, body: bytes, origin: Origin) -> Plan:
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
         """Raises ApiError."""
-        request = parse(NativeEncodeRequest, parse_json(body))
+        request = parse(NativeEncodeRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
         model = await self._models.wait_for(request.model)
         _check_dimensions(request.dimensions, model)
-        root = self._models.hash_root(model, request.extra_key or "")
+        root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
         prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)
         self._many = inputs.many
         embedding = pb.Embedding(dimensions=request.dimensions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -22,12 +22,15 @@ from services.gateway.api.sglang.types import (
 )
 from services.gateway.api.strict_json import parse_json
 from services.gateway.dispatch.sessions import SessionCalls
-from services.gateway.http.body import ClientGone, read_body
+from services.gateway.http.body import held_body
+from services.gateway.http.body_budget import ClientGone
+from services.gateway.http.direct_routes import Endpoint
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter, AbortScope
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request, unavailable
 from services.gateway.request.generation import Models
+from services.shared.limits import SMALL_BODY_BYTES
 
 GENERATE = "/generate"
 ENCODE = "/encode"
@@ -45,7 +48,6 @@ BODIES: tuple[type[BaseModel], ...] = (
     OpenSessionRequest,
     CloseSessionRequest,
 )
-MAX_SMALL_BODY_BYTES = 64 << 10  # of the requests that name something and carry no prompt
 
 _TAGS: list[Any] = ["SGLang"]
 
@@ -73,12 +75,14 @@ class NativeApi:
         self._sessions = sessions
         self._failure = failure
 
-    def add_routes(self, app: FastAPI) -> None:
-        self._add_generation(app)
+    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+        """Returns what generates, by path."""
+        self._add_abort(app)
         self._add_sessions(app)
         self._add_state(app)
+        return self._add_generation(app)
 
-    def _add_generation(self, app: FastAPI) -> None:
+    def _add_generation(self, app: FastAPI) -> Mapping[str, Endpoint]:
         @app.post(GENERATE, tags=_TAGS, summary="Go on from texts or ids", openapi_extra=_body_of(NativeGenerateRequest))
         async def generate() -> Response:
             call = GenerateCall(self._models, self._source)
@@ -93,6 +97,9 @@ class NativeApi:
             call = EncodeCall(self._models, self._source)
             return Exchange(self._generator, call.prepare, call.renderer)
 
+        return {GENERATE: generate, ENCODE: encode}
+
+    def _add_abort(self, app: FastAPI) -> None:
         @app.post(ABORT, tags=_TAGS, summary="End requests by rid", openapi_extra=_body_of(AbortRequest))
         async def abort_request(request: Request) -> Response:
             given = await self._read(request, AbortRequest)
@@ -110,13 +117,14 @@ class NativeApi:
             given = await self._read(request, OpenSessionRequest)
             model = await self._models.wait_for(given.model)
             # A text of so many characters has about as many tokens at most.
-            return _json(await self._sessions.open(model.name, given.session_id, given.capacity_of_str_len, given.timeout))
+            key, most = request.scope["state"]["key"], given.capacity_of_str_len
+            return _json(await self._sessions.open(model.name, key, given.session_id, most, given.timeout))
 
         @app.post(CLOSE_SESSION, tags=_TAGS, summary="Close a session", openapi_extra=_body_of(CloseSessionRequest))
         async def close_session(request: Request) -> Response:
             given = await self._read(request, CloseSessionRequest)
             model = await self._models.wait_for(given.model)
-            await self._sessions.close(model.name, given.session_id)
+            await self._sessions.close(model.name, request.scope["state"]["key"], given.session_id)
             return Response()
 
     def _add_state(self, app: FastAPI) -> None:
@@ -151,10 +159,10 @@ class NativeApi:
         """Raises ApiError."""
         timeout_s = self._generator.settings.body_timeout_s
         try:
-            body = await read_body(request.scope, request.receive, MAX_SMALL_BODY_BYTES, timeout_s)
+            async with held_body(request.scope, request.receive, self._generator.bodies, SMALL_BODY_BYTES, timeout_s) as body:
+                return parse(model, parse_json(body.take()))
         except ClientGone:
             raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
-        return parse(model, parse_json(body))
 
 
 def _json(content: Any) -> Response:

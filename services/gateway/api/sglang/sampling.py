@@ -18,7 +18,7 @@ from services.gateway.api.known_fields import NATIVE, KnownFields, without_neutr
 from services.gateway.api.sglang.types import NativeSampling
 from services.gateway.api.translation import Common, Wanted, generation_of
 from services.gateway.request import client_fields
-from services.gateway.request.answer_body import AnswerBody
+from services.gateway.request.bodies import AnswerBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Generation
 from services.shared.sampling_parameter import Api

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from services.gateway.api.request_body import PlacedBody, SamplingBody, Source, parameter
 from services.gateway.api.session_fields import SessionParams
-from services.gateway.request.answer_body import Body
+from services.gateway.request.bodies import Body
 from services.shared import limits
 from services.shared.sampling_parameter import Api
 from services.shared.sampling_parameters import GENERATE_TOKENS, UINT32_MAX

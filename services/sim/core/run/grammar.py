@@ -55,6 +55,6 @@ class ScriptBook:
     def __init__(self, script: Script, jumps: bool) -> None:
         self._script, self._jumps = script, jumps
 
-    def open(self, spec: GrammarSpec) -> ScriptMatcher:
+    def open(self, spec: GrammarSpec, tenant: bytes = b"") -> ScriptMatcher:
         index = int(spec.source)
         return ScriptMatcher(self._script.output(index).tolist(), self._script.forced(index) if self._jumps else ())

@@ -41,7 +41,7 @@ class Matcher(Protocol):
 class GrammarBook(Protocol):
     """Compiled grammars. Called on the loop's thread; never blocks."""
 
-    def open(self, spec: GrammarSpec) -> Matcher | None:
+    def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher | None:
         """A fresh matcher, or None while the grammar is being compiled: compilation has begun on return, and
-        grammar_ready or grammar_failed follows by message."""
+        grammar_ready or grammar_failed follows by message. tenant: whose turn at the compiler it takes."""
         ...

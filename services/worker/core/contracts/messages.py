@@ -55,7 +55,8 @@ class Submit:
     """prompt_ids: int32[n], n >= 1; in a session, what this turn adds. timeout_s: from arrival to the last token, 0 for none.
     salt, lora: cache namespace. routing_key: requests of one key share a cache elsewhere; the routing-key policy groups them.
     output_ids: output that the request has already, sampled elsewhere; it goes on after it as a retracted request does.
-    revision: of the weights that it is for, "" for any.
+    revision: of the weights that it is for, "" for any. tenant: whose it is, b"" for nobody in particular; weight: of its share,
+    above 0. batch: of prompts of this peer that came together, 0 for one that came alone.
     """
 
     peer: int
@@ -72,6 +73,9 @@ class Submit:
     session: SessionTurn | None = None
     output_ids: tuple[int, ...] = ()
     revision: str = ""
+    tenant: bytes = b""
+    batch: int = 0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,8 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         num_sent=given,
         logprob_planned=first_logprob,
         logprob_done=first_logprob,
+        payer=(message.tenant, message.peer, message.batch) if message.batch else (message.tenant, 0, 0),
+        weight=message.weight,
     )
     request.rekey()
     return request

@@ -39,7 +39,7 @@ class GrammarGate:
         if spec is None:
             return True
         assert self._book is not None
-        request.matcher = self._book.open(spec)
+        request.matcher = self._book.open(spec, request.payer[0])
         return request.matcher is not None and not request.num_given
 
     def wait(self, request: Request) -> None:

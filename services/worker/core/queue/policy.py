@@ -6,9 +6,11 @@ scheduling every order is one within equal ranks.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfi
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.queue.request import Request
+from services.worker.core.queue.shares import Flow
 from services.worker.core.queue.waiting_queue import WaitingQueue
 
 IN_BATCH_CHECK_THRESHOLD = 32  # a request with a longer hit is not looked at for in-batch sharing
@@ -38,11 +41,13 @@ def service_order(
     running: Sequence[Request],
     memory: KVMemory,
     random: np.random.Generator,
+    several: bool,
 ) -> Iterator[Request]:
-    """Of those that no gate holds. Lazily, for a caller that may take out or hold the one it has before it asks for the next."""
+    """Of those that no gate holds. Lazily, for a caller that may take out or hold the one it has before it asks for the next.
+    several: there are flows that may have to share; the policy then orders each one's requests."""
     policy = effective_policy(config, len(queue))
     if policy is SchedulePolicy.FCFS:
-        return queue.in_turn()
+        return in_fair_turn(queue) if several else queue.in_turn()
     requests = queue.eligible()
     match policy:
         case SchedulePolicy.LPM:
@@ -59,7 +64,7 @@ def service_order(
             order = _by_routing_key(requests, running)
     assert len(order) == len(requests), "an order of all that may be looked at"
     order.sort(key=lambda r: r.rank)
-    return iter(order)
+    return fairly(order) if several else iter(order)
 
 
 def effective_policy(config: SchedulerConfig, num_waiting: int) -> SchedulePolicy:
@@ -131,3 +136,58 @@ def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> 
     if not counts:
         return list(requests)
     return sorted(requests, key=lambda r: (-counts.get(r.routing_key, 0), r.routing_key if r.routing_key in counts else ""))
+
+
+# Fair between flows (docs/scheduler.md#shares)
+
+
+def fairly(requests: Iterable[Request]) -> Iterator[Request]:
+    """requests: by rank. Whose turn it is, is looked at anew after each: the one before it may have been planned meanwhile."""
+    for _, alike in groupby(requests, key=lambda r: r.rank):
+        flows: dict[Flow, list[Request]] = {}
+        for request in alike:
+            assert request.flow is not None, "who waits has prompt tokens to be planned"
+            flows.setdefault(request.flow, []).append(request)
+        yield from _merged(flows)
+
+
+def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
+    """As WaitingQueue.in_turn, but fair among those that have never run."""
+    for rank in queue.ranks():
+        back, flows = queue.back(rank), queue.flows(rank)
+        yield from [request for request in back if not request.held]
+        yield from _merged(flows)
+
+
+def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
+    """Those whose turn is before that of `first`, which has begun, and who are no less urgent."""
+    assert first.flow is not None, "who extends has prompt tokens to be planned"
+    for rank in queue.ranks():
+        if rank > first.rank:
+            return
+        flows: dict[Flow, list[Request]] = {}
+        for request in chain(queue.back(rank), *queue.flows(rank).values()):
+            if request.flow is not None and request.flow.turn < first.flow.turn:
+                flows.setdefault(request.flow, []).append(request)
+        for request in _merged(flows):
+            if request.flow is not None and request.flow.turn < first.flow.turn:
+                yield request
+
+
+def _merged(flows: dict[Flow, list[Request]]) -> Iterator[Request]:
+    """Flows of equal turns in their order here. Held requests are passed over."""
+    if len(flows) == 1:
+        yield from [request for requests in flows.values() for request in requests if not request.held]
+        return
+    heap = [(flow.turn, place, flow, iter(requests)) for place, (flow, requests) in enumerate(flows.items())]
+    heapq.heapify(heap)
+    while heap:
+        turn, place, flow, rest = heap[0]
+        if flow.turn != turn:
+            heapq.heapreplace(heap, (flow.turn, place, flow, rest))
+            continue
+        request = next((request for request in rest if not request.held), None)
+        if request is None:
+            heapq.heappop(heap)
+        else:
+            yield request

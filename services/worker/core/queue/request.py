@@ -13,6 +13,7 @@ from services.worker.core.contracts.messages import SessionTurn
 from services.worker.core.contracts.plan import RowLogprobs
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.memory import Lease
+from services.worker.core.queue.shares import Flow, Payer
 
 
 class Phase(enum.IntEnum):
@@ -44,7 +45,8 @@ class Request:
     logprobs: of each later output token, in order, if they are wanted. queued_tokens: prompt and output when it last began to
     wait. held: tokens of KV kept for it while an admission gate makes it wait in the queue, 0 if none does. prefix_seen: most
     bytes of its key that were cached while it waited for more (-1: it has not). prefix_passes: how many it has waited since
-    they were. jump: the grammar may add tokens by itself.
+    they were. jump: the grammar may add tokens by itself. payer: whose share its prompt tokens are of, weight: of that share.
+    flow: the same while there are any to be planned, but for those that wait for a grammar.
     """
 
     seq: int
@@ -85,6 +87,9 @@ class Request:
     logprob_planned: int = 0
     logprob_done: int = 0
     key: bytes = b""
+    payer: Payer = (b"", 0, 0)
+    weight: float = 1.0
+    flow: Flow | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

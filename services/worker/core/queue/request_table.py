@@ -24,6 +24,7 @@ from services.worker.core.queue.outputs import Outputs
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_columns import SlotColumns
 from services.worker.core.queue.sessions import SessionTable
+from services.worker.core.queue.shares import Shares
 from services.worker.core.queue.waiting_queue import WaitingQueue
 
 
@@ -44,6 +45,7 @@ class RequestTable:
         self.gate = GrammarGate(book)
         self.sessions = SessionTable(config)
         self.waiting = WaitingQueue()
+        self.shares = Shares()
         self.by_key: dict[tuple[int, int], Request] = {}
         self.extending: list[Request] = []
         self.decoding: list[Request] = []
@@ -88,6 +90,7 @@ class RequestTable:
         if request.session is not None:
             self.sessions.begin(request)
         if self.gate.admits(request):
+            self._share(request)
             self.waiting.add(request, back=request.num_given > 0)
             self.trace.add(request.request_id, TraceKind.QUEUED, request.num_prompt_tokens)
         else:
@@ -104,6 +107,7 @@ class RequestTable:
         """GATED to WAITING."""
         self.gate.leave(request)
         request.move(Phase.WAITING)
+        self._share(request)
         self.waiting.add(request, back=request.num_given > 0)
         self.trace.add(request.request_id, TraceKind.UNGATED, 0)
         assert self._adds_up, "each request stands in one queue"
@@ -136,6 +140,7 @@ class RequestTable:
         assert computed == self.columns.target[request.lease.slot], "a row decodes before its last chunk is planned"
         self.trace.add(request.request_id, TraceKind.PREFILLED, computed)
         request.move(Phase.DECODE)
+        self._unshare(request)
         self.extending.remove(request)
         self.decoding.append(request)
         self._slots = None
@@ -145,6 +150,7 @@ class RequestTable:
         assert request.lease is not None
         slot, columns = request.lease.slot, self.columns
         request.move(Phase.EXTEND)
+        self._share(request)
         request.rekey()
         self.trace.add(request.request_id, TraceKind.JUMPED, len(request.output_ids))
         columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
@@ -168,6 +174,8 @@ class RequestTable:
         request.num_sent = int(self.columns.sent[slot])
         self._release(request)
         request.move(Phase.WAITING)
+        if request.flow is None:
+            self._share(request)
         request.rekey()
         request.flight_step = flight_step if sampled_in_flight else -1
         request.parked_step = plan_step
@@ -196,6 +204,8 @@ class RequestTable:
         else:
             self.waiting.remove(request)
         request.move(Phase.FINISHED)
+        if request.flow is not None:
+            self._unshare(request)
         del self.by_key[request.peer, request.handle]
         self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
         assert self._adds_up, "who has ended stands in no queue and has no slot"
@@ -258,6 +268,18 @@ class RequestTable:
             retractions=request.num_retractions,
             embedding=ending.embedding,
         )
+
+    def _share(self, request: Request) -> None:
+        """Its prompt tokens are to be planned. One of a flow that had none may be next although others find no room."""
+        assert request.flow is None, "a request is of one flow, once"
+        request.flow = self.shares.enter(request.payer, request.weight)
+        if request.flow.num_pending == 1 and self.shares.num_flows > 1:
+            self.batch_is_full = False
+
+    def _unshare(self, request: Request) -> None:
+        assert request.flow is not None, "who leaves a flow is in one"
+        self.shares.leave(request.flow)
+        request.flow = None
 
     @property
     def _adds_up(self) -> bool:

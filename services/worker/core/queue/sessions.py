@@ -88,13 +88,16 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
     def open(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
         """Returns why it could not be opened, "" if it was. capacity (tokens), ttl_s: 0 for the configured default, which
         capacity cannot exceed."""
         if not session_id:
             return "a session has an id"
         if session_id in self._sessions:
-            return f"session {session_id} is open"
+            return "the session is open"
         if len(self._sessions) >= self.config.max_sessions:
             return f"the worker holds {self.config.max_sessions} sessions and takes no more"
         ttl_s = ttl_s or self.config.session_ttl_s
@@ -139,13 +142,13 @@ class SessionTable:
         if session is None:
             forgotten = turn.session_id in self._forgotten
             why = "was forgotten: the worker's memory was released, or its weights replaced" if forgotten else "is not open here"
-            return f"{turn.session_id} {why}"
+            return f"there is no such session: it {why}"
         if message.request_id in session.turns or message.request_id in session.running:
-            return f"{turn.session_id} has a turn {message.request_id}"
+            return f"the session has a turn {message.request_id}"
         parent = turn.parent or next(reversed(session.turns), "")
         if parent and parent not in session.turns:
             state = "is still running" if parent in session.running else "is not there"
-            return f"turn {parent} of {turn.session_id} {state}"
+            return f"turn {parent} of the session {state}"
         added = prompt = message.prompt_ids
         if parent and len(before := self._kept(session.turns[parent], turn)):
             starts_anew = len(added) > 1 and int(added[0]) == self.config.bos_token_id
@@ -153,7 +156,7 @@ class SessionTable:
             prompt = np.concatenate([before, added])
         room = min(self.config.context_len - len(prompt), session.room - len(added))
         if session.room <= len(added):
-            return f"{turn.session_id} is full: it holds {session.capacity} tokens over its turns"
+            return f"the session is full: it holds {session.capacity} tokens over its turns"
         params = replace(message.params, max_new_tokens=min(message.params.max_new_tokens, max(room, 1)))
         offset = len(prompt) - len(added)
         return replace(message, prompt_ids=prompt, params=params, session=replace(turn, parent=parent, offset=offset))

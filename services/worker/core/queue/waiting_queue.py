@@ -12,13 +12,16 @@ from itertools import islice
 from typing import NamedTuple
 
 from services.worker.core.queue.request import Request
+from services.worker.core.queue.shares import Flow
 
 
 @dataclass(slots=True)
 class _Rank:
-    """Requests of one rank. fresh: by seq, in order of arrival. back: those that have run before, by arrival."""
+    """Requests of one rank. fresh: by seq, in order of arrival; flows: the same by flow. back: those that have run before, by
+    arrival."""
 
     fresh: dict[int, Request] = field(default_factory=dict)
+    flows: dict[Flow, dict[int, Request]] = field(default_factory=dict)
     back: list[Request] = field(default_factory=list)
 
 
@@ -65,7 +68,9 @@ class WaitingQueue:
             rank.back.sort(key=lambda r: r.seq)
         else:
             assert request.seq not in rank.fresh, "a request stands in the queue twice"
+            assert request.flow is not None, "who waits has prompt tokens to be planned"
             rank.fresh[request.seq] = request
+            rank.flows.setdefault(request.flow, {})[request.seq] = request
         self._size += 1
         request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
         self.num_tokens += request.queued_tokens
@@ -76,6 +81,12 @@ class WaitingQueue:
         rank = self._ranks[request.rank]
         if rank.fresh.pop(request.seq, None) is None:
             rank.back.remove(request)
+        else:
+            assert request.flow is not None, "who waits has prompt tokens to be planned"
+            mine = rank.flows[request.flow]
+            del mine[request.seq]
+            if not mine:
+                del rank.flows[request.flow]
         self._size -= 1
         self.num_tokens -= request.queued_tokens
         assert 0 <= self._size <= self.num_tokens, "each that waits has a token"
@@ -125,6 +136,18 @@ class WaitingQueue:
         for rank in self._order:
             yield from self._ranks[rank].back
             yield from self._ranks[rank].fresh.values()
+
+    def ranks(self) -> tuple[int, ...]:
+        """The most urgent first."""
+        return tuple(self._order)
+
+    def back(self, rank: int) -> list[Request]:
+        """A copy: those of the rank that have run before, by arrival, held ones too."""
+        return list(self._ranks[rank].back)
+
+    def flows(self, rank: int) -> dict[Flow, list[Request]]:
+        """A copy: those of the rank that have never run, by arrival, held ones too."""
+        return {flow: list(requests.values()) for flow, requests in self._ranks[rank].flows.items()}
 
     def eligible(self) -> list[Request]:
         """In order of service, without those held."""

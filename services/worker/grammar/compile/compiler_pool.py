@@ -2,7 +2,8 @@
 and the threads that wait on it.
 
 Two queues keep good grammars from waiting behind bad ones: every grammar is first given quick_s by one of `workers` threads;
-what is not done by then starts over in the slow queue, served by one thread that gives compile_s. The first are compiled at a
+what is not done by then starts over in the slow queue, served by one thread that gives compile_s. Each queue takes one of every
+tenant in turn. The first are compiled at a
 priority below the worker's, the second at the lowest: on a full machine a good grammar takes seconds, not minutes.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -25,6 +25,7 @@ from pathlib import Path
 
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.grammar.compile.compiled import Compiled
+from services.worker.grammar.compile.fair_lane import FairLane
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
@@ -160,8 +161,7 @@ class CompilerPool:
         self._limits = limits
         self._done = done
         self._nursery = _Nursery(info.serialize_json().encode(), limits, jumps)
-        self._quick: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
-        self._slow: queue.Queue[GrammarSpec | None] = queue.Queue(limits.queue)
+        self._quick, self._slow = FairLane(limits.queue), FairLane(limits.queue)
         self._closed = False
         lanes = [(self._quick, limits.quick_s, QUICK_NICENESS)] * limits.workers
         lanes.append((self._slow, limits.compile_s, SLOW_NICENESS))
@@ -177,9 +177,10 @@ class CompilerPool:
         """Of the process that forks compilers; None while there is none."""
         return self._nursery.pid
 
-    def submit(self, spec: GrammarSpec) -> bool:
-        """Returns at once. False: too many wait, or the pool is closed; done() will not be called."""
-        return not self._closed and _offer(self._quick, spec)
+    def submit(self, spec: GrammarSpec, tenant: bytes) -> bool:
+        """Returns at once. tenant: whose turn it takes, b"" is one too. False: too many wait, or the pool is closed; then done()
+        will not be called."""
+        return self._quick.offer(spec, tenant)
 
     def warm_up(self) -> None:
         """Returns once the compiling process runs, which takes seconds, or has failed to; the first grammar tries again."""
@@ -193,20 +194,16 @@ class CompilerPool:
         self._closed = True
         self._nursery.close()
         for lane in (self._quick, self._slow):
-            for _ in self._threads:
-                _offer(lane, None)
+            lane.close()
         for thread in self._threads:
             thread.join(JOIN_S)  # one that is compiling ends with the process
 
-    def _serve(self, lane: queue.Queue[GrammarSpec | None], seconds: float, niceness: int) -> None:
+    def _serve(self, lane: FairLane, seconds: float, niceness: int) -> None:
         give_way(threading.get_native_id(), niceness)  # this thread, which compiles
-        while True:
-            spec = lane.get()
-            if self._closed or spec is None:
-                return
-            self._finish(spec, lane, seconds, niceness)
+        while (found := lane.take()) is not None:
+            self._finish(*found, lane, seconds, niceness)
 
-    def _finish(self, spec: GrammarSpec, lane: queue.Queue[GrammarSpec | None], seconds: float, niceness: int) -> None:
+    def _finish(self, spec: GrammarSpec, tenant: bytes, lane: FairLane, seconds: float, niceness: int) -> None:
         compiled, reason, busy = None, "", False
         try:
             compiled = self._compile(spec, min(seconds, self._limits.compile_s), niceness)
@@ -217,7 +214,7 @@ class CompilerPool:
         except _Slow:
             if lane is self._slow or seconds >= self._limits.compile_s:
                 reason = f"{spec.kind}: compiling it took longer than {self._limits.compile_s:g} s"
-            elif _offer(self._slow, spec):
+            elif self._slow.offer(spec, tenant):
                 return
             else:
                 reason, busy = f"{spec.kind}: {QUEUE_FULL}", True
@@ -274,11 +271,3 @@ def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
         env={"PYTHONPATH": str(ROOT), **single},  # nothing of this process's environment
         start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
     )
-
-
-def _offer(lane: queue.Queue[GrammarSpec | None], spec: GrammarSpec | None) -> bool:
-    try:
-        lane.put_nowait(spec)
-    except queue.Full:
-        return False
-    return True

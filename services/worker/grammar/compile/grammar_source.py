@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from services.shared.schema_size import too_large
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
 from services.worker.grammar.compile.grammar_compiler import Prepared
 from services.worker.grammar.schema import json_rules
 from services.worker.grammar.schema.json_text import parse_json
+from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.grammar.schema.regex_rules import regex_ebnf
 from services.worker.grammar.schema.schema_rules import schema_grammar
 from services.worker.grammar.schema.structural_tag import structural_tag
@@ -14,6 +18,7 @@ from services.worker.grammar.schema.structural_tag import structural_tag
 def prepare(spec: GrammarSpec) -> Prepared:
     """Checks and translates. Raises GrammarRefused. Runs in the compiling process: it may be slow on purpose."""
     if spec.kind is GrammarKind.STRUCTURAL_TAG:
+        _bounded(parse_json(spec.source, spec.kind), spec.kind)
         return Prepared(True, structural_tag(spec.source))
     return Prepared(False, ebnf_of(spec))
 
@@ -24,10 +29,18 @@ def ebnf_of(spec: GrammarSpec) -> str:
         case GrammarKind.JSON_OBJECT:
             return json_rules.finished({}, {}, json_rules.OBJECT).render()
         case GrammarKind.JSON_SCHEMA:
-            return schema_grammar(parse_json(spec.source, "json_schema")).render()
+            return schema_grammar(_bounded(parse_json(spec.source, "json_schema"), spec.kind)).render()
         case GrammarKind.REGEX:
             return regex_ebnf(spec.source)
         case GrammarKind.EBNF:
             return spec.source
         case GrammarKind.STRUCTURAL_TAG:
             raise ValueError("a structural tag is no EBNF")
+
+
+def _bounded(document: Any, kind: GrammarKind) -> Any:
+    """The document itself. Raises GrammarRefused for one whose size alone is too much."""
+    why = too_large(document)
+    if why:
+        raise GrammarRefused(f"{kind}: {why}")
+    return document

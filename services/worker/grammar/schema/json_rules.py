@@ -87,7 +87,7 @@ def string_of(low: int, high: int | None) -> Node:
     return Seq((QUOTE, Repeat(SAFE, low, high), QUOTE))
 
 
-def literal(value: Any, where: str) -> Node:
+def literal(value: Any, where: str) -> Text:
     """The one spelling of a constant, without blanks."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if any(0xD800 <= ord(char) <= 0xDFFF for char in text):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.worker.grammar.schema import json_rules
-from services.worker.grammar.schema.ebnf import Alternatives, Grammar, Node, Ref, choice
+from services.worker.grammar.schema.ebnf import Grammar, Node, Ref, choice
 from services.worker.grammar.schema.formats import PATTERNS
 from services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, STRING, VALUE
 from services.worker.grammar.schema.number_ranges import import_rules, numeric_keywords
@@ -29,6 +29,7 @@ from services.worker.grammar.schema.schema_support import (
     resolve,
     types_of,
 )
+from services.worker.grammar.schema.shared_beginnings import any_of
 
 MAX_RULES = 20_000
 
@@ -131,7 +132,7 @@ class RuleBuilder:
         found = [value for value in values if is_of(value, types)]
         if not found:
             raise refuse(path, "no value of the schema's type")
-        return self.define(Alternatives(tuple(json_rules.literal(value, f"json_schema: {path}") for value in found)))
+        return self.define(any_of([json_rules.literal(value, f"json_schema: {path}").text for value in found], self.define))
 
     def _typed(self, name: str, schema: Schema, path: str) -> Node:
         match name:

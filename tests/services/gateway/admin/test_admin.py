@@ -14,6 +14,7 @@ import grpc
 import httpx
 import pytest
 from google.protobuf.message import Message
+from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
@@ -23,13 +24,15 @@ from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.http import http_server
+from services.gateway.http.body_budget import BodyBudget
+from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
 from services.gateway.request.errors import ApiError
 from services.local.ports import free_ports
 from services.shared.control_values import put_values
 from services.shared.rpc.control_token import read_token
-from tests.services.gateway.http.test_process import Process
+from tests.services.gateway.gateway_process import Process
 from tests.services.gateway.system import System
 
 TOKEN = "an operators' token"
@@ -114,7 +117,8 @@ def listening(config: GatewaySettings, requests: FakeRequests | None = None) -> 
     """Over the workers that the settings name."""
     token = read_token(config.control_token, config.control_token_file)
     directory = WorkerDirectory(NoWorkers(), config.worker_control_addresses)
-    return admin_listener(config, token, directory, (requests or FakeRequests()).aborter())
+    bodies = BodyBudget(1 << 26, 1.0, 1, GatewayMetrics(CollectorRegistry()))
+    return admin_listener(config, token, directory, (requests or FakeRequests()).aborter(), bodies)
 
 
 @asynccontextmanager
@@ -394,7 +398,7 @@ def test_settings_that_would_let_strangers_in_are_refused_at_the_start(settings:
 
     async def run() -> None:
         gateway = Gateway(config)
-        async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter):
+        async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies):
             raise AssertionError("started")
 
     with pytest.raises(http_server.CannotListen, match=message):

@@ -73,7 +73,7 @@ async def operated(step_s: float = 0.005) -> AsyncIterator[Operated]:
             detokenizers=fronts[0].address, tokenizers=fronts[1].address, grace_s=0.1,
         )  # fmt: skip
         listener, stop, gateway = http_server.bind(HOST, 0), asyncio.Event(), Gateway(config)
-        await stack.enter_async_context(admin_listener(config, gateway.token, gateway.directory, gateway.aborter))
+        await stack.enter_async_context(admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies))
         serving_gateway = asyncio.create_task(gateway.run(listener, stop))
         admin = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{HOST}:{admin_port}", timeout=20))
         url = f"http://{HOST}:{listener.getsockname()[1]}"

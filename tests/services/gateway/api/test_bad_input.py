@@ -22,12 +22,10 @@ CHAT: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"messages": None}, "messages"),
     "messages empty": ({"messages": []}, "messages"),
     "messages a string": ({"messages": SECRET}, "messages"),
-    "messages an object": ({"messages": {"role": "user"}}, "messages"),
     "too many messages": ({"messages": USER * (limits.MAX_CHAT_MESSAGES + 1)}, "messages"),
     "message a string": ({"messages": [SECRET]}, "messages[0]"),
     "message without role": ({"messages": [{"content": SECRET}]}, "messages[0].role"),
     "unknown role": ({"messages": [*USER, {"role": SECRET, "content": "x"}]}, "messages[1].role"),
-    "role a number": ({"messages": [{"role": 1, "content": SECRET}]}, "messages[0].role"),
     "content missing": ({"messages": [{"role": "user"}]}, "messages[0].content"),
     "content a number": ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     "content part a string": ({"messages": [{"role": "user", "content": [SECRET]}]}, "messages[0].content[0]"),
@@ -35,7 +33,6 @@ CHAT: dict[str, tuple[dict[str, Any], str]] = {
     "text part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     "prompt over the context": ({"messages": [{"role": "user", "content": "x" * CONTEXT_LEN}]}, "messages"),
     "max_completion_tokens 0": ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    "tools not a list": ({"tools": {"name": SECRET}}, "tools"),
     "tools of strings": ({"tools": [SECRET]}, "tools.0"),
     "tool_choice required": ({"tool_choice": "required"}, "tool_choice"),
     "tool_choice named": ({"tool_choice": {"type": "function"}}, "tool_choice"),
@@ -50,7 +47,6 @@ CHAT: dict[str, tuple[dict[str, Any], str]] = {
 TOO_LARGE = "x" * (limits.MAX_GRAMMAR_BYTES + 1)
 CONSTRAINTS: dict[str, tuple[dict[str, Any], str]] = {
     "response_format a string": ({"response_format": "json"}, "response_format.type"),
-    "response_format without type": ({"response_format": {}}, "response_format.type"),
     "response_format unknown": ({"response_format": {"type": SECRET}}, "response_format.type"),
     "json_schema missing": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     "json_schema without name": (
@@ -66,7 +62,6 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], str]] = {
         "response_format.json_schema.schema",
     ),
     "guided_json no JSON": ({"guided_json": SECRET}, "guided_json"),
-    "guided_json a list": ({"guided_json": [1]}, "guided_json"),
     "guided_json too large": ({"guided_json": TOO_LARGE}, "guided_json"),
     "guided_regex empty": ({"guided_regex": ""}, "guided_regex"),
     "guided_regex too large": ({"guided_regex": TOO_LARGE}, "guided_regex"),
@@ -96,17 +91,13 @@ BOTH: dict[str, tuple[dict[str, Any], str]] = {
     "stop empty string": ({"stop": ""}, "stop"),
     "too many stops": ({"stop": ["a"] * (limits.MAX_STOP_STRINGS + 1)}, "stop"),
     "stop too long": ({"stop": "a" * (limits.MAX_STOP_STRING_CHARS + 1)}, "stop"),
+    "too many stop_token_ids": ({"stop_token_ids": [1] * (limits.MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
     "stop_token_ids strings": ({"stop_token_ids": ["1"]}, "stop_token_ids.0"),
     "stop_token_ids outside": ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
-    "stop_token_ids negative": ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    "too many stop_token_ids": ({"stop_token_ids": [1] * (limits.MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
-    "logit_bias a list": ({"logit_bias": [1]}, "logit_bias"),
     "logit_bias key no id": ({"logit_bias": {SECRET: 1}}, "logit_bias"),
-    "logit_bias key negative": ({"logit_bias": {"-1": 1}}, "logit_bias"),
     "logit_bias key outside": ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
     "logit_bias value too large": ({"logit_bias": {"1": 101}}, "logit_bias"),
     "logit_bias value a string": ({"logit_bias": {"1": SECRET}}, "logit_bias"),
-    "too many logit_bias": ({"logit_bias": {str(i): 1 for i in range(limits.MAX_LOGIT_BIAS_ENTRIES + 1)}}, "logit_bias"),
     "stream a string": ({"stream": "yes"}, "stream"),
     "stream_options without stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "include_usage a string": ({"stream": True, "stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
@@ -114,21 +105,14 @@ BOTH: dict[str, tuple[dict[str, Any], str]] = {
     "cache_salt too long": ({"cache_salt": "x" * (limits.MAX_CACHE_SALT_CHARS + 1)}, "cache_salt"),
     "priority beyond 32 bits": ({"priority": 1 << 31}, "priority"),
     "routing_key too long": ({"routing_key": "x" * (limits.MAX_ROUTING_KEY_CHARS + 1)}, "routing_key"),
-    "stop_regex a number": ({"stop_regex": 5}, "stop_regex"),
-    "stop_regex empty": ({"stop_regex": [""]}, "stop_regex"),
     "too many stop_regex": ({"stop_regex": ["a"] * (limits.MAX_STOP_REGEXES + 1)}, "stop_regex"),
-    "stop_regex too long": ({"stop_regex": "a" * (limits.MAX_STOP_REGEX_CHARS + 1)}, "stop_regex"),
     "allowed_token_ids empty": ({"allowed_token_ids": []}, "allowed_token_ids"),
     "allowed_token_ids outside": ({"allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids"),
-    "too many allowed_token_ids": ({"allowed_token_ids": [1] * (limits.MAX_TOKEN_ID_SET + 1)}, "allowed_token_ids"),
     "banned_token_ids outside": ({"banned_token_ids": [-1]}, "banned_token_ids"),
-    "banned_token_ids strings": ({"banned_token_ids": ["1"]}, "banned_token_ids.0"),
     "logprob_token_ids alone": ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     "logprob_token_ids outside": ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
     "too many logprob_token_ids": ({"logprob_token_ids": [1] * (limits.MAX_LOGPROB_TOKEN_IDS + 1)}, "logprob_token_ids"),
-    "dry breakers a string": ({"dry_sequence_breakers": SECRET}, "dry_sequence_breakers"),
     "dry breaker empty": ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
-    "too many dry breakers": ({"dry_sequence_breakers": ["a"] * (limits.MAX_DRY_BREAKERS + 1)}, "dry_sequence_breakers"),
     "bad_words": ({"bad_words": [SECRET]}, "bad_words"),
     **CONSTRAINTS,
 }
@@ -137,9 +121,7 @@ COMPLETION: dict[str, tuple[dict[str, Any], str]] = {
     "prompt empty list": ({"prompt": []}, "prompt"),
     "prompt empty": ({"prompt": ""}, "prompt"),
     "prompt a number": ({"prompt": 5}, "prompt"),
-    "prompt an object": ({"prompt": {"text": SECRET}}, "prompt"),
     "prompt mixed": ({"prompt": [SECRET, 5]}, "prompt"),
-    "prompt ids mixed": ({"prompt": [5, SECRET]}, "prompt"),
     "prompt of empty ids": ({"prompt": [[]]}, "prompt"),
     "prompt of bools": ({"prompt": [True]}, "prompt"),
     "prompt id negative": ({"prompt": [-1]}, "prompt"),
@@ -160,9 +142,6 @@ EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": None}, "model"),
     "no input": ({"input": None}, "input"),
     "input empty": ({"input": ""}, "input"),
-    "input empty list": ({"input": []}, "input"),
-    "input a number": ({"input": 5}, "input"),
-    "input mixed": ({"input": [SECRET, 5]}, "input"),
     "input id outside": ({"input": [[1], [VOCAB_SIZE]]}, "input[1]"),
     "input over the context": ({"input": [1] * (CONTEXT_LEN + 1)}, "input"),
     "too many inputs": ({"input": ["x"] * (limits.MAX_BATCH_PROMPTS + 1)}, "input"),
@@ -173,19 +152,11 @@ EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-# What chat and completions define once (a test below) is refused by chat. Completions refuse once more what is theirs, and
-# one value of each field that is checked outside the bodies' types.
+# What chat and completions define once (a test below) is refused by chat. Completions refuse once more what is theirs, and one
+# value of each check outside the bodies' types: all fields of a message are looked at together, and so are all constraints.
+# How long lists may be, and of what, tests/contracts/test_sampling_parameters.py says of each field.
 APART = {"max_tokens"}
-BY_HAND = ("stop", "stop_regex", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "logprob_token_ids", "logit_bias")
-BY_HAND += (
-    "min_tokens",
-    "stream_options",
-    "dry_sequence_breakers",
-    "response_format.type",
-    "guided_choice",
-    "regex",
-    "bad_words",
-)
+BY_HAND = ("stop_token_ids", "logprob_token_ids", "min_tokens", "stream_options", "regex", "bad_words")
 LAST_OF_EACH = {param: name for name, (_, param) in BOTH.items()}
 AGAIN = {
     name: case for name, case in BOTH.items() if case[1] in APART or name in map(LAST_OF_EACH.get, ("model", "top_p", *BY_HAND))
@@ -230,12 +201,10 @@ BODIES = {
     "cut off": b'{"model": "x"',
     "not an object": b"[1]",
     "NaN": b'{"temperature": NaN}',
-    "Infinity": b'{"temperature": Infinity}',
     "number out of range": b'{"temperature": 1e999}',
     "lone surrogate": b'{"model": "\\ud800"}',
     "not UTF-8": b'{"model": "\xff\xfe"}',
     "nested 5000 deep": b'{"model":' + b"[" * 5000 + b"]" * 5000 + b"}",
-    "form data": b"model=x&prompt=y",
 }
 
 

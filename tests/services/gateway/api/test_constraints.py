@@ -103,8 +103,11 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "reason", "param"), REFUSALS, ids=[param for *_, param in REFUSALS])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("body", "reason", "param", "stream"),
+    [(*case, stream) for case, stream in zip(REFUSALS, (True, False) * 2, strict=True)],
+    ids=[param for *_, param in REFUSALS],
+)
 def test_a_grammar_that_the_worker_refuses_is_400_with_its_reason(
     shared: System, body: dict[str, Any], reason: str, param: str, stream: bool
 ) -> None:

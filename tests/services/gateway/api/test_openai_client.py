@@ -177,7 +177,7 @@ def test_errors_are_the_clients_own_exceptions(shared: System) -> None:
 
 
 def test_api_keys() -> None:
-    with System(api_keys="first,second") as system:
+    with System(keys=("first", "second")) as system:
         with pytest.raises(openai.AuthenticationError) as error:
             system.openai(api_key="third").models.list()
         assert error.value.code == "invalid_api_key"

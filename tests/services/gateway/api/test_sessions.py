@@ -80,7 +80,7 @@ class SessionWorker(FakeWorker):
             async for message in requests:
                 for submit in message.submits:
                     if submit.HasField("session") and submit.session.session_id not in self.sessions:
-                        self.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "there is no such session", "session"))
+                        self.refuse.append((pb.ERROR_CODE_INVALID_ARGUMENT, "there is no such session", "session.session_id"))
                 yield message
 
         await super()._read(known(), running, refused)
@@ -259,7 +259,7 @@ class TestTurns:
     def test_of_an_unknown_session(self, make: Callable[[int], System]) -> None:
         system = make(2)
         answer = turn(system, "never opened")
-        assert answer.status_code == 400 and "no such session" in answer.json()["error"]["message"]
+        assert answer.status_code == 404 and "no such session" in answer.json()["error"]["message"]
         assert sum(len(host.servicer.submits) for host in system.workers) == 1
 
     def test_a_full_worker_is_not_passed_by(self, make: Callable[[int], System]) -> None:

@@ -244,7 +244,8 @@ class TestAbort:
         system.do(lambda: system.worker.allow(tokens))
         waiting = Waiting(system, path, {"text": "Hi", **body} if path == GENERATE else body)
         wait_until(lambda: system.worker.steps_left == 0 and bool(system.worker.running), "the tokens")
-        wait_until(lambda: sum(len(batch.handles) for batch in system.detokenizer.batches) >= tokens, "the ids")
+        placed = system.gateway.dispatcher._placements
+        wait_until(lambda: sum(len(choice.output.ids) for choice in list(placed)) >= tokens, "the ids")
         return waiting
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -358,7 +359,7 @@ def test_model_info(shared: System, path: str) -> None:
 
 
 def test_api_keys_protect_everything_but_operations() -> None:
-    with System(api_keys="secret") as system:
+    with System(keys=["secret"]) as system:
         assert generate(system).status_code == 401
         assert system.post("/abort_request", {"abort_all": True}).status_code == 401
         assert system.get("/health_generate").status_code == 200

@@ -113,7 +113,9 @@ def test_only_where_all_workers_say_so() -> None:
     with System(workers=2, configure=cut_one) as system:
         for name, (body, _) in BODIES.items():
             refused = system.post(name.split()[0], body)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded"), name
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (400, "context_length_exceeded"), name
+            assert "maximum context length is " in error["message"]
 
 
 class TestRoom:

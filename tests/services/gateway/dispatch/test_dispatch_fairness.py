@@ -33,7 +33,7 @@ class Keyed:
 
 
 def test_who_comes_late_with_little_does_not_wait_for_who_has_much() -> None:
-    with System(configure=small, api_keys="a,b") as system:
+    with System(configure=small, keys="ab") as system:
         keyed = Keyed(system)
         keyed.send("a", 50)
         keyed.send("b", 3)
@@ -41,7 +41,7 @@ def test_who_comes_late_with_little_does_not_wait_for_who_has_much() -> None:
 
 
 def test_shares_by_weight() -> None:
-    with System(configure=small, api_keys="a,b,c", key_weights="3,1,1") as system:
+    with System(configure=small, keys=[{"name": "a", "key": "a", "weight": 3}, "b", "c"]) as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
         keyed.send("a", 24)
@@ -51,7 +51,7 @@ def test_shares_by_weight() -> None:
 
 
 def test_tokens_count_and_not_requests() -> None:
-    with System(configure=small, api_keys="a,b,c") as system:
+    with System(configure=small, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
         keyed.send("a", 4, lambda i: "x" * 200)
@@ -70,7 +70,7 @@ def test_without_keys_first_come_first_served() -> None:
 
 
 def test_what_no_worker_had_costs_nothing() -> None:
-    with System(configure=small, api_keys="a,b,c") as system:
+    with System(configure=small, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
         keyed.send("b", 1)
@@ -89,10 +89,35 @@ def test_output_counts_too() -> None:
         small(workers)
         workers[0].answer = lambda submit: "y" * 100
 
-    with System(configure=configure, api_keys="a,b,c") as system:
+    with System(configure=configure, keys="abc") as system:
         keyed = Keyed(system)
         keyed.send("c", LIMIT)
         keyed.send("a", 8, max_tokens=60)
         keyed.send("b", 8)
         order = keyed.served()[LIMIT:]
         assert order.rindex("b") < order.rindex("a") and "bbb" in order
+
+
+def test_a_worker_is_told_whose_a_prompt_is_and_what_came_with_it() -> None:
+    with System(keys=[{"name": "a", "key": "a", "weight": 3}, "b"]) as system:
+        keyed = Keyed(system)
+        for key, prompt in (("a", ["x", "y"]), ("a", "x"), ("b", ["x", "y"])):
+            expected = len(system.worker.submits) + 2 * len(prompt)
+            keyed.clients.append(RawClient(system, COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "n": 2}, key))
+            wait_until(lambda expected=expected: len(system.worker.submits) == expected, "arrival")
+        keyed.served()
+        submits = system.worker.submits
+        batches = [submit.batch for submit in submits]
+        assert batches[0] and batches[6] and batches == [batches[0]] * 4 + [0] * 2 + [batches[6]] * 4
+        assert batches[0] != batches[6]
+        tenants = [submit.tenant for submit in submits]
+        assert tenants == [tenants[0]] * 6 + [tenants[6]] * 4 and tenants[0] != tenants[6] and len(tenants[0]) == 16
+        assert [submit.tenant_weight for submit in submits] == [3.0] * 6 + [1.0] * 4
+
+
+def test_without_keys_a_prompt_is_of_nobody() -> None:
+    with System() as system:
+        keyed = Keyed(system)
+        keyed.clients.append(RawClient(system, COMPLETIONS, {"prompt": "x", "max_tokens": 1}))
+        keyed.served()
+        assert [(s.tenant, s.batch, s.tenant_weight) for s in system.worker.submits] == [(b"", 0, 1.0)]

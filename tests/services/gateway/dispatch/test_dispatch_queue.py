@@ -75,7 +75,7 @@ def test_the_deadline() -> None:
     with System(configure=small, queue_timeout_s=0.3) as system:
         full(system)
         answer = system.complete()
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.status_code == 503 and 1 <= int(answer.headers["retry-after"]) <= 60
         assert answer.json()["error"]["code"] == "queue_timeout"
         assert system.num_waiting == 0 and system.submits() == [LIMIT]
         assert system.metric("rootstock_gateway_queue_time_seconds_count") == 1
@@ -85,7 +85,7 @@ def test_the_bound() -> None:
     with System(configure=small, max_waiting_requests=2) as system:
         clients = [*full(system), send(system, "0"), send(system, "1")]
         answer = system.complete()
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.status_code == 503 and 1 <= int(answer.headers["retry-after"]) <= 60
         assert answer.json()["error"]["code"] == "queue_full"
         system.allow(None)
         assert [status_of(client) for client in clients] == [200] * 5

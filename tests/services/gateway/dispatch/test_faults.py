@@ -155,17 +155,17 @@ class TestWorker:
             assert len(system.workers[1].servicer.submits) == 1
 
     @pytest.mark.parametrize(
-        ("code", "status"),
+        ("code", "status", "stream"),
         [
-            (pb.ERROR_CODE_INVALID_ARGUMENT, 400),
-            (pb.ERROR_CODE_OUT_OF_MEMORY, 400),
-            (pb.ERROR_CODE_CANCELLED, 503),
-            (pb.ERROR_CODE_TIMEOUT, 504),
-            (pb.ERROR_CODE_INTERNAL, 500),
-            (pb.ERROR_CODE_UNSPECIFIED, 500),
+            (pb.ERROR_CODE_INVALID_ARGUMENT, 400, False),
+            (pb.ERROR_CODE_INVALID_ARGUMENT, 400, True),
+            (pb.ERROR_CODE_OUT_OF_MEMORY, 400, False),
+            (pb.ERROR_CODE_CANCELLED, 503, True),
+            (pb.ERROR_CODE_TIMEOUT, 504, False),
+            (pb.ERROR_CODE_INTERNAL, 500, True),
+            (pb.ERROR_CODE_UNSPECIFIED, 500, False),
         ],
     )
-    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
     def test_refusals(self, shared: System, code: int, status: int, stream: bool) -> None:
         shared.do(lambda: shared.worker.refuse.append((code, "said the worker")))
         answer = shared.chat(stream=stream)
@@ -282,6 +282,7 @@ class TestTokenizer:
             (grpc.StatusCode.INVALID_ARGUMENT, 400),
             (grpc.StatusCode.FAILED_PRECONDITION, 400),
             (grpc.StatusCode.RESOURCE_EXHAUSTED, 413),
+            (grpc.StatusCode.ABORTED, 503),
             (grpc.StatusCode.INTERNAL, 500),
             (grpc.StatusCode.UNKNOWN, 500),
         ],

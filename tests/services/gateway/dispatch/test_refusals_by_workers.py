@@ -34,7 +34,6 @@ CASES = [
     (EMBEDDINGS, "embedding", "model"),
     (EMBEDDINGS, "prompt_ids", "input"),
     ("/generate", "session", "session_params"),
-    ("/generate", "session.session_id", "session_params.id"),
     ("/generate", "logprobs.top", "top_logprobs_num"),
     ("/generate", "logprobs.token_ids", "token_ids_logprob"),
     ("/generate", "logprobs.prompt_from", "logprob_start_len"),

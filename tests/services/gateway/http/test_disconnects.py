@@ -90,8 +90,9 @@ def test_in_the_middle(system: System, stream: bool) -> None:
     client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
     if stream:
         client.read_until(b'"content":"l"')
-    wait_until(lambda: len(system.detokenizer.open) == 2, "the decoding")
-    wait_until(lambda: system.worker.steps_left == 0, "the steps")
+        wait_until(lambda: len(system.detokenizer.open) == 2, "the decoding")
+    choices = system.gateway.dispatcher._placements
+    wait_until(lambda: system.worker.steps_left == 0 and all(len(each.output.ids) == 4 for each in list(choices)), "the steps")
     client.vanish()
     assert has_ended(system, "streaming")
     wait_until(lambda: not system.worker.running and not system.detokenizer.open, "the aborts")

@@ -15,13 +15,14 @@ from rootstock.v1 import gateway_pb2 as pb
 from rootstock.v1 import gateway_pb2_grpc
 from services.gateway.admin import gateway_peers as peers
 from services.gateway.admin.tenants import Tenants
+from services.gateway.keys.key_table import ApiKey, KeyTable
 from services.gateway.request.abort import AbortReport, AbortScope
 from services.shared.rpc import grpc_server
 from tests.services.gateway.fakes import FakeWorker
 from tests.services.gateway.system import System, wait_until
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
-KEYS = {"api_keys": "alice,bob"}
+KEYS = {"keys": ("alice", "bob")}
 GENERATE = "/generate"
 
 
@@ -158,11 +159,15 @@ def test_the_peer_port_checks_what_it_is_asked() -> None:
         assert "PERMISSION_DENIED" in operate(system).unreached[0].message
 
 
+def tenants(token: str, *names: str) -> Tenants:
+    table = KeyTable(ApiKey(name, ()) for name in names) if names else None
+    return Tenants(lambda: table, token)
+
+
 def test_keys_travel_as_digests_that_all_gateways_agree_on() -> None:
-    here, there = Tenants(["alice", "bob"], "token"), Tenants(["bob", "carol", "alice"], "token")
-    assert there.key(here.digest("key-0")) == "key-2" and there.key(here.digest("key-1")) == "key-0"
-    assert b"alice" not in here.digest("key-0")
-    assert Tenants(["alice"], "another").key(here.digest("key-0")) is None
-    assert here.key(there.digest("key-1")) is None
-    assert Tenants([], "").key(Tenants([], "").digest("")) == ""
-    assert Tenants(["same", "same"], "").key(Tenants(["same"], "").digest("key-0")) == "key-0"
+    here, there = tenants("token", "alice", "bob"), tenants("token", "bob", "carol", "alice")
+    assert there.key(here.digest("alice")) == "alice" and there.key(here.digest("bob")) == "bob"
+    assert b"alice" not in here.digest("alice")
+    assert tenants("another", "alice").key(here.digest("alice")) is None
+    assert here.key(there.digest("carol")) is None
+    assert tenants("").key(tenants("").digest("")) == ""

@@ -18,6 +18,7 @@ from services.gateway.routing.policies import (
     make_policy,
     rows_with_room,
 )
+from tests.all_pairs import each_value
 
 
 def fleet(requests: Sequence[int], running: int | Sequence[int] = 100, limit: int = 1000) -> WorkerColumns:
@@ -122,17 +123,16 @@ def test_an_unknown_policy_is_refused() -> None:
         make_policy("fastest", RoutingConfig(), random.Random(1))
 
 
-@pytest.mark.parametrize("policy", list(RoutingPolicy))
-@pytest.mark.parametrize(
-    ("requests", "loras", "rows"),
-    [
-        ([0, 9, 9], [1, 2], {1, 2}),
-        ([0, 9, 9], [], {0, 1, 2}),
-        ([0, 90, 9], [1], {0, 1, 2} - {1}),
-    ],
-    ids=["who has it", "nobody has it", "who has it is beyond the gate"],
+@each_value(
+    policy=list(RoutingPolicy),
+    case={
+        "who has it": ([0, 9, 9], [1, 2], {1, 2}),
+        "nobody has it": ([0, 9, 9], [], {0, 1, 2}),
+        "who has it is beyond the gate": ([0, 90, 9], [1], {0, 1, 2} - {1}),
+    },
 )
-def test_adapter_residency(policy: str, requests: list[int], loras: list[int], rows: set[int]) -> None:
+def test_adapter_residency(policy: str, case: tuple[list[int], list[int], set[int]]) -> None:
+    requests, loras, rows = case
     workers = fleet(requests)
     for row in loras:
         workers.loras[row] = frozenset({"x", "y"})

@@ -141,17 +141,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "allowed outside": ({"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids: "),
     "too many allowed": ({"allowed_token_ids": [1] * (limits.MAX_TOKEN_ID_SET + 1)}, "allowed_token_ids: "),
     "banned outside": ({"banned_token_ids": [VOCAB]}, "banned_token_ids: "),
-    "too many banned": ({"banned_token_ids": [1] * (limits.MAX_TOKEN_ID_SET + 1)}, "banned_token_ids: "),
     "logit_bias outside": ({"logit_bias_ids": [VOCAB], "logit_bias_values": [1]}, "logit_bias: "),
     "logit_bias lengths": ({"logit_bias_ids": [1]}, "logit_bias: "),
     "too many patterns": ({"stop_regex": ["a"] * (limits.MAX_STOP_REGEXES + 1)}, "stop_regex: "),
     "pattern too long": ({"stop_regex": ["a" * (limits.MAX_STOP_REGEX_CHARS + 1)]}, "stop_regex: "),
     "pattern no RE2": ({"stop_regex": ["a", "("]}, "stop_regex[1]: cannot be used: missing )"),
-    "pattern with a back reference": ({"stop_regex": [r"(a)\1"]}, "stop_regex[0]: cannot be used"),
-    "pattern with a look-around": ({"stop_regex": ["(?=a)"]}, "stop_regex[0]: cannot be used"),
     "pattern that explodes": ({"stop_regex": ["((a{100}){100}){100}"]}, "stop_regex[0]: cannot be used"),
     "pattern of nothing": ({"stop_regex": ["a*"]}, "stop_regex[0]: matches the empty string"),
-    "pattern of the end": ({"stop_regex": ["$"]}, "stop_regex[0]: matches the empty string"),
     "too many top": ({"logprobs": pb.Logprobs(top=limits.MAX_TOP_LOGPROBS + 1)}, "logprobs.top: "),
     "chosen outside": ({"logprobs": pb.Logprobs(token_ids=[VOCAB])}, "logprobs.token_ids: "),
     "too many chosen": ({"logprobs": pb.Logprobs(token_ids=[1] * (limits.MAX_LOGPROB_TOKEN_IDS + 1))}, "logprobs.token_ids: "),
@@ -193,7 +189,12 @@ def arrived(params: SamplingParams, row: Parameter) -> Any:
 ROWS = [pytest.param(row, id=row.wire) for row in NUMERIC if row in SCALARS or row.wire.startswith("dry.")]
 
 
-@pytest.mark.parametrize("row", ROWS)
+# One line looks at all scalars: one of each kind with such ends. The lines of DRY are each row's own.
+LOOKED_AT = {(row.kind, row.low is None, row.high is None): row for row in NUMERIC if row in SCALARS}
+OUTSIDE = [case for case in ROWS if case.values[0] in LOOKED_AT.values() or case.id.startswith("dry.")]
+
+
+@pytest.mark.parametrize("row", OUTSIDE)
 def test_a_number_outside_its_range_is_named(row: Parameter) -> None:
     named = row.names[Api.CHAT] if row.wire.startswith("dry.") else row.wire
     not_numbers = [float("nan"), float("inf"), float("-inf")] if row.kind is Kind.NUMBER else []

@@ -262,7 +262,7 @@ def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
     overruns: list[str] = []
 
     class Book:
-        def open(self, spec: GrammarSpec) -> XgrammarMatcher:
+        def open(self, spec: GrammarSpec, tenant: bytes = b"") -> XgrammarMatcher:
             return XgrammarMatcher(compiled, setup, StepMeter(10.0, 100.0), lambda: overruns.append(spec.kind))
 
     config = deployed_config(num_pages=4096, page_size=16, context_len=4096, vocab_size=1280, max_running_requests=32)

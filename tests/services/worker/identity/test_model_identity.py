@@ -14,6 +14,7 @@ from services.worker.identity.model_identity import ModelIdentity, identify_mode
 from services.worker.identity.weights_revision import WeightsReading
 from services.worker.loop.inbox import Inbox
 from services.worker.settings import WorkerSettings
+from tests.all_pairs import each_value
 
 SIZE = 10_001
 
@@ -37,8 +38,7 @@ def identity_of(path: Path, name: str = "") -> ModelIdentity:
     return identify_model(path, name, revision_of(path))
 
 
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("at", [0, SIZE // 2, SIZE - 1], ids=["first", "middle", "last"])
+@each_value(at={"first": 0, "middle": SIZE // 2, "last": SIZE - 1}, number=[1, 2])
 def test_one_byte_makes_another_revision(tmp_path: Path, number: int, at: int) -> None:
     folder = make_folder(tmp_path / "model")
     before = revision_of(folder)

@@ -69,7 +69,7 @@ def test_other_weights_are_told_and_the_old_ones_turned_away(tmp_path: Path) -> 
             assert at.front.tokens[4] == expected(PROMPT, 10)
             assert (await answered(at, for_weights(5, ""))).cached_tokens > 0, "any weights"
             turn = await answered(at, for_weights(6, new, session=worker_pb2.SessionTurn(session_id="s")))
-            assert turn.error == common_pb2.ERROR_CODE_INVALID_ARGUMENT and "s was forgotten" in turn.message
+            assert turn.error == common_pb2.ERROR_CODE_INVALID_ARGUMENT and "it was forgotten" in turn.message
             assert (await at.state())["revision"] == new
 
     run(check)

@@ -1,4 +1,4 @@
-"""What an answer shows beside its text, as its request's body says it; and what all bodies are."""
+"""A request's body: as it arrives, as a type, and what it says an answer shows beside its text."""
 
 from __future__ import annotations
 
@@ -25,3 +25,19 @@ class AnswerBody(Body):
 
 _SHOWN = tuple(AnswerBody.model_fields)
 TEXT_ALONE = AnswerBody()
+
+
+class ReceivedBody:
+    """Between its last byte and the moment in which it has become something else. Whoever takes its bytes is their one owner, so
+    that they are gone as soon as they are parsed: they may be 64 MiB."""
+
+    __slots__ = ("_content",)
+
+    def __init__(self, content: bytes | bytearray) -> None:
+        self._content: bytes | bytearray | None = content
+
+    def take(self) -> bytes | bytearray:
+        """Once."""
+        content, self._content = self._content, None
+        assert content is not None, "a body is read once"
+        return content

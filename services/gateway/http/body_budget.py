@@ -1,0 +1,125 @@
+"""What all bodies of the process may hold together, from before the first byte is read until what was made of it is on its way.
+
+Small bodies have a pool of their own, so that no chat waits behind a large one. Who finds no room waits in line, unread: its
+client is held by TCP's flow control. After `wait_s`, or where too many wait already, it is refused with a 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Awaitable, Callable
+
+from services.gateway.http.body_pool import BodyPool, Stuck
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.errors import ApiError, unavailable
+from services.shared.limits import MAX_WAITING_BODIES, SMALL_BODY_BYTES, SMALL_BODY_POOL_BYTES
+
+TRIM_BYTES = 1 << 20  # what was made of a smaller body is reused by the next one
+TRIM_S = 1.0  # from its end, so that one trim does for several
+
+Gone = Callable[[], Awaitable[object]]  # returns when the client has closed its connection
+
+
+class ClientGone(Exception):
+    """The client closed its connection: there is nobody to answer."""
+
+
+class BodyBudget:
+    """One per process. capacity: bytes of large bodies. wait_s: seconds that one waits for room. retry_after_s: of a 503."""
+
+    def __init__(self, capacity: int, wait_s: float, retry_after_s: int, metrics: GatewayMetrics) -> None:
+        self._small = BodyPool(SMALL_BODY_POOL_BYTES)
+        self._large = BodyPool(capacity)
+        self._wait_s = wait_s
+        self._retry_after_s = retry_after_s
+        self._refused = metrics.bodies_refused
+        self._trimmer = MemoryTrimmer()
+        metrics.watch_bodies("small", lambda: self._small.held, lambda: self._small.num_waiting)
+        metrics.watch_bodies("large", lambda: self._large.held, lambda: self._large.num_waiting)
+
+    def open(self, gone: Gone) -> HeldBytes:
+        """Nothing is held yet."""
+        return HeldBytes(self, gone)
+
+    def pool_of(self, size: int) -> BodyPool:
+        return self._small if size <= SMALL_BODY_BYTES else self._large
+
+    async def take(self, pool: BodyPool, size: int, holds: int, gone: Gone) -> None:
+        """Returns with `size` more bytes of the pool. Raises ApiError 503, or ClientGone."""
+        if pool.take(size, holds):
+            return
+        if pool.num_waiting >= MAX_WAITING_BODIES:
+            raise self._no_room()
+        try:
+            place = pool.join(size, holds)
+        except Stuck:
+            raise self._no_room() from None
+        left = asyncio.ensure_future(gone())
+        try:
+            await asyncio.wait((place.room, left), timeout=self._wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if left.done():
+                raise ClientGone
+            if not place.room.done():
+                raise self._no_room()
+        except BaseException:
+            pool.leave(place)
+            raise
+        finally:
+            left.cancel()
+
+    def give(self, pool: BodyPool, size: int, peak: int) -> None:
+        """peak: bytes of the body that they were for."""
+        pool.give(size)
+        if peak >= TRIM_BYTES:
+            self._trimmer.soon()
+
+    def _no_room(self) -> ApiError:
+        self._refused.inc()
+        message = "The server holds as many bytes of requests' bodies as it can."
+        return unavailable(message, self._retry_after_s, "body_budget")
+
+
+class HeldBytes:
+    """Of one body. Whoever opened it closes it, once; closing it again does no harm."""
+
+    def __init__(self, budget: BodyBudget, gone: Gone) -> None:
+        self._budget = budget
+        self._gone = gone
+        self._pool = budget.pool_of(0)
+        self.size = 0
+
+    async def grow_to(self, size: int) -> None:
+        """At least so many bytes are held. What outgrows the small pool changes to the large. Raises ApiError, or ClientGone."""
+        if size <= self.size:
+            return
+        budget, pool = self._budget, self._budget.pool_of(size)
+        if pool is self._pool:
+            await budget.take(pool, size - self.size, self.size, self._gone)
+            self.size = size
+            return
+        await budget.take(pool, size, 0, self._gone)
+        self._pool.give(self.size)
+        self._pool, self.size = pool, size
+
+    def close(self) -> None:
+        size, self.size = self.size, 0
+        if size:
+            self._budget.give(self._pool, size, size)
+
+
+class MemoryTrimmer:
+    """Gives what the allocator keeps for later back to the system: glibc holds on to the pages of large bodies for ever."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        self._timer: asyncio.TimerHandle | None = None
+
+    def soon(self) -> None:
+        if self._trim is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TRIM_S, self._now)
+
+    def _now(self) -> None:
+        self._timer = None
+        assert self._trim is not None
+        self._trim(0)

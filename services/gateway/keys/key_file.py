@@ -1,0 +1,142 @@
+"""The file of API keys, or a folder of such files (*.json), followed while the gateway runs: whatever changes it (an editor, a
+link that Kubernetes turns over) is taken up within POLL_S. Where a file is wrong the keys before go on to be valid, and a log
+line and a metric say so. Reading and parsing happen in a thread; `table` is replaced as a whole, on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.gateway.keys.key_table import BadKeys, KeyTable, parse_keys
+from services.shared.limits import MAX_KEYS_FILE_BYTES
+from services.shared.observe.log import fields
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+REREAD_POLLS = 4  # every so often whatever the file's stamp says: a change may leave it as it was
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """stamp: of the files when they were read; digest: of what was in them."""
+
+    stamp: tuple[tuple[int, ...], ...]
+    digest: bytes
+
+
+class KeyFile:
+    """foreign: digests of secrets that must be no key, and what they are. Raises BadKeys where the file is wrong."""
+
+    def __init__(self, path: str, foreign: Mapping[bytes, str] | None = None) -> None:
+        self._path = Path(path)
+        self._foreign = foreign or {}
+        self._listeners: list[Callable[[KeyTable], None]] = []
+        self._read: _Read | None
+        self._complaint = ""
+        contents, self._read = self._load()
+        self.table = self._parse(contents)
+
+    def listen(self, changed: Callable[[KeyTable], None]) -> None:
+        """changed: called on the event loop with every new table."""
+        self._listeners.append(changed)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the keys are what the file says."""
+        return not self._complaint
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        polls = 0
+        while True:
+            await asyncio.sleep(POLL_S)
+            polls += 1
+            await self.refresh(whole=polls % REREAD_POLLS == 0)
+
+    async def refresh(self, whole: bool = True) -> None:
+        """Looks for a change, and takes it up. whole: reads the file also if its stamp is as it was."""
+        try:
+            table = await asyncio.to_thread(self._changed, whole)
+        except BadKeys as error:
+            if self._complaint != str(error):
+                logger.error("API keys stay as they were: %s", error)
+            self._complaint = str(error)
+            return
+        self._complaint = ""
+        if table is not None:
+            self.table = table
+            logger.info("API keys", extra=fields(path=str(self._path), keys=len(table)))
+            for changed in self._listeners:
+                changed(table)
+
+    def _changed(self, whole: bool) -> KeyTable | None:
+        """In a thread. None: nothing is new. Raises BadKeys, each time while a file is wrong."""
+        before, self._read = self._read, None  # what is wrong is read again, until it is right
+        if before is not None and not whole and before.stamp == self._stamp():
+            self._read = before
+            return None
+        contents, read = self._load()
+        table = None if before is not None and before.digest == read.digest else self._parse(contents)
+        self._read = read
+        return table
+
+    def _load(self) -> tuple[list[bytes], _Read]:
+        stamp, contents, digest, left = self._stamp(), [], hashlib.sha256(), MAX_KEYS_FILE_BYTES
+        for path in self._paths():
+            try:
+                with path.open("rb") as file:
+                    content = file.read(left + 1)
+            except OSError as error:
+                raise BadKeys(f"{path}: {error.strerror}") from None
+            left -= len(content)
+            if left < 0:
+                raise BadKeys(f"{path}: is larger than {MAX_KEYS_FILE_BYTES} bytes, or all files together are")
+            contents.append(content)
+            digest.update(b"%d:" % len(content) + content)
+        return contents, _Read(stamp, digest.digest())
+
+    def _parse(self, contents: list[bytes]) -> KeyTable:
+        try:
+            return parse_keys(contents, self._foreign)
+        except BadKeys as error:
+            raise BadKeys(f"{self._path}: {error}") from None
+
+    def _paths(self) -> list[Path]:
+        if not self._path.is_dir():
+            return [self._path]
+        found = sorted(self._path.glob("*.json"))
+        if not found:
+            raise BadKeys(f"{self._path}: has no *.json")
+        return found
+
+    def _stamp(self) -> tuple[tuple[int, ...], ...]:
+        try:
+            found = [path.stat() for path in self._paths()]
+        except OSError as error:
+            raise BadKeys(f"{self._path}: {error.strerror}") from None
+        return tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+
+
+class Weights(Mapping[str, float]):
+    """Of keys by name, as the table has them at any moment; of what it does not name there is none."""
+
+    def __init__(self, table: Callable[[], KeyTable]) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> float:
+        key = self._table().named(name)
+        if key is None:
+            raise KeyError(name)
+        return key.weight
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.name for key in self._table())
+
+    def __len__(self) -> int:
+        return len(self._table())

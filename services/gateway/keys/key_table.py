@@ -1,0 +1,164 @@
+"""API keys as the file of keys has them: who they belong to, and what they are worth. Pure; a key itself is nowhere kept, only
+its SHA-256, and a key that is shown is looked up by its own: how long that takes says nothing of other keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from services.shared import limits
+
+DIGEST_BYTES = 32
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.MAX_KEY_NAME_CHARS}}}")
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+
+
+class BadKeys(ValueError):
+    """The text says where in the file, and what. It repeats no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """digests: of the secrets that are this key, several while one replaces another. weight: its share while requests wait.
+    priority: of its requests that give none, and the most urgent that one may ask for; None leaves it to them. Limits are over
+    all gateways, None for none: of what begins within a minute, of tokens within a minute, and of what runs at once."""
+
+    name: str
+    digests: tuple[bytes, ...]
+    weight: float = 1.0
+    priority: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return not self.requests_per_minute is self.tokens_per_minute is self.max_concurrent is None
+
+
+class KeyTable:
+    """Immutable."""
+
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self._by_name = {key.name: key for key in keys}
+        self._by_digest = {digest: key for key in self._by_name.values() for digest in key.digests}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[ApiKey]:
+        return iter(self._by_name.values())
+
+    def named(self, name: str) -> ApiKey | None:
+        return self._by_name.get(name)
+
+    def of_secret(self, secret: bytes) -> ApiKey | None:
+        """The key that this is; None: none of them."""
+        return self._by_digest.get(digest_of(secret))
+
+
+def digest_of(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def parse_keys(contents: Iterable[bytes], foreign: Mapping[bytes, str] | None = None) -> KeyTable:
+    """contents: of the files. foreign: digests of secrets that must be no key, and what they are. Raises BadKeys."""
+    keys = [key for content in contents for key in _keys(content)]
+    if len(keys) > limits.MAX_KEYS:
+        raise BadKeys(f"keys: has {len(keys)} entries; at most {limits.MAX_KEYS} are taken")
+    _check_unique(keys, foreign or {})
+    return KeyTable(keys)
+
+
+def _keys(content: bytes) -> list[ApiKey]:
+    try:
+        document = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise BadKeys(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    if not isinstance(document, dict) or document.keys() != {"keys"}:
+        raise BadKeys('the file must be an object with one field, "keys"')
+    entries = document["keys"]
+    if not isinstance(entries, list):
+        raise BadKeys("keys: must be a list")
+    if len(entries) > limits.MAX_KEYS:
+        raise BadKeys(f"keys: has {len(entries)} entries; at most {limits.MAX_KEYS} are taken")
+    return [_key(entry, f"keys[{index}]") for index, entry in enumerate(entries)]
+
+
+def _check_unique(keys: Iterable[ApiKey], foreign: Mapping[bytes, str]) -> None:
+    names: set[str] = set()
+    owners: dict[bytes, str] = {}
+    for key in keys:
+        if key.name in names:
+            raise BadKeys(f"{key.name}: two keys have this name")
+        names.add(key.name)
+        for digest in key.digests:
+            if digest in foreign:
+                raise BadKeys(f"{key.name}: {foreign[digest]} is no API key")
+            if digest in owners:
+                raise BadKeys(f"{key.name}: {owners[digest]} has the same key")
+            owners[digest] = key.name
+
+
+def _key(entry: Any, where: str) -> ApiKey:
+    if not isinstance(entry, dict):
+        raise BadKeys(f"{where}: must be an object")
+    if unknown := sorted(entry.keys() - _FIELDS):
+        raise BadKeys(f"{where}: unknown field {unknown[0][:64]!r}; known are {', '.join(sorted(_FIELDS))}")
+    name = entry.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadKeys(f"{where}.name: must be 1 to {limits.MAX_KEY_NAME_CHARS} of A-Z, a-z, 0-9, '.', '_' and '-'")
+    return ApiKey(
+        name,
+        _digests(entry, where),
+        _weight(entry.get("weight", 1), f"{where}.weight"),
+        _whole(entry, "priority", where, limits.PRIORITY_RANGE),
+        *(_whole(entry, field, where, (1, limits.MAX_KEY_LIMIT)) for field in _LIMITS),
+    )
+
+
+def _digests(entry: Mapping[str, Any], where: str) -> tuple[bytes, ...]:
+    hashed, plain = entry.get("sha256", []), entry.get("key")
+    hashed = [hashed] if isinstance(hashed, str) else hashed
+    if not isinstance(hashed, list) or len(hashed) > limits.MAX_SECRETS_OF_A_KEY:
+        raise BadKeys(f"{where}.sha256: must be a digest or a list of at most {limits.MAX_SECRETS_OF_A_KEY}")
+    for index, digest in enumerate(hashed):
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest.lower()):
+            raise BadKeys(f"{where}.sha256[{index}]: must be {2 * DIGEST_BYTES} hexadecimal digits")
+    digests = [bytes.fromhex(digest) for digest in hashed]
+    if plain is not None:
+        if not isinstance(plain, str) or not 0 < len(plain) <= limits.MAX_KEY_CHARS or not _is_sendable(plain):
+            raise BadKeys(f"{where}.key: must be 1 to {limits.MAX_KEY_CHARS} visible ASCII characters")
+        digests.append(digest_of(plain.encode()))
+    if not digests:
+        raise BadKeys(f"{where}: has neither sha256 nor key")
+    return tuple(dict.fromkeys(digests))
+
+
+def _is_sendable(key: str) -> bool:
+    return key.isascii() and key.isprintable() and " " not in key
+
+
+def _weight(value: Any, where: str) -> float:
+    if type(value) not in (int, float) or not 0 < value <= limits.MAX_KEY_WEIGHT:
+        raise BadKeys(f"{where}: must be a number above 0 and at most {limits.MAX_KEY_WEIGHT}")
+    return float(value)
+
+
+def _whole(entry: Mapping[str, Any], field: str, where: str, bounds: tuple[int, int]) -> int | None:
+    value = entry.get(field)
+    if value is None:
+        return None
+    if type(value) is not int or not bounds[0] <= value <= bounds[1]:
+        raise BadKeys(f"{where}.{field}: must be a whole number from {bounds[0]} to {bounds[1]}")
+    return value
+
+
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
+_FIELDS = frozenset(("name", "sha256", "key", "weight", "priority", *_LIMITS))

@@ -1,0 +1,169 @@
+"""Shares in the index's Redis, small and with a TTL:
+
+    rl:key:DIGEST   hash   by gateway: its sub-bucket, and of each limit what it holds, lacks and has used, by sub-bucket;
+                           "!": since when there is this hash
+    rl:gateways     zset   gateways by when they were last heard of
+    rl:need         zset   digests of keys whose other gateways should report, by when that was asked for
+
+Each gateway writes of itself, whole and over what it said before: a call that is repeated, or whose answer is lost, changes
+nothing. A hash that has just been made (Redis was away, full or emptied) grants nothing until every gateway had SETTLE_S to
+report. Times and sub-buckets are the caller's: gateways' clocks have to agree to a second or so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.keys.rate_window import bucket_of
+from services.gateway.keys.share import Answer, Report
+from services.shared.index.redis_client import redis_client
+
+TIMEOUT_S = 1.0
+SETTLE_S = 4.0
+DEAD_S = 15.0  # without a word
+NEED_S = 2.0  # for which a call for reports stands
+TTL_S = 75
+GATEWAYS, NEED = "rl:gateways", "rl:need"
+
+# A record is a list of whole numbers: a sub-bucket, then for each limit what is held, what is lacked, and the amounts.
+_SCRIPT = """
+local id, now, bucket, digest = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+local settle, dead, ttl, kinds, at = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), 9
+local sizes, own = {}, {}
+for k = 1, kinds do
+  local size = tonumber(ARGV[at])
+  local one = {limit = tonumber(ARGV[at + 1]), least = tonumber(ARGV[at + 2]), most = tonumber(ARGV[at + 3]),
+               held = tonumber(ARGV[at + 4]), unmet = tonumber(ARGV[at + 5]), used = {}}
+  for i = 1, size do one.used[i] = tonumber(ARGV[at + 5 + i]) end
+  sizes[k], own[k] = size, one
+  at = at + 6 + size
+end
+
+local alive = {}
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], now - dead, '+inf')) do alive[name] = true end
+local others = {}
+for k = 1, kinds do
+  others[k] = {held = 0, unmet = 0, used = {}}
+  for i = 1, sizes[k] do others[k].used[i] = 0 end
+end
+local begun = false
+local fields = redis.call('HGETALL', KEYS[1])
+for f = 1, #fields, 2 do
+  local name = fields[f]
+  if name == '!' then
+    begun = tonumber(fields[f + 1])
+  elseif name ~= id then
+    local numbers = {}
+    for number in string.gmatch(fields[f + 1], '%d+') do numbers[#numbers + 1] = tonumber(number) end
+    local age, place, lives = bucket - numbers[1], 2, alive[name]
+    if not lives and age >= sizes[1] then redis.call('HDEL', KEYS[1], name) end
+    for k = 1, kinds do
+      local other, size = others[k], sizes[k]
+      local held = numbers[place]
+      if lives then
+        other.held, other.unmet = other.held + held, other.unmet + numbers[place + 1]
+      end
+      for i = 1, size do
+        local used = numbers[place + 1 + i]
+        if i == 1 and not lives then used = used + held end
+        if size == 1 then
+          if lives then other.used[1] = other.used[1] + used end
+        else
+          local now_at = math.max(i + age, 1)
+          if now_at <= size then other.used[now_at] = other.used[now_at] + used end
+        end
+      end
+      place = place + 2 + size
+    end
+  end
+end
+
+local settled = begun and now - begun >= settle
+local reply, record, lacking = {settled and 1 or 0}, {string.format('%d', bucket)}, false
+for k = 1, kinds do
+  local one, other = own[k], others[k]
+  local free = one.limit - one.held - other.held
+  for i = 1, sizes[k] do free = free - one.used[i] - other.used[i] end
+  local granted = 0
+  if settled and free > 0 then
+    granted = math.min(free, math.max(one.least, math.min(one.most, math.ceil(free / 2))))
+  elseif settled then
+    granted = -math.min(-free, one.held)
+  end
+  local unmet = math.max(one.least, one.unmet) - math.max(granted, 0)
+  if unmet < 0 or granted < free then unmet = 0 end
+  lacking = lacking or unmet > 0
+  reply[#reply + 1], reply[#reply + 2] = granted, other.unmet
+  for i = 1, sizes[k] do reply[#reply + 1] = other.used[i] end
+  record[#record + 1], record[#record + 2] = string.format('%d', one.held + granted), string.format('%d', unmet)
+  for i = 1, sizes[k] do record[#record + 1] = string.format('%d', one.used[i]) end
+end
+redis.call('HSET', KEYS[1], id, table.concat(record, ' '))
+if not begun then redis.call('HSET', KEYS[1], '!', ARGV[2]) end
+redis.call('EXPIRE', KEYS[1], ttl)
+if lacking or not settled then
+  redis.call('ZADD', KEYS[3], now, digest)
+  redis.call('EXPIRE', KEYS[3], ttl)
+end
+return reply
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What one turn has brought. gateways: alive, this one among them. in_need: digests of keys to report of. answers: whether
+    all gateways have reported, and of each limit what is granted; one for each key that was reported of."""
+
+    gateways: int
+    in_need: Sequence[str]
+    answers: Sequence[tuple[bool, list[Answer]]]
+
+
+class ShareStore:
+    """name: this gateway's own, of letters and digits, unlike any other's."""
+
+    def __init__(self, url: str, name: str) -> None:
+        """Raises ValueError if the URL is none."""
+        self._client = redis_client(url, TIMEOUT_S)
+        self._name = name
+        self._script = ""  # its name there; "" until it is known that Redis has it
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def exchange(self, now: float, reports: Sequence[tuple[str, Sequence[Report]]]) -> Exchanged:
+        """One round trip. reports: by digest. Raises RedisError or OSError; what was reported may then have arrived."""
+        name, self._script = self._script, ""
+        if not name:
+            name = str(await self._client.script_load(_SCRIPT))
+        pipe = self._client.pipeline(transaction=False)
+        pipe.zadd(GATEWAYS, {self._name: now})
+        pipe.zremrangebyscore(GATEWAYS, "-inf", now - DEAD_S)
+        pipe.expire(GATEWAYS, TTL_S)
+        pipe.zcard(GATEWAYS)
+        pipe.zremrangebyscore(NEED, "-inf", now - NEED_S)
+        pipe.zrange(NEED, 0, -1)
+        for digest, each in reports:
+            pipe.evalsha(name, 3, f"rl:key:{digest}", GATEWAYS, NEED, *self._arguments(digest, each, now))
+        replies = await pipe.execute()
+        self._script = name
+        in_need = [member.decode(errors="replace") for member in replies[5]]
+        sizes = [[len(report.amounts) for report in each] for _, each in reports]
+        return Exchanged(int(replies[3]), in_need, [_answers(*pair) for pair in zip(replies[6:], sizes, strict=True)])
+
+    def _arguments(self, digest: str, reports: Sequence[Report], now: float) -> list[Any]:
+        found: list[Any] = [self._name, f"{now:.3f}", bucket_of(now), digest, SETTLE_S, DEAD_S, TTL_S, len(reports)]
+        for one in reports:
+            found += [len(one.amounts), one.limit, one.least, one.most, one.held, one.unmet, *one.amounts]
+        return found
+
+
+def _answers(reply: list[int], sizes: Sequence[int]) -> tuple[bool, list[Answer]]:
+    found, at = [], 1
+    for size in sizes:
+        granted, unmet = reply[at], reply[at + 1]
+        found.append(Answer(granted, unmet > 0, reply[at + 2 : at + 2 + size]))
+        at += 2 + size
+    return reply[0] == 1, found

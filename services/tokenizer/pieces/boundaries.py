@@ -1,0 +1,293 @@
+"""Between which two characters a text may be cut, so that the ids of both parts are the ids of the whole.
+
+Found in the tokenizer's own description (tokenizer.json), step by step: each must come to the same on both sides of the cut as
+on the whole, and one must split there, or the model must have no token that goes over it. A step that is not known here allows
+no cut at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import string
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tokenizers import AddedToken
+
+from services.shared.hf_tokenizer import HfTokenizer
+from services.tokenizer.pieces.pattern import NotUnderstood, Pattern, is_space, read_pattern
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+BLANK_BRANCHES = frozenset((r"\s+(?!\S)", r"\s+", r"\s*[\r\n]+", r"\s*[\r\n]"))
+METASPACE = "▁"
+# What a second part may begin with: characters that no normal form joins to what is before them.
+BEGINNINGS = frozenset(string.punctuation + " \n\t" + "、。，！？：；「」『』（）【】《》")
+_ENDINGS = frozenset("LNPS")  # categories of what a first part may end with, besides blanks
+_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+
+Allows = Callable[[str, str], bool]  # the characters on both sides of a cut
+
+
+def _always(_before: str, _after: str) -> bool:
+    return True
+
+
+def _never(_before: str, _after: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pre-tokenizer. keeps: it does the same on both sides of a cut as on the whole. splits: it splits there.
+    keeps_blanks: a run of blanks is one word of it, or part of one, wherever in the run its text begins or ends."""
+
+    keeps: Allows = _always
+    splits: Allows = _never
+    keeps_blanks: bool = True
+
+
+class Unknown(Exception):
+    """A step whose cuts are not known."""
+
+
+@dataclass(slots=True)
+class _Normal:
+    """What normalization does to single characters. drops_blank: it puts a blank before every text, so that a part that begins
+    with one has to lose it. ascii_only: what it does to other characters is not looked into."""
+
+    drops_blank: bool = False
+    lowers: bool = False
+    ascii_only: bool = False
+    replaced: dict[str, str] = field(default_factory=dict)
+    pairs: set[tuple[str, str]] = field(default_factory=set)  # neighbours within what is replaced
+
+    def of(self, char: str) -> str:
+        found = self.replaced.get(char, char)
+        return found.lower() if self.lowers else found
+
+
+class Boundaries:
+    """max_token_chars: of the longest token, as the model has it."""
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._tokenizer = tokenizer.inner
+        self._is_byte_level = tokenizer.is_byte_level
+        self._model = self._tokenizer.model
+        self._is_bpe = type(self._model).__name__ == "BPE"
+        self._added: list[AddedToken] = list(self._tokenizer.get_added_tokens_decoder().values())
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._steps: list[Step] = []
+        self._normal = _Normal()
+        self._begins_blank = False  # every part but the first has to begin with a blank
+        self._has_metaspace = False
+        self._known = self._read()
+        self._added_texts = tuple(self._texts_of_added())
+        self._added_pairs = {pair for text in self._added_texts for pair in itertools.pairwise(text)}
+        self._allowed: dict[str, bool] = {}
+
+    @property
+    def drops_blank(self) -> bool:
+        """A part that begins with a blank is encoded without it: normalization puts one there again."""
+        return self._normal.drops_blank
+
+    def allows(self, text: str, at: int) -> bool:
+        """Whether the ids of text[:at] and text[at:] are those of the whole; 0 < at < len(text)."""
+        pair = text[at - 1 : at + 1]
+        found = self._allowed.get(pair)
+        if found is None:
+            found = self._allowed[pair] = self._known and self._allows(*pair)
+            if len(self._allowed) > 1 << 16:
+                self._allowed.clear()
+        return found and not (self.drops_blank and self._is_marked(text, at))
+
+    @functools.cached_property
+    def allows_blanks(self) -> bool:
+        """Whether a run of blanks, of far more than max_token_chars on both sides, may be cut where stitches() holds."""
+        if not self._known or not self._is_bpe or self._absorbs_blanks:
+            return False
+        if (" ", " ") in self._added_pairs or any(not text.strip() for text in self._added_texts):
+            return False
+        return all(step.keeps_blanks for step in self._steps)
+
+    def stitches(self, last: int, first: int) -> bool:
+        """Whether the model makes these two tokens, and no others, of the text that they stand for. In byte-pair encoding the
+        tokens of a word are the only possible ones if that holds for all neighbours: the first merge over a border would also be
+        made in the text of the two tokens beside it alone."""
+        texts = (self._tokenizer.id_to_token(last) or "", self._tokenizer.id_to_token(first) or "")
+        return [token.id for token in self._model.tokenize("".join(texts))] == [last, first]
+
+    def blanks_in(self, token_id: int) -> int:
+        """How many blanks the token stands for; 0 where it stands for anything else too."""
+        text = self._tokenizer.id_to_token(token_id) or ""
+        return len(text) if text and not text.strip("Ġ" if self._is_byte_level else METASPACE) else 0
+
+    @functools.cached_property
+    def _absorbs_blanks(self) -> bool:
+        return any(token.lstrip or token.rstrip for token in self._added)
+
+    def _texts_of_added(self) -> Iterator[str]:
+        """As they may stand in a text."""
+        normalizer = self._tokenizer.normalizer
+        for token in self._added:
+            yield token.content
+            if token.normalized and normalizer is not None:
+                yield normalizer.normalize_str(token.content).replace(METASPACE, " ")
+
+    def _is_marked(self, text: str, at: int) -> bool:
+        """An added token ends or begins here: what normalization puts before it is not what a cut puts there."""
+        texts = self._added_texts
+        return text.startswith(texts, at) or text.startswith(texts, at + 1) or text.endswith(texts, 0, at) or at + 1 >= len(text)
+
+    def _allows(self, before: str, after: str) -> bool:
+        if after not in BEGINNINGS or not self._may_end(before) or (self._begins_blank and after != " "):
+            return False
+        left, right = self._normal.of(before), self._normal.of(after)
+        if {(before, after), (left, right), (before.lower(), after.lower())} & (self._added_pairs | self._normal.pairs):
+            return False
+        if self._touches_added(before, after) or not all(step.keeps(left, right) for step in self._steps):
+            return False
+        return any(step.splits(left, right) for step in self._steps) or self._no_token_over(left, right)
+
+    def _may_end(self, char: str) -> bool:
+        if is_space(char):
+            return char in " \n\t" and not self._absorbs_blanks
+        if char.isascii():
+            return char.isprintable()
+        known = unicodedata.category(char)
+        is_old = unicodedata.ucd_3_2_0.category(char) == known  # so that every table of Unicode agrees
+        return (
+            not self._normal.ascii_only
+            and known[0] in _ENDINGS
+            and known not in ("Lm", "Sk")
+            and is_old
+            and all(unicodedata.is_normalized(form, char) for form in _FORMS)
+        )
+
+    def _touches_added(self, before: str, after: str) -> bool:
+        """Whether an added token that looks at its neighbours may end or begin here."""
+        for token in self._added:
+            text = token.content.lower()
+            ends, begins = text[-1:] == before.lower(), text[:1] == after.lower()
+            if (token.single_word and (ends or begins)) or (token.rstrip and ends and is_space(after)):
+                return True
+        return False
+
+    def _no_token_over(self, before: str, after: str) -> bool:
+        """Of a model that takes a text as one word: byte-pair encoding never merges over what no token has side by side."""
+        flags = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+        if not self._is_bpe or self._is_byte_level or any(getattr(self._model, name) for name in flags):
+            return False
+        pair = tuple(METASPACE if char == " " and self._has_metaspace else char for char in (before, after))
+        return set(pair) <= self._neighbours[0] and pair not in self._neighbours[1]
+
+    @functools.cached_property
+    def _neighbours(self) -> tuple[frozenset[str], frozenset[tuple[str, ...]]]:
+        """All characters that are tokens, and all neighbours within tokens."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        pairs = frozenset(pair for token in vocabulary for pair in itertools.pairwise(token))
+        return frozenset(token for token in vocabulary if len(token) == 1), pairs
+
+    def _read(self) -> bool:
+        try:
+            if getattr(self._model, "dropout", None):
+                raise Unknown
+            for one in _listed(self._tokenizer.normalizer, "normalizers"):
+                self._read_normalizer(one)
+            if self._normal.drops_blank and (self._normal.of(" ") != METASPACE or self._normal.lowers):
+                raise Unknown
+            self._begins_blank = self._normal.drops_blank
+            pre_tokenizers = _listed(self._tokenizer.pre_tokenizer, "pretokenizers")
+            if any(one["type"] in ("ByteLevel", "Metaspace") for one in pre_tokenizers[:-1]):
+                raise Unknown  # what comes behind them sees other characters
+            self._steps = [self._pre_tokenizer(one) for one in pre_tokenizers]
+        except (Unknown, NotUnderstood):
+            return False
+        return True
+
+    def _read_normalizer(self, spec: dict[str, Any]) -> None:
+        normal, kind = self._normal, spec["type"]
+        if kind in _FORMS:
+            normal.ascii_only |= kind in ("NFKC", "NFKD")
+        elif kind == "Prepend" and spec["prepend"] == METASPACE:
+            normal.drops_blank = True
+        elif kind == "Replace" and "String" in spec["pattern"]:
+            text = spec["pattern"]["String"]
+            normal.pairs.update(itertools.pairwise(text))
+            if len(text) == 1 and len(spec["content"]) == 1:
+                normal.replaced[text] = spec["content"]
+            elif len(text) == 1:
+                raise Unknown
+        elif kind in ("Lowercase", "StripAccents", "BertNormalizer"):
+            normal.ascii_only = True
+            normal.lowers |= kind == "Lowercase" or (kind == "BertNormalizer" and spec["lowercase"])
+        else:
+            raise Unknown
+
+    def _pre_tokenizer(self, spec: dict[str, Any]) -> Step:
+        match spec["type"]:
+            case "ByteLevel":
+                self._begins_blank |= spec["add_prefix_space"]
+                return _matches(read_pattern(GPT2)) if spec.get("use_regex", True) else Step()
+            case "Metaspace" if spec["replacement"] == METASPACE:
+                self._begins_blank |= spec.get("prepend_scheme", "always") != "never"
+                self._has_metaspace = True
+                splits = spec.get("split", True)
+                return Step(splits=(lambda _, after: after in (" ", METASPACE)) if splits else _never, keeps_blanks=not splits)
+            case "Split":
+                return _split(spec)
+            case "Digits":
+                return Step(keeps=lambda *pair: not all(map(str.isnumeric, pair)))
+            case "Punctuation":
+                return Step(keeps=lambda *pair: not all(unicodedata.category(char)[0] in "PS" for char in pair))
+            case "BertPreTokenizer" | "Whitespace" | "WhitespaceSplit":
+                return Step(keeps=lambda _, after: is_space(after), splits=lambda _, after: is_space(after), keeps_blanks=False)
+        raise Unknown
+
+
+def _split(spec: dict[str, Any]) -> Step:
+    behavior, inverted = spec["behavior"], spec["invert"]
+    if "String" in spec["pattern"]:
+        mark = spec["pattern"]["String"]
+        if len(mark) != 1:
+            raise Unknown
+        return Step(keeps=lambda *pair: mark not in pair, keeps_blanks=mark != " ")
+    if (behavior, inverted) not in (("Isolated", False), ("Removed", True)):
+        raise Unknown
+    return _matches(read_pattern(spec["pattern"]["Regex"]))
+
+
+def _matches(pattern: Pattern) -> Step:
+    def splits(before: str, after: str) -> bool:
+        return pattern.parts(before, after) and pattern.begins_at(after)
+
+    return Step(pattern.parts, splits, _keeps_blanks(pattern))
+
+
+def _keeps_blanks(pattern: Pattern) -> bool:
+    """Whether blanks are matched by the usual branches alone, which take the rest of a run of blanks wherever they begin in it;
+    what ends such a run earlier is a line break in it."""
+    if not pattern.can_have(" "):
+        return True
+    if any(left.contains(" ") and right.contains(" ") for left, right in pattern.follows if not _of_blanks(pattern, left)):
+        return False
+    others = [branch for branch in pattern.branches if branch.text not in BLANK_BRANCHES]
+    alone = [b for b in others if any(p.contains(" ") for p in b.body.first) and any(p.contains(" ") for p in b.body.last)]
+    return not alone and any(branch.text == r"\s+" for branch in pattern.branches)
+
+
+def _of_blanks(pattern: Pattern, position: object) -> bool:
+    usual = [branch.body for branch in pattern.branches if branch.text in BLANK_BRANCHES]
+    return any(position is one for body in usual for one in (*body.first, *body.last))
+
+
+def _listed(step: Any, key: str) -> list[dict[str, Any]]:
+    """The descriptions of a normalizer or pre-tokenizer: of its steps, those of sequences within sequences too."""
+    return [] if step is None else _flat(json.loads(step.__getstate__()), key)
+
+
+def _flat(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    return [one for inner in spec[key] for one in _flat(inner, key)] if spec["type"] == "Sequence" else [spec]

@@ -1,0 +1,49 @@
+"""Every limit in services/shared/limits.py is tried out, at whichever ends hold it, or in a test that is named here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.shared import limits
+from tests.services.gateway.api import test_limits_walked as over_http
+from tests.services.worker.front import test_limits_walked as over_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [name for name in vars(limits) if name.isupper()]
+GATEWAY, KEYS = "tests/services/gateway/", "tests/services/gateway/keys/test_key_table.py"
+BODIES, LONG = GATEWAY + "http/test_body_budget.py", "tests/services/tokenizer/test_long_requests.py"
+SIZES = "tests/services/shared/test_schema_size.py"
+# By limit that neither table has: the test, and what it has to speak of.
+ELSEWHERE = {
+    "MAX_LOGPROB_VALUES": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_LOGPROB_VALUES"),
+    "MAX_REPEATED_LOGPROB_VALUES": (
+        GATEWAY + "api/test_limits_of_a_request.py",
+        "test_a_stream_that_repeats_itself",
+    ),
+    "MAX_REQUEST_SET_IDS": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_REQUEST_SET_IDS"),
+    "MAX_TOKEN_TEXTS": ("tests/services/detokenizer/test_token_texts.py", "MAX_TOKEN_TEXTS"),
+    "MAX_HEAD_BYTES": (GATEWAY + "http/test_connection.py", "MAX_HEAD_BYTES"),
+    "MAX_HEAD_SECONDS": (GATEWAY + "http/test_connection.py", "head_s"),
+    "MAX_BODY_BYTES": (GATEWAY + "api/test_bad_input.py", "max_body_bytes"),
+    "MAX_MESSAGE_BYTES": (GATEWAY + "peers/test_worker_link.py", "MAX_MESSAGE_BYTES"),
+    "MAX_RENDERED_CHARS": ("tests/services/tokenizer/test_chat_template.py", "max_chars"),
+    "MAX_TEMPLATE_SECONDS": ("tests/services/tokenizer/test_server.py", "test_a_hostile_template_stops_nobody"),
+    **dict.fromkeys((name for name in NAMES if "KEY" in name and "ROUTING" not in name), (KEYS, "limits.MAX_KEYS")),
+    "MAX_SECRETS_OF_A_KEY": (KEYS, "MAX_SECRETS_OF_A_KEY"),
+    "SMALL_BODY_BYTES": (BODIES, "test_the_second_large_one_waits_and_small_ones_pass"),
+    "SMALL_BODY_POOL_BYTES": (BODIES, "test_the_second_large_one_waits_and_small_ones_pass"),
+    "BODY_STEP_BYTES": (BODIES, "test_a_body_that_does_not_say_its_size_is_held_in_steps"),
+    "MAX_WAITING_BODIES": (GATEWAY + "http/test_body_pool.py", "test_nobody_waits_for_those_that_wait_themselves"),
+    **dict.fromkeys(("MAX_ENCODING_BYTES", "MAX_ENCODING_WAIT_S"), (LONG, "test_one_that_waits_in_vain_is_told_so")),
+    "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),
+    **dict.fromkeys((name for name in NAMES if "SCHEMA" in name or "OPTIONAL" in name), (SIZES, "MAX_SCHEMA")),
+}
+
+
+def test_every_limit_is_tried_out() -> None:
+    walked = over_http.WALKED.keys() | over_grpc.WALKED.keys()
+    assert set(NAMES) == walked | ELSEWHERE.keys() and not walked & ELSEWHERE.keys()
+
+
+def test_what_is_named_is_there() -> None:
+    assert not [name for name, (path, word) in ELSEWHERE.items() if word not in (ROOT / path).read_text()]

@@ -1,0 +1,185 @@
+"""docs/scheduler.md#shares: whose prompt tokens are computed next where several tenants, or several batches of one, have some."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.queue.shares import MAX_TENANTS, Shares
+from tests.all_pairs import each_pair
+from tests.core.deployed_config import deployed_config
+from tests.core.harness import Engine
+
+CHUNK = 64
+
+
+def config_of(policy: SchedulePolicy = SchedulePolicy.FCFS, **more: object) -> SchedulerConfig:
+    sizes = {"chunked_prefill_size": CHUNK, "adaptive_chunk_rows": 0, "max_running_requests": 64, "max_queued_requests": 500}
+    return deployed_config(4096, 4, 1024, 1000, **{"schedule_policy": policy, **sizes, **more})
+
+
+def prompt(handle: int, length: int) -> list[int]:
+    """Prompts that share no beginning."""
+    return [handle % 1000] * length
+
+
+def prefill_of(engine: Engine, step: int) -> dict[int, int]:
+    """Prompt tokens that a step computes, by slot."""
+    plan = engine.plans[step]
+    return dict(zip(plan.slots[: plan.num_extend].tolist(), plan.num_tokens[: plan.num_extend].tolist(), strict=True))
+
+
+def chunks_until_first_token(engine: Engine, handle: int) -> int:
+    """Steps that are planned from now on, before the one that computes the request's last prompt token."""
+    for count in range(200):
+        engine.turn()
+        request = engine.core.table.by_key.get((0, handle))
+        if request is None or request.flow is None:
+            return count
+    raise AssertionError("it was never planned")
+
+
+class TestWhoComesNext:
+    @each_pair(
+        batch=[(b"a", 1), (b"a", 0), (b"", 1)],
+        policy=[SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.LOF],
+        overlap=[True, False],
+        length=[CHUNK * 2, CHUNK * 12],
+    )
+    def test_nobody_waits_for_more_than_two_chunks_of_another_key_or_batch(
+        self, batch: tuple[bytes, int], policy: SchedulePolicy, overlap: bool, length: int
+    ) -> None:
+        """The step in flight, and for who has just had a share of its own one that is planned while it runs."""
+        engine = Engine(config_of(policy), overlap)
+        for handle in range(20):
+            engine.submit(handle, prompt(handle, length), payer=(*batch, 1.0), max_new_tokens=4)
+        for _ in range(3):
+            engine.turn()
+        for handle in (100, 101):
+            payer = (b"b", 0, 1.0) if batch[0] else (b"", 0, 1.0)
+            engine.submit(handle, prompt(handle, 20), payer=payer, max_new_tokens=4)
+            assert chunks_until_first_token(engine, handle) <= handle - 100
+        engine.drain()
+        assert len(engine.finishes) == 22
+        for handle in engine.finishes:
+            engine.check_answer(handle)
+
+    def test_a_flow_alone_is_served_as_if_there_were_no_shares(self) -> None:
+        def plans(payer: tuple[bytes, int, float]) -> list[tuple[list[int], list[int]]]:
+            engine = Engine(config_of())
+            for handle in range(12):
+                engine.submit(handle, prompt(handle, 150), payer=payer, max_new_tokens=3)
+            engine.drain()
+            return [(plan.slots.tolist(), plan.num_tokens.tolist()) for plan in engine.plans]
+
+        assert plans((b"", 0, 1.0)) == plans((b"a", 7, 3.0))
+
+    def test_a_tenant_that_was_served_alone_is_not_put_behind_for_it(self) -> None:
+        engine = Engine(config_of())
+        for handle in range(10):
+            engine.submit(handle, prompt(handle, CHUNK * 8), payer=(b"a", 0, 1.0), max_new_tokens=1)
+            engine.drain()
+        for handle in (20, 21, 22, 23):  # both have as much from here on
+            engine.submit(handle, prompt(handle, CHUNK * 4), payer=(b"ab"[handle % 2 :][:1], 0, 1.0), max_new_tokens=1)
+        before = len(engine.plans)
+        engine.drain()
+        order = [sorted(prefill_of(engine, step)) for step in range(before, len(engine.plans))]
+        first_eight = order[:8]
+        assert len({tuple(slots) for slots in first_eight}) >= 2, "they take turns"
+
+    @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1.0, 0.25)], ids=str)
+    def test_shares_are_by_weight(self, weights: tuple[float, float]) -> None:
+        engine = Engine(config_of(max_running_requests=16))
+        owner: dict[int, int] = {}
+        for handle in range(120):
+            engine.submit(handle, prompt(handle, 96), payer=(b"ab"[handle % 2 :][:1], 0, weights[handle % 2]), max_new_tokens=1)
+        served = [0, 0]
+        for _ in range(40):
+            engine.turn()
+            for request in engine.core.table.by_key.values():
+                if request.lease is not None:
+                    owner[request.lease.slot] = request.handle % 2
+            for slot, count in prefill_of(engine, -1).items():
+                served[owner[slot]] += count
+        assert abs(served[0] / weights[0] - served[1] / weights[1]) <= 2 * CHUNK / min(weights)
+        engine.drain()
+
+    def test_batches_that_keep_coming_hold_no_older_one_up(self) -> None:
+        engine = Engine(config_of())
+        for handle in range(8):
+            engine.submit(handle, prompt(handle, CHUNK * 2), payer=(b"a", 1, 1.0), max_new_tokens=1)
+        for turn in range(60):
+            for handle in (1000 + 2 * turn, 1001 + 2 * turn):
+                engine.submit(handle, prompt(handle, CHUNK), payer=(b"a", handle, 1.0), max_new_tokens=1)
+            engine.turn()
+        assert sum(handle in engine.finishes for handle in range(8)) >= 3, "its share of a queue that grows"
+        engine.drain(400)
+
+    def test_who_is_more_urgent_comes_before_all_shares(self) -> None:
+        engine = Engine(config_of(enable_priority_scheduling=True, priority_preemption_threshold=100))
+        engine.submit(0, prompt(0, CHUNK * 4), payer=(b"a", 0, 1.0), priority=5, max_new_tokens=1)
+        engine.turn()
+        engine.submit(1, prompt(1, 20), payer=(b"b", 0, 1.0), priority=0, max_new_tokens=1)
+        assert chunks_until_first_token(engine, 1) >= 3
+        engine.drain()
+
+    def test_a_full_batch_is_looked_at_again_for_who_is_new(self) -> None:
+        """Its turn is next, and it is small: what the one before it has no room for is room enough."""
+        engine = Engine(config_of(max_running_requests=8))
+        engine.submit(0, prompt(0, 900), payer=(b"a", 0, 1.0), max_new_tokens=60, ignore_eos=True)
+        engine.submit(1, prompt(1, 900), payer=(b"a", 0, 1.0), max_new_tokens=60, ignore_eos=True)
+        for _ in range(40):
+            engine.turn()
+        for handle in range(2, 6):
+            engine.submit(handle, prompt(handle, 900), payer=(b"a", 0, 1.0), max_new_tokens=60, ignore_eos=True)
+        for _ in range(60):
+            engine.turn()
+        engine.submit(10, prompt(10, 8), payer=(b"b", 0, 1.0), max_new_tokens=2, ignore_eos=True)
+        assert chunks_until_first_token(engine, 10) == 0
+        engine.drain()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), overlap=st.booleans())
+def test_backlogged_tenants_are_never_far_from_their_shares(seed: int, overlap: bool) -> None:
+    """By more than a chunk and what a chunk may be late by, whatever lengths, batches and weights."""
+    rng = random.Random(seed)
+    engine = Engine(config_of(max_running_requests=32), overlap, checked=False)
+    weights = {b"a": rng.choice((0.5, 1.0, 2.0)), b"b": 1.0, b"c": rng.choice((1.0, 4.0))}
+    handle = 0
+    shares = engine.core.table.shares
+    for _ in range(60):
+        for tenant, weight in weights.items():
+            while sum(r.payer[0] == tenant for r in engine.core.table.waiting) < 4:
+                handle += 1
+                payer = (tenant, rng.choice((0, 0, handle % 7 + 1)), weight)
+                engine.submit(handle, prompt(handle, rng.randrange(1, 300)), payer=payer, max_new_tokens=1)
+        engine.turn()
+        starts = [each.start for each in shares._tenants.values()]
+        assert max(starts) - min(starts) <= 2 * CHUNK / min(weights.values())
+    engine.drain()
+
+
+class TestBookkeeping:
+    def test_tenants_are_forgotten_and_those_with_requests_are_not(self) -> None:
+        shares = Shares()
+        kept = shares.enter((b"kept", 0, 0), 1.0)
+        shares.charge(kept, 500)
+        for number in range(2 * MAX_TENANTS):
+            shares.leave(shares.enter((b"%d" % number, 0, 0), 1.0))
+            assert len(shares._tenants) <= MAX_TENANTS
+        assert shares.pending() == {(b"kept", 0, 0): 1} and shares.enter((b"kept", 0, 0), 1.0) is kept
+
+    def test_nobody_saves_up_a_share(self) -> None:
+        shares = Shares()
+        early = shares.enter((b"early", 0, 0), 1.0)
+        shares.leave(early)
+        busy = shares.enter((b"busy", 0, 0), 1.0)
+        for _ in range(100):
+            shares.charge(busy, 10)
+        shares.enter((b"early", 0, 0), 1.0)
+        assert busy.tenant.start - early.tenant.start == 10, "a chunk, whatever it has missed"

@@ -1,0 +1,42 @@
+"""What a 503 tells its client to wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.dispatch.pace import LONGEST_S, WINDOW_S, Pace
+
+
+class Queue:
+    def __init__(self, waiting: int) -> None:
+        self.now, self.waiting = 1000.0, waiting
+        self.pace = Pace(lambda: self.waiting, 2, lambda: self.now)
+
+    def serve(self, per_s: float, seconds: float) -> None:
+        for _ in range(int(per_s * seconds)):
+            self.now += 1 / per_s
+            self.pace.completed()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "per_s", "said"),
+    [(0, 10, 2), (5, 10, 2), (100, 10, 10), (300, 10, 30), (10_000, 10, LONGEST_S), (10, 1, 10)],
+)
+def test_it_is_what_those_who_wait_need_at_the_pace_of_late(waiting: int, per_s: float, said: int) -> None:
+    queue = Queue(waiting)
+    queue.serve(per_s, 4 * WINDOW_S)
+    assert said - 1 <= queue.pace.retry_after_s() <= said + 1
+
+
+def test_where_nothing_moves_it_is_as_long_as_that_is_known() -> None:
+    queue = Queue(1)
+    queue.serve(10, 60)
+    queue.now += 10 * WINDOW_S
+    assert WINDOW_S <= queue.pace.retry_after_s() <= 2 * WINDOW_S
+
+
+def test_a_queue_that_is_gone_is_forgotten() -> None:
+    queue = Queue(1000)
+    queue.serve(1, 60)
+    queue.waiting = 0
+    assert queue.pace.retry_after_s() == 2

@@ -1,0 +1,61 @@
+"""python -m services.gateway as a process, whose peers are those of a System."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+
+from tests.services.gateway.system import RawClient, System, wait_until
+
+START_S = 60.0  # a process that imports all of it on a busy machine
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Process:
+    """A gateway process whose peers are those of a System."""
+
+    def __init__(self, system: System, *flags: str, **ports: int) -> None:
+        self.clients: list[RawClient] = []
+        self.port = ports.get("port") or free_port()
+        self.health_port = ports.get("health_port") or free_port()
+        addresses = {"workers": system.workers, "detokenizers": system.detokenizers, "tokenizers": system.tokenizers}
+        peers = [word for name, hosts in addresses.items() for word in (f"--{name}", ",".join(host.address for host in hosts))]
+        command = [sys.executable, "-m", "services.gateway", "--port", str(self.port), "--health-port", str(self.health_port)]
+        quiet = {**os.environ, "GRPC_VERBOSITY": "NONE"}  # the C core's own lines are not ours
+        self._process = subprocess.Popen([*command, *peers, *flags], stderr=subprocess.PIPE, text=True, env=quiet)
+        self.pid = self._process.pid
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self._status("/readiness") == 200, "readiness", START_S)
+
+    def _status(self, path: str) -> int:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}{path}").status_code
+        except httpx.TransportError:
+            return 0
+
+    def terminate(self) -> float:
+        """Sends SIGTERM; the time at which it was sent."""
+        self._process.send_signal(signal.SIGTERM)
+        return time.monotonic()
+
+    def wait(self) -> tuple[int, list[dict[str, Any]]]:
+        """Exit code and log lines."""
+        _, errors = self._process.communicate(timeout=30)
+        return self._process.returncode, [json.loads(line) for line in errors.splitlines()]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()

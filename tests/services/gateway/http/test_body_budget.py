@@ -1,0 +1,198 @@
+"""Bodies' bytes over all requests: who waits, unread, who is refused, and what the process needs for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import orjson
+import psutil
+import pytest
+
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.gateway_process import Process
+from tests.services.gateway.system import WAIT_S, System, wait_until
+
+MIB = 1 << 20
+NIGHTLY = pytest.mark.skipif(
+    os.environ.get("ROOTSTOCK_TEST_NIGHTLY") != "1", reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1"
+)
+SETTINGS = {"max_body_bytes": MIB, "body_budget_bytes": MIB}
+CHAT = "/v1/chat/completions"
+SMALL = {"model": MODEL, "prompt": [72, 105]}  # needs no tokenizer
+
+
+def chat_of(size: int) -> bytes:
+    """A body of so many bytes."""
+    empty = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": ""}]})
+    return empty.replace(b'""', b'"' + b"x" * (size - len(empty)) + b'"')
+
+
+class Sender:
+    """Sends a request's head, which says `size` bytes, and as much of its body as is taken without waiting."""
+
+    def __init__(self, port: int, body: bytes, size: int = 0) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+        self._socket.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-length: {size or len(body)}\r\n\r\n".encode())
+        self._socket.setblocking(False)
+        self.sent = 0
+        while self.sent < len(body):
+            try:
+                self.sent += self._socket.send(body[self.sent : self.sent + 65536])
+            except BlockingIOError:
+                break
+        self._socket.settimeout(WAIT_S)
+
+    def answer(self) -> bytes:
+        return self._socket.recv(65536)
+
+    def reset(self) -> None:
+        """As a process that is killed with something unread."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def waiting(system: System, pool: str = "large") -> float:
+    return system.metric("rootstock_gateway_bodies_waiting", pool=pool)
+
+
+def held(system: System, pool: str = "large") -> float:
+    return system.metric("rootstock_gateway_body_bytes", pool=pool)
+
+
+@contextmanager
+def held_up(system: System) -> Iterator[Sender]:
+    """A large chat that stays in its preparation, and so keeps its bytes."""
+    system.do(system.tokenizer.gate.clear)
+    calls = len(system.tokenizer.calls)
+    first = Sender(system.port, chat_of(600_000))
+    wait_until(lambda: len(system.tokenizer.calls) == calls + 1, "the first chat's call")
+    try:
+        yield first
+    finally:
+        system.do(system.tokenizer.gate.set)
+        first.answer()
+        first.close()
+        wait_until(lambda: held(system) == 0, "the bytes given back")
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[System]:
+    with System(**SETTINGS, body_wait_s=60.0, tokenize_timeout_s=60.0) as system:
+        yield system
+
+
+def test_the_second_large_one_waits_and_small_ones_pass(tight: System) -> None:
+    with held_up(tight):
+        assert held(tight) == 600_000
+        second = Sender(tight.port, chat_of(700_000))
+        wait_until(lambda: waiting(tight) == 1, "the second chat in line")
+        assert tight.post("/v1/completions", SMALL).status_code == 200
+        assert waiting(tight) == 1
+    assert second.answer().startswith(b"HTTP/1.1 400 ")  # its prompt is longer than the context
+    second.close()
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_a_client_that_goes_while_it_waits_frees_its_place(tight: System, how: str) -> None:
+    with held_up(tight):
+        second = Sender(tight.port, b" " * 100_000, size=700_000)  # more than is read ahead, less than the kernel takes
+        wait_until(lambda: waiting(tight) == 1, "the second in line")
+        third = Sender(tight.port, chat_of(300_000))
+        wait_until(lambda: waiting(tight) == 2, "both in line")
+        getattr(second, how)()
+        wait_until(lambda: waiting(tight) == 0, "the third chat before the first one's end")
+        assert held(tight) == 900_000
+    third.answer()
+    third.close()
+
+
+def test_a_body_that_does_not_say_its_size_is_held_in_steps(tight: System) -> None:
+    """Of 64 KiB, and from there on of a MiB."""
+    tight.do(tight.tokenizer.gate.clear)
+    body, sizes = chat_of(100_000), []
+    client = socket.create_connection(("127.0.0.1", tight.port), timeout=WAIT_S)
+    client.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+    for piece, pool in ((body[:10_000], "small"), (body[10_000:], "large")):
+        client.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        wait_until(lambda: held(tight, pool) > 0, f"the {pool} pool")  # noqa: B023
+        sizes.append((held(tight, "small"), held(tight, "large")))
+    tight.do(tight.tokenizer.gate.set)
+    client.sendall(b"0\r\n\r\n")
+    assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
+    client.close()
+    assert sizes == [(65536, 0), (0, MIB)]
+    wait_until(lambda: held(tight) == 0, "the bytes given back")
+
+
+def test_who_waits_too_long_is_refused() -> None:
+    with System(**SETTINGS, body_wait_s=0.1, tokenize_timeout_s=60.0) as system, held_up(system):
+        answer = system.post(CHAT, chat_of(700_000))
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "body_budget"
+        assert system.metric("rootstock_gateway_bodies_refused_total") == 1
+        assert waiting(system) == 0 and held(system) == 600_000
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Bytes: the most since it was last reset, and what it has."""
+    with open(f"/proc/{pid}/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["VmHWM"].split()[0]) << 10, int(fields["VmRSS"].split()[0]) << 10
+
+
+def burst(process: Process, count: int, size: int, timeout_s: float) -> list[int]:
+    """So many chats of that size at once; their statuses."""
+    body, statuses = chat_of(size), []
+
+    def one() -> None:
+        statuses.append(httpx.post(f"http://127.0.0.1:{process.port}{CHAT}", content=body, timeout=timeout_s).status_code)
+
+    threads = [threading.Thread(target=one) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return statuses
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "budget", "peak_mib", "after_mib", "after_s"),
+    [
+        pytest.param(8, 6_000_000, 8 * MIB, 48, 16, 5, id="by day"),
+        pytest.param(16, 60_000_000, 64 * MIB, 300, 50, 120, id="at night", marks=NIGHTLY),
+    ],
+)
+def test_memory_is_bounded_and_given_back(
+    system: System, count: int, size: int, budget: int, peak_mib: int, after_mib: int, after_s: int
+) -> None:
+    flags = ("--max-body-bytes", str(budget), "--body-budget-bytes", str(budget), "--body-wait-s", "100")
+    process = Process(system, *flags)
+    try:
+        process.wait_ready()
+        assert burst(process, 2, 1000, WAIT_S) == [400, 400]
+        with open(f"/proc/{process.pid}/clear_refs", "w") as file:
+            file.write("5")
+        _, idle = memory_of(process.pid)
+        statuses = burst(process, count, size, 120.0)
+        # The fake tokenizer takes messages of 4 MB, so each is refused when all of the gateway's work has been done.
+        assert statuses == [413] * count
+        peak, _ = memory_of(process.pid)
+        deadline = time.monotonic() + after_s
+        while (after := memory_of(process.pid)[1]) > idle + after_mib * MIB and time.monotonic() < deadline:
+            time.sleep(0.1)
+        print(f"MiB over idle ({idle / MIB:.0f}): peak {(peak - idle) / MIB:.0f}, after {(after - idle) / MIB:.0f}")
+        assert peak <= idle + peak_mib * MIB
+        assert after <= idle + after_mib * MIB
+        assert psutil.Process(process.pid).is_running()
+    finally:
+        process.kill()

@@ -1,0 +1,78 @@
+"""Who gets bytes of a pool, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from services.gateway.http.body_pool import BodyPool, Place, Stuck
+
+
+def looping(test: Callable[[BodyPool], None]) -> None:
+    async def run() -> None:
+        test(BodyPool(100))
+
+    asyncio.run(run())
+
+
+def granted(*places: Place) -> list[bool]:
+    return [place.room.done() for place in places]
+
+
+def test_first_come_first_served_also_where_a_later_one_would_fit() -> None:
+    def use(pool: BodyPool) -> None:
+        assert pool.take(60)
+        large, small = pool.join(90), pool.join(10)
+        assert not pool.take(10) and granted(large, small) == [False, False]
+        pool.give(60)
+        assert granted(large, small) == [True, True] and pool.held == 100
+
+    looping(use)
+
+
+def test_one_that_has_begun_goes_before_those_that_have_nothing() -> None:
+    def use(pool: BodyPool) -> None:
+        assert pool.take(50) and pool.take(50)
+        new, growing = pool.join(20), pool.join(40, holds=50)
+        pool.give(50)
+        assert granted(new, growing) == [False, True]
+        pool.give(90)
+        assert granted(new) == [True] and pool.held == 20
+
+    looping(use)
+
+
+def test_nobody_waits_for_those_that_wait_themselves() -> None:
+    def use(pool: BodyPool) -> None:
+        assert pool.take(50) and pool.take(50)
+        first = pool.join(10, holds=50)
+        with pytest.raises(Stuck):
+            pool.join(10, holds=50)
+        pool.give(50)  # as the second must
+        assert granted(first) == [True]
+
+    looping(use)
+
+
+def test_a_body_that_alone_holds_all_and_needs_more_is_told_at_once() -> None:
+    def use(pool: BodyPool) -> None:
+        assert pool.take(100)
+        with pytest.raises(Stuck):
+            pool.join(1, holds=100)
+
+    looping(use)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["waiting", "given"])
+def test_who_leaves_the_line_makes_room_for_the_next(given: bool) -> None:
+    def use(pool: BodyPool) -> None:
+        assert pool.take(60)
+        first, second = pool.join(90), pool.join(40)
+        if given:
+            pool.give(60)
+        pool.leave(first)
+        assert granted(second) == [True] and pool.held == (40 if given else 100) and pool.num_waiting == 0
+
+    looping(use)

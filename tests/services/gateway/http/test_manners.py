@@ -1,0 +1,111 @@
+"""What HTTP clients may take for granted: HEAD, OPTIONS, Allow, CORS, Retry-After, and where a body is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from services.local.ports import free_ports
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import System, wait_until
+
+CHAT = "/v1/chat/completions"
+PAGE = "https://page.test"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[System]:
+    settings = {"cors_allow_origins": PAGE, "metrics_port": free_ports(1)[0], "metrics_on_http": False, "docs_enabled": False}
+    with System(**settings) as system:
+        yield system
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", f"/v1/models/{MODEL}", "/metrics", "/openapi.json"])
+def test_head_is_get_without_its_body(shared: System, path: str) -> None:
+    head, get = httpx.head(shared.url(path)), shared.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (CHAT, "OPTIONS, POST"),
+        ("/generate", "OPTIONS, POST, PUT"),
+        ("/v1/models", "GET, HEAD, OPTIONS"),
+        ("/v1/models/a/b", "GET, HEAD, OPTIONS"),
+        ("/health", "GET, HEAD, OPTIONS"),
+    ],
+)
+def test_what_a_path_takes_is_told(shared: System, path: str, allowed: str) -> None:
+    options = httpx.options(shared.url(path))
+    assert (options.status_code, options.headers["allow"], options.content) == (204, allowed, b"")
+    wrong = httpx.delete(shared.url(path))
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, allowed)
+    assert wrong.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_an_unknown_path_takes_nothing(shared: System) -> None:
+    answer = httpx.options(shared.url("/nowhere"))
+    assert answer.status_code == 404 and "allow" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "column"),
+    [
+        (b"", 1, 1),
+        (b'{"model": "SECRET",\n "n": SECRET}', 2, 7),
+        (b'{"prompt": "SECRET', 1, 19),
+        (b'{"prompt": "\\ud800 SECRET"}', 1, 13),
+    ],
+    ids=["nothing", "a bare word", "cut off", "half a character"],
+)
+def test_json_that_is_none_says_where_and_why(shared: System, body: bytes, line: int, column: int) -> None:
+    error = shared.post(CHAT, body).json()["error"]
+    assert error["code"] == "invalid_json" and "SECRET" not in str(error)
+    begin, end = "The body is not valid JSON: ", f", at line {line}, column {column}."
+    assert error["message"].startswith(begin) and error["message"].endswith(end)
+    assert len(error["message"]) > len(begin + end)
+
+
+class TestOrigins:
+    def test_a_page_asks_beforehand_without_a_key(self, guarded: System) -> None:
+        asked = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization,x-a"}
+        answer = httpx.options(guarded.url(CHAT), headers=asked)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
+        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+
+    def test_its_answers_may_be_read(self, guarded: System) -> None:
+        answer = guarded.get("/v1/models", headers={"origin": PAGE})
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        exposed = answer.headers["access-control-expose-headers"]
+        assert {"x-request-id", "retry-after", "x-ratelimit-remaining-requests"} <= set(exposed.split(", "))
+
+    def test_another_page_may_not(self, guarded: System) -> None:
+        assert "access-control-allow-origin" not in guarded.get("/v1/models", headers={"origin": "https://other.test"}).headers
+
+    def test_nobody_may_unless_it_is_set(self, shared: System) -> None:
+        assert "access-control-allow-origin" not in shared.get("/v1/models", headers={"origin": PAGE}).headers
+
+
+class TestSwitches:
+    @pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json"])
+    def test_what_is_off_is_not_there(self, guarded: System, path: str) -> None:
+        assert guarded.get(path).status_code == 404
+
+    def test_metrics_have_a_port_of_their_own(self, guarded: System) -> None:
+        port = guarded.gateway._settings.metrics_port
+        answer = httpx.get(f"http://127.0.0.1:{port}/metrics")
+        assert answer.status_code == 200 and "rootstock_gateway_requests_total" in answer.text
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 404
+        assert httpx.post(f"http://127.0.0.1:{port}/metrics").headers["allow"] == "GET, HEAD"
+
+
+def test_each_503_says_when_to_come_again() -> None:
+    with System(down=("worker",), queue_timeout_s=0.1, models=MODEL, retry_after_s=3) as system:
+        wait_until(lambda: system.get("/health").status_code == 200)
+        for answer in (system.chat(), system.get("/readiness"), system.get("/health_generate")):
+            assert answer.status_code == 503 and 3 <= int(answer.headers["retry-after"]) <= 60

@@ -1,0 +1,62 @@
+"""Clients that do not read: they keep nobody waiting, hold little, and end at their deadline."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import System, wait_until
+
+# About 1 MB, of which the two sockets take some kB: 500 tokens of two choices, with the likeliest ones of each.
+LARGE = {"max_tokens": 500, "n": 2, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+
+
+class Deaf:
+    """Asks, and reads a byte now and then."""
+
+    def __init__(self, system: System, body: dict[str, Any]) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.connect(("127.0.0.1", system.port))
+        content = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **body})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(content)}\r\n\r\n"
+        self._socket.sendall(head.encode() + content)
+
+    def read_one(self) -> None:
+        self._socket.setblocking(False)
+        try:
+            self._socket.recv(1)
+        except (BlockingIOError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "document"])
+def test_a_reader_of_a_byte_now_and_then_ends_at_its_deadline(stream: bool) -> None:
+    with System(request_timeout_s=4.0) as system:
+        server = system.gateway._http
+        system.do(lambda: server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096))
+        deaf = Deaf(system, {**LARGE, "stream": stream})
+
+        def unread() -> int:
+            return sum(each.transport.get_write_buffer_size() for each in list(server.server_state.connections))
+
+        wait_until(lambda: unread() > 0, "what it does not read", 60)
+        assert system.chat().status_code == 200
+        held = unread()
+
+        def gone() -> bool:
+            deaf.read_one()
+            return not server.server_state.connections and system.gateway.generator.idle
+
+        wait_until(gone, "its end", 60)
+        assert system.chat().status_code == 200
+        if stream:
+            assert held < 1 << 18  # what is to come waits with the request, merged
+        deaf.close()

@@ -1,0 +1,239 @@
+"""Keys as clients meet them: who gets in, what is whose, and how much of it there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.gateway.admin.operations import ROUTES
+from services.gateway.http.http_server import CannotListen
+from services.gateway.keys import key_file
+from services.shared.index.block_hash import block_hashes
+from tests.services.gateway.api.test_sessions import SessionWorker
+from tests.services.gateway.fakes import MODEL, ids_of
+from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+from tests.services.redis_server import redis_server
+
+CHAT, MODELS = "/v1/chat/completions", "/v1/models"
+ALICE, BOB = {"authorization": "Bearer alice"}, {"x-api-key": "bob"}
+
+
+def limited(name: str, **limits: int) -> dict[str, Any]:
+    return {"name": name, "key": name, **limits}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[System]:
+    keys = ["alice", "bob", limited("two", requests_per_minute=2), limited("few", tokens_per_minute=100)]
+    with System(keys=[*keys, limited("one", max_concurrent=1)], control_token="admin") as system:
+        yield system
+
+
+CALLERS: dict[str, tuple[dict[str, str], int]] = {
+    "bearer": (ALICE, 200),
+    "x-api-key": (BOB, 200),
+    "both alike": ({**ALICE, "x-api-key": "alice"}, 200),
+    "both, and different": ({**ALICE, **BOB}, 401),
+    "another scheme": ({"authorization": "Basic alice"}, 401),
+    "another scheme beside a key": ({"authorization": "Basic alice", **BOB}, 200),
+    "none": ({}, 401),
+    "a wrong one": ({"x-api-key": "alices"}, 401),
+    "the operators'": ({"authorization": "Bearer admin"}, 401),
+}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_who_gets_in(shared: System, caller: str) -> None:
+    headers, status = CALLERS[caller]
+    answer = shared.get(MODELS, headers=headers)
+    assert answer.status_code == status
+    if status == 401:
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_operators_routes_are_not_on_this_port(shared: System) -> None:
+    with httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)) as client:
+        for method, path in ROUTES.keys() - {("POST", "/abort_request")}:  # which clients have too, for their own
+            for key, status in (("alice", 404), ("admin", 401)):
+                answer = client.request(method, shared.url(path), headers={"x-api-key": key}, content=b"{}")
+                assert answer.status_code == status, (method, path)
+
+
+def test_a_key_is_added_and_revoked_and_what_runs_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_file, "POLL_S", 0.05)
+    with System(keys=["alice"]) as system:
+        system.allow(1)
+        running = RawClient(system, CHAT, chat_body(stream=True), "alice")
+        running.read_until(b"data: ")
+        system.write_keys("bob")
+        wait_until(lambda: system.get(MODELS, headers=BOB).status_code == 200, "the new key")
+        assert system.get(MODELS, headers=ALICE).status_code == 401
+        system.allow(None)
+        assert b"[DONE]" in running.read_to_end_of_stream()
+        assert system.metric("rootstock_gateway_key_file_valid") == 1
+        system.key_file.write_bytes(b"{")
+        wait_until(lambda: system.metric("rootstock_gateway_key_file_valid") == 0, "the metric")
+        assert system.get(MODELS, headers=BOB).status_code == 200
+
+
+def test_a_gateway_does_not_start_with_a_wrong_file(tmp_path: Path) -> None:
+    wrong = tmp_path / "keys.json"
+    wrong.write_text('{"keys": [{"name": "a"}]}')
+    for path, why in ((wrong, r"keys\[0\]: has neither"), (tmp_path / "none", "No such file")):
+        system = System(api_keys_file=str(path))
+        with pytest.raises(CannotListen, match=why):
+            system.__enter__()
+
+
+class TestLimits:
+    def test_requests(self, shared: System) -> None:
+        """As OpenAI's own client reads it."""
+        client = shared.openai(api_key="two")
+        for left in (1, 0):
+            answer = client.chat.completions.with_raw_response.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
+            assert answer.headers["x-ratelimit-limit-requests"] == "2"
+            assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+            assert answer.headers["x-ratelimit-reset-requests"].startswith("1m")
+            assert "x-ratelimit-limit-tokens" not in answer.headers
+        before, submits = shared.metric("rootstock_gateway_rate_limited_total", limit="requests"), len(shared.worker.submits)
+        with pytest.raises(openai.RateLimitError, match="requests per minute: limit 2, used 2") as error:
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
+        assert error.value.code == "rate_limit_exceeded"
+        headers = error.value.response.headers
+        assert 54 <= int(headers["retry-after"]) <= 66 and headers["x-ratelimit-remaining-requests"] == "0"
+        assert shared.metric("rootstock_gateway_rate_limited_total", limit="requests") == before + 1
+        assert len(shared.worker.submits) == submits
+        assert "x-ratelimit-limit-requests" not in shared.get(MODELS, headers=ALICE).headers
+
+    def test_tokens_that_are_not_used_come_back(self, shared: System) -> None:
+        few = {"x-api-key": "few"}
+
+        def ask(**body: Any) -> httpx.Response:
+            return shared.post("/v1/completions", {"model": MODEL, "prompt": "x" * 10, **body}, headers=few)
+
+        large = ask(max_tokens=91)
+        error = large.json()["error"]
+        assert (large.status_code, error["code"]) == (429, "rate_limit_exceeded")
+        assert error["message"].startswith("Request too large") and "retry-after" not in large.headers
+        first = ask(max_tokens=60)
+        used = first.json()["usage"]["total_tokens"]
+        assert first.headers["x-ratelimit-remaining-tokens"] == "30" and used < 70
+        wait_until(lambda: shared.get(MODELS, headers=few).headers["x-ratelimit-remaining-tokens"] == str(100 - used))
+        assert ask(max_tokens=30, n=3).status_code == 429
+
+    def test_requests_at_once(self, shared: System) -> None:
+        shared.allow(0)
+        first = RawClient(shared, CHAT, chat_body(), "one")
+        wait_until(lambda: shared.running() == [1], "the first")
+        answer = shared.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": "one"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert "requests at once: limit 1, used 1" in answer.json()["error"]["message"]
+        shared.allow(None)
+        first.read_until(b"}]")
+        wait_until(lambda: shared.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": "one"}).status_code == 200, "room")
+
+    def test_over_gateways(self) -> None:
+        with redis_server() as server:
+            keys = [limited("team", requests_per_minute=12)]
+            with System(gateways=3, keys=keys, redis_url=server.url) as system:
+                wait_until(lambda: system.metric("rootstock_gateway_key_shares_up") == 1, "shares")
+                statuses: list[int] = []
+
+                def ask(gateway: int) -> int:
+                    answer = system.post(CHAT, chat_body(model=MODEL), gateway, headers={"x-api-key": "team"})
+                    statuses.append(answer.status_code)
+                    return answer.status_code
+
+                def all_used() -> bool:
+                    return {ask(at) for at in range(3)} == {429} and statuses.count(200) == 12
+
+                wait_until(all_used, "what is left at other gateways")
+                for at in range(30):
+                    ask(at % 3)
+                assert statuses.count(200) == 12 and set(statuses) == {200, 429}
+
+
+class TestOwnership:
+    def test_a_session_is_its_keys_alone(self) -> None:
+        with System(keys=["alice", "bob"], down=("worker",)) as system:
+            system.workers[0].servicer = SessionWorker("worker-0")
+            system.call(system.workers[0].start())
+            wait_until(lambda: system.get("/readiness").status_code == 200, "readiness")
+
+            def turn(headers: dict[str, str], session: str) -> httpx.Response:
+                body = {"text": "Hi", "session_params": {"id": session}}
+                return system.post("/generate", body, headers=headers)
+
+            for chosen in ("mine" * 64, None):
+                opened = system.post("/open_session", {"capacity_of_str_len": 99, "session_id": chosen}, headers=ALICE).json()
+                assert chosen in (None, opened)
+                assert turn(ALICE, opened).status_code == 200
+                strangers = turn(BOB, opened)
+                assert (strangers.status_code, strangers.json()["error"]["code"]) == (404, "session_not_found")
+                assert system.post("/close_session", {"session_id": opened}, headers=BOB).status_code == 404
+                assert system.post("/open_session", {"capacity_of_str_len": 9, "session_id": opened}, headers=BOB).is_success
+                assert system.post("/close_session", {"session_id": opened}, headers=ALICE).status_code == 200
+                assert turn(BOB, opened).status_code == 200
+
+    def test_a_running_request_is_ended_by_its_own_key(self) -> None:
+        rotated = {"name": "alice", "sha256": [], "key": "alice"}
+        with System(keys=[rotated, "bob"]) as system, ThreadPoolExecutor(1) as pool:
+            system.allow(0)
+            body = {"text": "Hi", "rid": "r"}
+            running = pool.submit(system.post, "/generate", body, headers=ALICE)
+            wait_until(lambda: system.running() == [1], "it runs")
+            strangers = system.post("/abort_request", {"rid": "r"}, headers=BOB)
+            assert (strangers.status_code, strangers.json()["aborted"]) == (200, 0)
+            assert system.post("/abort_request", {"rid": "r"}, headers=ALICE).json()["aborted"] == 1
+            assert running.result(15).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+    @pytest.mark.parametrize("salted", [False, True])
+    def test_cached_prefixes(self, salted: bool) -> None:
+        with System(keys=["alice", "bob"], salt_cache_by_key=salted, workers=2) as system:
+            prompt = "x" * 64
+            for headers in (ALICE, ALICE, BOB):
+                for salt in ({}, {"cache_salt": "s"}):
+                    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, **salt}
+                    assert system.post("/v1/completions", body, headers=headers).status_code == 200
+            salts = [submit.cache_salt for host in system.workers for submit in host.servicer.submits]
+            assert sorted(Counter(salts).values()) == ([1, 1, 2, 2] if salted else [3, 3])
+            assert salted or set(salts) == {"", "s"}
+            pool = system.gateway.dispatcher.fleet.pools[MODEL]
+            roots = [pool.model.hash_root(salt) for salt in salts]
+            told = [call.hash_root for call in system.tokenizer.calls]
+            assert sorted(told) == sorted(roots) and len({block_hashes(root, ids_of(prompt)) for root in roots}) == len(
+                set(salts)
+            )
+
+    def test_a_keys_priority_is_the_default_and_the_most_that_may_be_asked_for(self) -> None:
+        keys = [{"name": "batch", "key": "batch", "priority": -5}, "alice"]
+        asked = (None, -9, 7)
+        with System(keys=keys, enable_priority_scheduling=True) as system:
+            for key in ("batch", "alice"):
+                for priority in asked:
+                    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 1, "priority": priority}
+                    assert system.post("/v1/completions", body, headers={"x-api-key": key}).status_code == 200
+            assert [submit.priority for submit in system.worker.submits] == [-5, -9, -5, 0, -9, 7]
+
+
+def test_usage_is_counted_by_key_and_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.keys.key_usage.MAX_LABELS", 2)
+    with System(keys="abcd") as system:
+        for key in "aabcd":
+            answer = system.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": key})
+            assert answer.status_code == 200
+        usage = answer.json()["usage"]
+        for label, count in {"a": 2, "b": 1, "other": 2, "c": 0}.items():
+            name = "rootstock_gateway_key_"
+            assert system.metric(f"{name}requests_total", key=label) == count
+            assert system.metric(f"{name}prompt_tokens_total", key=label) == count * usage["prompt_tokens"]
+            assert system.metric(f"{name}output_tokens_total", key=label) == count * usage["completion_tokens"]

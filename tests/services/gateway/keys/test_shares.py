@@ -1,0 +1,305 @@
+"""Limits over several gateways on one real Redis, which comes and goes: never more than the limit within any minute, and not much
+less. The clock is virtual: every figure here is a count."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.gateway.keys.key_limits import Admission, KeyLimits
+from services.gateway.keys.key_table import ApiKey, KeyTable
+from services.gateway.request.errors import ApiError
+from tests.services.redis_server import RedisServer, redis_server
+
+BEGIN = 1_700_000_000.0
+NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
+TURN_S = 0.2 if NIGHTLY else 0.4
+KEY = "team"
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(one_server: RedisServer) -> RedisServer:
+    one_server.client.flushall()
+    one_server.client.script_flush()
+    return one_server
+
+
+class Gateways:
+    """Several, each with its own limiter; what they admit is kept with its time."""
+
+    def __init__(self, url: str, count: int = 3, **limits: Any) -> None:
+        self.now = BEGIN
+        self.admitted: list[tuple[float, int]] = []  # when, how much
+        self.refused: list[str] = []
+        self._url = url
+        self._table = KeyTable([ApiKey(KEY, (), **limits)])
+        self.each = [self._make(f"g{number}") for number in range(count)]
+
+    def _make(self, name: str) -> KeyLimits:
+        return KeyLimits(self._table, self._url, name, lambda: 3, self.refused.append, lambda: self.now)
+
+    def add(self, name: str) -> None:
+        self.each.append(self._make(name))
+
+    def ask(self, gateway: int, tokens: int = 0) -> Admission | None:
+        """None: it was refused."""
+        try:
+            admission = self.each[gateway].begin(KEY)
+            assert admission is not None
+            if tokens:
+                admission.reserve(tokens)
+        except ApiError as error:
+            assert error.status == 429 and error.code == "rate_limit_exceeded"
+            return None
+        self.admitted.append((self.now, tokens or 1))
+        return admission
+
+    async def turn(self, *gateways: int) -> None:
+        """Of all of them, or of these."""
+        for gateway in gateways or range(len(self.each)):
+            refill = self.each[gateway].refill
+            assert refill is not None
+            await refill.turn()
+
+    async def go_on(self, seconds: float) -> None:
+        """While nobody asks for anything."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += TURN_S
+            await self.turn()
+
+    def up(self) -> list[bool]:
+        return [limits.shares_are_up() for limits in self.each]
+
+    def most_in_a_minute(self) -> int:
+        most = total = first = 0
+        for at, amount in self.admitted:
+            total += amount
+            while self.admitted[first][0] <= at - 60:
+                total -= self.admitted[first][1]
+                first += 1
+            most = max(most, total)
+        return most
+
+    def within(self, begin: float, end: float) -> int:
+        return sum(amount for at, amount in self.admitted if begin <= at < end)
+
+    async def close(self) -> None:
+        for limits in self.each:
+            assert limits.refill is not None
+            await limits.refill._store.close()
+
+
+async def hammer(
+    gateways: Gateways,
+    seconds: float,
+    rng: random.Random,
+    weights: list[float],
+    tokens: int = 0,
+    per_turn: int = 4,
+    hold: bool = True,
+) -> None:
+    """Far more than the limit lets pass. hold: what has begun does not end."""
+    until = gateways.now + seconds
+    while gateways.now < until:
+        for _ in range(per_turn):
+            (gateway,) = rng.choices(range(len(weights)), weights)
+            size = rng.randint(1, 2 * tokens) if tokens else 0
+            admission = gateways.ask(gateway, size)
+            if admission is not None and tokens and rng.random() < 0.3:
+                used = rng.randint(0, size)
+                admission.end(used)
+                gateways.admitted[-1] = (gateways.now, used)
+            elif admission is not None and not hold:
+                admission.end(0)
+        gateways.now += TURN_S * rng.random() * 2
+        await gateways.turn(*rng.sample(range(len(weights)), len(weights)))
+
+
+@pytest.mark.parametrize("tokens", [0, 300] if NIGHTLY else [0])
+@pytest.mark.parametrize("away", [(20,), (0, 150)] if NIGHTLY else [(20,)])
+def test_never_more_than_the_limit_in_any_minute_with_redis_killed_and_back(
+    server: RedisServer, tokens: int, away: tuple[int, ...]
+) -> None:
+    """When Redis goes, those come that had hardly come before: nobody has told their gateways what the other has used."""
+    limit = 60_000 if tokens else 300
+    limits = {"tokens_per_minute": limit} if tokens else {"requests_per_minute": limit}
+    usual, meanwhile = [20.0, 1.0, 0.0], [1.0, 20.0, 20.0]
+
+    async def run() -> None:
+        rng = random.Random(tokens)
+        gateways = Gateways(server.url, **limits)
+        await gateways.go_on(6)
+        assert all(gateways.up())
+        begun = gateways.now
+        await hammer(gateways, 40, rng, usual, tokens)
+        assert gateways.within(begun, begun + 40) >= 0.85 * limit
+        for away_s in away:
+            server.kill()
+            await hammer(gateways, away_s, rng, meanwhile, tokens)
+            server.start()
+            back = gateways.now
+            await hammer(gateways, 75, rng, meanwhile, tokens)
+            assert all(gateways.up())
+            assert gateways.within(back + 15, back + 75) >= 0.5 * limit
+        assert gateways.most_in_a_minute() <= limit
+        await gateways.close()
+
+    asyncio.run(run())
+
+
+def test_a_redis_that_comes_back_empty_grants_nothing_before_all_had_the_time_to_report(server: RedisServer) -> None:
+    async def run() -> None:
+        gateways = Gateways(server.url, requests_per_minute=300)
+        await gateways.go_on(8)
+        await hammer(gateways, 8, random.Random(0), [1, 0, 0], per_turn=60)
+        assert len(gateways.admitted) >= 295
+        server.kill()
+        await gateways.turn()
+        server.start()
+        for _ in range(5):
+            for _ in range(100):
+                gateways.ask(1)
+            gateways.now += TURN_S
+            await gateways.turn(1)
+        assert len(gateways.admitted) <= 300
+        await gateways.close()
+
+    asyncio.run(run())
+
+
+def test_whoever_has_the_burst_gets_nearly_all_of_it(server: RedisServer) -> None:
+    async def run() -> None:
+        gateways = Gateways(server.url, requests_per_minute=300)
+        await gateways.go_on(8)
+        assert all(gateways.ask(gateway) for gateway in range(3)), "the first ones pass at once"
+        at_once = sum(gateways.ask(0) is not None for _ in range(300))
+        assert at_once >= 45, "a share is there before it is asked for"
+        await hammer(gateways, 8, random.Random(0), [1, 0, 0], per_turn=40)
+        assert 295 <= len(gateways.admitted) <= 300
+        assert set(gateways.refused) == {"requests"}
+        await gateways.close()
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_comes_takes_of_the_others_and_one_that_dies_leaves_its_share(server: RedisServer) -> None:
+    async def run() -> None:
+        rng = random.Random(1)
+        gateways = Gateways(server.url, count=2, requests_per_minute=120, max_concurrent=9)
+        await gateways.go_on(6)
+        await hammer(gateways, 10, rng, [1, 1], hold=False)
+        gateways.add("g2")
+        await gateways.turn(2)
+        await hammer(gateways, 66, rng, [1, 1, 1], hold=False)
+        assert gateways.most_in_a_minute() <= 120
+        held = [gateways.ask(0) for _ in range(9)]
+        assert any(held)
+        lost = gateways.each.pop(0)
+        await gateways.go_on(90)
+        mine: list[Admission] = []
+        for _ in range(20):
+            mine += [got for gateway in range(2) if (got := gateways.ask(gateway)) is not None]
+            gateways.now += TURN_S
+            await gateways.turn()
+        assert len(mine) == 9, "what the dead one had is free"
+        assert lost.refill is not None
+        await lost.refill._store.close()
+        await gateways.close()
+
+    asyncio.run(run())
+
+
+def test_so_many_at_once_and_what_ends_makes_room(server: RedisServer) -> None:
+    async def run() -> None:
+        rng = random.Random(2)
+        gateways = Gateways(server.url, max_concurrent=12)
+        await gateways.go_on(6)
+        running: list[Admission] = []
+        most = 0
+        for _ in range(150):
+            admission = gateways.ask(rng.choices(range(3), [5, 1, 1])[0])
+            if admission is not None:
+                running.append(admission)
+            elif rng.random() < 0.3:
+                running.pop(rng.randrange(len(running))).end(0)
+            most = max(most, len(running))
+            gateways.now += TURN_S
+            await gateways.turn()
+        assert most == 12 and set(gateways.refused) == {"concurrency"}
+        await gateways.close()
+
+    asyncio.run(run())
+
+
+def test_tokens_that_were_not_used_come_back(server: RedisServer) -> None:
+    async def run() -> None:
+        gateways = Gateways(server.url, count=2, tokens_per_minute=1000)
+        await gateways.go_on(6)
+        for _ in range(20):
+            for _ in range(8):  # it may have to be gathered first
+                admission = gateways.ask(0, 600)
+                if admission is not None:
+                    break
+                gateways.now += TURN_S
+                await gateways.turn()
+            assert admission is not None
+            admission.end(10)
+        assert gateways.ask(1, 900) is None
+        await gateways.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("trouble", ["full", "killed", "never there"])
+def test_without_redis_each_keeps_to_its_part(server: RedisServer, trouble: str) -> None:
+    async def run() -> None:
+        if trouble == "never there":
+            server.kill()
+        gateways = Gateways(server.url, requests_per_minute=90)
+        await gateways.go_on(6)
+        if trouble == "full":
+            server.client.config_set("maxmemory", 1)
+        elif trouble == "killed":
+            server.kill()
+        await gateways.go_on(80)
+        assert not any(gateways.up())
+        for _ in range(100):
+            for gateway in range(3):
+                gateways.ask(gateway)
+        assert len(gateways.admitted) == 90
+        await gateways.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        if trouble == "full":
+            server.client.config_set("maxmemory", 0)
+        else:
+            server.start()
+
+
+def test_what_redis_holds_is_small_and_goes_by_itself(server: RedisServer) -> None:
+    async def run() -> None:
+        gateways = Gateways(server.url, requests_per_minute=600, tokens_per_minute=10**6, max_concurrent=100)
+        await gateways.go_on(3)
+        await hammer(gateways, 6, random.Random(3), [1, 1, 1], 300)
+        await gateways.close()
+
+    asyncio.run(run())
+    keys = {key.decode() for key in server.client.keys("*")}
+    (of_key,) = keys - {"rl:gateways", "rl:need"}
+    assert len(of_key) == len("rl:key:") + 32 and KEY not in of_key
+    assert all(0 < server.client.ttl(key) <= 75 for key in keys)
+    assert sum(map(len, server.client.hvals(of_key))) < 3 * 300

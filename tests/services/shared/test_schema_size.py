@@ -1,0 +1,59 @@
+"""Schemas at their limits, and one beyond: at the gateway, and at the worker before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway.api.constraints import json_schema, structural_tag
+from services.gateway.request.errors import ApiError
+from services.shared import limits
+from services.shared.schema_size import too_large
+from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.grammar.compile.grammar_source import prepare
+from services.worker.grammar.schema.refusal import GrammarRefused
+
+
+def properties(count: int, required: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {f"p{at}": True for at in range(count)},
+        "required": [f"p{at}" for at in range(required)],
+    }
+
+
+def values(count: int) -> dict[str, Any]:
+    return {"anyOf": [{"enum": list(range(count // 2))}, {"enum": [f"v{at}" for at in range(count - count // 2)]}]}
+
+
+def parts(count: int) -> dict[str, Any]:
+    """One of them is the array, one the whole."""
+    return {"examples": [0] * (count - 2)}
+
+
+AT_LIMIT = [
+    pytest.param(properties, (limits.MAX_SCHEMA_PROPERTIES,) * 2, (limits.MAX_SCHEMA_PROPERTIES + 1,) * 2, id="properties"),
+    pytest.param(properties, (1500, 1500 - limits.MAX_OPTIONAL_PROPERTIES), (1500, 475), id="optional properties"),
+    pytest.param(values, (limits.MAX_SCHEMA_VALUES,), (limits.MAX_SCHEMA_VALUES + 1,), id="values"),
+    pytest.param(parts, (limits.MAX_SCHEMA_NODES,), (limits.MAX_SCHEMA_NODES + 1,), id="parts"),
+]
+
+
+@pytest.mark.parametrize(("make", "most", "beyond"), AT_LIMIT)
+def test_at_both_ends(make: Any, most: tuple[int, ...], beyond: tuple[int, ...]) -> None:
+    assert too_large(make(*most)) == ""
+    json_schema(make(*most), "schema")
+    schema = make(*beyond)
+    why = too_large(schema)
+    with pytest.raises(ApiError, match=why) as refused:
+        json_schema(json.dumps(schema), "schema")
+    assert (refused.value.status, refused.value.param) == (400, "schema")
+    with pytest.raises(GrammarRefused, match=f"json_schema: {why}"):
+        prepare(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    with pytest.raises(ApiError):
+        structural_tag(tag, "tag")
+    with pytest.raises(GrammarRefused, match="structural_tag: more than"):
+        prepare(GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps(tag)))

@@ -1,0 +1,39 @@
+"""Between which characters a pattern's matches never go on: against the library's own splits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from tokenizers import Regex, pre_tokenizers
+
+from services.tokenizer.pieces.boundaries import GPT2
+from services.tokenizer.pieces.pattern import NotUnderstood, read_pattern
+from tests.services.tokenizer.pieces.tokenizers import CL100K
+
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KEEPING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+CHARS = "aZ1 \n\t'./é世，"
+
+
+@pytest.mark.parametrize("text", [GPT2, CL100K, O200K], ids=["gpt-2", "cl100k", "o200k"])
+def test_parts_where_the_library_splits(text: str) -> None:
+    pattern, split = read_pattern(text), pre_tokenizers.Split(Regex(text), "isolated")
+    parted = [pair for pair in itertools.product(CHARS, repeat=2) if pattern.parts(*pair) and pattern.begins_at(pair[1])]
+    assert ("a", " ") in parted and (" ", " ") not in parted
+    for (left, right), before, after in itertools.product(parted, ("", "a ", "1\n", " ."), ("", "a", " \n", "'s", "  1")):
+        whole = [word for word, _ in split.pre_tokenize_str(before + left + right + after)]
+        parts = [word for part in (before + left, right + after) for word, _ in split.pre_tokenize_str(part)]
+        assert whole == parts
+
+
+@pytest.mark.parametrize("text", [KEEPING, r"(?<=a)b", r"\bword", r"a*", r"(a)\1", r"x(?!yz)", "[a&&b]", r"\p{Han}+", "^a", "[a"])
+def test_what_is_not_understood_is_said(text: str) -> None:
+    with pytest.raises(NotUnderstood):
+        read_pattern(text)

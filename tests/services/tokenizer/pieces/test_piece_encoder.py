@@ -1,0 +1,131 @@
+"""A text in pieces has the ids of the whole, whatever the tokenizer; a text beyond what is wanted is encoded no further."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Event
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.shared.hf_tokenizer import HfTokenizer
+from services.tokenizer.pieces.piece_encoder import NoPlaceToCut, PieceEncoder, Stopped, Wanted
+from tests.services.tokenizer.pieces.tokenizers import LONGEST_BLANKS, MAKERS
+
+CUT_NOWHERE = ("a pattern that looks behind", "byte_fallback")  # the latter has tokens over blanks, and takes a text as one word
+WORDS = [*"helo wrd,.!?'\n\t 你好é😀（世）。10→", " the", "  ", "   and", "e\u0301", "\r\n", "▁", "a\u030a\u0327", "\u3000", "ſ"]
+MARKS = ["<|im_end|>", "<s>", "</s>", "[MASK]", "<extra_1>", "<think>", "<r>  ", "  <l>", "→ "]
+PARTS = st.one_of(st.sampled_from(WORDS), st.sampled_from(MARKS), st.integers(1, 600).map(lambda count: " " * count))
+TEXTS = st.lists(PARTS, max_size=60).map("".join)
+
+
+class Counting(HfTokenizer):
+    """Notes what it is given to encode."""
+
+    def __init__(self, of: HfTokenizer) -> None:
+        super().__init__(of.inner, of.special_tokens, of.chat_templates)
+        self.chars: list[int] = []
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        self.chars.append(sum(map(len, texts)))
+        return super().encode_batch(texts, add_special_tokens)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HfTokenizer]:
+    return {kind: make(tmp_path_factory.mktemp("pieces")) for kind, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="module")
+def encoders(made: dict[str, HfTokenizer]) -> dict[str, PieceEncoder]:
+    return {kind: PieceEncoder(tokenizer, piece_chars=12) for kind, tokenizer in made.items()}
+
+
+@pytest.fixture(scope="module")
+def long_pieces(made: dict[str, HfTokenizer]) -> dict[str, PieceEncoder]:
+    """Long enough for a run of blanks to be cut within it."""
+    return {kind: PieceEncoder(tokenizer, piece_chars=600) for kind, tokenizer in made.items()}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@settings(deadline=None)
+@given(text=TEXTS, special=st.booleans(), most=st.integers(0, 60), begins=st.booleans())
+def test_ids_are_those_of_the_whole(
+    made: dict[str, HfTokenizer],
+    encoders: dict[str, PieceEncoder],
+    long_pieces: dict[str, PieceEncoder],
+    kind: str,
+    text: str,
+    special: bool,
+    most: int,
+    begins: bool,
+) -> None:
+    (whole,) = made[kind].encode_batch([text], special)
+    for encoder in (encoders[kind], long_pieces[kind]):
+        found = encoder.encode(text, special, Wanted(most, begins), Event())
+        if most and len(whole) > most:
+            assert list(found.ids) == (whole[:most] if begins else []) and most < found.at_least <= len(whole)
+        else:
+            assert (list(found.ids), found.at_least) == (whole, 0)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_long_text_is_cut(made: dict[str, HfTokenizer], kind: str) -> None:
+    counting = Counting(made[kind])
+    encoder = PieceEncoder(counting, piece_chars=1000)
+    text = "Hello there, how are you today? " * 500
+    counting.chars.clear()
+    found = encoder.encode(text, True, Wanted(), Event())
+    assert list(found.ids) == made[kind].encode_batch([text], True)[0]
+    if kind not in CUT_NOWHERE:
+        assert max(counting.chars) <= 1000
+        counting.chars.clear()
+        first = encoder.encode(text, True, Wanted(10, begins=True), Event())
+        assert list(first.ids) == list(found.ids)[:10] and sum(counting.chars) <= 1000
+
+
+@pytest.mark.parametrize("kind", ["blanks in bytes", "blanks in one word"])
+@pytest.mark.parametrize("around", [("", ""), ("ab ", "c"), ("\n\n", " x\n"), ("a ", " \n\nx"), ("\ta", "\u3000")])
+def test_a_run_of_blanks_is_cut(made: dict[str, HfTokenizer], kind: str, around: tuple[str, str]) -> None:
+    counting = Counting(made[kind])
+    encoder = PieceEncoder(counting, piece_chars=4000, max_word_chars=5000)
+    text = around[0] + " " * (300 * LONGEST_BLANKS) + around[1]
+    counting.chars.clear()
+    found = encoder.encode(text, True, Wanted(400), Event())
+    assert max(counting.chars) <= 4000
+    assert (list(found.ids), found.at_least) == (made[kind].encode_batch([text], True)[0], 0)
+
+
+def test_what_cannot_fit_is_not_encoded(made: dict[str, HfTokenizer]) -> None:
+    counting = Counting(made["blanks in bytes"])
+    encoder = PieceEncoder(counting)
+    counting.chars.clear()
+    found = encoder.encode("x" * 100_000, True, Wanted(99_999), Event())
+    assert (list(found.ids), found.at_least, counting.chars) == ([], 100_000, [])
+    blanks = encoder.encode(" " * LONGEST_BLANKS * 1000, True, Wanted(999), Event())
+    assert (blanks.at_least, counting.chars) == (1000, [])
+
+
+def test_what_can_be_cut_nowhere_is_refused_from_some_length_on(made: dict[str, HfTokenizer]) -> None:
+    encoder = PieceEncoder(made["split by a pattern"], piece_chars=100, max_word_chars=1000)
+    assert len(encoder.encode("x" * 1000, True, Wanted(), Event()).ids)
+    with pytest.raises(NoPlaceToCut):
+        encoder.encode("x" * 1001, True, Wanted(), Event())
+
+
+def test_nobody_waits_any_more(made: dict[str, HfTokenizer]) -> None:
+    counting = Counting(made["byte_level"])
+    encoder, stopped = PieceEncoder(counting, piece_chars=100), Event()
+    counting.chars.clear()
+    stopped.set()
+    with pytest.raises(Stopped):
+        encoder.encode("hello " * 1000, True, Wanted(), stopped)
+    assert counting.chars == []
+
+
+def test_a_batch_keeps_its_order(made: dict[str, HfTokenizer]) -> None:
+    encoder = PieceEncoder(made["byte_fallback"], piece_chars=100)
+    texts = ["hello", "", "there " * 100, "you", "x" * 99, "fine"]
+    found = encoder.encode_all(texts, True, Wanted(), Event())
+    assert [list(one.ids) for one in found] == made["byte_fallback"].encode_batch(texts, True)
