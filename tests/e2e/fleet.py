@@ -7,7 +7,9 @@ process may make network namespaces, else behind a proxy: it is the one that can
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -166,8 +168,10 @@ class Fleet:
             self._far_proxy.hold()
 
     def join(self) -> None:
+        """Until it can be reached: an address that was asked for while the cable was down is unknown for seconds."""
         if self._namespace:
             self._namespace.join()
+            wait_until(lambda: self._is_reachable(self.far_worker), START_S, f"a way to {self.far_worker}")
         elif self._far_proxy:
             self._far_proxy.release()
 
@@ -188,6 +192,13 @@ class Fleet:
                 return False
         serving = bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return serving and (name not in self.urls or self._has_peers(name))
+
+    def _is_reachable(self, name: str) -> bool:
+        """Refused is an answer, too."""
+        with socket.socket() as connection:
+            connection.settimeout(1)
+            error = connection.connect_ex((self._host(name), self.parts[name].health))
+        return error in (0, errno.ECONNREFUSED)
 
     def _has_peers(self, gateway: str) -> bool:
         try:
