@@ -16,6 +16,9 @@ PROTOS := rootstock/.ready
 # Two processes, a file to each at a time, in the order of tests/conftest.py.
 SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Bytecode is kept, whatever the shell says: each process would compile torch anew, which takes longer than to run it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help env run test check docs bench bench-compare gpu-check sim mutants nightly clean
 
 help:            ## this list
@@ -64,7 +67,7 @@ gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=di
 sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
 	$(PY) -m services.sim.core $(TRACE) $(SIM)
 
-mutants: env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core gateway exec")
+mutants: env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core gateway exec grammar")
 	$(PY) -m tests.mutants $(AREAS)
 
 docs: env        ## what is written from code: settings, metrics and models in docs/, the chart's schema and dashboards

@@ -92,10 +92,12 @@ def test_scale_from_none_to_one_to_four_to_none(empty: Fleet) -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Fleet]:
-    keys = ",".join(["greedy", *(f"modest-{number}" for number in range(MODEST))])
+    keys = ["greedy", *(f"modest-{number}" for number in range(MODEST))]
+    file = tmp_path / "keys.json"
+    file.write_bytes(orjson.dumps({"keys": [{"name": key, "key": key} for key in keys]}))
     flags = {
         "worker_flags": f"--executor fake --fake-step-s 0.02 --max-running-requests {SLOTS}",
-        "gateway_flags": f"--api-keys {keys}",
+        "gateway_flags": f"--api-keys-file {file}",
     }
     with Fleet(tmp_path, workers=1, **SMALL, **flags) as started:
         yield started

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 from services.gateway.http.body_budget import BodyBudget, ClientGone, Gone, HeldBytes
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import ApiError
-from services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
+from services.shared.limits import BODY_STEP_BYTES, JSON_VALUE_BYTES, MAX_JSON_VALUES, SMALL_BODY_BYTES
 
 # Of a scope's extensions, each to be called.
 GONE = "rootstock.gone"  # returns when the client has closed its connection
@@ -43,17 +43,20 @@ async def held_body(
 
 
 async def read_body(scope: Scope, receive: Receive, held: HeldBytes, max_bytes: int, timeout_s: float) -> ReceivedBody:
-    """Whoever opened `held` closes it. timeout_s: seconds for all of it, not counting those in which it waited for room. Raises
-    ApiError 413, 408 or 503, or ClientGone."""
+    """Whoever opened `held` closes it: it holds the bytes, or more where the parsed values will take more. timeout_s: seconds
+    for all of it, not counting those in which it waited for room. Raises ApiError 413, 408 or 503, or ClientGone."""
     declared = _declared(scope)
     if declared > max_bytes:
         raise _too_large(max_bytes)
     await held.grow_to(declared)
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            return ReceivedBody(await _collect(receive, held, declared, max_bytes, limit))
+            body = ReceivedBody(await _collect(receive, held, declared, max_bytes, limit))
     except TimeoutError:
         raise ApiError(408, "The request's body did not arrive in time.", code="timeout") from None
+    if held.size > SMALL_BODY_BYTES:  # a small one becomes little, whatever it is made of
+        await _make_room_for_values(held, body.num_values)
+    return body
 
 
 async def _collect(receive: Receive, held: HeldBytes, declared: int, max_bytes: int, limit: asyncio.Timeout) -> bytes | bytearray:
@@ -90,6 +93,13 @@ async def _make_room(held: HeldBytes, size: int, limit: asyncio.Timeout) -> None
         await held.grow_to(size)
     finally:
         limit.reschedule(loop.time() + left_s)
+
+
+async def _make_room_for_values(held: HeldBytes, values: int) -> None:
+    if values > MAX_JSON_VALUES:
+        message = f"The request's body has more than {MAX_JSON_VALUES} values, counted as commas and opening brackets."
+        raise ApiError(413, message, code="request_too_large")
+    await held.grow_to(min(values * JSON_VALUE_BYTES, held.most))
 
 
 def _declared(scope: Scope) -> int:

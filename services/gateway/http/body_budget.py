@@ -29,6 +29,7 @@ class BodyBudget:
     """One per process. capacity: bytes of large bodies. wait_s: seconds that one waits for room. retry_after_s: of a 503."""
 
     def __init__(self, capacity: int, wait_s: float, retry_after_s: int, metrics: GatewayMetrics) -> None:
+        self.capacity = capacity
         self._small = BodyPool(SMALL_BODY_POOL_BYTES)
         self._large = BodyPool(capacity)
         self._wait_s = wait_s
@@ -88,6 +89,11 @@ class HeldBytes:
         self._gone = gone
         self._pool = budget.pool_of(0)
         self.size = 0
+
+    @property
+    def most(self) -> int:
+        """That it can grow to."""
+        return self._budget.capacity
 
     async def grow_to(self, size: int) -> None:
         """At least so many bytes are held. What outgrows the small pool changes to the large. Raises ApiError, or ClientGone."""

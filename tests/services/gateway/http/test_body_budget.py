@@ -15,6 +15,7 @@ import orjson
 import psutil
 import pytest
 
+from services.shared.limits import MAX_JSON_VALUES
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.gateway_process import Process
 from tests.services.gateway.system import WAIT_S, System, wait_until
@@ -132,6 +133,26 @@ def test_a_body_that_does_not_say_its_size_is_held_in_steps(tight: System) -> No
     client.close()
     assert sizes == [(65536, 0), (0, MIB)]
     wait_until(lambda: held(tight) == 0, "the bytes given back")
+
+
+def test_a_body_holds_what_its_values_will_take(tight: System) -> None:
+    """A prompt of ids that waits for its model, at 40 bytes an id."""
+    ids = b"[" + b"1," * 19_999 + b"1]"
+    body = b'{"model": "%b", "prompt": [%b]}' % (MODEL.encode(), b",".join([ids] * 2))
+    with held_up(tight):
+        second = Sender(tight.port, body)
+        wait_until(lambda: waiting(tight) == 1, "the second for its values")
+        assert held(tight) == 600_000 + len(body)
+    second.answer()
+    second.close()
+
+
+def test_a_body_of_too_many_values_is_not_parsed() -> None:
+    with System(max_body_bytes=8 * MIB, body_budget_bytes=8 * MIB) as system:
+        body = b'{"model": "%b", "prompt": [%b0]}' % (MODEL.encode(), b"0," * (MAX_JSON_VALUES - 4))
+        assert system.post("/v1/completions", body).json()["error"]["code"] == "context_length_exceeded"
+        refused = system.post("/v1/completions", body.replace(b"0]", b"0,0]"))
+        assert refused.status_code == 413 and "values" in refused.json()["error"]["message"]
 
 
 def test_who_waits_too_long_is_refused() -> None:
