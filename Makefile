@@ -19,7 +19,7 @@ SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Bytecode is kept, whatever the shell says: each process would compile torch anew, which takes longer than to run it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env run test check docs bench bench-compare gpu-check sim mutants nightly clean
+.PHONY: help env run test check docs bench bench-front bench-compare gpu-check sim mutants nightly clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -56,6 +56,9 @@ nightly: env     ## the same with the long property runs and the 30-minute soak
 
 bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")
 	$(PY) -m tests.benchmarks.serve --url $(URL) $(BENCH)
+
+bench-front: env ## what strangers do to the front, and what others notice (FRONT="attacks", FRONT="--minutes 120")
+	$(PY) -m tests.benchmarks.front $(FRONT)
 
 bench-compare: env  ## against transformers.generate at Qwen3-0.6B's shape, same batch, same run
 	$(PY) -m tests.benchmarks.compare_transformers

@@ -1,0 +1,171 @@
+"""What strangers do to a front: each attack is a function of an address that ends by itself and says what it was answered.
+
+python -m tests.benchmarks.front_attacks ATTACK PORT KEY prints it as JSON: a process of its own, of the lowest priority, which
+does not share the interpreter of whoever measures.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from services.local.ports import HOST
+
+MODEL = "demo"
+MIB = 1 << 20
+ANSWER_S = 150.0
+CONNECTIONS = 1000
+CLOSED_WITHIN_S = 30.0
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+Answers = Counter[str]
+
+
+def in_threads(jobs: Sequence[Callable[[], str]]) -> Answers:
+    """What each was answered, all at once."""
+    answers: Answers = Counter()
+    lock = threading.Lock()
+
+    def run(job: Callable[[], str]) -> None:
+        try:
+            said = job()
+        except (OSError, http.client.HTTPException) as error:
+            said = type(error).__name__
+        with lock:
+            answers[said] += 1
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def post(port: int, key: str, path: str, body: bytes) -> str:
+    connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_S)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json", "authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        answer.read()
+        return str(answer.status)
+    finally:
+        connection.close()
+
+
+def chat_of(text: str) -> bytes:
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
+
+
+def headers(port: int, key: str) -> Answers:
+    """Two of 50 MiB, and two of 200 MiB without an end."""
+
+    def send(mib: int, ends: bool) -> str:
+        with socket.create_connection((HOST, port), timeout=ANSWER_S) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-filler: ")
+            try:
+                for _ in range(mib):
+                    client.sendall(b"a" * MIB)
+                client.sendall(b"\r\n\r\n" if ends else b"a")
+            except OSError:
+                pass  # it has been answered and closed; what it said may still be there
+            return client.recv(4096).split(b" ")[1].decode()
+
+    return in_threads([lambda mib=mib, ends=ends: send(mib, ends) for mib, ends in ((50, True), (200, False)) * 2])  # type: ignore[misc]
+
+
+def bodies(port: int, key: str) -> Answers:
+    """Sixteen chats of 60 MB."""
+    body = chat_of("x" * 60_000_000)
+    return in_threads([lambda: post(port, key, CHAT, body)] * 16)
+
+
+def prompts(port: int, key: str) -> Answers:
+    """Six chats of 15 MB of words, far beyond any context."""
+    body = chat_of("the river runs over stones " * 555_555)
+    return in_threads([lambda: post(port, key, CHAT, body)] * 6)
+
+
+def values(port: int, key: str) -> Answers:
+    """Four bodies of 20 million empty objects, and four of as many token ids as are taken at all."""
+    empty = b'{"model": "demo", "prompt": [' + b"{}," * 20_000_000 + b"{}]}"
+    ids = b'{"model": "demo", "prompt": [' + b"1000," * 2_000_000 + b"1000]}"
+    return in_threads([lambda body=body: post(port, key, COMPLETIONS, body) for body in (empty, ids) * 4])  # type: ignore[misc]
+
+
+def connections(port: int, key: str) -> Answers:
+    """A thousand, each of which never sends a whole request."""
+    begun = time.monotonic()
+    clients = [socket.create_connection((HOST, port), timeout=ANSWER_S) for _ in range(CONNECTIONS)]
+    for index, client in enumerate(clients):
+        if index % 2:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+    answers: Answers = Counter()
+    for client in clients:
+        client.settimeout(max(0.1, begun + CLOSED_WITHIN_S - time.monotonic()))
+        try:
+            client.recv(4096)
+            answers[f"closed within {CLOSED_WITHIN_S:.0f} s"] += 1
+        except TimeoutError:
+            answers["left open"] += 1
+        except ConnectionError:
+            answers["reset"] += 1
+        client.close()
+    return answers
+
+
+def schemas(port: int, key: str) -> Answers:
+    """Twelve at once, none of them ever seen before."""
+    nonce = random.randrange(1 << 40)
+    small = {"type": "integer"}
+
+    def ask(schema: dict[str, Any]) -> str:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        messages = [{"role": "user", "content": "Go on."}]
+        return post(
+            port, key, CHAT, json.dumps({"model": MODEL, "messages": messages, "max_tokens": 8, "response_format": form}).encode()
+        )
+
+    def objects(number: int, count: int, required: bool) -> dict[str, Any]:
+        names = [f"p{nonce}_{number}_{index}" for index in range(count)]
+        return {"type": "object", "properties": dict.fromkeys(names, small), "required": names if required else []}
+
+    wanted = [
+        objects(number, count, required)
+        for number, (count, required) in enumerate([(500, False), (1000, False), (2000, True)] * 3)
+    ]
+    wanted += [{"enum": [f"v{nonce}-{number}-{index * 7919 % 10_007}" for index in range(10_000)]} for number in range(3)]
+    return in_threads([lambda schema=schema: ask(schema) for schema in wanted])  # type: ignore[misc]
+
+
+def batch(port: int, key: str) -> Answers:
+    """One of 64 prompts of 4,000 tokens."""
+    rng = random.Random()
+    ids = [[rng.randrange(10, 1200) for _ in range(4000)] for _ in range(64)]
+    body = json.dumps({"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0}).encode()
+    return in_threads([lambda: post(port, key, COMPLETIONS, body)])
+
+
+ATTACKS: dict[str, Callable[[int, str], Answers]] = {
+    attack.__name__: attack for attack in (headers, bodies, prompts, values, connections, schemas, batch)
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    attack, port, key = argv
+    os.nice(19)
+    print(json.dumps(ATTACKS[attack](int(port), key)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
