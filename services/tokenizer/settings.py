@@ -25,7 +25,10 @@ class TokenizerSettings(ServiceSettings):
         262_144, ge=1, description="Characters encoded in one call; a longer request is encoded alone, in pieces."
     )
     max_request_chars: int = Field(
-        limits.MAX_RENDERED_CHARS, ge=1, description="Characters of one request's texts, or of its rendered chat template."
+        limits.MAX_RENDERED_CHARS,
+        ge=1,
+        le=limits.MAX_RENDERED_CHARS,
+        description="Characters of one request's texts, or of its rendered chat template.",
     )
     max_encoding_bytes: int = Field(
         limits.MAX_ENCODING_BYTES,

@@ -33,7 +33,7 @@ from tests.benchmarks.front_attacks import ANSWER_S, ATTACKS
 from tests.e2e.system import ROOT, System
 
 SERVICES = ("gateway", "tokenizer", "detokenizer", "worker-0")
-EVERY_S = 0.25  # between two chats; they are not waited for
+EVERY_S = 0.5  # between two chats; they are not waited for
 TOKENS = 8
 QUIET_S = 10.0
 SETTLE_S, LATER_S = 5.0, 120.0

@@ -11,6 +11,7 @@ from rootstock.v1 import tokenizer_pb2
 from services.gateway.api.room import Room
 from services.gateway.api.sampling_fields import check_token_ids
 from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import ApiError, bad_request, internal
 from services.gateway.request.generation import ModelInfo, Prompt
 from services.gateway.request.origin import Origin
@@ -113,6 +114,7 @@ async def of_texts(
     call: tokenizer_pb2.EncodeRequest, tokenizer: TokenizerClient, param: str, model: ModelInfo, origin: Origin, room: Room
 ) -> list[Prompt]:
     """One prompt for each of the call's texts, yet to be fitted. Raises ApiError."""
+    check_chars(sum(map(len, call.texts)), param)
     room.bound(call)
     with origin.tokenizing(call):
         response = await tokenizer.encode(call, param, model.source)

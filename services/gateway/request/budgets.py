@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.request.errors import bad_request
+from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Generation, Part
 from services.gateway.request.logprobs import values_per_token
 from services.shared import limits
@@ -46,6 +46,13 @@ def most_tokens(parts: Sequence[Part], context_len: int) -> int:
         answers = 0 if generation.wants_embedding else generation.n * generation.likely_tokens(prompt_tokens, context_len)
         total += prompt_tokens + answers
     return total
+
+
+def check_chars(chars: int, param: str) -> None:
+    """Of all of a request's texts: no tokenizer takes more, so none is sent more."""
+    if chars > limits.MAX_RENDERED_CHARS:
+        message = f"The texts of '{param}' may have at most {limits.MAX_RENDERED_CHARS} characters."
+        raise ApiError(413, message, param=param, code="request_too_large")
 
 
 def check_sets(allowed: Sequence[int] | None, banned: Sequence[int] | None, choices: int, where: str = "") -> None:

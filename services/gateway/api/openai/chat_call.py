@@ -8,6 +8,7 @@ from rootstock.v1 import tokenizer_pb2
 from services.gateway.api.known_fields import unserved
 from services.gateway.api.openai.types import ChatCompletionRequest
 from services.gateway.api.strict_json import dump_json
+from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import bad_request
 from services.shared import limits
 
@@ -53,13 +54,19 @@ def _check_messages(messages: Any) -> None:
         raise bad_request("messages", "'messages' must be a list with at least one message.")
     if len(messages) > limits.MAX_CHAT_MESSAGES:
         raise bad_request("messages", f"'messages' may have at most {limits.MAX_CHAT_MESSAGES} messages.")
-    parts = 0
+    parts = chars = 0
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         parts += _part_count(message, where)
         if parts > limits.MAX_REQUEST_CONTENT_PARTS:
             raise bad_request("messages", f"'messages' may have at most {limits.MAX_REQUEST_CONTENT_PARTS} content parts in all.")
         _check_message(message, where)
+        chars += _num_chars(message.get("content"))
+    check_chars(chars, "messages")
+
+
+def _num_chars(content: Any) -> int:
+    return sum(len(part["text"]) for part in content) if isinstance(content, list) else len(content or "")
 
 
 def _part_count(message: Any, where: str) -> int:

@@ -32,6 +32,38 @@ def error_of(answer: Any) -> Any:
     return answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "system", "content": "x" * 400},
+                    {"role": "user", "content": [{"type": "text", "text": "é" * 601}]},
+                ]
+            },
+            "messages",
+        ),
+        ("/v1/completions", {"prompt": ["x" * 400, "é" * 601]}, "prompt"),
+        (GENERATE, {"text": ["x" * 400, "é" * 601]}, "text"),
+    ],
+    ids=["chat", "completion", "generate"],
+)
+def test_texts_that_no_tokenizer_takes_are_sent_to_none(
+    shared: System, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+) -> None:
+    """Over all messages, parts and prompts, in characters."""
+    monkeypatch.setattr(limits, "MAX_RENDERED_CHARS", 1001)
+    calls = len(shared.tokenizer.calls)
+    shared.post(path, {"model": MODEL, **body})
+    assert len(shared.tokenizer.calls) == calls + 1
+    monkeypatch.setattr(limits, "MAX_RENDERED_CHARS", 1000)
+    answer = shared.post(path, {"model": MODEL, **body})
+    assert answer.status_code == 413 and param in answer.text
+    assert len(shared.tokenizer.calls) == calls + 1
+
+
 WIDE: dict[str, Any] = {"logprob_token_ids": list(range(256)), "n": 32, "max_tokens": CONTEXT_LEN}
 
 
