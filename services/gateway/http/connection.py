@@ -120,8 +120,13 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        drained = self._drains()
         self._in_head, self._unparsed = True, 0
         super().on_message_complete()
+        if drained and not self._refused:
+            self._stop_timer()
+            self._table.idle(self)
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     # Of requests
 
@@ -131,8 +136,15 @@ class Connection(HttpToolsProtocol):
             return  # the next one in the pipeline is being answered
         if self._in_head:
             self._table.idle(self)
+        elif self.expect_100_continue:
+            self._linger()  # what comes may be the body, or the next request of a client that does not send it any more
         else:
-            self._linger()  # answered before its body was there: nobody waits for the rest
+            self._drain()
+
+    def _drain(self) -> None:
+        """Answered before its body was there. Who has it under way goes on with the connection; nobody waits for it for long."""
+        self._unset_keepalive_if_required()
+        self._timer = self.loop.call_later(LINGER_S, self.close_idle)
 
     def close_idle(self) -> None:
         """At once, also where its client has not read the end of its answer: that would keep it for as long as it likes."""
@@ -180,10 +192,18 @@ class Connection(HttpToolsProtocol):
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    def _drains(self) -> bool:
+        """The rest of a body comes in whose request has been answered."""
+        return not self._in_head and self.cycle is not None and self.cycle.response_complete
+
     def _refuse(self, error: ApiError) -> None:
-        """The last thing that the connection says, unless an answer to an earlier request is under way: then nothing is said."""
+        """The last thing that the connection says, unless an answer to an earlier request is under way, or this one's has been
+        given: then nothing is said."""
         if self._answers():
             self.close_idle()
+            return
+        if self._drains():
+            self._linger()
             return
         self._limits.on_refused(error.status)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]

@@ -294,6 +294,33 @@ class TestTime:
 
         serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
 
+    @pytest.mark.parametrize("framing", ["Content-Length: 5", "Transfer-Encoding: chunked"])
+    def test_an_answer_before_the_body_leaves_the_connection_to_whoever_sends_the_rest(self, framing: str) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            rest = b"lo" if "5" in framing else b"2\r\nlo\r\n0\r\n\r\n"
+            for _ in range(2):
+                begin = b"hel" if "5" in framing else b"3\r\nhel\r\n"
+                await client.send(f"POST /early HTTP/1.1\r\nHost: here\r\n{framing}\r\n\r\n".encode() + begin)
+                assert await client.status() == 200
+                await client.send(rest + GET)
+                assert await client.status() == 200
+
+        serving(use)
+
+    @pytest.mark.parametrize("then", ["no chunk", "the next request, for the body was not asked for"])
+    def test_what_comes_behind_an_answer_in_place_of_its_body_is_no_request(self, then: str) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            expect = b"" if then == "no chunk" else b"Expect: 100-continue\r\n"
+            await client.send(b"POST /early HTTP/1.1\r\nHost: here\r\n" + expect + b"Transfer-Encoding: chunked\r\n\r\n")
+            assert await client.status() == 200
+            await client.send(b"xyz\r\n" if then == "no chunk" else GET)
+            assert await client.ended()
+            assert server.app.begun == 1
+
+        serving(use)
+
     def test_an_answer_before_the_body_ends_the_connection(self) -> None:
         """Or a client could keep it for ever by never sending the rest."""
 
