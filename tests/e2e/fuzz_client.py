@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import httpx
 
@@ -26,17 +27,19 @@ class Fuzzer:
     """answered: how often each status came, streams that ended with an error as "stream", clients that did not wait as "left"."""
 
     def __init__(self, system: System) -> None:
-        limits = httpx.Limits(max_connections=AT_ONCE)
-        self._http = httpx.Client(base_url=system.url, timeout=ANSWER_S, limits=limits, verify=False)
+        self._clients: SimpleQueue[httpx.Client] = SimpleQueue()  # each is one thread's at a time
+        for _ in range(AT_ONCE):
+            self._clients.put(httpx.Client(base_url=system.url, timeout=ANSWER_S, verify=False))
         self._port = system.port
         self._pool = ThreadPoolExecutor(AT_ONCE)
-        self.document = self._http.get("/openapi.json").json()
+        self.document = httpx.get(f"{system.url}/openapi.json").json()
         self._documented = Documented(self.document)
         self.answered: Counter[str] = Counter()
 
     def close(self) -> None:
         self._pool.shutdown()
-        self._http.close()
+        while not self._clients.empty():
+            self._clients.get().close()
 
     def faults(self, requests: Sequence[Sent]) -> list[str]:
         """Of all of them at once."""
@@ -48,10 +51,13 @@ class Fuzzer:
             return []
         begun = time.monotonic()
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.headers]
+        client = self._clients.get()
         try:
-            answer = self._http.request(sent.method, sent.target, headers=headers, content=sent.body)
+            answer = client.request(sent.method, sent.target, headers=headers, content=sent.body)
         except httpx.HTTPError as error:
             return [f"{sent.method} {sent.target}: no answer: {error!r}"]
+        finally:
+            self._clients.put(client)
         self.answered[str(answer.status_code)] += 1
         faults = self._documented.faults(Answered.of(answer))
         late = time.monotonic() - begun >= DEADLINE_S / 2

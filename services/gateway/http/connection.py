@@ -39,6 +39,24 @@ class ConnectionLimits:
     on_refused: Callable[[int], None]
 
 
+class AnswerTransport(asyncio.Transport):
+    """What answers are written to. How a connection ends is for `end` to say: it knows what is on its way."""
+
+    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport = transport
+        self._end = end
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._end()
+
+
 class Connection(HttpToolsProtocol):
     """Registers itself in `table`. Not thread-safe: its event loop's alone."""
 
@@ -68,6 +86,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._answer_transport = AnswerTransport(transport, self._end)
         self._expect_head()
         self._has_room = self._table.add(self)
 
@@ -114,6 +133,7 @@ class Connection(HttpToolsProtocol):
         self._has_room = self._has_room or not self._table.full
         self.app = self._served if self._has_room or health else self._overloaded
         super().on_headers_complete()
+        self.cycle.transport = self._answer_transport
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -131,7 +151,12 @@ class Connection(HttpToolsProtocol):
     # Of requests
 
     def on_response_complete(self) -> None:
+        if self._refused:
+            self.pipeline.clear()  # behind the last answer there is none
         super().on_response_complete()
+        if self._refused:
+            self._unset_keepalive_if_required()
+            return
         if self.transport.is_closing() or self._answers():
             return  # the next one in the pipeline is being answered
         if self._in_head:
@@ -140,6 +165,13 @@ class Connection(HttpToolsProtocol):
             self._linger()  # what comes may be the body, or the next request of a client that does not send it any more
         else:
             self._drain()
+
+    def _end(self) -> None:
+        """Behind an answer that is the last one. Its client may be sending still."""
+        if self._in_head or self._refused:
+            self.transport.close()
+        else:
+            self._linger()
 
     def _drain(self) -> None:
         """Answered before its body was there. Who has it under way goes on with the connection; nobody waits for it for long."""

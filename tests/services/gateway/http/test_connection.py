@@ -57,9 +57,12 @@ class Client:
 
     async def answer(self) -> bytes:
         async with asyncio.timeout(WAIT_S):
-            head = await self._reader.readuntil(b"\r\n\r\n")
+            head = await self.head()
             length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
             return head + await self._reader.readexactly(length)
+
+    async def head(self) -> bytes:
+        return await self._reader.readuntil(b"\r\n\r\n")
 
     async def status(self) -> int:
         return int((await self.answer()).split()[1])
@@ -318,6 +321,26 @@ class TestTime:
             await client.send(b"xyz\r\n" if then == "no chunk" else GET)
             assert await client.ended()
             assert server.app.begun == 1
+
+        serving(use)
+
+    def test_the_last_answer_reaches_a_client_that_sends_its_body_first(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(b"POST /early HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n")
+            await client.send(b"x" * 8_000_000)
+            assert await client.status() == 200
+            assert await client.ended()
+
+        serving(use)
+
+    def test_a_body_is_asked_for(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(b"POST / HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n")
+            assert await client.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await client.send(b"hello" + GET)
+            assert [await client.status(), await client.status()] == [200, 200]
 
         serving(use)
 
