@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
+from services.gateway.api.document import server
+from services.gateway.api.document.document import document
+from services.gateway.api.document.operation import Operation
+from services.gateway.api.openai import operations as openai
 from services.gateway.api.openai.embeddings import EmbeddingRenderer
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer
-from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from services.gateway.http.direct_routes import DirectRoutes, Endpoint
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.http.front_door import FrontDoor
@@ -29,28 +31,18 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.errors import ApiError, unknown_model
 from services.gateway.request.generation import ModelInfo
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-EMBEDDINGS = "/v1/embeddings"
-MODELS = "/v1/models"
-_OPERATIONS = ("/health", "/readiness", "/metrics", "/docs", "/openapi.json")
-_ROUTES = (CHAT, COMPLETIONS, EMBEDDINGS, MODELS, *_OPERATIONS)
-_OPENAI_BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
+_INFO = {"title": "Rootstock", "version": "0.1.0", "description": "An OpenAI-compatible API, and SGLang's own."}
 _RATE_LIMITS = [
     f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens", "concurrency")
 ]
 _EXPOSED = ("x-request-id", "retry-after", *_RATE_LIMITS)  # of an answer's headers, to a page of another origin
-_SCHEMA_REF = "#/components/schemas/{model}"
 
 
 class NativeRoutes(Protocol):
-    """SGLang's own API. routes: their paths. bodies: what they take."""
+    """SGLang's own API."""
 
     @property
-    def routes(self) -> Sequence[str]: ...
-
-    @property
-    def bodies(self) -> Sequence[type[BaseModel]]: ...
+    def operations(self) -> Sequence[Operation]: ...
 
     def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
         """Returns what generates, by path."""
@@ -67,21 +59,25 @@ def build(
 ) -> ASGIApp:
     """served: the models that are. retry_after_s: of a 503, by what waits."""
     settings = generator.settings
+    on_http = metrics if settings.metrics_on_http else None
+    operations = (*openai.OPERATIONS, *native.operations, *server.operations(on_http is not None))
     app = FastAPI(
-        title="Rootstock",
-        description="An OpenAI-compatible API, and SGLang's own.",
+        title=_INFO["title"],
         redoc_url=None,
-        docs_url="/docs" if settings.docs_enabled else None,
-        openapi_url="/openapi.json" if settings.docs_enabled else None,
+        docs_url=server.DOCS if settings.docs_enabled else None,
+        openapi_url=server.DOCUMENT if settings.docs_enabled else None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,
     )
     _add_errors(app)
     endpoints = {**_add_generation(app, generator, preparer), **native.add_routes(app)}
     _add_models(app, served)
-    _add_operations(app, readiness, metrics if settings.metrics_on_http else None)
-    _document_bodies(app, (*_OPENAI_BODIES, *native.bodies))
-    routes = (*_ROUTES, *native.routes)
+    _add_operations(app, readiness, on_http)
+    keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
+    app.openapi = cache(lambda: document(_INFO, operations, keys, bool(origins)))  # type: ignore[method-assign]
+    routes = [operation.path for operation in operations]
     door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s)
-    return _with_cors(door, settings.cors_allow_origins)
+    return _with_cors(door, origins)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -137,19 +133,19 @@ def _other_method(app: FastAPI, request: Request) -> Response:
 
 
 def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> Mapping[str, Endpoint]:
-    @app.post(CHAT, tags=["OpenAI"], summary="Chat completion", openapi_extra=_body_of(ChatCompletionRequest))
+    @app.post(openai.CHAT)
     async def chat_completions() -> Response:
         return Exchange(generator, preparer.chat, ChatRenderer)
 
-    @app.post(COMPLETIONS, tags=["OpenAI"], summary="Completion", openapi_extra=_body_of(CompletionRequest))
+    @app.post(openai.COMPLETIONS)
     async def completions() -> Response:
         return Exchange(generator, preparer.completion, CompletionRenderer)
 
-    @app.post(EMBEDDINGS, tags=["OpenAI"], summary="Embeddings", openapi_extra=_body_of(EmbeddingRequest))
+    @app.post(openai.EMBEDDINGS)
     async def embeddings() -> Response:
         return Exchange(generator, preparer.embedding, EmbeddingRenderer)
 
-    return {CHAT: chat_completions, COMPLETIONS: completions, EMBEDDINGS: embeddings}
+    return {openai.CHAT: chat_completions, openai.COMPLETIONS: completions, openai.EMBEDDINGS: embeddings}
 
 
 def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None:
@@ -168,11 +164,11 @@ def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None
             for model in served()
         ]
 
-    @app.get(MODELS, tags=["OpenAI"], summary="Models that are served")
+    @app.get(openai.MODELS)
     async def models() -> Response:
         return _json({"object": "list", "data": cards()})
 
-    @app.get(MODELS + "/{model_id:path}", tags=["OpenAI"], summary="One model")
+    @app.get(f"{openai.MODELS}/{{model_id:path}}")
     async def model(model_id: str) -> Response:
         found = [card for card in cards() if card["id"] == model_id]
         if not found:
@@ -181,11 +177,11 @@ def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None
 
 
 def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics | None) -> None:
-    @app.get("/health", tags=["Operations"], summary="Liveness")
+    @app.get(server.HEALTH)
     async def health() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/readiness", tags=["Operations"], summary="Whether requests can be answered, and what is missing")
+    @app.get(server.READINESS)
     async def ready() -> Response:
         missing = readiness.missing()
         return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
@@ -193,27 +189,6 @@ def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics 
     if metrics is None:
         return
 
-    @app.get("/metrics", tags=["Operations"], summary="Prometheus metrics")
+    @app.get(server.METRICS)
     async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": _SCHEMA_REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _document_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """The bodies are read and checked outside FastAPI, so their schemas are added to its document here."""
-    plain: Callable[[], dict[str, Any]] = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = plain()
-        _, definitions = models_json_schema(
-            [(model, "validation") for model in bodies],
-            ref_template=_SCHEMA_REF,
-        )
-        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ class AdminApi:
         except ClientGone:
             return
         except ApiError as error:
-            await _send(send, error.status, error.headers(), error.json())
+            await _send(send, error.status, [*error.headers(), *_allow(error, scope["path"])], error.json())
             return
         except Exception:
             logger.exception("fault while answering an operator")
@@ -74,6 +74,11 @@ def _operation(method: str, path: str) -> Operation:
     if path in _PATHS:
         raise ApiError(405, "Method Not Allowed.", code="method_not_allowed")
     raise ApiError(404, "Not Found.", code="not_found")
+
+
+def _allow(error: ApiError, path: str) -> list[tuple[bytes, bytes]]:
+    methods = sorted(method for method, other in ROUTES if other == path)
+    return [(b"allow", ", ".join(methods).encode())] if error.status == 405 else []
 
 
 async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:

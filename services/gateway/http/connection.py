@@ -39,6 +39,24 @@ class ConnectionLimits:
     on_refused: Callable[[int], None]
 
 
+class AnswerTransport(asyncio.Transport):
+    """What answers are written to. How a connection ends is for `end` to say: it knows what is on its way."""
+
+    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport = transport
+        self._end = end
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._end()
+
+
 class Connection(HttpToolsProtocol):
     """Registers itself in `table`. Not thread-safe: its event loop's alone."""
 
@@ -68,6 +86,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._answer_transport = AnswerTransport(transport, self._end)
         self._expect_head()
         self._has_room = self._table.add(self)
 
@@ -114,25 +133,50 @@ class Connection(HttpToolsProtocol):
         self._has_room = self._has_room or not self._table.full
         self.app = self._served if self._has_room or health else self._overloaded
         super().on_headers_complete()
+        self.cycle.transport = self._answer_transport
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        drained = self._drains()
         self._in_head, self._unparsed = True, 0
         super().on_message_complete()
+        if drained and not self._refused:
+            self._stop_timer()
+            self._table.idle(self)
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     # Of requests
 
     def on_response_complete(self) -> None:
+        if self._refused:
+            self.pipeline.clear()  # behind the last answer there is none
         super().on_response_complete()
+        if self._refused:
+            self._unset_keepalive_if_required()
+            return
         if self.transport.is_closing() or self._answers():
             return  # the next one in the pipeline is being answered
         if self._in_head:
             self._table.idle(self)
+        elif self.expect_100_continue:
+            self._linger()  # what comes may be the body, or the next request of a client that does not send it any more
         else:
-            self._linger()  # answered before its body was there: nobody waits for the rest
+            self._drain()
+
+    def _end(self) -> None:
+        """Behind an answer that is the last one. Its client may be sending still."""
+        if self._in_head or self._refused:
+            self.transport.close()
+        else:
+            self._linger()
+
+    def _drain(self) -> None:
+        """Answered before its body was there. Who has it under way goes on with the connection; nobody waits for it for long."""
+        self._unset_keepalive_if_required()
+        self._timer = self.loop.call_later(LINGER_S, self.close_idle)
 
     def close_idle(self) -> None:
         """At once, also where its client has not read the end of its answer: that would keep it for as long as it likes."""
@@ -180,10 +224,18 @@ class Connection(HttpToolsProtocol):
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    def _drains(self) -> bool:
+        """The rest of a body comes in whose request has been answered."""
+        return not self._in_head and self.cycle is not None and self.cycle.response_complete
+
     def _refuse(self, error: ApiError) -> None:
-        """The last thing that the connection says, unless an answer to an earlier request is under way: then nothing is said."""
+        """The last thing that the connection says, unless an answer to an earlier request is under way, or this one's has been
+        given: then nothing is said."""
         if self._answers():
             self.close_idle()
+            return
+        if self._drains():
+            self._linger()
             return
         self._limits.on_refused(error.status)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]

@@ -190,6 +190,9 @@ class System:
         content = body if isinstance(body, bytes) else orjson.dumps(body)
         return self._http.post(self.url(path, gateway), content=content, **kwargs)
 
+    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        return self._http.request(method, self.url(path), **kwargs)
+
     def chat(self, **body: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **body})
 

@@ -7,17 +7,23 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel
 
 from services.gateway.api.sglang.call import EncodeCall, GenerateCall, PromptSource
+from services.gateway.api.sglang.operations import (
+    ABORT,
+    CLOSE_SESSION,
+    ENCODE,
+    GENERATE,
+    HEALTH_GENERATE,
+    MODEL_INFO,
+    OPEN_SESSION,
+    OPERATIONS,
+)
 from services.gateway.api.sglang.render import WEIGHT_VERSION
 from services.gateway.api.sglang.sampling import M, parse
 from services.gateway.api.sglang.types import (
     AbortRequest,
     CloseSessionRequest,
-    NativeEncodeRequest,
-    NativeGenerateRequest,
-    NativeSampling,
     OpenSessionRequest,
 )
 from services.gateway.api.strict_json import parse_json
@@ -32,31 +38,11 @@ from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request
 from services.gateway.request.generation import Models
 from services.shared.limits import SMALL_BODY_BYTES
 
-GENERATE = "/generate"
-ENCODE = "/encode"
-ABORT = "/abort_request"
-OPEN_SESSION = "/open_session"
-CLOSE_SESSION = "/close_session"
-HEALTH_GENERATE = "/health_generate"
-MODEL_INFO = ("/get_model_info", "/model_info")
-ROUTES = (GENERATE, ENCODE, ABORT, OPEN_SESSION, CLOSE_SESSION, HEALTH_GENERATE, *MODEL_INFO)
-BODIES: tuple[type[BaseModel], ...] = (
-    NativeGenerateRequest,
-    NativeSampling,
-    NativeEncodeRequest,
-    AbortRequest,
-    OpenSessionRequest,
-    CloseSessionRequest,
-)
-
-_TAGS: list[Any] = ["SGLang"]
-
 
 class NativeApi:
-    """What the routes work with. One per process. routes: their paths. bodies: what they take."""
+    """What the routes work with. One per process."""
 
-    routes = ROUTES
-    bodies = BODIES
+    operations = OPERATIONS
 
     def __init__(
         self,
@@ -83,16 +69,16 @@ class NativeApi:
         return self._add_generation(app)
 
     def _add_generation(self, app: FastAPI) -> Mapping[str, Endpoint]:
-        @app.post(GENERATE, tags=_TAGS, summary="Go on from texts or ids", openapi_extra=_body_of(NativeGenerateRequest))
+        @app.post(GENERATE)
         async def generate() -> Response:
             call = GenerateCall(self._models, self._source)
             return Exchange(self._generator, call.prepare, call.renderer)
 
-        @app.put(GENERATE, include_in_schema=False)
+        @app.put(GENERATE)
         async def generate_by_put() -> Response:
             return await generate()
 
-        @app.post(ENCODE, tags=_TAGS, summary="Vectors of texts or ids", openapi_extra=_body_of(NativeEncodeRequest))
+        @app.post(ENCODE)
         async def encode() -> Response:
             call = EncodeCall(self._models, self._source)
             return Exchange(self._generator, call.prepare, call.renderer)
@@ -100,7 +86,7 @@ class NativeApi:
         return {GENERATE: generate, ENCODE: encode}
 
     def _add_abort(self, app: FastAPI) -> None:
-        @app.post(ABORT, tags=_TAGS, summary="End requests by rid", openapi_extra=_body_of(AbortRequest))
+        @app.post(ABORT)
         async def abort_request(request: Request) -> Response:
             given = await self._read(request, AbortRequest)
             if given.abort_all:
@@ -112,7 +98,7 @@ class NativeApi:
             return _json(report.body())
 
     def _add_sessions(self, app: FastAPI) -> None:
-        @app.post(OPEN_SESSION, tags=_TAGS, summary="Open a session", openapi_extra=_body_of(OpenSessionRequest))
+        @app.post(OPEN_SESSION)
         async def open_session(request: Request) -> Response:
             given = await self._read(request, OpenSessionRequest)
             model = await self._models.wait_for(given.model)
@@ -120,7 +106,7 @@ class NativeApi:
             key, most = request.scope["state"]["key"], given.capacity_of_str_len
             return _json(await self._sessions.open(model.name, key, given.session_id, most, given.timeout))
 
-        @app.post(CLOSE_SESSION, tags=_TAGS, summary="Close a session", openapi_extra=_body_of(CloseSessionRequest))
+        @app.post(CLOSE_SESSION)
         async def close_session(request: Request) -> Response:
             given = await self._read(request, CloseSessionRequest)
             model = await self._models.wait_for(given.model)
@@ -128,7 +114,7 @@ class NativeApi:
             return Response()
 
     def _add_state(self, app: FastAPI) -> None:
-        @app.get(HEALTH_GENERATE, tags=_TAGS, summary="Whether a token can be made from end to end")
+        @app.get(HEALTH_GENERATE)
         async def health_generate() -> Response:
             failure = await self._failure()
             if failure:
@@ -136,7 +122,7 @@ class NativeApi:
             return Response()
 
         for path in MODEL_INFO:
-            app.get(path, tags=_TAGS, summary="The model that is served")(self._model_info)
+            app.get(path)(self._model_info)
 
     async def _model_info(self) -> Response:
         model = await self._models.wait_for()
@@ -167,8 +153,3 @@ class NativeApi:
 
 def _json(content: Any) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
-
-
-def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

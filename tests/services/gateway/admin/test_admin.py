@@ -296,6 +296,7 @@ def test_a_wrong_body_is_400_and_reaches_no_worker(path: str, body: str, param: 
 def test_other_routes_are_no_routes(method: str, path: str, status: int) -> None:
     response, worker = one(method, path)
     assert response.status_code == status and response.json()["error"]["code"] and not worker.calls
+    assert response.headers.get("allow") == {"/flush_cache": "POST", "/server_info": "GET"}.get(path)
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN} x"])

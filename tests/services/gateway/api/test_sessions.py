@@ -73,6 +73,8 @@ class SessionWorker(FakeWorker):
         return worker_pb2.OpenSessionResponse(opened=True)
 
     async def CloseSession(self, request: worker_pb2.CloseSessionRequest, context: Any) -> worker_pb2.CloseSessionResponse:
+        if self.failure is not None:
+            await context.abort(self.failure, "said the worker")
         return worker_pb2.CloseSessionResponse(closed=self.sessions.pop(request.session_id, None) is not None)
 
     async def _read(self, requests: Any, running: Any, refused: Any) -> None:

@@ -57,9 +57,12 @@ class Client:
 
     async def answer(self) -> bytes:
         async with asyncio.timeout(WAIT_S):
-            head = await self._reader.readuntil(b"\r\n\r\n")
+            head = await self.head()
             length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
             return head + await self._reader.readexactly(length)
+
+    async def head(self) -> bytes:
+        return await self._reader.readuntil(b"\r\n\r\n")
 
     async def status(self) -> int:
         return int((await self.answer()).split()[1])
@@ -293,6 +296,53 @@ class TestTime:
             assert await client.status() == 408
 
         serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
+
+    @pytest.mark.parametrize("framing", ["Content-Length: 5", "Transfer-Encoding: chunked"])
+    def test_an_answer_before_the_body_leaves_the_connection_to_whoever_sends_the_rest(self, framing: str) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            rest = b"lo" if "5" in framing else b"2\r\nlo\r\n0\r\n\r\n"
+            for _ in range(2):
+                begin = b"hel" if "5" in framing else b"3\r\nhel\r\n"
+                await client.send(f"POST /early HTTP/1.1\r\nHost: here\r\n{framing}\r\n\r\n".encode() + begin)
+                assert await client.status() == 200
+                await client.send(rest + GET)
+                assert await client.status() == 200
+
+        serving(use)
+
+    @pytest.mark.parametrize("then", ["no chunk", "the next request, for the body was not asked for"])
+    def test_what_comes_behind_an_answer_in_place_of_its_body_is_no_request(self, then: str) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            expect = b"" if then == "no chunk" else b"Expect: 100-continue\r\n"
+            await client.send(b"POST /early HTTP/1.1\r\nHost: here\r\n" + expect + b"Transfer-Encoding: chunked\r\n\r\n")
+            assert await client.status() == 200
+            await client.send(b"xyz\r\n" if then == "no chunk" else GET)
+            assert await client.ended()
+            assert server.app.begun == 1
+
+        serving(use)
+
+    def test_the_last_answer_reaches_a_client_that_sends_its_body_first(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(b"POST /early HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n")
+            await client.send(b"x" * 8_000_000)
+            assert await client.status() == 200
+            assert await client.ended()
+
+        serving(use)
+
+    def test_a_body_is_asked_for(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(b"POST / HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n")
+            assert await client.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await client.send(b"hello" + GET)
+            assert [await client.status(), await client.status()] == [200, 200]
+
+        serving(use)
 
     def test_an_answer_before_the_body_ends_the_connection(self) -> None:
         """Or a client could keep it for ever by never sending the rest."""

@@ -1,0 +1,55 @@
+"""Types of answers' bodies. They document; renderers write the bytes themselves."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=0)]
+Logprob = Annotated[float, Field(le=0)]
+
+
+class Answer(BaseModel):
+    """An object that has these members and no others."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+def absent(description: str) -> Any:
+    """A pydantic field that an answer may leave out."""
+    return Field(default_factory=lambda: None, description=description)
+
+
+class Error(Answer):
+    """What is wrong with a request, or why it has no answer."""
+
+    message: str
+    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error", "server_error"]
+    param: str | None = Field(description="The request's field that is wrong.")
+    code: str | None
+
+
+class ErrorBody(Answer):
+    """Of every answer that is none. In a stream: its last event."""
+
+    error: Error
+
+
+class SamplingDefaultValues(Answer):
+    """Of parameters that a request leaves out."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
+class Health(Answer):
+    status: Literal["ok"]
+
+
+class ReadinessReport(Answer):
+    ready: bool
+    missing: list[Literal["worker", "tokenizer", "detokenizer", "stopping"]] = Field(description="What a request would wait for.")

@@ -1,0 +1,135 @@
+"""The OpenAPI document of what a gateway serves. Pure.
+
+Methods and paths that are not in it have answers too: those of `x-other-methods` and `x-other-paths`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from services.gateway.api.document.answer import ErrorBody
+from services.gateway.api.document.operation import EVENTS, JSON, OF_ANY, TEXT, Content, Operation
+from services.gateway.api.document.responses import headers, reference, shared
+from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_ROUTING_KEY_CHARS
+
+_SCHEMA_REF = "#/components/schemas/{model}"
+_SCHEMES = {"bearer": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
+_REQUEST_ID = {
+    "name": "x-request-id",
+    "in": "header",
+    "description": f"Letters, digits and ._:- up to {MAX_REQUEST_ID_CHARS - 8}; what is none is replaced.",
+    "schema": {"type": "string"},
+}
+_ROUTING_KEY = {
+    "name": "x-smg-routing-key",
+    "in": "header",
+    "description": "As the body's routing_key, which goes first.",
+    "schema": {"type": "string", "maxLength": MAX_ROUTING_KEY_CHARS},
+}
+
+Schemas = Mapping[Any, Any]  # JSON schema by type
+
+
+def document(info: Mapping[str, str], operations: Sequence[Operation], keys: bool, origins: bool) -> dict[str, Any]:
+    """keys: whether there are API keys. origins: whether pages of other origins may ask."""
+    schemas, definitions = _schemas_of(operations)
+    paths: dict[str, Any] = {}
+    for operation in operations:
+        item = paths.setdefault(operation.path, {"x-other-methods": reference(405)})
+        item[operation.method] = _operation(operation, schemas, keys, operation.method)
+        if operation.method == "get":
+            item["head"] = _operation(operation, schemas, keys, "head")
+        item["options"] = _options(operation, keys, origins)
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": dict(info),
+        "paths": paths,
+        "x-other-paths": reference(404),
+        "components": {"schemas": definitions, "responses": shared(keys, schemas[ErrorBody])},
+    }
+    if keys:
+        found["components"]["securitySchemes"] = _SCHEMES
+    return found
+
+
+def _schemas_of(operations: Sequence[Operation]) -> tuple[Schemas, dict[str, Any]]:
+    types: list[Any] = [ErrorBody]
+    for operation in operations:
+        types += [each for each in (operation.body, *operation.within) if each is not None]
+        for content in (operation.content, *operation.others.values()):
+            types += content.values()
+    inputs = [(each, "validation", TypeAdapter(each)) for each in dict.fromkeys(types)]
+    by_key, definitions = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMA_REF)  # type: ignore[arg-type]
+    return {each: schema for (each, _), schema in by_key.items()}, definitions["$defs"]
+
+
+def _operation(operation: Operation, schemas: Schemas, keys: bool, method: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tags": [operation.tag],
+        "summary": operation.summary,
+        "operationId": _id_of(method, operation.path),
+        "parameters": _parameters(operation),
+        "responses": _answers(operation, schemas, keys),
+    }
+    if operation.body is not None:
+        found["requestBody"] = {"required": True, "content": _content({JSON: operation.body}, schemas)}
+    return found | _security(operation, keys)
+
+
+def _answers(operation: Operation, schemas: Schemas, keys: bool) -> dict[str, Any]:
+    streams = ("cache-control", "x-accel-buffering") if EVENTS in operation.content else ()
+    own = {200: _answer("What was asked for.", operation.content, schemas, headers(200, keys, sometimes=streams))}
+    for status, content in operation.others.items():
+        own[status] = _answer("Not now.", content, schemas, headers(status, keys))
+    return {str(status): own.get(status) or reference(status) for status in operation.answers(keys)}
+
+
+def _answer(description: str, content: Content, schemas: Schemas, described: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": description, "headers": described}
+    if EVENTS in content:
+        found["description"] += " In a stream the schema is that of each event's data; the last one's is [DONE], or an error's."
+    return {**found, "content": _content(content, schemas)} if content else found
+
+
+def _content(content: Content, schemas: Schemas) -> dict[str, Any]:
+    return {media: {"schema": schemas[each]} for media, each in content.items()}
+
+
+def _parameters(operation: Operation) -> list[dict[str, Any]]:
+    found = [
+        {"name": name, "in": "path", "required": True, "description": description, "schema": {"type": "string"}}
+        for name, description in operation.parameters.items()
+    ]
+    return [*found, _REQUEST_ID, *([_ROUTING_KEY] if operation.generates else [])]
+
+
+def _security(operation: Operation, keys: bool) -> dict[str, Any]:
+    return {"security": [{name: []} for name in _SCHEMES]} if keys and operation.keyed else {}
+
+
+def _options(operation: Operation, keys: bool, origins: bool) -> dict[str, Any]:
+    """A browser asks beforehand without a key, and is told in plain text."""
+    statuses = {*OF_ANY, 401, 503}.intersection(operation.answers(keys)) - operation.others.keys()
+    answers: dict[str, Any] = {str(status): reference(status) for status in sorted(statuses)}
+    answers["204"] = {"description": "What may be asked of the path.", "headers": headers(204, keys, always=("allow",))}
+    if origins:
+        told = {TEXT: {"schema": {"type": "string"}}}
+        answers["200"] = {"description": "A page of that origin may ask.", "content": told}
+        error = {JSON: {"schema": {"$ref": _SCHEMA_REF.format(model=ErrorBody.__name__)}}}
+        answers["400"] = {"description": "It may not, or the request is wrong.", "content": {**told, **error}}
+    found = {
+        "tags": [operation.tag],
+        "summary": "What may be asked of the path",
+        "operationId": _id_of("options", operation.path),
+        "parameters": [each for each in _parameters(operation) if each["in"] == "path"],
+        "responses": answers,
+    }
+    return found | _security(operation, keys)
+
+
+def _id_of(method: str, path: str) -> str:
+    return "_".join([method, *re.findall(r"\w+", path)])

@@ -1,0 +1,50 @@
+"""What can be asked over HTTP: a method of a path, what it takes, and with which statuses it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
+OF_ANY = (400, 408, 431, 500)  # a head that is none, is late or too large, and a fault
+OF_BODIES = (413, 503)
+OF_MODELS = (404, 503)
+
+Content = Mapping[str, Any]  # type of a body, by media type; of an event's data where it is a stream; empty for no body
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """body: of the request, None for none. content: of the answer with 200. statuses: others than 200 and those of every
+    operation. others: of those the ones whose body is no error. keyed: it takes an API key where there are any. generates: it
+    counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types that the body's
+    schema refers to by name alone."""
+
+    method: str
+    path: str
+    tag: str
+    summary: str
+    content: Content
+    body: type[BaseModel] | None = None
+    statuses: Sequence[int] = ()
+    others: Mapping[int, Content] = field(default_factory=dict)
+    keyed: bool = True
+    generates: bool = False
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    within: Sequence[type[BaseModel]] = ()
+
+    def answers(self, keys: bool) -> list[int]:
+        """Statuses of its answers. keys: whether there are API keys."""
+        found = {200, *OF_ANY, *self.statuses, *self.others}
+        if self.body is not None:
+            found.update(OF_BODIES)
+        if self.generates:
+            found.update((*OF_MODELS, 504))
+        if keys and self.keyed:
+            found.add(401)
+        if keys and self.generates:
+            found.add(429)
+        return sorted(found)

@@ -1,0 +1,69 @@
+"""Answers that have no content of their own operation: errors by status, and the headers that come with a status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.api.document.operation import JSON
+
+HEADERS: dict[str, dict[str, Any]] = {
+    "x-request-id": {"description": "The request's own, or one that was made.", "schema": {"type": "string", "minLength": 1}},
+    "retry-after": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}},
+    "www-authenticate": {"description": "What a key is shown as.", "schema": {"const": "Bearer"}},
+    "allow": {"description": "Methods that the path takes.", "schema": {"type": "string", "pattern": "^[A-Z]+(, [A-Z]+)*$"}},
+    "cache-control": {"description": "Of a stream.", "schema": {"const": "no-cache"}},
+    "x-accel-buffering": {"description": "Of a stream.", "schema": {"const": "no"}},
+}
+_AMOUNT = {"type": "integer", "minimum": 0}
+_RATE_LIMITS: dict[str, dict[str, Any]] = {
+    f"x-ratelimit-{what}-{unit}": {"description": f"{said} {unit} of this key within a minute.", "schema": schema}
+    for what, said, schema in (
+        ("limit", "Limit of", _AMOUNT),
+        ("remaining", "What is left of", _AMOUNT),
+        ("reset", "Time until none are counted of", {"type": "string", "pattern": "^[0-9]+(ms|s|m[0-9]+s)$"}),
+    )
+    for unit in ("requests", "tokens")
+}
+ERRORS = {
+    400: ("BadRequest", "The request is wrong, or was aborted before it had anything to show."),
+    401: ("Unauthorized", "No valid API key was shown."),
+    403: ("Forbidden", "It is for operators."),
+    404: ("NotFound", "There is no such model, session or path."),
+    405: ("MethodNotAllowed", "The path does not take this method."),
+    408: ("RequestTimeout", "The request's head or body did not arrive in time."),
+    413: ("ContentTooLarge", "The body, or a text in it, is too large."),
+    429: ("TooManyRequests", "A limit of the API key is reached."),
+    431: ("HeadTooLarge", "The request's head is too large."),
+    500: ("InternalServerError", "A fault of the server."),
+    503: ("ServiceUnavailable", "There is no room, or nobody to serve it, for now."),
+    504: ("DeadlineExceeded", "It took longer than the server allows."),
+}
+# A connection refuses what it cannot read, or has no room for, before the request has an id.
+_WITHOUT_ID = frozenset((400, 408, 431, 503))
+_ALWAYS = {401: ("www-authenticate",), 405: ("allow",), 503: ("retry-after",)}
+
+
+def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequence[str] = ()) -> dict[str, Any]:
+    """Header objects of an answer with this status. always, sometimes: further names of HEADERS. keys: whether there are API
+    keys, whose limits are told."""
+    found = {"x-request-id": {**HEADERS["x-request-id"], "required": status not in _WITHOUT_ID}}
+    for name in (*_ALWAYS.get(status, ()), *always):
+        found[name] = {**HEADERS[name], "required": True}
+    for name in (*sometimes, *(("retry-after",) if status == 429 else ())):
+        found[name] = HEADERS[name]
+    return {**found, **_RATE_LIMITS} if keys else found
+
+
+def shared(keys: bool, error: dict[str, Any]) -> dict[str, Any]:
+    """The answers that operations refer to. error: the schema of an error's body."""
+    content = {JSON: {"schema": error}}
+    return {
+        name: {"description": description, "headers": headers(status, keys), "content": content}
+        for status, (name, description) in ERRORS.items()
+        if keys or status not in (401, 429)
+    }
+
+
+def reference(status: int) -> dict[str, str]:
+    return {"$ref": f"#/components/responses/{ERRORS[status][0]}"}

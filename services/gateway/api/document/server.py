@@ -1,0 +1,37 @@
+"""What a gateway says of itself, as the OpenAPI document has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.api.document.answer import Health, ReadinessReport
+from services.gateway.api.document.operation import HTML, JSON, TEXT, Operation
+
+HEALTH = "/health"
+READINESS = "/readiness"
+METRICS = "/metrics"
+DOCS = "/docs"
+DOCUMENT = "/openapi.json"
+
+_TAG = "Operations"
+_READY = {JSON: ReadinessReport}
+_METRICS = Operation("get", METRICS, _TAG, "Prometheus metrics", {TEXT: str}, statuses=(503,), keyed=False)
+OPERATIONS = (
+    Operation("get", HEALTH, _TAG, "Liveness", {JSON: Health}, keyed=False),
+    Operation(
+        "get",
+        READINESS,
+        _TAG,
+        "Whether requests can be answered, and what is missing",
+        _READY,
+        others={503: _READY},
+        keyed=False,
+    ),
+    Operation("get", DOCS, _TAG, "This document, for people", {HTML: str}, statuses=(503,), keyed=False),
+    Operation("get", DOCUMENT, _TAG, "This document", {JSON: dict[str, Any]}, statuses=(503,), keyed=False),
+)
+
+
+def operations(metrics: bool) -> tuple[Operation, ...]:
+    """metrics: whether they are served on this port."""
+    return (*OPERATIONS, _METRICS) if metrics else OPERATIONS

@@ -1,0 +1,184 @@
+"""What OpenAI's endpoints answer. For documentation: the bytes are written in render.py, embeddings.py and logprob_forms.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from services.gateway.api.document.answer import Answer, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
+
+Finish = Literal["stop", "length", "abort"]
+Byte = Annotated[int, Field(ge=0, le=255)]
+_STOP_REASON = "The matched stop string, pattern or token id; null at the end of sequence, and at other ends."
+_IDS = "With return_token_ids."
+_REQUESTED = "With logprob_token_ids."
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: Count
+
+
+class Usage(Answer):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TokenLogprob(Answer):
+    token: str
+    logprob: Logprob
+    bytes: list[Byte]
+
+
+class RequestedLogprob(TokenLogprob):
+    token_id: Count
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+    requested_logprobs: list[RequestedLogprob] = absent(_REQUESTED)
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class ChatMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    stop_reason: str | int | None = Field(description=_STOP_REASON)
+    token_ids: list[Count] = absent(_IDS)
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: Count = Field(description="Unix seconds.")
+    model: str
+    choices: list[ChatChoice] = Field(min_length=1)
+    usage: Usage
+    prompt_token_ids: list[Count] = absent(_IDS)
+
+
+class ChatDelta(Answer):
+    role: Literal["assistant"] = absent("In a choice's first event.")
+    content: str = absent("What is new.")
+
+
+class ChatChunkChoice(Answer):
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None = Field(description="Null until a choice's last event.")
+    stop_reason: str | int | None = absent(f"In a choice's last event. {_STOP_REASON}")
+    token_ids: list[Count] = absent(_IDS)
+
+
+class ChatCompletionChunk(Answer):
+    """The data of one event."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: Count
+    model: str
+    choices: list[ChatChunkChoice] = Field(max_length=1, description="None in the event that has the usage.")
+    usage: Usage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
+    prompt_token_ids: list[Count] = absent("In the first event, with return_token_ids.")
+
+
+class CompletionLogprobs(Answer):
+    """Parallel lists, one entry for each token. null: nothing predicts the first token of all."""
+
+    tokens: list[str]
+    token_logprobs: list[Logprob | None]
+    top_logprobs: list[dict[str, Logprob] | None]
+    text_offset: list[Count]
+    requested_logprobs: list[dict[str, Logprob] | None] = absent(f"By token id. {_REQUESTED}")
+
+
+class CompletionChoice(Answer):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish
+    stop_reason: str | int | None = Field(description=_STOP_REASON)
+    token_ids: list[Count] = absent(_IDS)
+    prompt_token_ids: list[Count] = absent(_IDS)
+
+
+class Completion(Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: Count = Field(description="Unix seconds.")
+    model: str
+    choices: list[CompletionChoice] = Field(min_length=1)
+    usage: Usage
+    prompt_token_ids: list[Count] = absent("Where there is one prompt, with return_token_ids.")
+
+
+class CompletionChunkChoice(Answer):
+    index: Count
+    text: str = Field(description="What is new.")
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None = Field(description="Null until a choice's last event.")
+    stop_reason: str | int | None = absent(f"In a choice's last event. {_STOP_REASON}")
+    token_ids: list[Count] = absent(_IDS)
+    prompt_token_ids: list[Count] = absent("In a choice's first event, with return_token_ids.")
+
+
+class CompletionChunk(Answer):
+    """The data of one event."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChunkChoice] = Field(max_length=1, description="None in the event that has the usage.")
+    usage: Usage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
+
+
+class Embedding(Answer):
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str = Field(description="With encoding_format base64: little-endian float32.")
+
+
+class EmbeddingUsage(Answer):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingList(Answer):
+    object: Literal["list"]
+    data: list[Embedding] = Field(min_length=1)
+    model: str
+    usage: EmbeddingUsage
+
+
+class ModelCard(Answer):
+    id: str
+    object: Literal["model"]
+    created: Count = Field(description="When the gateway began, in Unix seconds.")
+    owned_by: Literal["rootstock"]
+    max_model_len: Count = Field(description="Tokens of prompt and answer together.")
+    sampling_defaults: SamplingDefaultValues
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+ChatEvent = ChatCompletionChunk | ErrorBody
+CompletionEvent = CompletionChunk | ErrorBody

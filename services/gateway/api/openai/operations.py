@@ -1,0 +1,54 @@
+"""OpenAI's endpoints as the OpenAPI document has them."""
+
+from __future__ import annotations
+
+from services.gateway.api.document.operation import EVENTS, JSON, Operation
+from services.gateway.api.openai.answers import (
+    ChatCompletion,
+    ChatEvent,
+    Completion,
+    CompletionEvent,
+    EmbeddingList,
+    ModelCard,
+    ModelList,
+)
+from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+MODELS = "/v1/models"
+MODEL = f"{MODELS}/{{model_id}}"
+
+_TAG = "OpenAI"
+OPERATIONS = (
+    Operation(
+        "post",
+        CHAT,
+        _TAG,
+        "Chat completion",
+        {JSON: ChatCompletion, EVENTS: ChatEvent},
+        ChatCompletionRequest,
+        generates=True,
+    ),
+    Operation(
+        "post",
+        COMPLETIONS,
+        _TAG,
+        "Completion",
+        {JSON: Completion, EVENTS: CompletionEvent},
+        CompletionRequest,
+        generates=True,
+    ),
+    Operation("post", EMBEDDINGS, _TAG, "Embeddings", {JSON: EmbeddingList}, EmbeddingRequest, generates=True),
+    Operation("get", MODELS, _TAG, "Models that are served", {JSON: ModelList}, statuses=(503,)),
+    Operation(
+        "get",
+        MODEL,
+        _TAG,
+        "One model",
+        {JSON: ModelCard},
+        statuses=(404, 503),
+        parameters={"model_id": "A name that /v1/models lists; it may have slashes."},
+    ),
+)

@@ -1,0 +1,121 @@
+"""What SGLang's endpoints answer. For documentation: the bytes are written in render.py and routes.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from services.gateway.api.document.answer import Answer, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
+
+Entry = tuple[Logprob | None, Count, str | None]  # value, token id, text
+Entries = list[Entry]
+Lists = list[Entries | None]
+Seconds = Annotated[float, Field(ge=0)]
+_TOPS, _CHOSEN = "With top_logprobs_num.", "With token_ids_logprob."
+
+
+class Stopped(Answer):
+    type: Literal["stop"]
+    matched: str | int | None = Field(description="The token id, stop string or pattern.")
+
+
+class OfLength(Answer):
+    type: Literal["length"]
+    length: Count
+
+
+class Aborted(Answer):
+    type: Literal["abort"]
+    message: str
+    status_code: None
+    err_type: None
+
+
+class _Meta(Answer):
+    """Log probabilities are lists of [logprob, id, text]."""
+
+    id: str
+    prompt_tokens: Count
+    weight_version: str
+
+
+class _Logprobs(_Meta):
+    completion_tokens: Count
+    input_token_logprobs: Entries = absent("With return_logprob.")
+    output_token_logprobs: Entries = absent("With return_logprob.")
+    input_top_logprobs: Lists = absent(_TOPS)
+    output_top_logprobs: Lists = absent(_TOPS)
+    input_token_ids_logprobs: Lists = absent(_CHOSEN)
+    output_token_ids_logprobs: Lists = absent(_CHOSEN)
+
+
+class _Ended(_Meta):
+    cached_tokens: Count
+    e2e_latency: Seconds = Field(description="Seconds.")
+    queue_time: Seconds = Field(description="Seconds.")
+    num_retractions: Count
+
+
+class MetaInfo(_Ended, _Logprobs):
+    """Of an answer that is complete."""
+
+    finish_reason: Stopped | OfLength | Aborted
+
+
+class MetaInfoSoFar(_Logprobs):
+    """Of a stream's event before the last one."""
+
+    finish_reason: None
+    cached_tokens: None
+
+
+class GenerateAnswer(Answer):
+    text: str
+    output_ids: list[Count]
+    meta_info: MetaInfo
+
+
+class GenerateChunk(Answer):
+    """The data of one event: the answer so far."""
+
+    text: str
+    output_ids: list[Count]
+    meta_info: MetaInfo | MetaInfoSoFar
+    index: Count = absent("Of a batch, and with n above 1.")
+
+
+class EncodeMetaInfo(_Ended):
+    finish_reason: OfLength
+
+
+class EncodeAnswer(Answer):
+    embedding: list[float]
+    meta_info: EncodeMetaInfo
+
+
+class AbortReport(Answer):
+    aborted: Count = Field(description="Answers that were ended.")
+    gateways: Annotated[int, Field(ge=1)]
+    unreached: Count
+
+
+class ModelDescription(Answer):
+    """The one that a request gets that names none."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    preferred_sampling_params: SamplingDefaultValues
+    weight_version: str
+    has_image_understanding: Literal[False]
+    has_audio_understanding: Literal[False]
+    max_model_len: Count
+    vocab_size: Count
+    embedding_size: Count = Field(description="Numbers of a vector; 0 if it gives none.")
+
+
+GenerateAnswers: Any = GenerateAnswer | Annotated[list[GenerateAnswer], Field(min_length=1)]
+GenerateEvent: Any = GenerateChunk | ErrorBody
+EncodeAnswers: Any = EncodeAnswer | Annotated[list[EncodeAnswer], Field(min_length=1)]
+SessionId = Annotated[str, Field(min_length=1)]

@@ -1,0 +1,53 @@
+"""SGLang's endpoints as the OpenAPI document has them."""
+
+from __future__ import annotations
+
+from services.gateway.api.document.operation import EVENTS, JSON, Operation
+from services.gateway.api.sglang.answers import (
+    AbortReport,
+    EncodeAnswers,
+    GenerateAnswers,
+    GenerateEvent,
+    ModelDescription,
+    SessionId,
+)
+from services.gateway.api.sglang.types import (
+    AbortRequest,
+    CloseSessionRequest,
+    NativeEncodeRequest,
+    NativeGenerateRequest,
+    NativeSampling,
+    OpenSessionRequest,
+)
+
+GENERATE = "/generate"
+ENCODE = "/encode"
+ABORT = "/abort_request"
+OPEN_SESSION = "/open_session"
+CLOSE_SESSION = "/close_session"
+HEALTH_GENERATE = "/health_generate"
+MODEL_INFO = ("/get_model_info", "/model_info")
+
+_TAG = "SGLang"
+_GENERATED = {JSON: GenerateAnswers, EVENTS: GenerateEvent}
+OPERATIONS = (
+    *(
+        Operation(
+            method,
+            GENERATE,
+            _TAG,
+            "Go on from texts or ids",
+            _GENERATED,
+            NativeGenerateRequest,
+            generates=True,
+            within=(NativeSampling,),
+        )
+        for method in ("post", "put")
+    ),
+    Operation("post", ENCODE, _TAG, "Vectors of texts or ids", {JSON: EncodeAnswers}, NativeEncodeRequest, generates=True),
+    Operation("post", ABORT, _TAG, "End requests by rid", {JSON: AbortReport}, AbortRequest, (403,)),
+    Operation("post", OPEN_SESSION, _TAG, "Open a session", {JSON: SessionId}, OpenSessionRequest, (404, 504)),
+    Operation("post", CLOSE_SESSION, _TAG, "Close a session", {}, CloseSessionRequest, (404, 504)),
+    Operation("get", HEALTH_GENERATE, _TAG, "Whether a token can be made from end to end", {}, statuses=(503,), keyed=False),
+    *(Operation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(503,)) for path in MODEL_INFO),
+)

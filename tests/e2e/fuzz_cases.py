@@ -1,0 +1,194 @@
+"""What strangers might send: requests made from the OpenAPI document, right, nearly right and broken. Hypothesis strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from hypothesis import strategies as st
+from schemathesis import GenerationMode, openapi
+from schemathesis.core import NotSet
+
+from tests.e2e.fuzz_bytes import HOSTILE, broken, dumped, spoil
+
+MODEL = "demo"
+USER = [{"role": "user", "content": "Hi"}]
+SESSION, RID = st.sampled_from(["s0", "s1", "s2"]), st.sampled_from(["r0", "r1", "r2"])
+BASES: Mapping[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": MODEL, "messages": USER, "max_tokens": 4},
+    "/v1/completions": {"model": MODEL, "prompt": "Hi", "max_tokens": 4},
+    "/v1/embeddings": {"model": MODEL, "input": "Hi"},
+    "/generate": {"text": "Hi", "sampling_params": {"max_new_tokens": 4}},
+    "/encode": {"text": "Hi"},
+    "/abort_request": {"rid": "r0"},
+    "/open_session": {"capacity_of_str_len": 64, "session_id": "s0", "timeout": 2.0},
+    "/close_session": {"session_id": "s0"},
+}
+TEXTS = st.one_of(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3))
+IDS = st.lists(st.integers(0, 1279), min_size=1, max_size=9)
+PROMPTS = st.one_of(TEXTS, IDS, st.lists(IDS, min_size=1, max_size=3))
+GRAMMARS = st.sampled_from(["[a-c]{1,4}", "(yes|no)", "a**", "(", "\\p{L}+", 'root ::= "a" | "b"', "root ::= root", "a{1000000}"])
+SCHEMAS = st.sampled_from(
+    [
+        *(
+            {"type": "object"},
+            {"enum": [1, "a", None]},
+            {"type": "array", "items": {"type": "integer"}},
+            True,
+            False,
+            {"$ref": "#"},
+        ),
+        *(
+            '{"type": "string", "maxLength": 3}',
+            {"type": "strnig"},
+            {"minimum": 3},
+            {"pattern": "("},
+            {"allOf": [{}, {"not": {}}]},
+        ),
+    ]
+)
+BY_HAND: Mapping[str, st.SearchStrategy[Any]] = {  # what a schema's own idea of it would seldom be served for
+    "model": st.just(MODEL),
+    "messages": st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=20)}), min_size=1
+    ),
+    "prompt": PROMPTS,
+    "input": PROMPTS,
+    "text": TEXTS,
+    "input_ids": st.one_of(IDS, st.lists(IDS, min_size=1, max_size=3)),
+    "rid": RID,
+    "request_id": RID,
+    "session_id": SESSION,
+    "session_params": st.fixed_dictionaries({"id": SESSION}, optional={"rid": RID, "replace": st.booleans()}),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+    "n": st.integers(1, 3),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), st.integers(1, 12)),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logprob_token_ids", "token_ids_logprob"), IDS),
+    **dict.fromkeys(("guided_json", "json_schema"), SCHEMAS),
+    **dict.fromkeys(("guided_regex", "regex", "guided_grammar", "ebnf", "stop_regex"), GRAMMARS),
+    "response_format": SCHEMAS.map(lambda schema: {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}),
+    "structured_outputs": st.one_of(SCHEMAS.map(lambda schema: {"json": schema}), GRAMMARS.map(lambda text: {"regex": text})),
+    "logit_bias": st.dictionaries(st.integers(0, 1279).map(str), st.floats(-100, 100), max_size=3),
+}
+LATIN = st.text(st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f"), max_size=40).map(str.strip)
+HEADERS = st.sampled_from(
+    ["content-type", "accept", "x-request-id", "x-smg-routing-key", "authorization", "x-api-key", "origin", "traceparent", "x-a"]
+)
+VALUES = st.one_of(
+    LATIN,
+    st.sampled_from(
+        ["application/json", "text/plain", "text/event-stream", "multipart/form-data", "Bearer", "Bearer a", "*/*", "null"]
+    ),
+    st.just("x" * 5000),
+)
+METHODS = st.sampled_from(["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND", "BREW"])
+
+
+@dataclass(frozen=True)
+class Sent:
+    """target: path and query, quoted. A body of None is none. stays: until there is an answer."""
+
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes | None
+    stays: bool = True
+
+
+STAYS = st.sampled_from([True] * 9 + [False])
+
+
+class Cases:
+    """document: as /openapi.json has it."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
+        self._schema = openapi.from_dict(dict(document))
+        self._fields = openapi.from_dict(self._document_of_fields())
+        self._values: dict[tuple[str, str, GenerationMode], st.SearchStrategy[Any]] = {}
+
+    @property
+    def posts(self) -> list[str]:
+        return [path for path, item in self._document["paths"].items() if "post" in item]
+
+    def requests(self, path: str) -> st.SearchStrategy[Sent]:
+        """Posted to it."""
+        nearly = st.builds(Sent, st.just("POST"), st.just(path), self.headers(), self._bodies(path), STAYS)
+        whole = [self._whole(path, mode) for mode in GenerationMode]
+        return st.one_of(nearly, nearly, nearly, nearly, *whole)
+
+    def headers(self) -> st.SearchStrategy[tuple[tuple[str, str], ...]]:
+        return st.one_of(st.just(()), st.lists(st.tuples(HEADERS, VALUES), max_size=3, unique_by=lambda each: each[0]).map(tuple))
+
+    def elsewhere(self) -> st.SearchStrategy[Sent]:
+        """Any method of any path."""
+        known = st.sampled_from([path.replace("{model_id}", MODEL) for path in self._document["paths"]])
+        text = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).map(quote)
+        paths = st.one_of(known, st.builds(str.__add__, known, text), text.map("/".__add__))
+        targets = st.one_of(paths, st.builds("{}?{}".format, paths, text))
+        body = st.one_of(st.none(), st.binary(max_size=40))
+        return st.builds(Sent, METHODS, targets, self.headers(), body)
+
+    def _whole(self, path: str, mode: GenerationMode) -> st.SearchStrategy[Sent]:
+        """As the schema says, or as it forbids."""
+
+        def sent(case: Any) -> Sent:
+            headers = tuple((name, value) for name, value in (case.headers or {}).items() if _is_sane(str(value)))
+            body = None if isinstance(case.body, NotSet) else case.body if isinstance(case.body, bytes) else dumped(case.body)
+            return Sent("POST", path, headers, body)
+
+        return self._schema[path]["POST"].as_strategy(generation_mode=mode).map(sent)
+
+    def _bodies(self, path: str) -> st.SearchStrategy[bytes]:
+        """A plain request with some of its members drawn, some values spoilt, or its bytes broken."""
+        name = self._document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = name.rpartition("/")[2]
+        good, bad = (self._drawn(path, schema, mode) for mode in GenerationMode)
+        spoilt = st.builds(spoil, good, st.lists(st.tuples(st.integers(0, 30), st.sampled_from(HOSTILE)), min_size=1, max_size=2))
+        return st.one_of(*[good.map(dumped)] * 3, bad.map(dumped), spoilt.map(dumped), good.map(dumped).flatmap(broken))
+
+    def _drawn(self, path: str, schema: str, mode: GenerationMode) -> st.SearchStrategy[dict[str, Any]]:
+        base = BASES[path]
+        without_text = {name: value for name, value in base.items() if name != "text"}
+        drawn = self._members(schema, mode).map(lambda given: (without_text if given.get("input_ids") else base) | given)
+        if path != "/generate":
+            return drawn
+        sampling = self._members("NativeSampling", mode).map(BASES[path]["sampling_params"].__or__)
+        return st.builds(lambda body, given: {**body, "sampling_params": given}, drawn, sampling)
+
+    def _members(self, schema: str, mode: GenerationMode) -> st.SearchStrategy[dict[str, Any]]:
+        names = sorted(self._document["components"]["schemas"][schema]["properties"])
+        chosen = st.lists(st.sampled_from(names), max_size=4, unique=True)
+        return chosen.flatmap(lambda found: st.fixed_dictionaries({name: self._value(schema, name, mode) for name in found}))
+
+    def _value(self, schema: str, name: str, mode: GenerationMode) -> st.SearchStrategy[Any]:
+        if mode is GenerationMode.POSITIVE and name in BY_HAND:
+            return BY_HAND[name]
+        key = (schema, name, mode)
+        if key not in self._values:
+            drawn = self._fields[f"/{schema}/{name}"]["POST"].as_strategy(generation_mode=mode)
+            self._values[key] = drawn.map(lambda case: _member(case.body, name))
+        return self._values[key]
+
+    def _document_of_fields(self) -> dict[str, Any]:
+        """An operation for each member of each body, so that its values can be drawn alone."""
+        paths: dict[str, Any] = {}
+        for schema, definition in self._document["components"]["schemas"].items():
+            for name, value in definition.get("properties", {}).items():
+                alone = {"type": "object", "properties": {name: value}, "required": [name], "additionalProperties": False}
+                content = {"application/json": {"schema": alone}}
+                operation = {"requestBody": {"required": True, "content": content}, "responses": {"200": {"description": "All."}}}
+                paths[f"/{schema}/{name}"] = {"post": operation}
+        return {**self._document, "paths": paths}
+
+
+def _member(body: Any, name: str) -> Any:
+    """What it is forbidden to be may be the whole body."""
+    return body[name] if isinstance(body, dict) and name in body else None if isinstance(body, bytes | NotSet) else body
+
+
+def _is_sane(value: str) -> bool:
+    return all(32 <= ord(char) < 256 and char != "\x7f" for char in value) and value == value.strip()

@@ -1,0 +1,95 @@
+"""Sends what strangers might send, and says what is wrong with the answers."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import httpx
+
+from tests.e2e.fuzz_cases import Sent
+from tests.e2e.system import System
+from tests.services.gateway.documented import Answered, Documented
+
+DEADLINE_S = 20.0  # of a request, by the gateway's flags
+ANSWER_S = DEADLINE_S + 10.0  # a session's worker has 10 s
+AT_ONCE = 4
+STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
+OF_HEADS = {100, 200, 204, 400, 401, 404, 405, 408, 413, 431, 503}
+
+
+class Fuzzer:
+    """answered: how often each status came, streams that ended with an error as "stream", clients that did not wait as "left"."""
+
+    def __init__(self, system: System) -> None:
+        self._clients: SimpleQueue[httpx.Client] = SimpleQueue()  # each is one thread's at a time
+        for _ in range(AT_ONCE):
+            self._clients.put(httpx.Client(base_url=system.url, timeout=ANSWER_S, verify=False))
+        self._port = system.port
+        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self.document = httpx.get(f"{system.url}/openapi.json").json()
+        self._documented = Documented(self.document)
+        self.answered: Counter[str] = Counter()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        while not self._clients.empty():
+            self._clients.get().close()
+
+    def faults(self, requests: Sequence[Sent]) -> list[str]:
+        """Of all of them at once."""
+        return [fault for faults in self._pool.map(self._faults, requests) for fault in faults]
+
+    def _faults(self, sent: Sent) -> list[str]:
+        if not sent.stays:
+            self._leave(sent)
+            return []
+        begun = time.monotonic()
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.headers]
+        client = self._clients.get()
+        try:
+            answer = client.request(sent.method, sent.target, headers=headers, content=sent.body)
+        except httpx.HTTPError as error:
+            return [f"{sent.method} {sent.target}: no answer: {error!r}"]
+        finally:
+            self._clients.put(client)
+        self.answered[str(answer.status_code)] += 1
+        faults = self._documented.faults(Answered.of(answer))
+        late = time.monotonic() - begun >= DEADLINE_S / 2
+        if answer.status_code in (500, 502) or (answer.status_code == 504 and not late):
+            faults.append(f"{answer.status_code}: {answer.text[:300]}")
+        if answer.headers.get("content-type", "").startswith("text/event-stream") and b'data: {"error":' in answer.content:
+            self.answered["stream"] += 1
+            faults += [answer.text[-300:]] if b'"internal_error"' in answer.content else []
+        return faults
+
+    def _leave(self, sent: Sent) -> None:
+        """Sends it all, and is gone."""
+        body = sent.body or b""
+        head = f"{sent.method} {sent.target} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S) as connection:
+            connection.sendall(head.encode() + body)
+        self.answered["left"] += 1
+
+    def raw_faults(self, data: bytes) -> list[str]:
+        """The server closes, and says nothing that it must not."""
+        with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S) as connection:
+            received = b""
+            try:
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+                while more := connection.recv(1 << 16):
+                    received += more
+            except (ConnectionResetError, BrokenPipeError):
+                pass
+            except TimeoutError:
+                return ["the connection stays open"]
+        statuses = [int(status) for status in STATUS_LINE.findall(received)]
+        self.answered.update(map(str, statuses))
+        faults = [f"{status}: {received[:300]!r}" for status in statuses if status not in OF_HEADS]
+        return faults + ([f"no HTTP: {received[:200]!r}"] if received and not STATUS_LINE.match(received) else [])

@@ -1,0 +1,97 @@
+"""Strangers send what they like: the answers are as documented, nothing hangs, and nothing is left of it afterwards.
+
+By day a number of examples, the same ones every time; with ROOTSTOCK_TEST_NIGHTLY=1 twenty minutes of others, whose seeds are
+printed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.e2e.fuzz_bytes import raw_heads
+from tests.e2e.fuzz_cases import Cases
+from tests.e2e.fuzz_client import AT_ONCE, DEADLINE_S, Fuzzer
+from tests.e2e.system import System, wait_until
+
+NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
+NIGHT_S = 20 * 60.0
+EXAMPLES, HEADS = 50, 300  # a path, of some requests at once; of one connection each
+WARM_UP_SEED, DAY_SEED = 1, 2
+SPARE_MB = 50.0
+SETTLE_S = 60.0
+GATEWAY = f"--request-timeout-s {DEADLINE_S} --tokenize-timeout-s {DEADLINE_S} --queue-timeout-s {DEADLINE_S}"
+IDLE = {
+    "gateway": ("rootstock_gateway_requests_in_flight", "rootstock_gateway_bodies_waiting"),
+    "tokenizer": ("rootstock_tokenizer_in_flight", "rootstock_tokenizer_held_bytes"),
+    "worker-0": ("sglang:num_running_reqs", "sglang:num_queue_reqs"),
+}
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("fuzzed")
+    with System(folder, gateway_flags=GATEWAY, worker_flags="--context-len 256", log_level="info") as system:
+        yield system
+
+
+def rounds(fuzzer: Fuzzer, cases: Cases, number: int, examples: int, heads: int) -> None:
+    """number: the seed of all that is drawn. Raises AssertionError with a smallest example."""
+    for requests in (*map(cases.requests, cases.posts), cases.elsewhere()):
+        _look(number, examples, st.lists(requests, min_size=1, max_size=AT_ONCE), fuzzer.faults)
+    _look(number, heads, raw_heads(), fuzzer.raw_faults)
+
+
+def _look(number: int, examples: int, strategy: st.SearchStrategy[Any], faults: Callable[[Any], list[str]]) -> None:
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def look(sent: Any) -> None:
+        found = faults(sent)
+        assert not found, (found, sent)
+
+    look()
+
+
+@pytest.mark.timeout(NIGHT_S + 600 if NIGHTLY else 300)
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
+def test_strangers_break_nothing_and_leave_nothing(fuzzed: System) -> None:
+    fuzzer = Fuzzer(fuzzed)
+    cases = Cases(fuzzer.document)
+    pids = {name: child.pid for name, child in fuzzed.children.items()}
+    begun = time.monotonic()
+    rounds(fuzzer, cases, WARM_UP_SEED, EXAMPLES // 2, HEADS // 2)
+    before = {name: fuzzed.resident_mb(name) for name in pids}
+    rounds(fuzzer, cases, DAY_SEED, EXAMPLES, HEADS)
+    while NIGHTLY and time.monotonic() - begun < NIGHT_S:
+        number = random.randrange(1 << 32)
+        print("seed", number, flush=True)
+        rounds(fuzzer, cases, number, EXAMPLES, HEADS)
+    fuzzer.close()
+
+    print(dict(fuzzer.answered), before)
+    assert min(fuzzer.answered["200"], fuzzer.answered["400"]) > 2 * EXAMPLES, "much is served, and much is refused"
+    idle = [(name, metric) for name, metrics in IDLE.items() for metric in metrics]
+    wait_until(lambda: not any(fuzzed.metric(*each) for each in idle), SETTLE_S, "all requests to end")
+    assert {name: child.pid for name, child in fuzzed.children.items() if child.running} == pids
+    after: dict[str, float] = {}
+
+    def settled() -> bool:
+        after.update({name: fuzzed.resident_mb(name) for name in pids})
+        return all(after[name] <= before[name] + SPARE_MB for name in pids)
+
+    wait_until(settled, SETTLE_S, f"memory to be as before: {before}, {after}")
+    assert fuzzed.status("/health_generate") == 200

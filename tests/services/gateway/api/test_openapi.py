@@ -1,0 +1,294 @@
+"""The OpenAPI document says what is answered: all of it, and nothing else. Answers of real gateways are held against it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+from jsonschema import Draft202012Validator
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway import gateway as gateway_module
+from services.gateway.http.front_door import FrontDoor
+from services.gateway.http.http_server import HttpOptions
+from services.shared.limits import MAX_HEAD_BYTES, SMALL_BODY_BYTES
+from tests.services.gateway.api.test_sessions import SessionWorker
+from tests.services.gateway.documented import Answered, Documented
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import RawClient, System, wait_until
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+USER = [{"role": "user", "content": "Hi"}]
+PLAIN: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": USER},
+    COMPLETIONS: {"model": MODEL, "prompt": "Hi"},
+    EMBEDDINGS: {"model": MODEL, "input": "Hi"},
+    "/generate": {"text": "Hi"},
+    "/encode": {"text": "Hi"},
+}
+OF_SESSIONS = {"/open_session": {"capacity_of_str_len": 100}, "/close_session": {"session_id": "nobody's"}}
+POSTS = {**PLAIN, **OF_SESSIONS, "/abort_request": {"rid": "a"}}
+GETS = ("/health", "/readiness", "/metrics", "/docs", "/openapi.json", "/health_generate", "/get_model_info", "/model_info")
+MODEL_PATHS = ("/v1/models", f"/v1/models/{MODEL}")
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 2, "logprob_token_ids": [7, 8], "return_token_ids": True}
+LOGPROBS = {"logprobs": 2, "logprob_token_ids": [7, 8], "return_token_ids": True}
+NATIVE_LOGPROBS = {
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 2,
+    "token_ids_logprob": [7],
+    "return_text_in_logprobs": True,
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((path, {}) for path in PLAIN),
+    (CHAT, {"n": 2, "stop": ["wor"], **CHAT_LOGPROBS}),
+    (CHAT, {"max_tokens": 3, "response_format": SCHEMA}),
+    (CHAT, {"n": 2, **STREAM, **CHAT_LOGPROBS}),
+    (CHAT, {"stream": True, "stop_token_ids": [ord("w")]}),
+    (COMPLETIONS, {"prompt": ["Hi", "you"], "n": 2, "echo": True, **LOGPROBS}),
+    (COMPLETIONS, {"prompt": [72, 105], "max_tokens": 0, "echo": True, **LOGPROBS}),
+    (COMPLETIONS, {"prompt": ["Hi", "you"], "echo": True, **STREAM, **LOGPROBS}),
+    (COMPLETIONS, {"stream": True, "stop_regex": "w.r"}),
+    (EMBEDDINGS, {"input": ["Hi", "you"], "encoding_format": "base64"}),
+    (EMBEDDINGS, {"input": [72, 105], "dimensions": 2}),
+    ("/generate", {"text": ["Hi", "you"], "sampling_params": {"n": 2, "stop": "wor"}, **NATIVE_LOGPROBS}),
+    ("/generate", {"sampling_params": {"max_new_tokens": 0}, **NATIVE_LOGPROBS}),
+    ("/generate", {"stream": True, **NATIVE_LOGPROBS}),
+    ("/generate", {"text": ["Hi", "you"], "stream": True, "sampling_params": {"max_new_tokens": 2}}),
+    ("/encode", {"text": ["Hi", "you"], "dimensions": 3}),
+)
+
+
+@contextmanager
+def system_with_sessions(**settings: Any) -> Iterator[System]:
+    with System(down=("worker",), **settings) as system:
+        system.workers[0].servicer = SessionWorker("worker-0")
+        system.call(system.workers[0].start())
+        wait_until(lambda: system.get("/readiness").status_code == 200, "the worker")
+        yield system
+
+
+class Seen:
+    """What gateways have answered, and where it is not what their documents say."""
+
+    def __init__(self) -> None:
+        self.statuses: set[tuple[str, str, int]] = set()
+        self.documented: set[tuple[str, str, int]] = set()
+        self.document: Mapping[str, Any] = {}
+        self.faults: list[str] = []
+        self.answers: list[Answered] = []
+
+    def look(self, system: System, answers: Iterable[Answered]) -> None:
+        self.look_into(Documented(system.get("/openapi.json").json()), answers)
+
+    def look_into(self, document: Documented, answers: Iterable[Answered]) -> None:
+        self.document = document.document
+        self.documented.update(document.statuses())
+        for answer in answers:
+            self.faults += document.faults(answer)
+            self.statuses.add((answer.method, document.place(answer.path) or answer.path, answer.status))
+            self.answers.append(answer)
+
+
+def ask(system: System, method: str, path: str, body: Any = None, **headers: str) -> Answered:
+    given = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
+    return Answered.of(system.request(method, path, headers=headers, **given))
+
+
+def ask_all(system: System, bodies: dict[str, Any], **headers: str) -> list[Answered]:
+    """What takes a body, each with its own of `bodies`."""
+    methods = [("POST", path) for path in bodies] + ([("PUT", "/generate")] if "/generate" in bodies else [])
+    return [ask(system, method, path, bodies[path], **headers) for method, path in methods]
+
+
+def raw(system: System, method: str, path: str, rest: bytes) -> Answered:
+    """An answer to what no client of HTTP sends."""
+    with socket.create_connection(("127.0.0.1", system.port), timeout=20) as connection:
+        connection.sendall(f"{method} {path} HTTP/1.1\r\n".encode() + rest)
+        received = b""
+        while more := connection.recv(65536):
+            received += more
+    head, _, body = received.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return Answered(method, path, int(first.split()[1]), headers, b"" if method == "HEAD" else body)
+
+
+def operations() -> list[tuple[str, str]]:
+    """One of each that is documented: method, path."""
+    gets = (*GETS, *MODEL_PATHS)
+    found = [(method, path) for path in gets for method in ("GET", "HEAD")]
+    found += [("POST", path) for path in POSTS] + [("PUT", "/generate")]
+    return found + [("OPTIONS", path) for path in (*gets, *POSTS)]
+
+
+def at_work(seen: Seen) -> None:
+    """All is there: answers, and what is wrong with requests."""
+    with system_with_sessions(max_body_bytes=2 * SMALL_BODY_BYTES) as system:
+        good = [ask(system, "POST", path, {**PLAIN[path], **fields}) for path, fields in GOOD]
+        assert {answer.status for answer in good} == {200}, good
+        seen.look(system, good)
+        seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
+        seen.look(system, [ask(system, "DELETE", path) for path in (*GETS, *MODEL_PATHS, *POSTS)])
+        seen.look(system, [ask(system, method, "/v1/models/nobody's") for method in ("GET", "HEAD")])
+        seen.look(system, [ask(system, method, "/nowhere/") for method in ("GET", "OPTIONS", "BREW")])
+        session = {"capacity_of_str_len": 9, "session_id": "mine"}
+        seen.look(
+            system, [ask(system, "POST", "/open_session", session), ask(system, "POST", "/close_session", {"session_id": "mine"})]
+        )
+        seen.look(
+            system, ask_all(system, {path: body | {"model": "nobody's"} for path, body in POSTS.items() if "rid" not in body})
+        )
+        seen.look(system, ask_all(system, {path: {} for path in POSTS}))
+        seen.look(system, ask_all(system, dict.fromkeys(POSTS, b"x" * 3 * SMALL_BODY_BYTES)))
+        seen.look(system, [ask(system, "POST", "/abort_request", {"abort_all": True})])
+        for status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+            system.do(partial(setattr, system.worker, "failure", status))
+            seen.look(system, ask_all(system, OF_SESSIONS))
+
+
+def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
+    """Faults, before a request and behind it: a stream of which something is out can only end with one."""
+    with System() as system:
+        system.do(lambda: system.worker.allow(1))
+        with ThreadPoolExecutor(2) as pool:
+            streams = [pool.submit(ask, system, "POST", path, PLAIN[path] | {"stream": True}) for path in (CHAT, "/generate")]
+            wait_until(lambda: system.running() == [2])
+            system.do(lambda: system.worker.allow(1))
+            wait_until(lambda: all(running.made for running in system.worker.running.values()))
+            system.do(lambda: system.worker.end_running(pb.ERROR_CODE_INTERNAL))
+            ended = [stream.result() for stream in streams]
+        assert all(b'"server_error"' in answer.body for answer in ended)
+        seen.look(system, ended)
+        with patch.context() as broken:
+            broken.setattr(FrontDoor, "_caller", lambda *_: 1 / 0)
+            failed = [ask(system, method, path, POSTS.get(path)) for method, path in operations()]
+        assert {answer.status for answer in failed} == {500}
+        seen.look(system, failed)
+
+
+def with_keys(seen: Seen) -> None:
+    keys = [{"name": "a", "key": "a", "requests_per_minute": 1, "tokens_per_minute": 1 << 30}, "b"]
+    with system_with_sessions(keys=keys) as system:
+        seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
+        seen.look(system, [ask(system, "GET", "/nowhere")])
+        limited = [answer for _ in range(2) for answer in ask_all(system, PLAIN, authorization="Bearer a")]
+        assert {answer.status for answer in limited} == {200, 429} and "x-ratelimit-reset-tokens" in limited[0].headers
+        seen.look(system, limited)
+        seen.look(system, ask_all(system, POSTS, authorization="Bearer b"))
+
+
+def without_workers(seen: Seen) -> None:
+    with System(down=("worker",), queue_timeout_s=0.05, models=MODEL) as system:
+        wait_until(lambda: system.get("/health").status_code == 200)
+        seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
+
+
+def in_time(seen: Seen, patch: pytest.MonkeyPatch) -> None:
+    """Heads, bodies and answers that do not come in time, and heads that are none."""
+    with patch.context() as short:
+        short.setattr(gateway_module, "_http_options", lambda *_: HttpOptions(head_s=0.5))
+        system = System(request_timeout_s=0.3, body_timeout_s=0.3)
+        with system, ThreadPoolExecutor(len(operations())) as pool:
+            late = list(pool.map(lambda each: raw(system, *each, b"host: a\r\n"), operations()))
+            assert {answer.status for answer in late} == {408}
+            seen.look(system, late)
+            bodies = [("POST", path) for path in POSTS]
+            seen.look(system, pool.map(lambda each: raw(system, *each, b"host: a\r\ncontent-length: 9\r\n\r\n{"), bodies))
+            seen.look(system, [raw(system, *each, b"no header\r\n\r\n") for each in operations()])
+            seen.look(system, [raw(system, *each, b"a: " + b"x" * MAX_HEAD_BYTES) for each in operations()])
+            system.do(lambda: system.worker.allow(0))
+            timed_out = ask_all(system, PLAIN)
+            assert {answer.status for answer in timed_out} == {504}
+            seen.look(system, timed_out)
+
+
+def overrun(seen: Seen, patch: pytest.MonkeyPatch) -> None:
+    """One connection is all that there is room for, and somebody has it."""
+    with patch.context() as small:
+        small.setattr(gateway_module, "_http_options", lambda *_: HttpOptions(connections=1))
+        with System() as system:
+            document = system.get("/openapi.json")
+            system.do(lambda: system.worker.allow(0))
+            RawClient(system, COMPLETIONS, {"prompt": "Hi"})
+            wait_until(lambda: system.running() == [1])
+            answers = [ask(system, method, path, POSTS.get(path)) for method, path in operations()]
+            system.allow(None)
+            seen.look_into(Documented(document.json()), answers)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[Seen]:
+    found = Seen()
+    with pytest.MonkeyPatch.context() as patch:
+        for each in (at_work, with_keys, without_workers):
+            each(found)
+        for broken in (at_fault, in_time, overrun):
+            broken(found, patch)
+    yield found
+
+
+def test_answers_are_as_documented(seen: Seen) -> None:
+    assert not seen.faults, "\n".join(seen.faults[:20])
+    assert len(seen.answers) > 400
+
+
+def test_all_that_is_documented_is_answered(seen: Seen) -> None:
+    assert not sorted(seen.documented - seen.statuses)
+
+
+def test_an_answer_that_is_another_is_noticed(seen: Seen) -> None:
+    document = Documented(seen.document)
+    answer = next(each for each in seen.answers if each.path == CHAT and each.status == 200 and b'"usage"' in each.body)
+    refused = next(each for each in seen.answers if each.path == "/open_session" and each.status == 503)
+    stream = next(each for each in seen.answers if each.path == CHAT and each.body.endswith(b"[DONE]\n\n"))
+    others = {
+        "a status": replace(answer, status=418),
+        "a member": replace(answer, body=answer.body.replace(b'"usage"', b'"used"')),
+        "a null": replace(answer, body=answer.body.replace(b'"assistant"', b"null")),
+        "a header": replace(answer, headers={**answer.headers, "x-more": "1"}),
+        "no header": replace(refused, headers={name: value for name, value in refused.headers.items() if name != "retry-after"}),
+        "a header's value": replace(refused, headers={**refused.headers, "retry-after": "soon"}),
+        "a type": replace(refused, headers={**refused.headers, "content-type": "text/html"}),
+        "an event": replace(stream, body=stream.body.replace(b'"finish_reason":null', b'"finish_reason":""')),
+        "an end": replace(stream, body=stream.body.removesuffix(b"data: [DONE]\n\n")),
+        "a body": replace(answer, method="HEAD", path="/health"),
+    }
+    assert [name for name, other in others.items() if not document.faults(other)] == []
+
+
+def test_every_route_is_documented_and_every_reference_leads_somewhere(shared: System) -> None:
+    document = shared.get("/openapi.json").json()
+    front: Any = shared.gateway.app
+    routes = [(route.path.replace(":path", ""), method) for route in front._app._app.routes for method in route.methods]
+    paths = document["paths"]
+    documented = {(path, method.upper()) for path in paths for method in paths[path] if not method.startswith("x-")}
+    heads = {(path, "HEAD") for path, method in routes if method == "GET"}
+    assert {*routes, *heads, *((path, "OPTIONS") for path, _ in routes)} == documented
+    names = [operation["operationId"] for item in paths.values() for method, operation in item.items() if method[0] != "x"]
+    assert len(names) == len(set(names)) == len(documented)
+    references = set(re.findall(r'"\$ref": "#/components/(\w+)/(\w+)"', json.dumps(document)))
+    assert references and all(name in document["components"][kind] for kind, name in references)
+    for schema in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+
+
+def test_what_settings_change_is_documented() -> None:
+    with System(cors_allow_origins="https://page.test", metrics_on_http=False) as system:
+        document = Documented(system.get("/openapi.json").json())
+        assert "/metrics" not in document.document["paths"] and "securitySchemes" not in document.document["components"]
+        for origin, status in (("https://page.test", 200), ("https://other.test", 400)):
+            asked = {"origin": origin, "access-control-request-method": "POST"}
+            answer = ask(system, "OPTIONS", CHAT, **asked)
+            assert answer.status == status and not document.faults(answer)

@@ -1,0 +1,148 @@
+"""Answers held against the OpenAPI document that the gateway serves: status, headers, type and body of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from jsonschema import Draft202012Validator
+
+DONE = b"[DONE]"
+TRANSPORT = {"connection", "content-length", "content-type", "date", "transfer-encoding"}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """headers: by lower-case name."""
+
+    method: str
+    path: str
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @classmethod
+    def of(cls, answer: httpx.Response) -> Answered:
+        request = answer.request
+        return cls(request.method, request.url.path, answer.status_code, dict(answer.headers), answer.content)
+
+
+class Documented:
+    """document: as /openapi.json has it."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document = document
+        self._validators: dict[str, Draft202012Validator] = {}
+
+    def faults(self, answer: Answered) -> list[str]:
+        """In what the answer is not as documented; none where it is."""
+        where = f"{answer.method} {answer.path} {answer.status}"
+        described = self.description(answer.method, answer.path, answer.status)
+        if described is None:
+            return [f"{where}: the status is not documented"]
+        return [f"{where}: {fault}" for fault in (*self._headers(described, answer), *self._content(described, answer))]
+
+    def place(self, path: str) -> str | None:
+        """The documented path that a path of a URL is one of."""
+        paths = self.document["paths"]
+        if path in paths:
+            return path
+        return next((each for each in paths if "{" in each and path.startswith(each.partition("{")[0])), None)
+
+    def description(self, method: str, path: str, status: int) -> Mapping[str, Any] | None:
+        place = self.place(path)
+        if place is None:
+            return self._other(self.document["x-other-paths"], status, 404)
+        item = self.document["paths"][place]
+        if method.lower() not in item:
+            return self._other(item["x-other-methods"], status, 405)
+        found = item[method.lower()]["responses"].get(str(status))
+        return None if found is None else self._resolved(found)
+
+    def statuses(self) -> Iterator[tuple[str, str, int]]:
+        """All that are documented: method, path, status."""
+        for path, item in self.document["paths"].items():
+            for method, operation in item.items():
+                if not method.startswith("x-"):
+                    yield from ((method.upper(), path, int(status)) for status in operation["responses"])
+
+    def _other(self, described: Mapping[str, Any], status: int, own: int) -> Mapping[str, Any] | None:
+        """What nobody has documented is answered so, or refused by a connection before it is looked at."""
+        responses = self.document["components"]["responses"]
+        names = {400: "BadRequest", 401: "Unauthorized", 408: "RequestTimeout", 431: "HeadTooLarge", 503: "ServiceUnavailable"}
+        if status == own:
+            return self._resolved(described)
+        found: Mapping[str, Any] | None = responses.get(names.get(status, ""))
+        return found
+
+    def _resolved(self, described: Mapping[str, Any]) -> Mapping[str, Any]:
+        while "$ref" in described:
+            found: Any = self.document
+            for part in described["$ref"].removeprefix("#/").split("/"):
+                found = found[part]
+            described = found
+        return described
+
+    def _headers(self, described: Mapping[str, Any], answer: Answered) -> Iterator[str]:
+        documented = described.get("headers", {})
+        for name, header in documented.items():
+            if name in answer.headers:
+                value: Any = answer.headers[name]
+                if header["schema"].get("type") == "integer" and value.isdigit():
+                    value = int(value)
+                yield from (f"{name}: {fault}" for fault in self._invalid(header["schema"], value))
+            elif header.get("required"):
+                yield f"{name} is missing"
+        others = answer.headers.keys() - documented.keys() - TRANSPORT
+        yield from (f"{name} is not documented" for name in others if not name.startswith("access-control-") and name != "vary")
+
+    def _content(self, described: Mapping[str, Any], answer: Answered) -> Iterator[str]:
+        contents = described.get("content", {})
+        if answer.method == "HEAD" or not contents:
+            if answer.body:
+                yield f"has a body: {answer.body[:200]!r}"
+            return
+        media = answer.headers.get("content-type", "none").partition(";")[0]
+        if media not in contents:
+            yield f"{media} is not documented"
+            return
+        schema = contents[media]["schema"]
+        if media == "text/event-stream":
+            yield from self._events(schema, answer.body)
+        elif media == "application/json":
+            yield from self._json(schema, answer.body)
+        else:
+            yield from self._invalid(schema, answer.body.decode())
+
+    def _events(self, schema: Mapping[str, Any], body: bytes) -> Iterator[str]:
+        *events, rest = body.split(b"\n\n")
+        if rest or not events or not all(event.startswith(b"data: ") for event in events):
+            yield f"is no stream of events: {body[-200:]!r}"
+            return
+        *datas, last = (event.removeprefix(b"data: ") for event in events)
+        if last != DONE and b'"error"' not in last:
+            yield f"ends with neither [DONE] nor an error: {last[:200]!r}"
+        for data in [*datas, *([last] if last != DONE else [])]:
+            yield from self._json(schema, data)
+
+    def _json(self, schema: Mapping[str, Any], body: bytes) -> Iterator[str]:
+        try:
+            value = json.loads(body, parse_constant=_not_json)
+        except ValueError as error:
+            yield f"{error}: {body[:200]!r}"
+            return
+        yield from self._invalid(schema, value)
+
+    def _invalid(self, schema: Mapping[str, Any], value: Any) -> Iterator[str]:
+        key = json.dumps(schema)
+        if key not in self._validators:
+            self._validators[key] = Draft202012Validator({**schema, "components": self.document["components"]})
+        for error in self._validators[key].iter_errors(value):
+            yield f"{error.json_path}: {error.message[:300]}"
+
+
+def _not_json(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
