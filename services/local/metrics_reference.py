@@ -11,7 +11,9 @@ from prometheus_client.metrics_core import Metric
 
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.gateway.dispatch.fleet_collector import FleetCollector
-from services.gateway.observe.metrics import GatewayMetrics, QueueMetrics, UnlockedHistogram
+from services.gateway.observe.histogram import UnlockedHistogram
+from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics
+from services.gateway.observe.request_series import RequestMetrics
 from services.local import metrics_of_sglang
 from services.shared.observe.readings import Readings
 from services.tokenizer.metrics import TokenizerMetrics
@@ -74,7 +76,7 @@ class Row:
 def services() -> dict[str, list[Row]]:
     """By service, in order of name."""
     found = {
-        "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, FleetCollector)],
+        "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, KeyMetrics, FleetCollector)],
         "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
         "detokenizer": _own(DetokenizerMetrics(CollectorRegistry())),
         "worker": _described(
@@ -92,6 +94,8 @@ def _own(metrics: object) -> list[Row]:
             out += (_row(metric, each._labelnames) for metric in each.describe())
         elif isinstance(each, UnlockedHistogram):
             out += map(_row, each.describe())
+        elif isinstance(each, RequestMetrics):
+            out += _own(each)
     return out
 
 

@@ -325,13 +325,10 @@ class Exchange(Response):
             cut(scope)
 
     def _count(self, request: ClientRequest) -> None:
-        metrics, usage = self._generator.metrics, usage_of(request)
-        metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        metrics.output_tokens.inc(usage["completion_tokens"])
-        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        usage = usage_of(request)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        self._generator.keys.usage.tokens(request.key, usage["prompt_tokens"], cached, usage["completion_tokens"])
-        metrics.e2e_latency.observe(request.clock() - request.arrived)
+        since_arrival = request.clock() - request.arrived
+        request.series.answered(usage["prompt_tokens"], cached, usage["completion_tokens"], since_arrival)
         if request.trace is not None:
             request.trace.answered(usage, [choice.ending.finish_reason for choice in request.choices if choice.ending])
         logger.info("answered", extra=fields(**request.origin.log_fields, choices=len(request.choices), usage=usage))

@@ -38,6 +38,18 @@ class Phase(Enum):
     ENDED = "ended"
 
 
+class Series(TokenTimes, Protocol):
+    """What is counted of requests of one model and key."""
+
+    def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
+        """Tokens; cached: of those of the prompt. Seconds."""
+
+
+class Measures(Protocol):
+    def series(self, model: str, key: str) -> Series:
+        """key: its name, "" where nobody has keys."""
+
+
 class Releaser(Protocol):
     """Who frees what a choice holds on a worker, in a queue and on a detokenizer. Idempotent."""
 
@@ -70,7 +82,7 @@ class Choice:
         self.generation: Generation = part.generation
         self.sampling = sampling
         self.output = ChoiceOutput(part.generation)
-        clock, origin = Clock(request.clock, request.arrived, request.times), request.origin
+        clock, origin = Clock(request.clock, request.arrived, request.series), request.origin
         model = request.model_source
         self.text = ChoiceText(part, self.output, self, clock, request.request_id, model, origin.traceparent)
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
@@ -138,12 +150,13 @@ class ClientRequest:
 
     generation: Generation  # of its first part, for what all parts have in common
     model: ModelInfo  # from begin() on
+    series: Series  # from begin() on
 
     def __init__(
         self,
         request_id: str,
         releaser: Releaser,
-        times: TokenTimes,
+        measures: Measures,
         caller: Caller = NOBODY,
         trace: RequestTrace | None = None,
     ) -> None:
@@ -153,7 +166,7 @@ class ClientRequest:
         self.origin = Origin(request_id, trace, caller)
         self.caller = caller
         self.model_source = ""  # what workers and detokenizers call its model
-        self.times = times
+        self._measures = measures
         self.clock = asyncio.get_running_loop().time
         self.arrived = self.clock()
         self.phase = Phase.ACCEPTED
@@ -175,6 +188,7 @@ class ClientRequest:
         """Makes the choices, prompt by prompt. `stream` and `include_usage` are the same in all parts."""
         self.generation = parts[0].generation
         self.model, self.model_source = model, model.source
+        self.series = self._measures.series(model.name, self.key)
         self.parts = parts
         for part in parts:
             for number in range(part.generation.n):
