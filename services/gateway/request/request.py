@@ -163,7 +163,8 @@ class ClientRequest:
         """caller: whose request it is. trace: where it is traced."""
         self.request_id = request_id
         self.trace = trace
-        self.origin = Origin(request_id, trace, caller)
+        self.wants_stream = False
+        self.origin = Origin(request_id, trace, caller, wants_stream=self._asks_for_stream)
         self.caller = caller
         self.model_source = ""  # what workers and detokenizers call its model
         self._measures = measures
@@ -178,6 +179,7 @@ class ClientRequest:
         self._open = 0  # choices without their terminal event
         self._news: dict[int, Choice] = {}  # by index
         self._waker: asyncio.Future[None] | None = None
+        self._nudged = False
 
     @property
     def key(self) -> str:
@@ -231,6 +233,11 @@ class ClientRequest:
         if self.generation.stream or self._open == 0:
             self._wake()
 
+    def nudge(self) -> None:
+        """Whoever waits for news goes on, with none if there are none."""
+        self._nudged = True
+        self._wake()
+
     def fail(self, error: ApiError) -> None:
         """Ends every choice. The first error counts; after a complete answer there is none."""
         if self.error is not None or (self.choices and self._open == 0):
@@ -249,18 +256,22 @@ class ClientRequest:
             self._releaser.release(choice)
 
     async def news(self) -> list[Choice]:
-        """Choices with something to take, in the order in which it came. Raises the request's ApiError."""
-        while self.error is None and not self._ready():
+        """Choices with something to take, in the order in which it came; none after a nudge. Raises the request's ApiError."""
+        while self.error is None and not self._ready() and not self._nudged:
             self._waker = asyncio.get_running_loop().create_future()
             await self._waker
         if self.error is not None:
             raise self.error
+        self._nudged = False
         choices = list(self._news.values())
         self._news.clear()
         return choices
 
     def _ready(self) -> bool:
         return bool(self._news) if self.generation.stream else self._open == 0
+
+    def _asks_for_stream(self) -> None:
+        self.wants_stream = True
 
     def _wake(self) -> None:
         if self._waker is not None and not self._waker.done():
