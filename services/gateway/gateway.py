@@ -35,7 +35,8 @@ from services.gateway.http.side_listener import served_beside
 from services.gateway.http.tls import TlsFiles
 from services.gateway.keys.key_ring import KeyOptions, KeyRing
 from services.gateway.keys.key_table import BadKeys
-from services.gateway.observe.metrics import OTHER, GatewayMetrics
+from services.gateway.observe.key_labels import OTHER
+from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient

@@ -11,12 +11,16 @@ from prometheus_client.metrics_core import Metric
 
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.gateway.dispatch.fleet_collector import FleetCollector
-from services.gateway.observe.metrics import GatewayMetrics, QueueMetrics, UnlockedHistogram
+from services.gateway.observe.histogram import UnlockedHistogram
+from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics
+from services.gateway.observe.request_series import RequestMetrics
+from services.local import metrics_of_sglang
 from services.shared.observe.readings import Readings
 from services.tokenizer.metrics import TokenizerMetrics
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.metrics.executor_metrics import ExecutorMetrics
-from services.worker.metrics.loading_metrics import LoadMetrics
+from services.worker.metrics.grammar_metrics import GrammarMetrics
+from services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
 from services.worker.metrics.phase import LifeMetrics
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 
@@ -30,12 +34,23 @@ Which of them are watched, and what to do then: [alerts](kubernetes/alerts.md), 
 dashboards are in `charts/rootstock/dashboards`.
 """
 SERIES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
+OF_SGLANG = """
+## SGLang's metrics
+
+All of them, and what says the same here. A worker tells of what it does, whatever SGLang's process of the same metric is called;
+where a name is the same so is its meaning, but for labels.
+
+"""
 UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # words of names
 UNNAMED = {
     "sglang:token_usage": "0 to 1",
     "sglang:cache_hit_rate": "0 to 1",
     "sglang:new_token_ratio": "0 to 1",
     "sglang:gen_throughput": "tokens per second",
+    "sglang:fwd_occupancy": "0 to 100",
+    "sglang:context_len": "tokens",
+    "sglang:page_size": "tokens",
+    "sglang:decode_sum_seq_lens": "tokens",
 }
 
 
@@ -61,10 +76,12 @@ class Row:
 def services() -> dict[str, list[Row]]:
     """By service, in order of name."""
     found = {
-        "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, FleetCollector)],
+        "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, KeyMetrics, FleetCollector)],
         "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
         "detokenizer": _own(DetokenizerMetrics(CollectorRegistry())),
-        "worker": _described(WorkerMetrics, LoadMetrics, LifeMetrics, ExecutorMetrics, PublisherMetrics),
+        "worker": _described(
+            WorkerMetrics, GrammarMetrics, LoadMetrics, ReloadMetrics, LifeMetrics, ExecutorMetrics, PublisherMetrics
+        ),
     }
     return {name: sorted(rows, key=lambda row: row.name) for name, rows in found.items()}
 
@@ -77,10 +94,12 @@ def _own(metrics: object) -> list[Row]:
             out += (_row(metric, each._labelnames) for metric in each.describe())
         elif isinstance(each, UnlockedHistogram):
             out += map(_row, each.describe())
+        elif isinstance(each, RequestMetrics):
+            out += _own(each)
     return out
 
 
-def _described(*collectors: type[Readings[Any]] | type[WorkerMetrics]) -> list[Row]:
+def _described(*collectors: type[Readings[Any]] | type[WorkerMetrics] | type[GrammarMetrics]) -> list[Row]:
     return [_row(metric) for collector in collectors for metric in collector.describe()]
 
 
@@ -91,7 +110,7 @@ def _row(metric: Metric, labels: tuple[str, ...] | None = None) -> Row:
 
 
 def render() -> str:
-    return HEAD + "".join(_section(name, rows) for name, rows in services().items())
+    return HEAD + "".join(_section(name, rows) for name, rows in services().items()) + OF_SGLANG + metrics_of_sglang.section()
 
 
 def _section(name: str, rows: list[Row]) -> str:

@@ -44,7 +44,8 @@ from services.worker.loop.text_rules import ModelText
 from services.worker.loop.thread import SchedulerThread
 from services.worker.loop.watchdog import Watchdog
 from services.worker.metrics.executor_metrics import ExecutorMetrics
-from services.worker.metrics.loading_metrics import LoadMetrics
+from services.worker.metrics.grammar_metrics import GrammarMetrics
+from services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
 from services.worker.metrics.loop_counts import LoopCounts
 from services.worker.metrics.phase import LifeMetrics, WorkerLife
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
@@ -70,9 +71,11 @@ class LoopObserver:
 
     def rests(self) -> None:
         self._pulse.rest()
+        self._counts.rests()
 
     def wakes(self) -> None:
         self._pulse.beat()
+        self._counts.wakes()
 
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()
@@ -80,6 +83,7 @@ class LoopObserver:
 
     def ended(self, plan: BatchPlan, seconds: float) -> None:
         self._pulse.beat()
+        self._counts.ended(plan, seconds)
         self._limit.took(plan, seconds)
 
     def turned(self, stats: StepStats, busy: bool) -> None:
@@ -98,7 +102,7 @@ class MeasuredOutbox:
         self._metrics, self._outbox = worker_metrics, outbox
 
     def send(self, output: StepOutput) -> None:
-        self._metrics.sent(output)
+        self._metrics.times.sent(output)
         self._outbox.send(output)
 
 
@@ -149,8 +153,14 @@ def _registry(settings: WorkerSettings) -> CollectorRegistry:
 def _register(registry: CollectorRegistry, worker_metrics: WorkerMetrics, engine: Engine, model: str) -> None:
     registry.register(worker_metrics)
     registry.register(LoadMetrics(engine.info, model))
+    registry.register(ReloadMetrics(lambda: engine.weights.reload_s, model))
     if engine.stats is not None:
         registry.register(ExecutorMetrics(engine.stats, model))
+    if engine.book is not None:
+        pool = engine.book.pool
+        grammar_metrics = GrammarMetrics(model, lambda: pool.timeouts)
+        engine.book.on_compiled = grammar_metrics.compiled
+        registry.register(grammar_metrics)
 
 
 def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health, life: WorkerLife) -> Watchdog:
@@ -204,7 +214,7 @@ async def serve(settings: WorkerSettings) -> None:
     masks = cast(MaskFiller, engine.masks)  # whose matchers are the book's own, which the core hands back as they are
     loop = Loop(engine.core, engine.executor, inbox, measured, observer, masks, *overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
-    servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.arrived, load_report, spans)
+    servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.times.arrived, load_report, spans)
     stop = grpc_server.stop_signal()
     server = await grpc_server.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)

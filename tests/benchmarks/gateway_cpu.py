@@ -24,7 +24,7 @@ from services.local.redis_server import redis_argv
 from services.local.supervisor import Child, Command
 from tests.benchmarks.gateway_load import DEMO, ROOT, START_S, _answers
 from tests.benchmarks.gateway_load_client import http_request, run_requests
-from tests.benchmarks.gateway_load_worker import MODEL
+from tests.benchmarks.gateway_load_worker import MODEL, STEP_S
 
 LOGS = ROOT / "build" / "run" / "gateway-cpu"
 QUESTION = "Which three rivers are the longest in Europe, and through which countries do they flow?"
@@ -37,9 +37,17 @@ def chat(stream: bool) -> bytes:
 
 
 class Gateways:
-    """One of each checkout, before the same services; all are gone on leaving."""
+    """One of each checkout, before the same services; all are gone on leaving. step_s: seconds between two tokens of an answer.
+    more: flags of the gateways."""
 
-    def __init__(self, checkouts: dict[str, Path], tokens: int, profile: Path | None) -> None:
+    def __init__(
+        self,
+        checkouts: dict[str, Path],
+        tokens: int,
+        profile: Path | None = None,
+        step_s: float = STEP_S,
+        more: tuple[str, ...] = (),
+    ) -> None:
         ports = iter(free_ports(6 + 2 * len(checkouts)))
         redis, token, token_metrics, detok, detok_metrics, worker = (next(ports) for _ in range(6))
         redis_url = f"redis://{HOST}:{redis}/0"
@@ -48,9 +56,10 @@ class Gateways:
             flags = ["--model", str(DEMO), "--port", str(port), "--metrics-port", str(metrics), "--served-model-name", MODEL]
             commands.append(Command(service, [sys.executable, "-m", f"services.{service}", *flags]))
         flags = ["--port", str(worker), "--redis-url", redis_url, "--tokens", str(tokens)]
+        flags += ["--step-s", str(step_s)]
         commands.append(Command("worker", [sys.executable, "-m", "tests.benchmarks.gateway_load_worker", *flags]))
         peers = ["--workers", f"{HOST}:{worker}", "--redis-url", redis_url, "--log-level", "warning"]
-        peers += ["--tokenizers", f"{HOST}:{token}", "--detokenizers", f"{HOST}:{detok}"]
+        peers += ["--tokenizers", f"{HOST}:{token}", "--detokenizers", f"{HOST}:{detok}", *more]
         self.ports: dict[str, int] = {}
         self._children = [Child(command, LOGS) for command in commands]
         self._gateways: dict[str, Child] = {}
@@ -83,9 +92,12 @@ class Gateways:
                 time.sleep(0.02)
             child.kill_group()
 
+    def process(self, name: str) -> psutil.Process:
+        return psutil.Process(self._gateways[name].pid)
+
     def cpu_ms(self, name: str, request: bytes, count: int, connections: int) -> float:
         """Of each of so many requests, to the gateway of that name."""
-        times = psutil.Process(self._gateways[name].pid).cpu_times
+        times = self.process(name).cpu_times
         before = sum(times()[:2])
         tally = uvloop.run(run_requests((HOST, self.ports[name]), request, count, connections))
         used = sum(times()[:2]) - before

@@ -54,10 +54,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 class InstantWorker:
-    """tokens: of each answer. The first one comes at once; further ones in steps, one to each request."""
+    """tokens: of each answer. One comes at once; of more there is one to each request in every step of step_s seconds."""
 
-    def __init__(self, name: str, tokens: int = 1) -> None:
+    def __init__(self, name: str, tokens: int = 1, step_s: float = STEP_S) -> None:
         self._tokens = tokens
+        self._step_s = step_s
         self._info = worker_pb2.WorkerInfo(
             worker_id=name,
             generation=GENERATION,
@@ -123,7 +124,7 @@ class InstantWorker:
                         handle=handle, reason=pb.FINISH_REASON_LENGTH, prompt_tokens=1, completion_tokens=self._tokens
                     )
             answers.put_nowait(worker_pb2.GenerateResponse(step=step))
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(self._step_s)
 
     @staticmethod
     async def _tell_load(answers: asyncio.Queue[worker_pb2.GenerateResponse]) -> None:
@@ -133,8 +134,8 @@ class InstantWorker:
             await asyncio.sleep(LOAD_S)
 
 
-async def serve(name: str, port: int, redis_url: str, tokens: int) -> None:
-    worker = InstantWorker(name, tokens)
+async def serve(name: str, port: int, redis_url: str, tokens: int, step_s: float) -> None:
+    worker = InstantWorker(name, tokens, step_s)
     method = grpc.stream_stream_rpc_method_handler(
         worker.generate, response_serializer=worker_pb2.GenerateResponse.SerializeToString
     )
@@ -162,8 +163,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--redis-url", required=True)
     parser.add_argument("--tokens", type=int, default=1, help="of each answer")
+    parser.add_argument("--step-s", type=float, default=STEP_S, help="seconds between two tokens, where there are several")
     args = parser.parse_args()
-    uvloop.run(serve(args.name, args.port, args.redis_url, args.tokens))
+    uvloop.run(serve(args.name, args.port, args.redis_url, args.tokens, args.step_s))
 
 
 if __name__ == "__main__":

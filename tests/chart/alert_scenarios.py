@@ -26,6 +26,7 @@ FOREIGN_UP = 'up{namespace="serving",pod="other-0",component="other"}'
 MOVES = f'rootstock_gateway_moves_total{{{GATEWAY},cause="drain",state='
 BREAKERS = f'rootstock_gateway_breakers{{{GATEWAY},state="open"}}'
 REFUSALS = f'rootstock_gateway_refusals_total{{{GATEWAY},reason="queue_full"}}'
+KEY_FILE, KEY_SHARES = f"rootstock_gateway_key_file_valid{{{GATEWAY}}}", f"rootstock_gateway_key_shares_up{{{GATEWAY}}}"
 
 WELL: Mapping[str, str] = {
     QUEUE: "0x600",
@@ -59,6 +60,8 @@ WELL: Mapping[str, str] = {
     f"rootstock_gateway_grace_period_seconds{{{GATEWAY}}}": "120x600",
     BREAKERS: "0x600",
     REFUSALS: "0x600",
+    KEY_FILE: "1x600",
+    KEY_SHARES: "1x600",
 }
 
 
@@ -92,4 +95,6 @@ SCENARIOS = (
     Scenario("RootstockGraceTooShort", {f'{LATENCY}"60"}}': "0+50x600"}, "60m", before="25m"),
     Scenario("RootstockBreakerOpen", {BREAKERS: "0x10 1x600"}, before="11m"),
     Scenario("RootstockQueueRefused", {REFUSALS: "0+2x600"}, before="4m"),
+    Scenario("RootstockKeyFileInvalid", {KEY_FILE: "1x5 0x600"}, before="8m"),
+    Scenario("RootstockKeySharesDown", {KEY_SHARES: "1x5 0x600"}, before="8m"),
 )

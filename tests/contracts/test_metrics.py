@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.local import metrics_reference
+from services.local import metrics_of_sglang, metrics_reference
 from services.local.metrics_reference import Row
 from tests.chart.promql import names
 
@@ -53,6 +53,20 @@ def test_the_page_is_up_to_date() -> None:
 def test_the_dashboards_are_up_to_date() -> None:
     written = runpy.run_path(str(CHART / "dashboards" / "build.py"))["written"]()
     assert {path: path.read_text() for path in written} == written, "run `make docs`"
+
+
+def test_each_of_sglangs_metrics_is_emitted_or_has_a_reason_not_to_be() -> None:
+    table = metrics_of_sglang.counterparts()
+    known = emitted() | {row.name for row in rows()} | {"process_cpu_seconds_total"}
+    theirs = [each.theirs for each in table]
+    assert len(theirs) == len(set(theirs)) > 150
+    assert [each for each in table if each.ours and each.ours not in known] == []
+    assert [each for each in table if not each.ours and (not each.why or each.theirs in known)] == []
+    assert {row.name for row in rows() if row.name.startswith("sglang:")} <= {
+        name.removesuffix("_total").removesuffix("_info") for name in theirs
+    }
+    reasons = {name for each in table for name in re.findall("`(.*?)`", each.why)}
+    assert reasons and reasons <= known
 
 
 def test_a_name_means_one_metric_with_a_text() -> None:

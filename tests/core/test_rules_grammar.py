@@ -27,6 +27,8 @@ class TestGate:
         assert engine.core.stats().num_gated == 0
         engine.drain()
         engine.check_answer(0)
+        stats = engine.core.stats()
+        assert (stats.grammars_total, stats.grammar_hits_total, stats.grammar_aborts_total) == (1, 0, 0), "waiting is no hit"
 
     def test_it_holds_nobody_up(self) -> None:
         engine = make(max_running_requests=1)
@@ -41,7 +43,9 @@ class TestGate:
         engine = make()
         engine.book.ready.add(spec(1, 12))
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
-        assert engine.core.stats().num_gated == 0
+        engine.submit(1, [1] * 8, max_new_tokens=20)
+        stats = engine.core.stats()
+        assert (stats.num_gated, stats.grammars_total, stats.grammar_hits_total) == (0, 1, 1)
 
     def test_all_that_wait_for_one_grammar_go_on_together(self) -> None:
         engine = make()
@@ -73,6 +77,7 @@ class TestGate:
             finish = engine.finishes[handle]
             assert (finish.reason, finish.error) == (FinishReason.ABORT, ErrorCode.INVALID_ARGUMENT)
             assert finish.message == "unexpected ( at 3"
+        assert engine.core.stats().grammar_aborts_total == 2
         engine.check_answer(2)
 
     def test_it_can_be_aborted_there(self) -> None:

@@ -61,6 +61,10 @@ class TestVictims:
         engine = crowded()
         turn_until_retraction(engine)
         assert [engine.core.table.by_key[0, handle].num_retractions for handle in range(3)] == [1, 0, 0]
+        stats, retracted = engine.core.stats(), engine.core.table.by_key[0, 0]
+        assert stats.retracted_input_tokens_total == 8
+        in_flight = len(retracted.output_ids) - stats.retracted_output_tokens_total
+        assert stats.retracted_output_tokens_total > 0 and in_flight in (0, 1)
 
     def test_a_prompt_in_the_middle_is_a_victim_too(self) -> None:
         engine = make(num_pages=16, eos_token_ids=(), schedule_conservativeness=0.01, chunked_prefill_size=4, max_extend_steps=1)

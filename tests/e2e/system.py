@@ -80,9 +80,10 @@ class System:
         except OSError:
             return 0
 
-    def post(self, path: str, body: dict[str, Any], timeout: float = 60) -> tuple[int, dict[str, Any]]:
-        """Status and JSON body, of errors too. Raises OSError if there is no answer."""
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+    def post(self, path: str, body: dict[str, Any], timeout: float = 60, key: str = "") -> tuple[int, dict[str, Any]]:
+        """Status and JSON body, of errors too. key: API key. Raises OSError if there is no answer."""
+        headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return response.status, json.loads(response.read())

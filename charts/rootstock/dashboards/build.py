@@ -11,6 +11,7 @@ HERE = Path(__file__).resolve().parent
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 NS = 'namespace=~"$namespace"'
 GW = f'{NS},model=~"$model"'  # of series that say `model`
+KEYED = f'{GW},key!=""'
 WK = f'{NS},model_name=~"$model"'  # of the workers' series
 WINDOW = "$__rate_interval"
 WIDTH, HEIGHT = 8, 7  # of Grafana's 24 columns
@@ -37,11 +38,12 @@ class Dashboard:
     panels: list[Panel] = field(default_factory=list)
 
 
+def quantile(q: float, series: str, labels: str, by: str = "") -> str:
+    return f"histogram_quantile({q}, sum by (le{f', {by}' if by else ''}) (rate({series}_bucket{{{labels}}}[{WINDOW}])))"
+
+
 def quantiles(series: str, labels: str) -> dict[str, str]:
-    return {
-        f"p{round(100 * q)}": f"histogram_quantile({q}, sum by (le) (rate({series}_bucket{{{labels}}}[{WINDOW}])))"
-        for q in (0.5, 0.9, 0.99)
-    }
+    return {f"p{round(100 * q)}": quantile(q, series, labels) for q in (0.5, 0.9, 0.99)}
 
 
 def heatmap(title: str, text: str, series: str, labels: str) -> Panel:
@@ -71,13 +73,13 @@ OVERVIEW = Dashboard(
         Panel("Refused for want of a worker", "Choices that got 503 with Retry-After, per second.", "reqps",
               {"{{reason}}": rate(f"{GATEWAY}refusals_total", NS, "reason")}),
         Panel("Time to first token", "Arrival at the gateway to the first decoded token.", "s",
-              quantiles(f"{GATEWAY}time_to_first_token_seconds", NS)),
+              quantiles(f"{GATEWAY}time_to_first_token_seconds", GW)),
         Panel("Time between tokens", "Between two decoded tokens of a choice.", "s",
-              quantiles(f"{GATEWAY}inter_token_latency_seconds", NS)),
-        Panel("Time of a request", "Arrival to last byte.", "s", quantiles(f"{GATEWAY}e2e_request_latency_seconds", NS)),
+              quantiles(f"{GATEWAY}inter_token_latency_seconds", GW)),
+        Panel("Time of a request", "Arrival to last byte.", "s", quantiles(f"{GATEWAY}e2e_request_latency_seconds", GW)),
         Panel("Goodput", "Answers per second whose first token came within 2.5 s, and all.", "reqps",
-              {"within 2.5 s": rate(f"{GATEWAY}time_to_first_token_seconds_bucket", f'{NS},le="2.5"'),
-               "all": rate(f"{GATEWAY}time_to_first_token_seconds_count", NS)}),
+              {"within 2.5 s": rate(f"{GATEWAY}time_to_first_token_seconds_bucket", f'{GW},le="2.5"'),
+               "all": rate(f"{GATEWAY}time_to_first_token_seconds_count", GW)}),
         Panel("Requests in flight and waiting", "In gateways; those that wait have no worker yet.", "short",
               {"in flight": f"sum({GATEWAY}requests_in_flight{{{NS}}})",
                "waiting, {{model}}": f"sum by (model) ({GATEWAY}queue_length{{{GW}}})"}),
@@ -86,7 +88,7 @@ OVERVIEW = Dashboard(
         Panel("Workers", "As the gateways see them; the least that any gateway sees.", "short",
               {"{{model}}, {{state}}": f"min by (model, state) ({GATEWAY}workers{{{GW}}})"}),
         Panel("Tokens", "Prompt, cached and output tokens per second.", "short",
-              {kind: rate(f"{GATEWAY}{kind}_tokens_total", NS) for kind in ("prompt", "cached", "output")}),
+              {kind: rate(f"{GATEWAY}{kind}_tokens_total", GW) for kind in ("prompt", "cached", "output")}),
         Panel("Ended by clients", "Requests whose client went away, by how far they had come, per second.", "reqps",
               {"{{phase}}": rate(f"{GATEWAY}aborts_total", NS, "phase")}),
         Panel("Tokenizer calls", "By gRPC status, per second.", "reqps",
@@ -95,6 +97,19 @@ OVERVIEW = Dashboard(
               quantiles("rootstock_tokenizer_request_seconds", NS)),
         Panel("Time of a detokenizer batch", "One batch of all streams of a gateway.", "s",
               quantiles("rootstock_detokenizer_batch_seconds", NS)),
+        Panel("Requests by key", "Generation requests that began, per second; the ten keys with most.", "reqps",
+              {"{{key}}": f"topk(10, {rate(f'{GATEWAY}key_requests_total', NS, 'key')})"}, stack=True),
+        Panel("Tokens by key", "Prompt and output tokens per second; the ten keys with most.", "short",
+              {"{{key}}, prompt": f"topk(10, {rate(f'{GATEWAY}prompt_tokens_total', KEYED, 'key')})",
+               "{{key}}, output": f"topk(10, {rate(f'{GATEWAY}output_tokens_total', KEYED, 'key')})"}),
+        Panel("Time to first token by key", "The 90th percentile of each key that has a label of its own.", "s",
+              {"{{key}}": quantile(0.9, f"{GATEWAY}time_to_first_token_seconds", KEYED, "key")}),
+        Panel("Refused by a key's limit", "Requests per second that got 429, by the limit.", "reqps",
+              {"{{limit}}": rate(f"{GATEWAY}rate_limited_total", NS, "limit")}, stack=True),
+        Panel("Keys' file and shares", "1 where the file of keys is valid, and where Redis shares their limits; the least.", "short",
+              {"file": f"min({GATEWAY}key_file_valid{{{NS}}})", "shares": f"min({GATEWAY}key_shares_up{{{NS}}})"}, most=1),
+        Panel("Time to first token by model", "The 90th percentile.", "s",
+              {"{{model}}": quantile(0.9, f"{GATEWAY}time_to_first_token_seconds", GW, "model")}),
     ],
 )  # fmt: skip
 
@@ -137,6 +152,22 @@ ENGINE = Dashboard(
               {"{{pod}}": rate("sglang:num_aborted_requests_total", WK, "pod")}),
         Panel("Resumed", "Requests per second that came with output from another worker.", "reqps",
               {"{{pod}}": rate("rootstock_worker_resumed_requests_total", WK, "pod")}),
+        Panel("Time in steps", "Share of the time, by the kind of step.", "percentunit",
+              {"{{pod}}, {{category}}": rate("sglang:forward_execution_seconds_total", WK, "pod, category")}, stack=True),
+        Panel("Bubbles", "Share of the time in which requests ran and no step was in flight; waiting for messages comes beside it.",
+              "percentunit",
+              {"{{pod}}": rate("rootstock_worker_bubble_seconds_total", WK, "pod"),
+               "{{pod}}, idle": rate("sglang:scheduler_idle_seconds_total", WK, "pod")}),
+        Panel("Stages of a request", "The 90th percentile: until the first step, to the first token, to the end.", "s",
+              {"{{stage}}": quantile(0.9, "sglang:per_stage_req_latency_seconds", WK, "stage")}),
+        Panel("Grammars", "Requests per second with one, of these those that found it compiled, and those that came to nothing.", "reqps",
+              {"asked for": rate("sglang:num_grammar_total", WK), "compiled already": rate("sglang:num_grammar_cache_hit_total", WK),
+               "aborted": rate("sglang:num_grammar_aborted_total", WK)}),
+        Panel("Compiling a grammar", "From its first asker to its being there.", "s",
+              quantiles("sglang:grammar_compilation_time_seconds", WK)),
+        Panel("Retracted tokens", "Of prompts and outputs of requests that lost their memory, per second.", "short",
+              {"prompt": rate("sglang:num_retracted_input_tokens_total", WK),
+               "output": rate("sglang:num_retracted_output_tokens_total", WK)}),
     ],
 )  # fmt: skip
 

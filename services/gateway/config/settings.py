@@ -121,6 +121,12 @@ class GatewaySettings(ServiceSettings):
     request_timeout_s: float = Field(
         600.0, gt=0, le=604_800, description="Seconds from a request's arrival to its last byte, then 504."
     )
+    sse_comment_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds of silence after which a stream gets a comment. The first one fixes its status at 200: what fails"
+        " after it is an event. 0: none.",
+    )
     retry_after_s: int = Field(1, ge=1, description="Retry-After of a 503, in seconds.")
     docs_enabled: bool = Field(True, description="/docs and /openapi.json are served.")
     metrics_on_http: bool = Field(True, description="/metrics is served on the HTTP port.")

@@ -8,6 +8,8 @@ connection that is closed with something unread loses its last answer.
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -21,12 +23,12 @@ from uvicorn.server import ServerState
 
 from services.gateway.http.body import CUT, GONE
 from services.gateway.http.connection_table import ConnectionTable
-from services.gateway.http.tcp_state import peer_has_closed
 from services.gateway.request.errors import ApiError, unavailable
 from services.shared.limits import MAX_HEAD_BYTES
 
 LINGER_S = 2.0  # in which a client that is still sending can read why it was refused
 GONE_POLL_S = 0.25  # while nothing is read
+CLOSED = frozenset((7, 8))  # TCP_CLOSE after a reset, TCP_CLOSE_WAIT after the last byte; of Linux's tcp_states.h
 OF_HEALTH = frozenset((b"/health", b"/readiness"))
 
 
@@ -212,7 +214,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(408, "The request's head did not arrive in time.", code="timeout"))
 
     async def _gone(self) -> None:
-        while not self.transport.is_closing() and not peer_has_closed(self.transport):
+        while not self.transport.is_closing() and not _peer_has_closed(self.transport):
             await asyncio.sleep(GONE_POLL_S)
 
     def _cut(self) -> None:
@@ -251,3 +253,15 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_S, self.close_idle)
+
+
+def _peer_has_closed(transport: asyncio.BaseTransport) -> bool:
+    """By what the kernel knows of a connection that is not being read. False also where it does not say. An end that waits behind
+    bytes for which there is no window is not known yet."""
+    connection: socket.socket | None = transport.get_extra_info("socket")
+    if connection is None or not sys.platform.startswith("linux"):
+        return False
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in CLOSED
+    except OSError:
+        return True  # its descriptor is closed

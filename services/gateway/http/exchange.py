@@ -19,6 +19,7 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import cut, gone_of, read_body, until_gone
 from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
 from services.gateway.http.renderer import DONE, Renderer, StreamRenderer, sse_error
+from services.gateway.http.sse_comments import COMMENT, Silence, commented
 from services.gateway.keys.key_limits import Admission
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.metrics import GatewayMetrics
@@ -128,7 +129,7 @@ class Exchange(Response):
         self._generator = generator
         self._prepare = prepare
         self._make_renderer = make_renderer
-        self._started = False  # the answer's status is out
+        self._started = self._streams = False  # the answer's status is out, as a stream's
         self._work: asyncio.Task[None] | None = None
         self._request: ClientRequest | None = None
         self._held: HeldBytes | None = None
@@ -233,7 +234,7 @@ class Exchange(Response):
 
     async def _generate(self, scope: Scope, request: ClientRequest, body: ReceivedBody, send: Send) -> None:
         key = _routing_key(scope)
-        plan = await self._begin(request, body, key)
+        plan = await self._begin(request, body, key, send)
         scope["state"]["model"] = plan.model.name
         texts = self._generator.token_texts.of_model(plan.model.source)
         renderer = self._make_renderer(request, int(time.time()), plan.model.name, texts)
@@ -246,10 +247,11 @@ class Exchange(Response):
         else:
             await self._send_document(request, renderer, send)
 
-    async def _begin(self, request: ClientRequest, body: ReceivedBody, key: str) -> Plan:
+    async def _begin(self, request: ClientRequest, body: ReceivedBody, key: str, send: Send) -> Plan:
         """Raises ApiError."""
         try:
-            plan = await self._prepare(body, request.origin)
+            preparing = self._prepare(body, request.origin)
+            plan = await commented(preparing, self._generator.settings.sse_comment_s, lambda: self._comment(request, send))
             if key:
                 plan = plan.routed(key)
             if request.error is not None:
@@ -274,21 +276,37 @@ class Exchange(Response):
             logger.info("prompts were cut", extra=fields(**request.origin.log_fields, prompts=len(cuts), tokens=sum(cuts)))
 
     async def _stream(self, request: ClientRequest, renderer: StreamRenderer, send: Send) -> None:
-        """The status goes out with the first chunk, so that an error before it is a plain HTTP error."""
+        """The status goes out with the first chunk or comment, so that an error before it is a plain HTTP error."""
         last = False
-        while not last:
-            deltas = [delta for choice in await request.news() if (delta := choice.take()) is not None]
-            last = request.complete  # before anything is awaited: what comes from here on has not been taken
-            pieces = [await renderer.chunk(delta) for delta in deltas]
-            if last:
-                pieces += [renderer.usage_chunk()] if request.generation.include_usage else []
-                pieces.append(DONE)
-                self._count(request)
-            if not pieces:
-                continue
-            if not self._started:
-                await self._start(200, _SSE_HEADERS, send)
-            await _send(b"".join(pieces), last, send)
+        silence = Silence(self._generator.settings.sse_comment_s, request.nudge)
+        try:
+            while not last:
+                deltas = [delta for choice in await request.news() if (delta := choice.take()) is not None]
+                last = request.complete  # before anything is awaited: what comes from here on has not been taken
+                pieces = [await renderer.chunk(delta) for delta in deltas]
+                if last:
+                    pieces += [renderer.usage_chunk()] if request.generation.include_usage else []
+                    pieces.append(DONE)
+                    self._count(request)
+                if pieces:
+                    await self._start_stream(send)
+                    await _send(b"".join(pieces), last, send)
+                    silence.said()
+                elif silence.is_long:
+                    await self._comment(request, send)
+                    silence.said()
+        finally:
+            silence.end()
+
+    async def _comment(self, request: ClientRequest, send: Send) -> None:
+        if request.wants_stream:
+            await self._start_stream(send)
+            await _send(COMMENT, False, send)
+
+    async def _start_stream(self, send: Send) -> None:
+        if not self._started:
+            self._streams = True
+            await self._start(200, _SSE_HEADERS, send)
 
     async def _send_document(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
         await request.news()
@@ -313,7 +331,7 @@ class Exchange(Response):
             request.trace.failed(error)
         try:
             async with asyncio.timeout(ERROR_SEND_S):
-                if self._started and not request.generation.stream:
+                if self._started and not self._streams:
                     cut(scope)
                 elif self._started:
                     await send({"type": "http.response.body", "body": sse_error(error), "more_body": False})
@@ -325,13 +343,10 @@ class Exchange(Response):
             cut(scope)
 
     def _count(self, request: ClientRequest) -> None:
-        metrics, usage = self._generator.metrics, usage_of(request)
-        metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        metrics.output_tokens.inc(usage["completion_tokens"])
-        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        usage = usage_of(request)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        self._generator.keys.usage.tokens(request.key, usage["prompt_tokens"], cached, usage["completion_tokens"])
-        metrics.e2e_latency.observe(request.clock() - request.arrived)
+        since_arrival = request.clock() - request.arrived
+        request.series.answered(usage["prompt_tokens"], cached, usage["completion_tokens"], since_arrival)
         if request.trace is not None:
             request.trace.answered(usage, [choice.ending.finish_reason for choice in request.choices if choice.ending])
         logger.info("answered", extra=fields(**request.origin.log_fields, choices=len(request.choices), usage=usage))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.observe.metrics import OTHER, GatewayMetrics
+from services.gateway.observe.key_labels import OTHER
+from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError, internal
 from services.shared.limits import MAX_REQUEST_ID_CHARS

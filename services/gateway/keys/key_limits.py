@@ -90,9 +90,9 @@ class KeyLimits:
         seen = self.refill.gateways if self.refill is not None else 0
         return seen or max(1, self._others())
 
-    def shares_are_up(self) -> bool:
-        """Whether limits are kept over all gateways, or by each for its part."""
-        return self.refill is not None and self.refill.is_up
+    def shares_are_up(self) -> bool | None:
+        """Whether limits are kept over all gateways, or by each for its part. None: there is no Redis to keep them in."""
+        return None if self.refill is None else self.refill.is_up
 
     def begin(self, key: str) -> Admission | None:
         """key: its name. None: it has no limits. Raises ApiError 429."""

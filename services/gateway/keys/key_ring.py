@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from services.gateway.keys.key_file import KeyFile, Weights
 from services.gateway.keys.key_limits import Admission, KeyLimits
 from services.gateway.keys.key_table import KeyTable, digest_of
-from services.gateway.keys.key_usage import KeyUsage
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError
@@ -38,7 +37,7 @@ class KeyRing:
     def __init__(self, options: KeyOptions, metrics: GatewayMetrics) -> None:
         self._options = options
         self._file = KeyFile(options.path, _foreign(options.token)) if options.path else None
-        self.usage = KeyUsage(metrics)
+        self._metrics = metrics
         self.weights: Mapping[str, float] = Weights(lambda: self.table or KeyTable())
 
         def refused(kind: str) -> None:
@@ -91,7 +90,7 @@ class KeyRing:
     def begin(self, key: str) -> Admission | None:
         """A request that is to generate something. None: nothing is limited. Raises ApiError 429."""
         admission = self._limits.begin(key)
-        self.usage.request(key)
+        self._metrics.key_request(key)
         return admission
 
     def headers(self, key: str) -> list[tuple[bytes, bytes]]:

@@ -1,53 +1,24 @@
 """The gateway's Prometheus metrics. One writer: the event loop's thread, which also renders /metrics.
 
-Labels are bounded: routes and phases are ours, models are names the server knows or "other".
+Labels are bounded: routes and phases are ours, models are names the server knows or "other", keys are counted (KeyLabels).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+from prometheus_client.metrics_core import GaugeMetricFamily
 
+from services.gateway.observe.key_labels import OTHER
+from services.gateway.observe.request_series import RequestMetrics, RequestSeries
 from services.shared.observe.metrics_server import LATENCY_BUCKETS_S
 from services.shared.observe.readings import Reading, Readings, Value
 
 PREFIX = "rootstock_gateway_"
-OTHER = "other"
 RATE_LIMITS = ("requests", "tokens", "concurrency")
 REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
-
-
-class UnlockedHistogram(Collector):
-    """A histogram for one writing thread: an observation is a bisect and two additions, a tenth of the library's cost."""
-
-    def __init__(self, name: str, text: str, registry: CollectorRegistry, buckets: Sequence[float]) -> None:
-        self._name = name
-        self._text = text
-        self._bounds = tuple(buckets)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-        registry.register(self)
-
-    def describe(self) -> Iterator[Metric]:
-        """Without samples."""
-        yield HistogramMetricFamily(self._name, self._text)
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def collect(self) -> Iterator[Metric]:
-        total = 0
-        buckets = []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append((floatToGoString(bound), total))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 def _by_model(waiting: Callable[[], Mapping[str, int]]) -> Value:
@@ -62,6 +33,33 @@ class QueueMetrics(Readings[Callable[[], Mapping[str, int]]]):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class KeySigns:
+    """shares_are_up: None where there is no Redis to share limits in."""
+
+    file_is_valid: Callable[[], bool]
+    shares_are_up: Callable[[], bool | None]
+
+
+class KeyMetrics(Readings[KeySigns]):
+    """Of a gateway with API keys; of others there is nothing to tell."""
+
+    rows = (
+        Reading(
+            GaugeMetricFamily,
+            f"{PREFIX}key_file_valid",
+            "1: the API keys are what their file says; 0: it is wrong.",
+            lambda signs: signs.file_is_valid(),
+        ),
+        Reading(
+            GaugeMetricFamily,
+            f"{PREFIX}key_shares_up",
+            "1: keys' limits are shared in Redis; 0: it is away, and each gateway keeps its part.",
+            lambda signs: signs.shares_are_up(),
+        ),
+    )
+
+
 class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -69,10 +67,7 @@ class GatewayMetrics:
         self.requests = self._counter("requests", "HTTP requests answered.", "route", "model", "code")
         self.aborts = self._counter("aborts", "Requests ended by their client, by how far they had come.", "phase")
         self.retries = self._counter("retries", "Calls or choices that were sent again, by service.", "service")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
         self.truncated_prompts = self._counter("truncated_prompts", "Prompts cut to what the context holds.")
-        self.output_tokens = self._counter("output_tokens", "Tokens that were generated.")
-        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that a prefix cache had.")
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")
         self.decisions = self._counter("routing_decisions", "Choices given to a worker, by why it was that one.", "reason")
         self.moves = self._counter("moves", "Choices that went to another worker.", "cause", "state")
@@ -91,18 +86,9 @@ class GatewayMetrics:
         for kind in RATE_LIMITS:
             self.rate_limited.labels(kind)
         self.key_requests = self._counter("key_requests", "Generation requests that began, by API key.", "key")
-        self.key_prompt_tokens = self._counter("key_prompt_tokens", "Tokens of prompts that were answered, by API key.", "key")
-        self.key_cached_tokens = self._counter("key_cached_tokens", "Prompt tokens that a cache had, by API key.", "key")
-        self.key_output_tokens = self._counter("key_output_tokens", "Tokens that were generated, by API key.", "key")
-        self.key_file_valid = self._gauge("key_file_valid", "1: the API keys are what their file says; 0: it is wrong.")
-        self.key_shares_up = self._gauge("key_shares_up", "1: keys' limits are shared in Redis; 0: each gateway keeps its part.")
         self.grace_period = self._gauge("grace_period_seconds", "What requests in flight get when this gateway stops.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to a choice's first token.")
-        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to the last byte of a generation request.")
-        self.inter_token_latency = UnlockedHistogram(
-            f"{PREFIX}inter_token_latency_seconds", "Time between two decoded tokens of a choice.", registry, LATENCY_BUCKETS_S
-        )
+        self.of_requests = RequestMetrics(registry, PREFIX)
 
     def watch_connected(self, service: str, count: Callable[[], int]) -> None:
         self.connected.labels(service).set_function(lambda: float(count()))
@@ -111,21 +97,22 @@ class GatewayMetrics:
         self.body_bytes.labels(pool).set_function(lambda: float(held()))
         self.bodies_waiting.labels(pool).set_function(lambda: float(waiting()))
 
-    def watch_keys(self, file_is_valid: Callable[[], bool], shares_are_up: Callable[[], bool]) -> None:
-        self.key_file_valid.set_function(lambda: float(file_is_valid()))
-        self.key_shares_up.set_function(lambda: float(shares_are_up()))
+    def watch_keys(self, file_is_valid: Callable[[], bool], shares_are_up: Callable[[], bool | None]) -> None:
+        """Where there are keys. shares_are_up: None where there is no Redis to share limits in."""
+        self.registry.register(KeyMetrics(KeySigns(file_is_valid, shares_are_up)))
 
     def watch_queue(self, waiting: Callable[[], Mapping[str, int]]) -> None:
         """waiting: choices that wait for a worker, by model."""
         self.registry.register(QueueMetrics(waiting))
 
-    def first_token(self, since_arrival: float) -> None:
-        """Seconds."""
-        self.time_to_first_token.observe(since_arrival)
+    def series(self, model: str, key: str) -> RequestSeries:
+        """Of requests of this model that came with this key; see RequestMetrics."""
+        return self.of_requests.series(model, key)
 
-    def further_tokens(self, between_two: float, count: int) -> None:
-        """Seconds between each of so many."""
-        self.inter_token_latency.observe(between_two, count)
+    def key_request(self, key: str) -> None:
+        """One has begun. key: its name, "" where there are none: then nothing is counted."""
+        if key:
+            self.key_requests.labels(self.of_requests.keys.label(key)).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)

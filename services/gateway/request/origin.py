@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,13 +13,14 @@ from services.gateway.request.trace import EncodeCall, RequestTrace
 @dataclass(frozen=True, slots=True)
 class Origin:
     """names: what its client calls the whole request, besides its id; part_names: what it calls parts of it. Both are filled in
-    when its body has been read."""
+    when its body has been read. wants_stream: to be called then, where it asks for a stream."""
 
     request_id: str
     trace: RequestTrace | None = None
     caller: Caller = NOBODY
     names: list[str] = field(default_factory=list)
     part_names: list[str] = field(default_factory=list)
+    wants_stream: Callable[[], None] = lambda: None
 
     @property
     def traceparent(self) -> str:

@@ -38,6 +38,18 @@ class Phase(Enum):
     ENDED = "ended"
 
 
+class Series(TokenTimes, Protocol):
+    """What is counted of requests of one model and key."""
+
+    def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
+        """Tokens; cached: of those of the prompt. Seconds."""
+
+
+class Measures(Protocol):
+    def series(self, model: str, key: str) -> Series:
+        """key: its name, "" where nobody has keys."""
+
+
 class Releaser(Protocol):
     """Who frees what a choice holds on a worker, in a queue and on a detokenizer. Idempotent."""
 
@@ -70,7 +82,7 @@ class Choice:
         self.generation: Generation = part.generation
         self.sampling = sampling
         self.output = ChoiceOutput(part.generation)
-        clock, origin = Clock(request.clock, request.arrived, request.times), request.origin
+        clock, origin = Clock(request.clock, request.arrived, request.series), request.origin
         model = request.model_source
         self.text = ChoiceText(part, self.output, self, clock, request.request_id, model, origin.traceparent)
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
@@ -138,22 +150,24 @@ class ClientRequest:
 
     generation: Generation  # of its first part, for what all parts have in common
     model: ModelInfo  # from begin() on
+    series: Series  # from begin() on
 
     def __init__(
         self,
         request_id: str,
         releaser: Releaser,
-        times: TokenTimes,
+        measures: Measures,
         caller: Caller = NOBODY,
         trace: RequestTrace | None = None,
     ) -> None:
         """caller: whose request it is. trace: where it is traced."""
         self.request_id = request_id
         self.trace = trace
-        self.origin = Origin(request_id, trace, caller)
+        self.wants_stream = False
+        self.origin = Origin(request_id, trace, caller, wants_stream=self._asks_for_stream)
         self.caller = caller
         self.model_source = ""  # what workers and detokenizers call its model
-        self.times = times
+        self._measures = measures
         self.clock = asyncio.get_running_loop().time
         self.arrived = self.clock()
         self.phase = Phase.ACCEPTED
@@ -165,6 +179,7 @@ class ClientRequest:
         self._open = 0  # choices without their terminal event
         self._news: dict[int, Choice] = {}  # by index
         self._waker: asyncio.Future[None] | None = None
+        self._nudged = False
 
     @property
     def key(self) -> str:
@@ -175,6 +190,7 @@ class ClientRequest:
         """Makes the choices, prompt by prompt. `stream` and `include_usage` are the same in all parts."""
         self.generation = parts[0].generation
         self.model, self.model_source = model, model.source
+        self.series = self._measures.series(model.name, self.key)
         self.parts = parts
         for part in parts:
             for number in range(part.generation.n):
@@ -217,6 +233,11 @@ class ClientRequest:
         if self.generation.stream or self._open == 0:
             self._wake()
 
+    def nudge(self) -> None:
+        """Whoever waits for news goes on, with none if there are none."""
+        self._nudged = True
+        self._wake()
+
     def fail(self, error: ApiError) -> None:
         """Ends every choice. The first error counts; after a complete answer there is none."""
         if self.error is not None or (self.choices and self._open == 0):
@@ -235,18 +256,22 @@ class ClientRequest:
             self._releaser.release(choice)
 
     async def news(self) -> list[Choice]:
-        """Choices with something to take, in the order in which it came. Raises the request's ApiError."""
-        while self.error is None and not self._ready():
+        """Choices with something to take, in the order in which it came; none after a nudge. Raises the request's ApiError."""
+        while self.error is None and not self._ready() and not self._nudged:
             self._waker = asyncio.get_running_loop().create_future()
             await self._waker
         if self.error is not None:
             raise self.error
+        self._nudged = False
         choices = list(self._news.values())
         self._news.clear()
         return choices
 
     def _ready(self) -> bool:
         return bool(self._news) if self.generation.stream else self._open == 0
+
+    def _asks_for_stream(self) -> None:
+        self.wants_stream = True
 
     def _wake(self) -> None:
         if self._waker is not None and not self._waker.done():

@@ -62,7 +62,9 @@ class Occupation:
                 raise OperationRefused(f"{part.value} is not released")
         operation = ResumeMemory(kv=MemoryPart.KV_CACHE in wanted, weights=MemoryPart.WEIGHTS in wanted)
         if operation.weights and self._weights is not None:
+            begun = self._clock()
             _resume_weights(core, executor, operation, self._weights)
+            self._weights.reload_s = self._clock() - begun
         else:
             executor.apply(operation)
         self._released = [part for part in self._released if part not in wanted]

@@ -45,6 +45,21 @@ class StepStats:
     cached_tokens_total: Annotated[int, Told("sglang:cached_tokens", "Prompt tokens that a prefix hit gave.")]
     generated_tokens_total: Annotated[int, Told("sglang:generation_tokens", "Output tokens.")]
     retractions_total: Annotated[int, Told("sglang:num_retracted_requests", "Retractions.")]
+    retracted_input_tokens_total: Annotated[
+        int, Told("sglang:num_retracted_input_tokens", "Prompt tokens of requests that were retracted.")
+    ]
+    retracted_output_tokens_total: Annotated[int, Told("sglang:num_retracted_output_tokens", "Output tokens that they had.")]
+    grammars_total: Annotated[int, Told("sglang:num_grammar", "Requests with a grammar.")]
+    grammar_hits_total: Annotated[
+        int, Told("sglang:num_grammar_cache_hit", "Of these, those whose grammar was compiled already.")
+    ]
+    grammar_aborts_total: Annotated[
+        int,
+        Told(
+            "sglang:num_grammar_aborted",
+            "Requests with a grammar that ended without a whole answer, refused grammars among them.",
+        ),
+    ]
     preemptions_total: Annotated[int, Told("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.")]
     resumed_total: Annotated[int, Told("rootstock_worker_resumed_requests", "Requests that came with output from elsewhere.")]
     evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
@@ -88,6 +103,11 @@ def stats_of(table: RequestTable, new_token_ratio: float, paused: bool) -> StepS
         cached_tokens_total=table.cached_tokens_total,
         generated_tokens_total=table.generated_tokens_total,
         retractions_total=table.retractions_total,
+        retracted_input_tokens_total=table.retracted_input_tokens_total,
+        retracted_output_tokens_total=table.retracted_output_tokens_total,
+        grammars_total=table.grammars_total,
+        grammar_hits_total=table.grammar_hits_total,
+        grammar_aborts_total=table.grammar_aborts_total,
         preemptions_total=table.preemptions_total,
         resumed_total=table.resumed_total,
         evicted_pages_total=memory.evicted_pages_total,

@@ -34,6 +34,9 @@ class CompiledBook:
     on_ready(spec) and on_failed(spec, reason, busy) follow every open() that gave None, from any thread, perhaps before it
     returns; they must only leave a message. busy: it could not be compiled just now, and may be good. After on_ready the grammar
     stays at least until another one is ready, or until it overruns its meter in use: then it is refused like a bad one.
+
+    on_compiled(seconds, chars) is told of every grammar that was compiled: the time since it was first asked for, and the length
+    of its source. On the pool's threads, one at a time; it returns at once.
     """
 
     def __init__(
@@ -49,12 +52,13 @@ class CompiledBook:
         self._limits = limits
         self._on_ready = on_ready
         self._on_failed = on_failed
+        self.on_compiled: Callable[[float, int], None] = lambda seconds, chars: None
         self._clock = clock
         self._setup = MatcherSetup.of(vocabulary, ForcedText(tokenizer) if enable_jump_forward else None)
         self._lock = threading.Lock()
         self._ready: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
         self._ready_bytes = 0
-        self._pending: set[GrammarSpec] = set()
+        self._pending: dict[GrammarSpec, float] = {}  # since when
         self._failed: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # by digest of the spec: until when, and why
         self._pool = CompilerPool(vocabulary, limits, self._compiled, enable_jump_forward)
 
@@ -103,15 +107,16 @@ class CompiledBook:
             return reason, False
         if not self._pool.submit(spec, tenant):
             return f"{spec.kind}: {QUEUE_FULL}", True
-        self._pending.add(spec)
+        self._pending[spec] = self._clock()
         return "", False
 
     def _compiled(self, spec: GrammarSpec, compiled: Compiled | None, reason: str, busy: bool) -> None:
         """On one of the pool's threads."""
         with self._lock:
-            self._pending.discard(spec)
+            since = self._pending.pop(spec)
             if compiled is not None:
                 self._keep(spec, compiled)
+                self.on_compiled(self._clock() - since, len(spec.source))
             elif not busy:
                 self._remember(spec, reason)
         if compiled is not None:

@@ -33,12 +33,13 @@ class ModelIdentity:
 
 class ServedWeights:
     """identity: read by any thread. on_replaced: called on the loop's thread, before anything is computed with the new weights;
-    must not block."""
+    must not block. reload_s: seconds that loading them again took the last time, None where it has not happened."""
 
     def __init__(self, folder: str | Path, identity: ModelIdentity) -> None:
         self._folder = Path(folder)
         self.identity = identity
         self.on_replaced: Callable[[ModelIdentity], None] = lambda identity: None
+        self.reload_s: float | None = None
 
     def reading(self) -> WeightsReading:
         """Of the folder as it is; to be entered before it is loaded again."""

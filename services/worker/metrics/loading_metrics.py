@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
-from services.shared.observe.readings import Reading, Readings
+from services.shared.observe.readings import Reading, Readings, Value
 from services.worker.exec.contracts.model_info import LoadedInfo
 
 
@@ -31,5 +33,28 @@ class LoadMetrics(Readings[LoadedInfo]):
         Reading(
             Gauge, "rootstock_worker_weight_bytes", "Resident weights, packed copies included.", lambda info: info.weight_bytes
         ),
+        Reading(
+            Gauge, "sglang:context_len", "Most tokens of a request, prompt and output together.", lambda info: info.context_len
+        ),
         Reading(Gauge, "rootstock_worker_kv_pool_bytes", "Size of the KV pool, keys and values of all layers.", _kv_pool_bytes),
+    )
+
+
+def _reload_seconds(reload_s: Callable[[], float | None]) -> Value:
+    seconds = reload_s()
+    return None if seconds is None else {("disk",): seconds}
+
+
+class ReloadMetrics(Readings[Callable[[], float | None]]):
+    """Of weights that were released and loaded again. The label: the name that clients use."""
+
+    labels = ("model_name",)
+    rows = (
+        Reading(
+            Gauge,
+            "sglang:weight_load_duration_seconds",
+            "Time that loading weights again took, the last time that it was done.",
+            _reload_seconds,
+            ("source",),
+        ),
     )

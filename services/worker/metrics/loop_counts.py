@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.stats import StepStats
 
@@ -15,7 +15,9 @@ SAMPLE_S = 1.0
 
 
 class LoopCounts:
-    """page_size in tokens. stats: of the latest turn, None before the first."""
+    """page_size in tokens. stats: of the latest turn, None before the first. forward_s: seconds of steps by their mode. bubble_s:
+    seconds in which no step was in flight though requests ran; what a device idles while steps overlap does not show here.
+    idle_s: seconds in which the loop waited for messages."""
 
     def __init__(self, page_size: int, num_pages: int, max_running: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.page_size, self.num_pages, self.max_running = page_size, num_pages, max_running
@@ -23,19 +25,44 @@ class LoopCounts:
         self.steps = 0
         self.prefill_tokens = self.decode_tokens = 0
         self.stored_blocks = self.removed_blocks = self.cleared = 0
+        self.forward_s: dict[ForwardMode, float] = {mode: 0.0 for mode in ForwardMode if mode is not ForwardMode.IDLE}
+        self.bubble_s = self.idle_s = 0.0
         self._clock = clock
-        self._samples: deque[tuple[float, StepStats]] = deque()
+        self._plan: BatchPlan | None = None  # the latest
+        self._ended_step, self._ended_at = -1, 0.0
+        self._rests_since = 0.0
+        self._samples: deque[tuple[float, StepStats, float]] = deque()  # with forward_s of all modes
+
+    def rests(self) -> None:
+        self._rests_since = self._clock()
+
+    def wakes(self) -> None:
+        self.idle_s += self._clock() - self._rests_since
 
     def planned(self, plan: BatchPlan) -> None:
+        """A step is about to be launched."""
+        if self._plan is not None and self._plan.step_id == self._ended_step and self._had_work:
+            self.bubble_s += self._clock() - self._ended_at
+        self._plan = plan
         self.steps += 1
         self.prefill_tokens += len(plan.input_ids)
         self.decode_tokens += plan.num_rows - plan.num_extend
+
+    def ended(self, plan: BatchPlan, seconds: float) -> None:
+        """seconds: of the step."""
+        self.forward_s[plan.mode] += seconds
+        self._ended_step, self._ended_at = plan.step_id, self._clock()
+
+    @property
+    def _had_work(self) -> bool:
+        """At the latest turn."""
+        return self.stats is not None and self.stats.num_running > 0 and not self.stats.paused
 
     def turned(self, stats: StepStats) -> None:
         self.stats = stats
         now = self._clock()
         if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
-            self._samples.append((now, stats))
+            self._samples.append((now, stats, sum(self.forward_s.values())))
             while now - self._samples[0][0] > RATE_WINDOW_S:
                 self._samples.popleft()
 
@@ -52,22 +79,37 @@ class LoopCounts:
         return self.stats.pages_used * self.page_size if self.stats is not None else 0
 
     @property
+    def decode_context_tokens(self) -> int:
+        """Of the rows that decode in the latest step, that step's token included."""
+        plan = self._plan
+        if plan is None or self.stats is None or not self.stats.num_running:
+            return 0
+        return int(plan.starts[plan.num_extend :].sum()) + plan.num_rows - plan.num_extend
+
+    @property
     def throughput(self) -> float:
         """Output tokens per second, lately."""
-        seconds, then, now = self._lately()
+        seconds, then, now, _ = self._lately()
         return (now.generated_tokens_total - then.generated_tokens_total) / seconds if then and now else 0.0
 
     @property
     def hit_rate(self) -> float:
         """Share of the prompt tokens admitted lately that were cached."""
-        _, then, now = self._lately()
+        _, then, now, _ = self._lately()
         prompt = now.prompt_tokens_total - then.prompt_tokens_total if then and now else 0
         return (now.cached_tokens_total - then.cached_tokens_total) / prompt if then and now and prompt else 0.0
 
-    def _lately(self) -> tuple[float, StepStats | None, StepStats | None]:
-        """Seconds since the oldest sample that is no older than the window, that sample, and the figures as they are."""
+    @property
+    def occupancy(self) -> float:
+        """Percentage of the time lately in which a step was computed."""
+        seconds, _, _, forward_s = self._lately()
+        return min(100.0 * forward_s / seconds, 100.0) if seconds else 0.0
+
+    def _lately(self) -> tuple[float, StepStats | None, StepStats | None, float]:
+        """Seconds since the oldest sample that is no older than the window, that sample, the figures as they are, and seconds of
+        steps since."""
         now = self._clock()
-        for at, then in list(self._samples):
+        for at, then, forward_s in list(self._samples):
             if now - at <= RATE_WINDOW_S and now > at:
-                return now - at, then, self.stats
-        return 0.0, None, None
+                return now - at, then, self.stats, sum(self.forward_s.values()) - forward_s
+        return 0.0, None, None, 0.0

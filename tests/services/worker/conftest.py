@@ -79,9 +79,11 @@ class Observer:
 
     def rests(self) -> None:
         self._pulse.rest()
+        self._metrics.counts.rests()
 
     def wakes(self) -> None:
         self._pulse.beat()
+        self._metrics.counts.wakes()
 
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()
@@ -89,6 +91,7 @@ class Observer:
 
     def ended(self, plan: BatchPlan, seconds: float) -> None:
         self._pulse.beat()
+        self._metrics.counts.ended(plan, seconds)
         self._limit.took(plan, seconds)
 
     def turned(self, stats: StepStats, busy: bool) -> None:
@@ -112,7 +115,7 @@ class Tap:
         self._metrics, self._outbox = metrics, outbox
 
     def send(self, output: StepOutput) -> None:
-        self._metrics.sent(output)
+        self._metrics.times.sent(output)
         self._outbox.send(output)
 
 
@@ -151,7 +154,7 @@ async def serving(
         hello.vocab_size = config.vocab_size
         hello.MergeFrom(info)
     limits = ModelLimits(config.context_len, config.vocab_size, False)
-    servicer = WorkerServicer(inbox, outbox, hello, limits, metrics.arrived, load, spans)
+    servicer = WorkerServicer(inbox, outbox, hello, limits, metrics.times.arrived, load, spans)
     server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -44,6 +44,8 @@ class Preparer:
 
     async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
         request = parse_chat(parse_json(body.take()), origin)
+        if request.stream:
+            origin.wants_stream()
         call = chat_call(request, origin.request_id)
         request = request.model_copy(update={"messages": ()})  # they may be 64 MiB, and the call has its own copy
         _call_it(request, origin, None)
@@ -58,6 +60,8 @@ class Preparer:
 
     async def completion(self, body: ReceivedBody, origin: Origin) -> Plan:
         request = parse_completion(parse_json(body.take()), origin)
+        if request.stream:
+            origin.wants_stream()
         _call_it(request, origin, request.prompt)
         model = await self._generating_model(request.model)
         generation = completion_generation(request, model.vocab_size)

@@ -77,6 +77,8 @@ class GenerateCall:
         request = parse(NativeGenerateRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
+        if request.stream:
+            origin.wants_stream()
         model = await self._models.wait_for(request.model)
         if not model.generates:
             raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")

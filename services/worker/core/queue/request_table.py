@@ -52,6 +52,8 @@ class RequestTable:
         self.batch_is_full = False
         self.requests_total = self.aborts_total = self.retractions_total = self.preemptions_total = 0
         self.resumed_total = 0
+        self.retracted_input_tokens_total = self.retracted_output_tokens_total = 0
+        self.grammars_total = self.grammar_hits_total = self.grammar_aborts_total = 0
         self.prompt_tokens_total = self.cached_tokens_total = self.generated_tokens_total = 0
         self._deadlines = Deadlines()
         self._slots: NDArray[np.int64] | None = None
@@ -89,7 +91,11 @@ class RequestTable:
         self.by_key[request.peer, request.handle] = request
         if request.session is not None:
             self.sessions.begin(request)
-        if self.gate.admits(request):
+        admitted = self.gate.admits(request)
+        if request.params.grammar is not None:
+            self.grammars_total += 1
+            self.grammar_hits_total += request.matcher is not None
+        if admitted:
             self._share(request)
             self.waiting.add(request, back=request.num_given > 0)
             self.trace.add(request.request_id, TraceKind.QUEUED, request.num_prompt_tokens)
@@ -185,7 +191,10 @@ class RequestTable:
         self.trace.add(request.request_id, kind, len(request.output_ids))
         self.waiting.add(request, back=True)
         self.preemptions_total += preempted
-        self.retractions_total += not preempted
+        if not preempted:
+            self.retractions_total += 1
+            self.retracted_input_tokens_total += request.num_prompt_tokens
+            self.retracted_output_tokens_total += len(request.output_ids)
         self.batch_is_full = False
         assert self._adds_up, "each request stands in one queue"
 
@@ -211,6 +220,7 @@ class RequestTable:
         assert self._adds_up, "who has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
         self.aborts_total += aborted
+        self.grammar_aborts_total += aborted and request.params.grammar is not None
         if request.session is not None:
             self.sessions.end(request, None if aborted else self._context_end(request, node), self.memory, now)
         self.outputs.add_finish(request, self._finish(request, ending, now))

@@ -163,6 +163,8 @@ class CompilerPool:
         self._nursery = _Nursery(info.serialize_json().encode(), limits, jumps)
         self._quick, self._slow = FairLane(limits.queue), FairLane(limits.queue)
         self._closed = False
+        self._late = threading.Lock()
+        self.timeouts = 0  # grammars that were refused for the time they take
         lanes = [(self._quick, limits.quick_s, QUICK_NICENESS)] * limits.workers
         lanes.append((self._slow, limits.compile_s, SLOW_NICENESS))
         self._threads = [
@@ -213,6 +215,8 @@ class CompilerPool:
             reason, busy = f"{gone}, try again later", True
         except _Slow:
             if lane is self._slow or seconds >= self._limits.compile_s:
+                with self._late:
+                    self.timeouts += 1
                 reason = f"{spec.kind}: compiling it took longer than {self._limits.compile_s:g} s"
             elif self._slow.offer(spec, tenant):
                 return

@@ -225,15 +225,21 @@ class TestOwnership:
             assert [submit.priority for submit in system.worker.submits] == [-5, -9, -5, 0, -9, 7]
 
 
-def test_usage_is_counted_by_key_and_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.keys.key_usage.MAX_LABELS", 2)
+def test_usage_is_counted_by_model_and_key_and_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.observe.request_series.MAX_KEYS", 2)
+    monkeypatch.setattr("services.gateway.observe.request_series.MAX_LATENCY_KEYS", 1)
     with System(keys="abcd") as system:
         for key in "aabcd":
             answer = system.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": key})
             assert answer.status_code == 200
         usage = answer.json()["usage"]
-        for label, count in {"a": 2, "b": 1, "other": 2, "c": 0}.items():
-            name = "rootstock_gateway_key_"
-            assert system.metric(f"{name}requests_total", key=label) == count
-            assert system.metric(f"{name}prompt_tokens_total", key=label) == count * usage["prompt_tokens"]
-            assert system.metric(f"{name}output_tokens_total", key=label) == count * usage["completion_tokens"]
+        name = "rootstock_gateway_"
+        for label, times in {"a": 2, "b": 1, "other": 2, "c": 0}.items():
+            of = {"model": MODEL, "key": label}
+            assert system.metric(f"{name}key_requests_total", key=label) == times
+            assert system.metric(f"{name}prompt_tokens_total", **of) == times * usage["prompt_tokens"]
+            assert system.metric(f"{name}output_tokens_total", **of) == times * usage["completion_tokens"]
+        for metric in ("time_to_first_token", "e2e_request_latency"):
+            count = f"{name}{metric}_seconds_count"
+            assert {label: system.metric(count, model=MODEL, key=label) for label in "ab"} == {"a": 2, "b": 0}
+            assert system.metric(count, model=MODEL, key="other") == 3

@@ -196,7 +196,10 @@ def test_good_grammars_do_not_wait_behind_bad_ones() -> None:
 
 def test_a_full_queue_refuses_and_forgets() -> None:
     with opened(GrammarLimits(queue=2, workers=1, compile_s=2.0, quick_s=1.0)) as (book, news):
+        compiled: list[tuple[float, int]] = []
+        book.on_compiled = lambda seconds, chars: compiled.append((seconds, chars))
         assert serves(book, news, "warm")
+        assert [(seconds > 0, chars) for seconds, chars in compiled] == [(True, 4)]
         specs = [regex(SLOW + str(n)) for n in range(8)]
         for spec in specs:
             assert book.open(spec) is None
@@ -391,6 +394,7 @@ MUST_FAIL = frozenset({"10 MB", "groups 10,000 deep", "JSON 10,000 deep", "schem
 def test_hostile_grammars_end_as_refusals_or_work_within_their_caps(shared: tuple[CompiledBook, News]) -> None:
     book, news = shared
     names = {spec: name for name, spec in HOSTILE.items()}
+    timeouts = book.pool.timeouts
     for spec in HOSTILE.values():
         assert book.open(spec) is None
     reasons = {}
@@ -398,6 +402,7 @@ def test_hostile_grammars_end_as_refusals_or_work_within_their_caps(shared: tupl
         spec, reason = news.next()
         reasons[names[spec]] = reason
     assert reasons.keys() == HOSTILE.keys()
+    assert book.pool.timeouts - timeouts == sum("took longer" in reason for reason in reasons.values()) > 0
     for name, reason in reasons.items():
         assert "\n" not in reason and len(reason) <= 400
         if not reason:

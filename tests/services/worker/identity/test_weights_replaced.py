@@ -78,6 +78,7 @@ def test_other_weights_are_told_and_the_old_ones_turned_away(tmp_path: Path) -> 
 def test_equal_weights_are_no_news(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     weights = ServedWeights(folder, identity_of(folder))
+    assert weights.reload_s is None
 
     async def check() -> None:
         async with operated(weights=weights) as at:
@@ -86,6 +87,7 @@ def test_equal_weights_are_no_news(tmp_path: Path) -> None:
             await resume(at)
             assert not (await answered(at, for_weights(1, weights.identity.revision))).error
             assert not at.front.hellos
+            assert weights.reload_s is not None and weights.reload_s >= 0
 
     run(check)
 

@@ -1,0 +1,50 @@
+"""What compiling grammars takes, under SGLang's names where it has the metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.worker.metrics.histogram import BatchHistogram
+
+LABELS = ("model_name",)
+COMPILE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120)
+SOURCE_BUCKETS = (50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class GrammarMetrics(Collector):
+    """The label: the name that clients use. timeouts: grammars that were refused for the time they take, so far. compiled() has
+    one caller at a time."""
+
+    def __init__(self, model_name: str, timeouts: Callable[[], int]) -> None:
+        self._label_values = (model_name,)
+        self._timeouts = timeouts
+        self._seconds, self._chars = BatchHistogram(COMPILE_BUCKETS), BatchHistogram(SOURCE_BUCKETS)
+
+    def compiled(self, seconds: float, chars: int) -> None:
+        """seconds: from its first asker to its being there. chars: of its source."""
+        self._seconds.observe([seconds])
+        self._chars.observe([chars])
+
+    @classmethod
+    def describe(cls) -> Iterator[Metric]:
+        """Every metric, without samples."""
+        yield from cls._families()
+
+    def collect(self) -> Iterator[Metric]:
+        seconds, chars, timeouts = self._families()
+        self._seconds.add_to(seconds, self._label_values)
+        self._chars.add_to(chars, self._label_values)
+        timeouts.add_metric(self._label_values, self._timeouts())
+        yield from (seconds, chars, timeouts)
+
+    @staticmethod
+    def _families() -> tuple[HistogramMetricFamily, HistogramMetricFamily, CounterMetricFamily]:
+        text = "From a grammar's first asker to its being compiled, where it was compiled."
+        return (
+            HistogramMetricFamily("sglang:grammar_compilation_time_seconds", text, labels=LABELS),
+            HistogramMetricFamily("rootstock_worker_grammar_source_chars", "Characters of each grammar's source.", labels=LABELS),
+            CounterMetricFamily("sglang:num_grammar_timeout", "Grammars refused for the time they take.", labels=LABELS),
+        )

@@ -1,0 +1,172 @@
+"""Comments in streams that are silent: clients do not see them, idle timeouts do, and what fails after one is an event."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+
+from rootstock.v1 import common_pb2 as pb
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.http.test_disconnects import idle
+from tests.services.gateway.system import RawClient, System, chat_body, events, wait_until
+
+CHAT = "/v1/chat/completions"
+COMMENT = ": waiting"
+ANSWER = "Hello, world!"
+SILENCE_S = 0.03
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    with System(sse_comment_s=SILENCE_S, request_timeout_s=30.0) as system:
+        yield system
+
+
+def streamed(system: System, path: str, body: dict[str, Any], on_line: Callable[[list[str]], None], idle_s: float = 15) -> str:
+    """The whole answer. on_line: given all lines so far, with each."""
+    lines: list[str] = []
+    with httpx.stream("POST", system.url(path), json={"model": MODEL, **body, "stream": True}, timeout=idle_s) as response:
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            lines.append(line)
+            on_line(lines)
+    return "\n".join([*lines, ""])
+
+
+def read_comments(client: RawClient, number: int) -> None:
+    """So many more."""
+    client.received = b""
+    for _ in range(number):
+        client.read_until(b": waiting")
+        client.received = client.received.partition(b": waiting")[2]
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat_body()), ("/generate", {"text": "Hi"})], ids=["openai", "sglang"])
+def test_before_the_first_event_and_between_events(system: System, path: str, body: dict[str, Any]) -> None:
+    system.allow(0)
+
+    def on_line(lines: list[str]) -> None:
+        begun = any(line.startswith("data:") for line in lines)
+        if lines[-1] == COMMENT and (begun or lines.count(COMMENT) == 2):
+            system.allow(None if begun else 3)
+
+    text = streamed(system, path, body, on_line)
+    assert text.startswith(f"{COMMENT}\n\n{COMMENT}\n\n")
+    last_comment = text.rindex(COMMENT)
+    assert "data: " in text[:last_comment] and "data: " in text[last_comment:]
+    if path == CHAT:
+        assert "".join(each["choices"][0]["delta"].get("content", "") for each in events(text)) == ANSWER
+    else:
+        assert events(text)[-1]["text"] == ANSWER
+
+
+def test_openais_client_reads_such_a_stream_and_a_whole_answer_has_none(system: System) -> None:
+    system.allow(0)
+    watching = RawClient(system, CHAT, chat_body(stream=True))
+    whole = RawClient(system, CHAT, chat_body())
+
+    def release() -> None:
+        wait_until(lambda: len(system.worker.running) == 3, "all three")
+        read_comments(watching, 3)
+        system.allow(None)
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    chunks = list(system.openai().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True))
+    releasing.join()
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+    whole.read_until(b'"usage"')
+    assert b"waiting" not in whole.received and b"application/json" in whole.received
+    assert events(watching.read_to_end_of_stream().decode().replace("\r\n", "\n\n"))
+
+
+def test_an_idle_timeout_passes_it_by(system: System) -> None:
+    idle_s = 8 * SILENCE_S
+    system.allow(0)
+
+    def on_line(lines: list[str]) -> None:
+        if lines.count(COMMENT) == 20:
+            system.allow(None)
+
+    assert len(events(streamed(system, CHAT, chat_body(), on_line, idle_s))) > 1
+    with System() as silent:
+        silent.allow(0)
+        with pytest.raises(httpx.ReadTimeout):
+            streamed(silent, CHAT, chat_body(), on_line, idle_s)
+
+
+def test_an_error_before_the_first_comment_is_plain(system: System) -> None:
+    assert system.chat(stream=True, temperature=-1).status_code == 400
+    assert system.post(CHAT, chat_body(model="nobody", stream=True)).status_code == 404
+
+
+def refused_by_worker(system: System) -> None:
+    system.do(lambda: system.worker.end_running(pb.ERROR_CODE_INVALID_ARGUMENT, "a broken grammar"))
+
+
+def stop(system: System) -> None:
+    system.do(system.stop.set)
+
+
+FAILURES: dict[str, tuple[dict[str, Any], Callable[[System], None], str]] = {
+    "the worker refuses it": ({}, refused_by_worker, "invalid_request_error"),
+    "no worker in time": ({"down": ("worker",), "queue_timeout_s": 0.5}, lambda system: None, "server_error"),
+    "no tokenizer in time": ({"down": ("tokenizer",), "tokenize_timeout_s": 0.5}, lambda system: None, "server_error"),
+    "its deadline": ({"request_timeout_s": 0.5}, lambda system: None, "timeout_error"),
+    "the gateway stops": ({}, stop, "server_error"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_fails_after_a_comment_is_the_streams_last_event(name: str) -> None:
+    settings, fail, kind = FAILURES[name]
+    with System(sse_comment_s=SILENCE_S, **settings) as system:
+        if "worker" not in system._down:
+            system.allow(0)
+
+        def on_line(lines: list[str]) -> None:
+            if lines.count(COMMENT) == 3 and lines[-1] == COMMENT:
+                fail(system)
+
+        text = streamed(system, CHAT, chat_body(), on_line)
+        *comments, last = [line for line in text.splitlines() if line]
+        assert set(comments) == {COMMENT} and len(comments) >= 3
+        assert orjson.loads(last.removeprefix("data: "))["error"]["type"] == kind
+        wait_until(lambda: idle(system), "its end")
+
+
+def test_openais_client_raises_what_fails_after_a_comment(system: System) -> None:
+    system.allow(0)
+    watching = RawClient(system, CHAT, chat_body(stream=True))
+
+    def fail() -> None:
+        wait_until(lambda: len(system.worker.running) == 2, "both")
+        read_comments(watching, 3)
+        refused_by_worker(system)
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    with pytest.raises(openai.APIError):
+        list(system.openai().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True))
+    failing.join()
+    system.allow(None)
+
+
+def test_a_client_that_leaves_meanwhile(system: System) -> None:
+    system.allow(0)
+    before = system.metric("rootstock_gateway_aborts_total", phase="submitted")
+    client = RawClient(system, CHAT, chat_body(stream=True))
+    client.read_until(b": waiting")
+    client.vanish()
+    wait_until(
+        lambda: system.metric("rootstock_gateway_aborts_total", phase="submitted") == before + 1 and idle(system), "its end"
+    )
+    wait_until(lambda: not system.worker.running, "the abort")
+    system.allow(None)
+    assert system.chat(stream=True).status_code == 200

@@ -1,0 +1,93 @@
+"""What the loop's turns add up to: times of steps, and the bubbles between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from services.worker.core.stats import StepStats
+from services.worker.metrics.loop_counts import LoopCounts
+from services.worker.metrics.scheduler_metrics import WorkerMetrics
+
+LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
+NONE = np.zeros(0, dtype=np.int32)
+
+
+def plan_of(step: int, mode: ForwardMode, starts: tuple[int, ...] = (), num_extend: int = 0) -> BatchPlan:
+    columns = dict.fromkeys(BatchPlan.__dataclass_fields__, NONE) | {"slots": np.arange(len(starts))}
+    fields = {"step_id": step, "mode": mode, "num_extend": num_extend, "starts": np.array(starts), "admitted": ()}
+    return BatchPlan(**columns | fields)  # type: ignore[arg-type]
+
+
+class Turns:
+    """Figures of a worker whose loop is turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.counts = LoopCounts(16, 10, 8, lambda: self.now)
+        self._registry = CollectorRegistry()
+        self._registry.register(WorkerMetrics("m", self.counts))
+
+    def turn(self, running: int, paused: bool = False) -> None:
+        figures = dict.fromkeys(StepStats.__dataclass_fields__, 0) | {"num_running": running, "paused": paused}
+        self.counts.turned(StepStats(**figures))  # type: ignore[arg-type]
+
+    def step(self, plan: BatchPlan, seconds: float) -> None:
+        """Planned, launched and waited for, without overlap."""
+        self.counts.planned(plan)
+        self.now += seconds
+        self.counts.ended(plan, seconds)
+
+    def figure(self, name: str, **labels: str) -> float:
+        found = self._registry.get_sample_value(name, LABELS | labels)
+        assert found is not None
+        return found
+
+
+def test_seconds_of_steps_and_of_the_bubbles_between_them() -> None:
+    at = Turns()
+    at.step(plan_of(1, ForwardMode.EXTEND), 2.0)
+    at.turn(running=1)
+    at.now += 0.5
+    at.step(plan_of(2, ForwardMode.DECODE), 1.0)
+    assert at.figure("sglang:forward_execution_seconds_total", category="extend") == 2.0
+    assert at.figure("sglang:forward_execution_seconds_total", category="decode") == 1.0
+    assert at.figure("rootstock_worker_bubble_seconds_total") == 0.5
+    at.now += 0.5
+    assert at.figure("sglang:fwd_occupancy") == pytest.approx(100 * 1.0 / 2.0), "since the turn"
+
+
+def test_overlap_idleness_pauses_and_failed_steps_are_no_bubbles() -> None:
+    at = Turns()
+    first, second = plan_of(1, ForwardMode.DECODE), plan_of(2, ForwardMode.DECODE)
+    at.turn(running=1)
+    at.counts.planned(first)
+    at.counts.planned(second)  # launched before the first has ended
+    at.now += 1.0
+    at.counts.ended(first, 1.0)
+    at.counts.ended(second, 0.0)
+    at.turn(running=0)
+    at.counts.rests()
+    at.now += 60.0
+    at.counts.wakes()
+    assert at.figure("sglang:scheduler_idle_seconds_total") == 60.0
+    at.step(plan_of(3, ForwardMode.EXTEND), 1.0)
+    at.turn(running=1, paused=True)
+    assert at.figure("sglang:num_paused_reqs") == 1
+    at.now += 60.0
+    at.counts.planned(plan_of(4, ForwardMode.DECODE))  # and fails
+    at.turn(running=1)
+    at.now += 60.0
+    at.step(plan_of(6, ForwardMode.DECODE), 1.0)
+    assert at.figure("rootstock_worker_bubble_seconds_total") == 0.0
+
+
+def test_context_that_is_decoded() -> None:
+    at = Turns()
+    at.step(plan_of(1, ForwardMode.MIXED, (0, 30, 9), num_extend=1), 1.0)
+    at.turn(running=3)
+    assert at.figure("sglang:decode_sum_seq_lens") == 30 + 9 + 2
+    at.turn(running=0)
+    assert at.figure("sglang:decode_sum_seq_lens") == 0
