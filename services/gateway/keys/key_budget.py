@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from services.gateway.keys.key_table import ApiKey
 from services.gateway.keys.rate_window import BUCKETS, seconds_until
-from services.gateway.keys.share import Answer, Concurrent, PerMinute, Report, Share, Usage
+from services.gateway.keys.share import Answer, Report, Share
+from services.gateway.keys.usage import Concurrent, PerMinute, Usage
 
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrency"
 KINDS = (REQUESTS, TOKENS, CONCURRENT)
@@ -112,6 +113,10 @@ class KeyBudget:
         for kind, answer in zip(KINDS, answers, strict=True):
             if (share := self.shares.get(kind)) is not None:
                 share.answered(answer, settled, now)
+
+    def someone_came(self) -> None:
+        for share in self.shares.values():
+            share.someone_came()
 
     def go_alone(self, now: float) -> None:
         for share in self.shares.values():

@@ -11,63 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from services.gateway.keys.rate_window import BUCKET_S, BUCKETS, WINDOW_S, RateWindow, seconds_until
+from services.gateway.keys.rate_window import BUCKET_S, WINDOW_S, seconds_until
+from services.gateway.keys.usage import Usage
 
 ALONE_S = WINDOW_S + 2 * BUCKET_S
 YIELD_S = 6.0  # for which what others needed is left to them
 PATIENCE_S = 5.0  # for which what was refused is asked for
-
-
-class Usage(Protocol):
-    """size: how many amounts there are."""
-
-    size: int
-
-    def add(self, amount: int, now: float) -> None: ...
-
-    def give_back(self, amount: int, since: float, now: float) -> int: ...
-
-    def used(self, now: float) -> int: ...
-
-    def recent(self, now: float) -> int: ...
-
-    def amounts(self, now: float) -> list[int]: ...
-
-    def replace(self, amounts: Sequence[int], now: float) -> None: ...
-
-
-class PerMinute(RateWindow):
-    size = BUCKETS
-
-
-class Concurrent:
-    """What is in use now, whenever it began."""
-
-    size = 1
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def add(self, amount: int, now: float) -> None:
-        self._count += amount
-
-    def give_back(self, amount: int, since: float, now: float) -> int:
-        self._count -= amount
-        return amount
-
-    def used(self, now: float) -> int:
-        return self._count
-
-    def recent(self, now: float) -> int:
-        return self._count
-
-    def amounts(self, now: float) -> list[int]:
-        return [self._count]
-
-    def replace(self, amounts: Sequence[int], now: float) -> None:
-        self._count = amounts[0]
+GATHER_S = 5.0  # after a gateway has come, for which the others' parts are asked for what they do not need
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +66,9 @@ class Share:
         self._largest_at = 0.0
         self._others_in_need = False
         self._yielded_at = 0.0
+        self._gateways = 0  # at the last report
+        self._gather_until = 0.0
+        self._short = 0
 
     def set_limit(self, limit: int) -> None:
         """Of a smaller one nothing is held yet."""
@@ -186,6 +140,10 @@ class Share:
 
     # For the refill
 
+    def someone_came(self) -> None:
+        """What is held is to be held by one more."""
+        self.dirty = True
+
     @property
     def runs_low(self) -> bool:
         """It has refused something, or more is being used than is at hand."""
@@ -204,8 +162,14 @@ class Share:
                 self.held = min(self.held, recent)
                 self._yielded_at = now
             else:
-                most = self._wanted(recent, now, gateways)
+                target = self._target(recent, now, gateways)
+                if gateways > self._gateways and not unmet:
+                    self.held = min(self.held, target)
+                most = max(self._unmet, target - self.held, 0)
             held = self.held
+        if gateways > self._gateways:
+            self._gather_until = now + GATHER_S
+        self._gateways, self._short = gateways, most
         self._reported, self._least = (held, self._taken), least
         self._unmet = self._largest_unmet = 0
         return Report(self.limit, least, most, held, unmet, self._own.amounts(now))
@@ -223,7 +187,8 @@ class Share:
                 self._unmet = self._largest_unmet = self._least
         self._others_in_need = answer.in_need
         self._others.replace(answer.others, now)
-        self.dirty = self.dirty or not settled or answer.in_need or self._unmet > 0
+        gathers = self._short > max(0, answer.granted) and now < self._gather_until
+        self.dirty = self.dirty or not settled or answer.in_need or self._unmet > 0 or gathers
 
     def go_alone(self, now: float) -> None:
         """Redis is away."""
@@ -234,13 +199,12 @@ class Share:
             self.held = 0
         self.dirty = True
 
-    def _wanted(self, recent: int, now: float, gateways: int) -> int:
-        """Beyond what is held: for what has been refused, or to have at hand what comes next."""
+    def _target(self, recent: int, now: float, gateways: int) -> int:
+        """What should be at hand for what comes next."""
         standing = self.limit if gateways == 1 else -(-self.limit // (2 * gateways))
         if now - self._yielded_at < YIELD_S:
             standing = 0
-        target = max(standing, recent, min(self._largest, self.limit))
-        return max(self._unmet, target - self.held, 0)
+        return max(standing, recent, min(self._largest, self.limit))
 
     def _ceiling(self, now: float, gateways: int) -> int:
         part = max(1, self.limit // gateways)

@@ -97,7 +97,10 @@ class ShareRefill:
         yield from late
 
     def _count(self, gateways: int, now: float) -> None:
-        """Fewer count once they have been fewer for so long that the others would have been heard of: Redis may be new."""
+        """Who has come is given its part. Fewer count once they have been fewer for so long that the others would have been heard of: Redis may be new."""
+        if gateways > self._seen:
+            for budget in self._budgets.values():
+                budget.someone_came()
         if gateways >= self._seen:
             self._seen, self._fewer_since = gateways, None
         elif self._fewer_since is None:

@@ -221,6 +221,20 @@ def test_a_gateway_that_comes_takes_of_the_others_and_one_that_dies_leaves_its_s
     asyncio.run(run())
 
 
+def test_a_gateway_that_comes_has_its_share_before_it_is_asked_for_it(server: RedisServer) -> None:
+    async def run() -> None:
+        gateways = Gateways(server.url, count=1, requests_per_minute=30, max_concurrent=8)
+        await gateways.go_on(40)
+        for name in ("g1", "g2"):
+            gateways.add(name)
+            await gateways.go_on(3)
+        assert all(gateways.ask(gateway) for gateway in range(3)) and not gateways.refused
+        assert sum(gateways.ask(gateway) is not None for gateway in range(3) for _ in range(30)) <= 27
+        await gateways.close()
+
+    asyncio.run(run())
+
+
 def test_so_many_at_once_and_what_ends_makes_room(server: RedisServer) -> None:
     async def run() -> None:
         rng = random.Random(2)
