@@ -97,7 +97,8 @@ class ShareRefill:
         yield from late
 
     def _count(self, gateways: int, now: float) -> None:
-        """Who has come is given its part. Fewer count once they have been fewer for so long that the others would have been heard of: Redis may be new."""
+        """Who has come gets its part. Fewer count once they have been fewer for so long that the others would have been heard of:
+        Redis may be new."""
         if gateways > self._seen:
             for budget in self._budgets.values():
                 budget.someone_came()
