@@ -18,7 +18,7 @@ from tests.e2e.fleet_clients import Clients, Wave, check
 STREAMS = 200
 NUM_CASES = 96
 NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
-BY_NIGHT = ("worker-1", "worker-2", "gateway-1")  # restarted as worker-0, the far worker and gateway-0 are
+BY_NIGHT = ("worker-1", "worker-2", "gateway-1", "tokenizer-1", "detokenizer-1")  # restarted as their likes are
 FREE_S = 1.0  # in which what clients left behind is free
 QUIET_S = 10.0  # the same after a fault, whose own traces may take longer
 
