@@ -97,7 +97,8 @@ class PrefixGate:
         lead = self._leads.get(other.seq) or self._lead(other)
         lead.due = min(lead.due, wait.since + MAX_PASSES)
         lead.waits.append(wait)
-        self.freed.pop(request.seq, None)
+        if self.freed:
+            self.freed.pop(request.seq, None)
         return WAIT
 
     def _list_extends(self) -> None:

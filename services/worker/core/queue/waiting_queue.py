@@ -97,7 +97,8 @@ class WaitingQueue:
     def hold(self, request: Request, tokens: int) -> None:
         """A gate makes it wait. tokens: of KV, 1 or more, all that it may come to hold."""
         assert tokens > 0 and not request.held, "a request is held once"
-        self._kept[request.rank] = self._kept.get(request.rank, _NOTHING).plus(1, tokens)
+        slots, kept = self._kept.get(request.rank, _NOTHING)
+        self._kept[request.rank] = Kept(slots + 1, kept + tokens)
         request.held = tokens
         self.num_held += 1
         assert self.num_held <= self._size, "only requests of the queue are held"
