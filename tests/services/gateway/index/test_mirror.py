@@ -38,18 +38,6 @@ def stored(*numbers: int) -> CacheEvents:
     return CacheEvents(False, blocks(*numbers), ())
 
 
-@pytest.fixture(scope="module")
-def one_server() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(one_server: RedisServer) -> RedisServer:
-    one_server.client.flushall()
-    return one_server
-
-
 @pytest.fixture(params=EITHER_SERVER)
 def own_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """One that the test may break."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,25 +13,12 @@ import pytest
 from services.gateway.keys.key_limits import Admission, KeyLimits
 from services.gateway.keys.key_table import ApiKey, KeyTable
 from services.gateway.request.errors import ApiError
-from tests.services.redis_server import RedisServer, redis_server
+from tests.services.redis_server import RedisServer
 
 BEGIN = 1_700_000_000.0
 NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 TURN_S = 0.2 if NIGHTLY else 0.4
 KEY = "team"
-
-
-@pytest.fixture(scope="module")
-def one_server() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(one_server: RedisServer) -> RedisServer:
-    one_server.client.flushall()
-    one_server.client.script_flush()
-    return one_server
 
 
 class Gateways:
