@@ -144,8 +144,10 @@ class TestRetune:
         assert shown["schedule_policy"] == "fcfs" and shown["chunked_prefill_size"] == 16
         assert shown["max_running_requests"] == 8 and shown["new_token_ratio"] == 0.7
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_each_can_be_set_to_what_it_is(self, name: str) -> None:
+    @pytest.mark.parametrize(
+        "name", ["schedule_policy", "schedule_conservativeness", "max_running_requests", "enable_mixed_chunk"]
+    )
+    def test_one_of_each_type_can_be_set_to_what_it_is(self, name: str) -> None:
         core = make().core
         before = core.tunables()
         core.retune({name: before[name]})
@@ -160,7 +162,6 @@ class TestRetune:
             ({"enable_radix_cache": False}, "enable_radix_cache"),
             ({"nonsense": 1}, "nonsense"),
             ({"schedule_policy": "best"}, "schedule_policy"),
-            ({"chunked_prefill_size": -1}, "chunked_prefill_size"),
             ({"chunked_prefill_size": 3}, "chunked_prefill_size"),
             ({"chunked_prefill_size": 16.5}, "chunked_prefill_size"),
             ({"chunked_prefill_size": "16"}, "chunked_prefill_size"),

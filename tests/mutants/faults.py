@@ -6,20 +6,46 @@ from dataclasses import dataclass
 
 KERNELS_TOO = ("top_n_sigma", "triton_select_tokens", "triton_attention", "triton_measure_logprobs")
 AREAS: dict[str, tuple[str, ...]] = {
-    "chart": tuple(
-        f"tests/chart/test_{name}.py"
-        for name in ("objects", "templates", "values", "pod_security", "network_policies", "settings", "upgrade")
+    "chart": (
+        *(
+            f"tests/chart/test_{name}.py"
+            for name in (
+                "objects",
+                "templates",
+                "values",
+                "pod_security",
+                "network_policies",
+                "settings",
+                "upgrade",
+                "images_rules",
+            )
+        ),
+        "tests/contracts/test_chart_schema.py",
     ),
     "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "triton_step", "triton_layers", *KERNELS_TOO)),
     "core": (
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
+        *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "control", "sessions", "shares")),
     ),
     "grammar": ("tests/grammar/test_schema_keywords.py", "tests/grammar/test_text_grammars.py"),
     "gateway": (
         *(f"tests/services/gateway/api/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
+        *(f"tests/services/gateway/api/test_{name}.py" for name in ("limits_walked", "known_fields", "sglang_clients")),
+        "tests/contracts/test_sampling_parameters.py",
         "tests/services/gateway/test_sampling_parameters.py",
         "tests/services/gateway/routing/test_routing_policies.py",
+        "tests/services/gateway/discovery/test_discovery.py",
+        "tests/services/gateway/admin/test_admin.py",
         "tests/services/worker/front/test_wire_submit.py",
+        "tests/services/worker/front/test_limits_walked.py",
+    ),
+    "worker": (
+        "tests/contracts/test_worker_defaults.py",
+        "tests/services/worker/test_engine_config.py",
+        "tests/exec/test_weight_stream.py",
+        "tests/services/tokenizer/test_chat_template.py",
+        "tests/services/detokenizer/test_token_texts.py",
+        "tests/services/shared/test_probe.py",
     ),
     "exec": (
         *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "token_sets", "logprobs", "embedding_pool")),
@@ -110,6 +136,21 @@ CHART = (
         f"{TEMPLATES}/network/gateway.yaml",
         ('"component" "detokenizer" "ports" (list 7002)', '"component" "detokenizer" "ports" (list 7001)'),
         only="test_network_policies",
+    ),
+    *of(
+        "chart",
+        "charts/rootstock/values_schema.py",
+        ('"discovery": choice("dns", "k8s")', '"discovery": string()'),
+        ('"hosts": integer(1),', '"hosts": integer(0),'),
+        ('"additionalProperties": False,\n        "properties": properties,', '"properties": properties,'),
+        ('"peer_host", "peer_port", "peers"', '"peer_host", "peers"'),
+        only="test_chart_schema",
+    ),
+    *of(
+        "chart",
+        "tests/chart/dockerfile_rules.py",
+        (r're.match(r"\d+\.\d+\.\d+", tag)', r're.match(r"\d+", tag)'),
+        only="test_images_rules",
     ),
     *of(
         "chart",
@@ -211,6 +252,75 @@ KERNELS = (
     ),
     *of(
         "kernels",
+        f"{CPU}/linear_bf16.cpp",
+        ("static_cast<__mmask16>((1u << left) - 1)", "static_cast<__mmask16>((1u << (left - 1)) - 1)"),
+        ("widen16(job.bias + block * kTileCols + v * 16)", "widen16(job.bias + v * 16)"),
+        ("for (int r = 0; r < ROWS; ++r) sums[r][v] =", "for (int r = 0; r < ROWS - (ROWS > 4); ++r) sums[r][v] ="),
+        ("place : half + place;", "place : half + std::min(place, half - 2);"),
+        ("begin = piece / blocks * rows_per_part;", "begin = piece / blocks * (rows_per_part + (parts > 5));"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/tile_bf16.h",
+        ("case 3: work.template operator()<3>()", "case 3: work.template operator()<2>()"),
+        ("case 5: work.template operator()<5>()", "case 5: work.template operator()<4>()"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/vector16.h",
+        ("_mm512_set1_ps(-87.0f), _CMP_LT_OQ", "_mm512_set1_ps(-1.0f), _CMP_LT_OQ"),
+        ("t[12 + i] = odd_lanes(b, d);", "t[12 + i] = odd_lanes(b, c);"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/attention_direct.cpp",
+        ("job.page_size - (first + i) % job.page_size", "job.page_size - i % job.page_size"),
+        ("for (int64_t i = count; i < padded; ++i)", "for (int64_t i = count + 1; i < padded; ++i)"),
+        ("_mm512_set1_ps(inverse[h])", "_mm512_set1_ps(inverse[0])"),
+        ("mix<VECTORS, 1>(job, places.data(), count, weights, padded, inverse + h, out)", "out[0] = bf16{0}"),
+        ("case 96: attend_token<3>", "case 96: attend_token<2>"),
+        ("case 128: attend_token<4>", "case 128: attend_token<3>"),
+        ("default: attend_token<8>", "default: attend_token<4>"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/attention_tile.cpp",
+        ("std::clamp<int64_t>(position + 1 - begin,", "std::clamp<int64_t>(position - begin,"),
+        ("std::clamp<int64_t>(seen - begin,", "std::clamp<int64_t>(seen + 1 - begin,"),
+        ("tile.total[query] * fade", "tile.total[query]"),
+        ("block < tile.wide / 64", "block < tile.job.head_dim / 64"),
+        ("job.first_seen(tile.start) / kKeys * kKeys", "(job.first_seen(tile.start) + kKeys - 1) / kKeys * kKeys"),
+        ("tile.kv_head * group + query % group)", "tile.kv_head * group + query % std::min<int64_t>(group, 8))"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/draw.cpp",
+        ("if (row.highest[block] < bound) continue;", "if (row.highest[block] <= bound) continue;"),
+        ("return highest[k - 1];", "return highest[k / 2];"),
+        ("const double least = ranked ? 0.0 :", "const double least = ranked ? rule.min_p * 40 :"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/elementwise.cpp",
+        ("rotate(keys + place, k + head * dim, k_norm,", "rotate(keys + place, k + head * dim, q_norm,"),
+        ("if (location < 0) return;", "if (location < -1) return;"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
+        f"{CPU}/logprobs.cpp",
+        ("if (held == num && !(x[i] > values[num - 1])) continue;", "if (held == num && !(x[i] >= values[num - 1])) continue;"),
+        ("tokens[i] < size ? x[tokens[i]]", "tokens[i] < size - 1 ? x[tokens[i]]"),
+        only="test_cpu_kernels",
+    ),
+    *of(
+        "kernels",
         "kernels/triton/layers/step.py",
         ("& (position >= 0) & (logical <", "& (position >= 0) & (logical <="),
         ("tl.atomic_add(unwritten, missing, mask=missing > 0)", "tl.atomic_add(unwritten, missing, mask=missing > 1)"),
@@ -262,6 +372,13 @@ CORE = (
         only="test_rules_finish",
     ),
     *of("core", "services/worker/core/queue/request.py", ("self.logprob_done - 1)", "self.logprob_done)")),
+    *of(
+        "core",
+        "services/worker/core/tunables.py",
+        ("(number != value or number < 0)", "number != value"),
+        ("old = getattr(config, name)\n    if isinstance(old, enum.Enum):", "old = getattr(config, name)\n    if False:"),
+        only="test_rules_control",
+    ),
     *of(
         "core",
         "services/worker/core/step_rows.py",
@@ -332,6 +449,85 @@ GATEWAY = (
         ("len(texts) > row.most:", "len(texts) > row.most + 1:"),
     ),
     *of("gateway", "services/gateway/api/constraints.py", ("if len(found) > 1:", "if len(found) > 2:")),
+    *of(
+        "gateway",
+        "services/gateway/api/constraints.py",
+        ("if len(value) > limits.MAX_GUIDED_CHOICES:", "if len(value) > limits.MAX_GUIDED_CHOICES + 1:"),
+        only="test_bad_input",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/constraints.py",
+        (
+            "if len(text) > limits.MAX_GRAMMAR_BYTES or len(text.encode()) > limits",
+            "if len(text) > limits.MAX_GRAMMAR_BYTES + 1 or len(text.encode()) > 1 + limits",
+        ),
+        only="gateway/api/test_limits_walked",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/request_body.py",
+        ('le=INT32[1], description="Default 0.', 'le=INT32[1] + 1, description="Default 0.'),
+        ("None, max_length=limits.MAX_ROUTING_KEY_CHARS,", "None, max_length=limits.MAX_ROUTING_KEY_CHARS + 1,"),
+        ("min_length=1, max_length=limits.MAX_GUIDED_CHOICES,", "min_length=1, max_length=limits.MAX_GUIDED_CHOICES + 1,"),
+        only="gateway/api/test_limits_walked",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/request_body.py",
+        ("stop_token_ids: list[int] | None", "stop_token_ids: list[int | str] | None"),
+        ("min_length=row.least or None, max_length", "max_length"),
+        only="contracts/test_sampling_parameters",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/openai/types.py",
+        ("max_length=limits.MAX_LOGPROB_TOKEN_IDS,", "max_length=limits.MAX_LOGPROB_TOKEN_IDS + 1,"),
+        (
+            'None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Of',
+            'None, ge=0, le=limits.MAX_TOP_LOGPROBS + 1, description="Of',
+        ),
+        only="gateway/api/test_limits_walked",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/prompts.py",
+        ("if len(prompts) > limits.MAX_BATCH_PROMPTS:", "if len(prompts) > limits.MAX_BATCH_PROMPTS + 1:"),
+        only="gateway/api/test_limits_walked",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/known_fields.py",
+        ('"suffix": ("",),', ""),
+        only="test_known_fields",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/api/known_fields.py",
+        ('"video_data": ([],),', '"video_data": (),'),
+        only="test_sglang_clients",
+    ),
+    *of(
+        "gateway",
+        "services/worker/front/sampling_wire.py",
+        ("if not 0 < len(text) <= row.chars:", "if not 0 < len(text) <= row.chars + 1:"),
+        ("within(message.logprobs.top, limits.MAX_TOP_LOGPROBS,", "within(message.logprobs.top, limits.MAX_TOP_LOGPROBS + 1,"),
+        ("limits.MAX_LOGPROB_TOKEN_IDS, model,", "limits.MAX_LOGPROB_TOKEN_IDS + 1, model,"),
+        only="worker/front/test_limits_walked",
+    ),
+    *of(
+        "gateway",
+        "services/worker/front/sampling_wire.py",
+        ("if ids and max(ids) >= model.vocab_size:", "if ids and max(ids) > model.vocab_size:"),
+        ("return row.resolved(value)", "return value"),
+        only="test_wire_submit",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/admin/operations.py",
+        ('("GET", "/get_server_info"): _STATE', '("GET", "/get_server_info"): _LOAD'),
+        only="test_admin",
+    ),
     *of(
         "gateway",
         "services/gateway/api/openai/validation.py",
@@ -441,4 +637,15 @@ EXEC = (
         ("if self.params.dimensions else mean", "if self.params.dimensions > 1 else mean"),
     ),
 )
-FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC)
+WORKER = (
+    *of(
+        "worker",
+        "services/worker/scheduler_config.py",
+        ("max_sessions=settings.max_sessions", "max_sessions=settings.max_sessions + 1"),
+        ("settings.enable_mixed_chunk and not whole", "not whole and bool(settings.enable_mixed_chunk or True)"),
+        ("page_size=info.page_size", "page_size=max(info.page_size, 32)"),
+        ("random_seed=RANDOM_SEED", "random_seed=hash(info)"),
+        ("graph_rereads=info.graph_rereads", "graph_rereads=0"),
+    ),
+)
+FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *WORKER)

@@ -34,7 +34,7 @@ def test_special_tokens_give_their_names(tokenizers: dict[str, HfTokenizer], kin
     assert TokenTexts(tokenizer).of(special).decode().strip() == tokenizer.decode([special], False).strip() != ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["byte_level", "wordpiece"])
 def test_unknown_ids_give_nothing(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     assert TokenTexts(tokenizers[kind]).of(10**6) == b""
 
