@@ -59,7 +59,6 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
         ("/worker/resources/limits/memory", "does not match pattern"),
     ),
     "label that is none": (worker(podLabels={"team": "a b"}), ("/worker/podLabels/team", "does not match pattern")),
-    "number for a label": (worker(podLabels={"team": 1}), ("/worker/podLabels/team", "got number, want string")),
     "scale-to-zero of a front service": (
         gateway(autoscaling={"enabled": True, "minReplicas": 0}),
         ("/gateway/autoscaling/minReplicas", "minimum: got 0, want 1"),

@@ -25,7 +25,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "triton_step", "triton_layers", *KERNELS_TOO)),
     "core": (
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
-        *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "control", "sessions", "shares")),
+        *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares")),
     ),
     "grammar": ("tests/grammar/test_schema_keywords.py", "tests/grammar/test_text_grammars.py"),
     "gateway": (
@@ -374,6 +374,47 @@ CORE = (
     *of("core", "services/worker/core/queue/request.py", ("self.logprob_done - 1)", "self.logprob_done)")),
     *of(
         "core",
+        "services/worker/core/new_token_ratio.py",
+        ("min(INIT_RATIO * conservativeness, 1.0)", "min(INIT_RATIO * conservativeness, 1.02)"),
+        ("(self._init - self._floor) / DECAY_STEPS", "(self._init - self._floor) / (DECAY_STEPS - 1)"),
+        ("/ (sum_max_new + 1))", "/ sum_max_new)"),
+        only="test_rules_budgets",
+    ),
+    *of(
+        "core",
+        "services/worker/core/prefill_adder.py",
+        ("CLIP_MAX_NEW_TOKENS = 4096", "CLIP_MAX_NEW_TOKENS = 4097"),
+        ("np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()", "rows.remaining.sum()"),
+        (
+            "self._chunk = max(chunked_prefill_size - num_decode_rows, page_size)",
+            "self._chunk = max(chunked_prefill_size - num_decode_rows, 1)",
+        ),
+        ("need >= available - self._reserved", "need > available - self._reserved"),
+        ("(start + room) // self._page_size * self._page_size", "start + room // self._page_size * self._page_size"),
+        only="test_rules_budgets",
+    ),
+    *of(
+        "core",
+        "services/worker/core/queue/policy.py",
+        ("count <= IN_BATCH_CHECK_THRESHOLD", "count < IN_BATCH_CHECK_THRESHOLD"),
+        ("config.schedule_policy is SchedulePolicy.LPM and num_waiting >", "num_waiting >"),
+        only="test_rules_policies",
+    ),
+    *of(
+        "core",
+        "services/worker/core/kv/cache_events.py",
+        ("if name in self._stored:\n                del self._stored[name]\n            else:", "if name not in self._held:"),
+        ("self._cleared = True\n        self._held.clear()", "self._held.clear()"),
+        only="test_rules_cache",
+    ),
+    *of(
+        "core",
+        "services/worker/core/queue/finish.py",
+        ("count >= params.min_new_tokens and is_stop", "count > params.min_new_tokens and is_stop"),
+        only="test_rules_finish",
+    ),
+    *of(
+        "core",
         "services/worker/core/tunables.py",
         ("(number != value or number < 0)", "number != value"),
         ("old = getattr(config, name)\n    if isinstance(old, enum.Enum):", "old = getattr(config, name)\n    if False:"),
@@ -469,7 +510,6 @@ GATEWAY = (
         "services/gateway/api/request_body.py",
         ('le=INT32[1], description="Default 0.', 'le=INT32[1] + 1, description="Default 0.'),
         ("None, max_length=limits.MAX_ROUTING_KEY_CHARS,", "None, max_length=limits.MAX_ROUTING_KEY_CHARS + 1,"),
-        ("min_length=1, max_length=limits.MAX_GUIDED_CHOICES,", "min_length=1, max_length=limits.MAX_GUIDED_CHOICES + 1,"),
         only="gateway/api/test_limits_walked",
     ),
     *of(
@@ -504,7 +544,7 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/api/known_fields.py",
-        ('"video_data": ([],),', '"video_data": (),'),
+        ('"return_bytes": (False,),', '"return_bytes": (),'),
         only="test_sglang_clients",
     ),
     *of(
@@ -521,6 +561,13 @@ GATEWAY = (
         ("if ids and max(ids) >= model.vocab_size:", "if ids and max(ids) > model.vocab_size:"),
         ("return row.resolved(value)", "return value"),
         only="test_wire_submit",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/discovery/targets.py",
+        ("1 <= number <= 65535", "1 <= number <= 65536"),
+        ("len(port) <= 15", "len(port) <= 30"),
+        only="test_discovery",
     ),
     *of(
         "gateway",

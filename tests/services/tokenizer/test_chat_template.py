@@ -169,9 +169,7 @@ HEADER = {"add_generation_prompt": True, "continue_final_message": False}
 HELLO = json.dumps([{"role": "user", "content": "secret"}]).encode()
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ messages[0].content + 1 }}", "{{ messages[0].content.nope.nope }}", "{{ [] + messages[0].role }}"]
-)
+@pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ messages[0].content.nope.nope }}"])
 def test_the_interpreters_words_are_not_passed_on(template: str) -> None:
     with pytest.raises(InvalidField, match=r"^messages: the chat template failed with \w+Error$"):
         renderer(template).render(HEADER, HELLO, b"", b"")
