@@ -56,8 +56,6 @@ HEALTHCHECK CMD ["true"]
 ENTRYPOINT ["true"]
 """
 WRONG = {
-    "python:latest": ("pinned", "BASE=python:3.11.14-slim", "BASE=python:latest"),
-    "python without a tag": ("pinned", "BASE=python:3.11.14-slim", "BASE=python"),
     "python 3": ("pinned", "BASE=python:3.11.14-slim", "BASE=python:3-slim"),
     "root": ("last USER", "USER 10001:10001", ""),
     "root again": ("last USER", "EXPOSE 1", "USER 0:0\nEXPOSE 1"),

@@ -11,14 +11,13 @@ from tests.chart.template_fields import (
     EVERY,
     FULL,
     GATEWAYS,
-    SCALED,
     SERVICES,
     WORKER,
     WORKERS,
     Values,
     at,
 )
-from tests.chart.variants import KEDA, VARIANTS, model
+from tests.chart.variants import VARIANTS, model
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -34,13 +33,10 @@ def test_no_case_hides_another() -> None:
     assert len(CASES) == sum(map(len, (SERVICES, GATEWAYS, WORKERS, BESIDES)))
 
 
+# What has a field that no upgrade may change is looked for in each of those releases (test_upgrade.py).
 @pytest.mark.parametrize(
     ("values", "title"),
     [
-        ({}, f"HorizontalPodAutoscaler/{FULL}-worker-demo"),
-        ({}, f"ScaledObject/{FULL}-worker-demo"),
-        (SCALED, f"ScaledObject/{FULL}-worker-demo"),
-        (KEDA, f"HorizontalPodAutoscaler/{FULL}-worker-demo"),
         (VARIANTS["local-disks"], WORKER),
         (VARIANTS["leader-worker-set"], WORKER),
         ({}, f"Ingress/{FULL}-gateway"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.all_pairs import covering, each_pair, each_value, pairs_of
 
-SIZES = [(2, 2), (1, 5), (2, 3, 5), (2, 9, 5, 2), (2, 6, 6, 6), (4, 4, 4, 2, 2), (3, 1, 1, 2)]
+SIZES = [(2, 2), (1, 5), (2, 9, 5, 2), (3, 1, 1, 2)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -21,9 +21,7 @@ def test_every_pair_is_in_a_case(sizes: tuple[int, ...]) -> None:
     assert set().union(*map(pairs_of, covering(sizes))) == wanted
 
 
-@pytest.mark.parametrize(
-    ("sizes", "most"), [((3, 7), 21), ((2, 3, 5), 15), ((2, 9, 5, 2), 45), ((2, 6, 6, 6), 42), ((4, 4, 4, 4, 4), 28)], ids=str
-)
+@pytest.mark.parametrize(("sizes", "most"), [((3, 7), 21), ((2, 6, 6, 6), 42), ((4, 4, 4, 4, 4), 28)], ids=str)
 def test_few_cases_suffice_and_are_the_same_each_time(sizes: tuple[int, ...], most: int) -> None:
     cases = covering(sizes)
     assert len(set(cases)) == len(cases) <= most

@@ -34,15 +34,13 @@ def adder(rows: list[Row] | None = None, **changes: Any) -> PrefillAdder:
 
 
 class TestNewTokenRatio:
-    @pytest.mark.parametrize(
-        ("conservativeness", "first"), [(1.0, 0.7), (0.5, 0.35), (0.1, 0.07), (1.4, 0.98), (1.5, 1.0), (9.0, 1.0)]
-    )
+    @pytest.mark.parametrize(("conservativeness", "first"), [(1.4, 0.98), (1.5, 1.0)])
     def test_it_begins_at_seven_tenths_times_conservativeness_and_never_above_one(
         self, conservativeness: float, first: float
     ) -> None:
         assert NewTokenRatio(conservativeness).value == pytest.approx(first)
 
-    @pytest.mark.parametrize("conservativeness", [0.3, 1.0, 2.0])
+    @pytest.mark.parametrize("conservativeness", [0.3, 2.0])
     def test_it_falls_in_a_line_to_14_percent_of_that_within_600_steps_and_stays(self, conservativeness: float) -> None:
         ratio = NewTokenRatio(conservativeness)
         first, seen = ratio.value, []
@@ -56,7 +54,7 @@ class TestNewTokenRatio:
 
     @pytest.mark.parametrize(
         ("decoded", "batch", "max_new", "value"),
-        [(100, 4, 1000, 180 / 1001), (0, 1, 99, 0.2), (920, 4, 999, 1.0), (990, 4, 1000, 1.0), (5, 50, 10, 1.0)],
+        [(100, 4, 1000, 180 / 1001), (0, 1, 99, 0.2), (920, 4, 999, 1.0), (990, 4, 1000, 1.0)],
     )
     def test_on_retraction_it_becomes_the_share_decoded_with_20_tokens_more_for_each_row(
         self, decoded: int, batch: int, max_new: int, value: float
@@ -87,14 +85,13 @@ class TestTotalBudget:
     def test_prompt_and_outputs_stay_below_what_is_free(self, available: int, result: AddResult) -> None:
         assert adder().admit(available, 0, 10, 20, False, False)[0] is result
 
-    @pytest.mark.parametrize(("ratio", "reserved"), [(1.0, 100), (0.5, 50), (0.098, 9.8)])
-    def test_running_rows_reserve_the_ratio_of_what_they_may_still_give(self, ratio: float, reserved: float) -> None:
-        rows = [(60, 5, False), (40, 5, False)]
+    def test_running_rows_reserve_the_ratio_of_what_they_may_still_give(self) -> None:
+        rows, ratio, reserved = [(60, 5, False), (40, 5, False)], 0.098, 9.8
         enough = int(30 + reserved) + 1
         assert adder(rows, new_token_ratio=ratio).admit(enough, 0, 10, 20, False, False)[0] is CONTINUE
         assert adder(rows, new_token_ratio=ratio).admit(enough - 1, 0, 10, 20, False, False)[0] is NO_TOKEN
 
-    @pytest.mark.parametrize(("max_new", "counted"), [(4095, 4095), (4096, 4096), (4097, 4096), (100_000, 4096)])
+    @pytest.mark.parametrize(("max_new", "counted"), [(4096, 4096), (4097, 4096)])
     def test_at_most_4096_outputs_count_of_the_new_one_and_of_each_running_one(self, max_new: int, counted: int) -> None:
         assert adder().admit(10 + counted, 0, 10, max_new, False, False)[0] is NO_TOKEN
         assert adder().admit(11 + counted, 0, 10, max_new, False, False)[0] is CONTINUE
@@ -102,7 +99,7 @@ class TestTotalBudget:
         assert adder(rows).admit(11 + counted, 0, 10, 1, False, False)[0] is NO_TOKEN
         assert adder(rows).admit(12 + counted, 0, 10, 1, False, False)[0] is CONTINUE
 
-    @pytest.mark.parametrize(("extend", "counted"), [(1, 16), (16, 16), (17, 32)])
+    @pytest.mark.parametrize(("extend", "counted"), [(16, 16), (17, 32)])
     def test_prompts_count_in_whole_pages(self, extend: int, counted: int) -> None:
         assert adder(page_size=16).admit(counted + 8, 0, extend, 8, False, False)[0] is NO_TOKEN
         assert adder(page_size=16).admit(counted + 9, 0, extend, 8, False, False)[0] is CONTINUE
@@ -181,7 +178,6 @@ class TestChunkBudget:
         [
             (1, 0, 100, 50, 50),
             (16, 0, 100, 50, 48),
-            (16, 16, 100, 50, 48),
             (16, 5, 100, 50, 43),
             (16, 0, 50, 50, 50),
             (16, 0, 49, 48, 48),
@@ -202,7 +198,7 @@ class TestChunkBudget:
     def test_the_input_budget_cuts_chunks_too(self) -> None:
         assert adder(chunked_prefill_size=64, max_prefill_tokens=40).chunk(0, 100, False) == 40
 
-    @pytest.mark.parametrize(("num_decode_rows", "taken"), [(0, 64), (16, 48), (48, 16), (63, 16), (1000, 16)])
+    @pytest.mark.parametrize(("num_decode_rows", "taken"), [(0, 64), (16, 48), (63, 16)])
     def test_decode_rows_of_a_mixed_step_take_from_it_but_leave_a_page(self, num_decode_rows: int, taken: int) -> None:
         budget = adder(page_size=16, chunked_prefill_size=64, max_prefill_tokens=64, num_decode_rows=num_decode_rows)
         assert budget.chunk(0, 1000, False) == taken
@@ -238,7 +234,6 @@ class TestAdaptedChunk:
         [
             (8192, 16, 0, 64, 8192),
             (8192, 16, 64, 64, 4096),
-            (8192, 16, 192, 64, 2048),
             (8192, 16, 448, 64, 1024),
             (8192, 16, 100_000, 64, 1024),
             (8192, 16, 100_000, 0, 8192),
@@ -285,7 +280,7 @@ class TestMixedChunk:
 
 
 class TestExtendSteps:
-    @pytest.mark.parametrize("limit", [1, 2, 3])
+    @pytest.mark.parametrize("limit", [1, 3])
     def test_decoding_rows_get_a_step_after_so_many_extends(self, limit: int) -> None:
         modes = self.modes(limit)
         begin = modes.index("E")
@@ -315,7 +310,7 @@ class TestExtendSteps:
 
 
 class TestPrefillMaxRequests:
-    @pytest.mark.parametrize(("limit", "rows"), [(0, [6]), (1, [1] * 6), (2, [2] * 3), (4, [4, 2])])
+    @pytest.mark.parametrize(("limit", "rows"), [(0, [6]), (1, [1] * 6), (4, [4, 2])])
     def test_a_step_takes_in_so_many_prompts(self, limit: int, rows: list[int]) -> None:
         engine = make(prefill_max_requests=limit, chunked_prefill_size=0)
         for handle in range(6):

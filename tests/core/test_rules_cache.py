@@ -212,7 +212,10 @@ def blocks(tokens: list[int], salt: str = "") -> list[bytes]:
     return out
 
 
-@pytest.mark.parametrize("page_size", [1, 64, 128])
+EACH_PAGE = pytest.mark.parametrize("page_size", [1, 64, 128])  # a part of a block, a block, two
+PART_OR_TWO = pytest.mark.parametrize("page_size", [1, 128])  # where a page of one block is handled as either of them
+
+
 class TestEvents:
     @staticmethod
     def engine(page_size: int) -> Engine:
@@ -225,6 +228,7 @@ class TestEvents:
         page = engine.config.page_size
         return set(blocks(tokens[: len(tokens) // page * page], salt))
 
+    @PART_OR_TWO
     def test_whole_blocks_are_told_when_they_are_computed(self, page_size: int) -> None:
         engine = self.engine(page_size)
         tokens = list(range(300))
@@ -232,6 +236,7 @@ class TestEvents:
         assert len(wanted) == 300 // max(page_size, 64) * max(page_size, 64) // 64
         assert engine.index == wanted
 
+    @EACH_PAGE
     def test_prompts_that_part_within_an_edge_share_the_blocks_before(self, page_size: int) -> None:
         engine = self.engine(page_size)
         first = self.run(engine, 0, list(range(400)))
@@ -239,6 +244,7 @@ class TestEvents:
         assert len(first & second) == 200 // 64
         assert engine.index == first | second
 
+    @PART_OR_TWO
     def test_evicted_blocks_are_taken_back(self, page_size: int) -> None:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
@@ -247,6 +253,7 @@ class TestEvents:
         assert engine.index == set()
         assert engine.index | self.run(engine, 1, list(range(400))) == engine.index
 
+    @EACH_PAGE
     def test_a_flush_is_told_in_few_words(self, page_size: int) -> None:
         engine = self.engine(page_size)
         for handle in range(3):
@@ -264,6 +271,7 @@ class TestEvents:
         engine.drain()
         engine.check_answer(3)
 
+    @EACH_PAGE
     def test_a_flush_that_takes_little_names_it(self, page_size: int) -> None:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
@@ -277,12 +285,14 @@ class TestEvents:
         engine.index -= set(events.removed)
         engine.drain()
 
+    @PART_OR_TWO
     def test_namespaces_have_their_own_names(self, page_size: int) -> None:
         engine = self.engine(page_size)
         first = self.run(engine, 0, list(range(400)))
         second = self.run(engine, 1, list(range(400)), salt="tenant")
         assert not first & second and engine.index == first | second
 
+    @PART_OR_TWO
     def test_a_new_pool_clears_everything(self, page_size: int) -> None:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
@@ -291,6 +301,7 @@ class TestEvents:
         events = engine.core.take_cache_events()
         assert events is not None and events.cleared and not events.stored and not events.removed
 
+    @PART_OR_TWO
     def test_a_block_that_came_and_went_between_two_messages_is_in_neither(self, page_size: int) -> None:
         engine = self.engine(page_size)
         tree = engine.core.table.memory.tree

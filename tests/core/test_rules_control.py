@@ -9,6 +9,7 @@ import pytest
 from services.worker.core.contracts.config import SchedulePolicy
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
 from services.worker.core.tunables import NAMES
+from tests.all_pairs import each_value
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
@@ -27,8 +28,11 @@ def busy(overlap: bool = True) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+EACH_MODE = pytest.mark.parametrize("overlap", [True, False])
+
+
 class TestPause:
+    @EACH_MODE
     @pytest.mark.parametrize("mode", PauseMode)
     def test_nothing_is_planned_and_new_requests_wait_until_it_ends(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
@@ -44,6 +48,7 @@ class TestPause:
         engine.drain()
         assert engine.finishes[9].reason is FinishReason.LENGTH
 
+    @EACH_MODE
     def test_abort_ends_all_that_are_here_and_they_hold_nothing(self, overlap: bool) -> None:
         engine = busy(overlap)
         engine.core.pause(PauseMode.ABORT, engine.now)
@@ -53,6 +58,7 @@ class TestPause:
         for handle in range(4):
             engine.check_answer(handle)
 
+    @EACH_MODE
     def test_retract_gives_all_memory_back_and_what_is_cached_can_be_flushed(self, overlap: bool) -> None:
         engine = busy(overlap)
         engine.core.pause(PauseMode.RETRACT, engine.now)
@@ -63,6 +69,7 @@ class TestPause:
         assert engine.core.stats().pages_free == engine.config.num_pages
         self.end(engine)
 
+    @EACH_MODE
     def test_in_place_leaves_memory_where_it_is(self, overlap: bool) -> None:
         engine = busy(overlap)
         before = engine.core.stats()
@@ -82,7 +89,7 @@ class TestPause:
             assert engine.finishes[handle].reason is not FinishReason.ABORT
             engine.check_answer(handle)
 
-    @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
+    @each_value(overlap=[True, False], mode=[PauseMode.RETRACT, PauseMode.IN_PLACE])
     def test_requests_can_be_aborted_and_time_out_meanwhile(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
         engine.submit(4, [4] * 9, max_new_tokens=5, timeout_s=0.05)
@@ -144,8 +151,10 @@ class TestRetune:
         assert shown["schedule_policy"] == "fcfs" and shown["chunked_prefill_size"] == 16
         assert shown["max_running_requests"] == 8 and shown["new_token_ratio"] == 0.7
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_each_can_be_set_to_what_it_is(self, name: str) -> None:
+    @pytest.mark.parametrize(
+        "name", ["schedule_policy", "schedule_conservativeness", "max_running_requests", "enable_mixed_chunk"]
+    )
+    def test_one_of_each_type_can_be_set_to_what_it_is(self, name: str) -> None:
         core = make().core
         before = core.tunables()
         core.retune({name: before[name]})
@@ -160,7 +169,6 @@ class TestRetune:
             ({"enable_radix_cache": False}, "enable_radix_cache"),
             ({"nonsense": 1}, "nonsense"),
             ({"schedule_policy": "best"}, "schedule_policy"),
-            ({"chunked_prefill_size": -1}, "chunked_prefill_size"),
             ({"chunked_prefill_size": 3}, "chunked_prefill_size"),
             ({"chunked_prefill_size": 16.5}, "chunked_prefill_size"),
             ({"chunked_prefill_size": "16"}, "chunked_prefill_size"),

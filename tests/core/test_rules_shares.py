@@ -91,7 +91,7 @@ class TestWhoComesNext:
         first_eight = order[:8]
         assert len({tuple(slots) for slots in first_eight}) >= 2, "they take turns"
 
-    @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1.0, 0.25)], ids=str)
+    @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.25)], ids=str)
     def test_shares_are_by_weight(self, weights: tuple[float, float]) -> None:
         engine = Engine(config_of(max_running_requests=16))
         owner: dict[int, int] = {}

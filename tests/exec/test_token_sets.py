@@ -48,7 +48,6 @@ def sample(
 @pytest.mark.parametrize(
     ("params", "allowed", "expected"),
     [
-        (GREEDY, mask(0), 0),
         (GREEDY, mask(31, 32), 32),
         (GREEDY, mask(96, 3), 96),
         (GREEDY, ~mask(), 99),
@@ -63,7 +62,7 @@ def sample(
         (replace(GREEDY, logit_bias=((7, 100.0),)), mask(5, 7, 90), 7),
     ],
     ids=[
-        "mask-first", "mask-word-edge", "mask-last-word", "mask-of-all", "allowed", "allowed-outside", "banned", "banned-outside",
+        "mask-word-edge", "mask-last-word", "mask-of-all", "allowed", "allowed-outside", "banned", "banned-outside",
         "allowed-less-banned", "mask-and-allowed", "mask-less-banned", "bias-cannot-lift", "bias-within",
     ],
 )  # fmt: skip
@@ -78,12 +77,9 @@ def test_the_best_of_what_is_allowed(
     "params",
     [
         DRAWING,
-        replace(DRAWING, top_k=50),
         replace(DRAWING, top_p=0.9),
-        replace(DRAWING, min_p=0.01),
-        replace(DRAWING, temperature=9.0),
     ],
-    ids=["plain", "top-k", "top-p", "min-p", "hot"],
+    ids=["plain", "top-p"],
 )
 def test_draws_stay_inside_and_reach_everything(kernels: SampleKernels, params: SamplingParams) -> None:
     rows = [replace(params, seed=seed) for seed in range(300)]

@@ -69,7 +69,6 @@ def float32(values: NDArray[np.float64]) -> Tensor:
 
 
 ROWS = {
-    "noise": NOISE,
     "masked": MASKED,
     "tiny sigma far from 0": 1e4 + NOISE / 64,
     "outliers": np.where(np.arange(300) % 7, NOISE, -1e4),
@@ -131,7 +130,6 @@ def test_sigma_is_of_what_the_edits_leave(back_end: str, device: torch.device) -
 
 
 CUTS: dict[str, tuple[dict[str, float], float]] = {
-    "alone": ({}, 1.0),
     "few": ({"top_k": 3}, 3),
     "many": ({"top_k": 2500}, 2500),
     "top-k beyond it": ({"top_k": WIDE - 1}, 1.0),

@@ -11,7 +11,7 @@ from kernels.reference import layers as reference
 from kernels.triton.launch import MAX_BLOCK
 from kernels.triton.layers.layers import TritonLayers
 from kernels.triton.layers.rope_kv import FEW_TOKENS
-from tests.all_pairs import each_pair, each_value
+from tests.all_pairs import each_value
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -103,7 +103,7 @@ def test_extremes_survive_activation(kernels: TritonLayers, device: torch.device
     assert torch.isnan(found[0, 5])
 
 
-@each_pair(dtype=DTYPES, rows=[0, 1, 7], weights=[(65, 64), (10, 3)], bias={"plain": False, "bias": True})
+@each_value(dtype=DTYPES, rows=[0, 1, 7, 7], weights=[(65, 64), (10, 3)], bias=[False, False, True, True])
 def test_linear(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
 ) -> None:

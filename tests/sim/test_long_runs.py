@@ -12,6 +12,7 @@ import pytest
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from tests.all_pairs import each_pair, each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, drive, random_prompt
 
@@ -134,7 +135,7 @@ def test_every_value_is_among_the_long_runs() -> None:
     assert {column: {row[COLUMNS.index(column)] for row in ROWS.values()} for column in EVERY_VALUE} == EVERY_VALUE
 
 
-@pytest.mark.parametrize("name", ["fcfs", "lpm mixed", "random", "routing-key"])
+@pytest.mark.parametrize("name", ["lpm mixed", "random"])
 def test_the_same_seed_gives_the_same_plans(name: str) -> None:
     first, second, other = (driven(name, seed, 100, checked=False) for seed in (77, 77, 78))
     assert [repr(plan) for plan in first.plans] == [repr(plan) for plan in second.plans]
@@ -145,9 +146,7 @@ def test_the_same_seed_gives_the_same_plans(name: str) -> None:
 class TestNoStarvation:
     """First come, first served, without priorities."""
 
-    @pytest.mark.parametrize("mixed", EITHER)
-    @pytest.mark.parametrize("retract_interval", [0, 3])
-    @pytest.mark.parametrize("overlap", EITHER)
+    @each_pair(overlap=EITHER, retract_interval=[0, 3], mixed=EITHER)
     def test_nobody_is_overtaken_before_the_first_step(self, overlap: bool, retract_interval: int, mixed: bool) -> None:
         config = config_of(
             4, 160, 6, 16, enable_mixed_chunk=mixed, retract_interval=retract_interval, schedule_conservativeness=0.3
@@ -172,8 +171,7 @@ class TestNoStarvation:
         never = [request.seq for request in here if request.queue_s < 0 and request.prefix_seen < 0]
         assert not begun or not never or max(begun) < min(never)
 
-    @pytest.mark.parametrize("retract_interval", [0, 4])
-    @pytest.mark.parametrize("overlap", EITHER)
+    @each_value(overlap=EITHER, retract_interval=[0, 4])
     def test_a_request_waits_no_longer_than_those_before_it_would_take_one_by_one(
         self, overlap: bool, retract_interval: int
     ) -> None:

@@ -133,8 +133,8 @@ def test_a_bad_message_is_named_and_not_quoted(field: str, messages: list[Any]) 
 
 @pytest.mark.parametrize(
     "data",
-    [b"{", b"\xff", b"[" * 100_000, b"1" * 10_000, b'{"a": 1}', b"null", b'"secret"'],
-    ids=["cut off", "not UTF-8", "deep", "long number", "object", "null", "string"],
+    [b"{", b"\xff", b"[" * 100_000, b"1" * 10_000, b'"secret"'],
+    ids=["cut off", "not UTF-8", "deep", "long number", "string"],
 )
 def test_bad_json(data: bytes) -> None:
     with pytest.raises(InvalidField, match=r"^messages: ") as raised:
@@ -169,9 +169,7 @@ HEADER = {"add_generation_prompt": True, "continue_final_message": False}
 HELLO = json.dumps([{"role": "user", "content": "secret"}]).encode()
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ messages[0].content + 1 }}", "{{ messages[0].content.nope.nope }}", "{{ [] + messages[0].role }}"]
-)
+@pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ messages[0].content.nope.nope }}"])
 def test_the_interpreters_words_are_not_passed_on(template: str) -> None:
     with pytest.raises(InvalidField, match=r"^messages: the chat template failed with \w+Error$"):
         renderer(template).render(HEADER, HELLO, b"", b"")

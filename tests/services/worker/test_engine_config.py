@@ -14,11 +14,12 @@ from services.worker.device_limits import resolved
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.scheduler_config import scheduler_config
 from services.worker.settings import WorkerSettings
+from tests.contracts.test_worker_defaults import COMPUTED
 
 SETTINGS = resolved(of_values(WorkerSettings, {}), None)
 INFO = LoadedInfo("fake", 4096, 1000, (2,), num_pages=64, page_size=16, dtype="none", weight_bytes=0, kv_bytes_per_token=0)
-NAMES = sorted({field.name for field in fields(SchedulerConfig)} & set(WorkerSettings.model_fields))
 OF_THE_MODEL = ("context_len", "page_size")  # as the executor has found them, within what the settings ask for
+NAMES = sorted({*COMPUTED, *OF_THE_MODEL, "schedule_policy"})  # the others are settings as they are: the same law
 
 
 def other_than(value: object) -> object:

@@ -56,7 +56,7 @@ def test_form(shared: System, body: dict[str, Any], grammar: dict[str, Any]) -> 
     assert shared.worker.submits[-1].sampling.grammar == pb.Grammar(**grammar)
 
 
-@pytest.mark.parametrize("form", ["json_schema", "guided_choice", "structured tag", "SGLang's ebnf"])
+@pytest.mark.parametrize("form", ["json_schema", "structured tag"])
 def test_completions_take_them_too(shared: System, form: str) -> None:
     """Both bodies hold the same fields: see test_bad_input.py."""
     body, grammar = FORMS[form]

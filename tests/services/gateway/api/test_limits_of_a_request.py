@@ -76,13 +76,12 @@ class TestLogprobValues:
     @pytest.mark.parametrize(
         ("body", "values"),
         [
-            ({"logprobs": 0, "max_tokens": 7}, 7),
             ({"logprobs": 3, "max_tokens": 7}, 28),
             ({"logprobs": 3, "max_tokens": 7, "logprob_token_ids": [1, 2]}, 42),
             ({"logprobs": 0, "max_tokens": 7, "echo": True}, 106),
             ({"logprobs": 1, "max_tokens": 5000}, 1800),
         ],
-        ids=["own", "top", "chosen", "echo, without the first token", "no more than the context leaves"],
+        ids=["top", "chosen", "echo, without the first token", "no more than the context leaves"],
     )
     def test_of_one_choice(self, body: dict[str, Any], values: int) -> None:
         assert logprob_values(self.part(100, **body).generation, 100, CONTEXT) == values

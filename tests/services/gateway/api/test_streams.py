@@ -50,7 +50,7 @@ def test_stream_equals_whole(shared: System, answers: Any, path: str, text: str)
     assert all(piece["finish_reason"] is None for piece in pieces[:-1])
 
 
-@pytest.mark.parametrize(("merge", "stream"), [(2, True), (5, True), (100, True), (5, False)])
+@pytest.mark.parametrize(("merge", "stream"), [(5, True), (100, True), (5, False)])
 def test_steps_that_came_merged_lose_no_token(shared: System, merge: int, stream: bool) -> None:
     shared.worker.merge = merge
     try:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from services.gateway.request.abort import AbortScope
+from tests.all_pairs import each_value
 from tests.services.gateway.dispatch.test_dispatch_lost import stopped
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending, content_of
 from tests.services.gateway.fakes import Host, ids_of
@@ -38,8 +39,7 @@ def test_off_by_default() -> None:
         assert pending.result().status_code == 200
 
 
-@pytest.mark.parametrize("copy_wins", [False, True], ids=["the first", "the copy"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@each_value(copy_wins={"the first": False, "the copy": True}, stream={"whole": False, "stream": True})
 def test_who_speaks_first_keeps_it(copy_wins: bool, stream: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system, stream=stream, temperature=1.0)

@@ -85,8 +85,16 @@ def test_a_long_text_is_cut(made: dict[str, HfTokenizer], kind: str) -> None:
         assert list(first.ids) == list(found.ids)[:10] and sum(counting.chars) <= 1000
 
 
-@pytest.mark.parametrize("kind", ["blanks in bytes", "blanks in one word"])
-@pytest.mark.parametrize("around", [("", ""), ("ab ", "c"), ("\n\n", " x\n"), ("a ", " \n\nx"), ("\ta", "\u3000")])
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [
+        ("blanks in bytes", ("", "")),
+        ("blanks in one word", ("ab ", "c")),
+        ("blanks in bytes", ("\n\n", " x\n")),
+        ("blanks in one word", ("a ", " \n\nx")),
+        ("blanks in bytes", ("\ta", "\u3000")),
+    ],
+)
 def test_a_run_of_blanks_is_cut(made: dict[str, HfTokenizer], kind: str, around: tuple[str, str]) -> None:
     counting = Counting(made[kind])
     encoder = PieceEncoder(counting, piece_chars=4000, max_word_chars=5000)
