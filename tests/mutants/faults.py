@@ -462,7 +462,6 @@ GATEWAY = (
         "services/gateway/api/sampling_fields.py",
         ("if any(not 1 <= len(item) <= row.chars", "if any(not len(item) <= row.chars"),
         ("if min(ids) < 0 or", "if"),
-        ("return _texts(value, table.STOP_REGEX)", "return _texts(value, table.STOP)"),
         only="test_bad_input",
     ),
     *of(
@@ -488,7 +487,6 @@ GATEWAY = (
         "services/worker/front/sampling_wire.py",
         ("    if wrong := row.fault(value):", "    if (wrong := row.fault(value)) and not name:"),
         ("_listed_ids(message, table.BANNED_TOKEN_IDS, model)", "_listed_ids(message, table.ALLOWED_TOKEN_IDS, model)"),
-        ("within(len(ids), most, field)", "within(len(ids) - 1, most, field)"),
         only="test_wire_submit",
     ),
     *of(
@@ -545,6 +543,12 @@ GATEWAY = (
     ),
     *of(
         "gateway",
+        "services/gateway/api/sampling_fields.py",
+        ("return _texts(value, table.STOP_REGEX)", "return _texts(value, table.STOP)"),
+        only="gateway/api/test_limits_walked",
+    ),
+    *of(
+        "gateway",
         "services/gateway/api/prompts.py",
         ("if len(prompts) > limits.MAX_BATCH_PROMPTS:", "if len(prompts) > limits.MAX_BATCH_PROMPTS + 1:"),
         only="gateway/api/test_limits_walked",
@@ -565,6 +569,7 @@ GATEWAY = (
         "gateway",
         "services/worker/front/sampling_wire.py",
         ("if not 0 < len(text) <= row.chars:", "if not 0 < len(text) <= row.chars + 1:"),
+        ("within(len(ids), most, field)", "within(len(ids) - 1, most, field)"),
         ("within(message.logprobs.top, limits.MAX_TOP_LOGPROBS,", "within(message.logprobs.top, limits.MAX_TOP_LOGPROBS + 1,"),
         ("limits.MAX_LOGPROB_TOKEN_IDS, model,", "limits.MAX_LOGPROB_TOKEN_IDS + 1, model,"),
         only="worker/front/test_limits_walked",
