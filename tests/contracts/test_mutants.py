@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.mutants.faults import AREAS, FAULTS
+from tests.mutants.areas import AREAS, FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -26,7 +26,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mutants.faults import AREAS, FAULTS, Fault
+from tests.mutants.areas import AREAS, FAULTS
+from tests.mutants.fault import Fault
 
 SHARED = (torch,)  # imported here, so that no process that runs tests has to. Helm cannot be: Go does not survive a fork
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,65 @@
+"""For each area the test files that must notice its faults; and all faults."""
+
+from __future__ import annotations
+
+from tests.mutants.faults.chart import CHART
+from tests.mutants.faults.core import CORE
+from tests.mutants.faults.exec import EXEC
+from tests.mutants.faults.gateway import GATEWAY
+from tests.mutants.faults.grammar import GRAMMAR
+from tests.mutants.faults.kernels import KERNELS
+from tests.mutants.faults.worker import WORKER
+
+KERNELS_TOO = ("top_n_sigma", "triton_select_tokens", "triton_attention", "triton_measure_logprobs")
+AREAS: dict[str, tuple[str, ...]] = {
+    "chart": (
+        *(
+            f"tests/chart/test_{name}.py"
+            for name in (
+                "objects",
+                "templates",
+                "values",
+                "pod_security",
+                "network_policies",
+                "settings",
+                "upgrade",
+                "images_rules",
+            )
+        ),
+        "tests/contracts/test_chart_schema.py",
+    ),
+    "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "triton_step", "triton_layers", *KERNELS_TOO)),
+    "core": (
+        *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
+        *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares")),
+    ),
+    "grammar": ("tests/grammar/test_schema_keywords.py", "tests/grammar/test_text_grammars.py"),
+    "gateway": (
+        *(f"tests/services/gateway/api/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
+        *(f"tests/services/gateway/api/test_{name}.py" for name in ("limits_walked", "known_fields", "sglang_clients")),
+        "tests/contracts/test_sampling_parameters.py",
+        "tests/services/gateway/test_sampling_parameters.py",
+        "tests/services/gateway/routing/test_routing_policies.py",
+        "tests/services/gateway/discovery/test_discovery.py",
+        "tests/services/gateway/admin/test_admin.py",
+        "tests/services/worker/front/test_wire_submit.py",
+        "tests/services/worker/front/test_limits_walked.py",
+    ),
+    "worker": (
+        "tests/contracts/test_worker_defaults.py",
+        "tests/services/worker/test_engine_config.py",
+        "tests/exec/test_weight_stream.py",
+        "tests/services/tokenizer/test_chat_template.py",
+        "tests/services/tokenizer/pieces/test_piece_encoder.py",
+        "tests/services/detokenizer/test_token_texts.py",
+        "tests/services/shared/test_probe.py",
+    ),
+    "exec": (
+        *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "token_sets", "logprobs", "embedding_pool")),
+        "tests/exec/test_flashinfer_backend.py",
+        "tests/kernels/test_sampling_twin.py",
+        "tests/kernels/test_cpu_kernels.py",
+    ),
+}
+
+FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *WORKER)

@@ -1,0 +1,97 @@
+"""Of the chart."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import of
+
+TEMPLATES = "charts/rootstock/templates"
+CHART = (
+    *of(
+        "chart",
+        f"{TEMPLATES}/_pod.tpl",
+        ("enableServiceLinks: false", "enableServiceLinks: true"),
+        ("readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false"),
+        only="test_pod_security",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_pod.tpl",
+        ("add .root.Values.drainSeconds 15", "add .root.Values.drainSeconds 10"),
+        ("{{- with .values.nodeSelector }}", "{{- with .root.Values.gateway.nodeSelector }}"),
+        ("{{- if or .values.tolerations $gpu }}", "{{- if $gpu }}"),
+        only="test_templates",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_pod.tpl",
+        ("whenUnsatisfiable: ScheduleAnyway", "whenUnsatisfiable: DoNotSchedule"),
+        only="test_objects",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_scaling.tpl",
+        (
+            "type: Percent, value: 100, periodSeconds: {{ $coldStart }}",
+            "type: Percent, value: 100, periodSeconds: 60",
+        ),
+        only="test_templates",
+    ),
+    *of("chart", f"{TEMPLATES}/_service.tpl", ("targetPort: metrics", "targetPort: metric"), only="test_objects"),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_helpers.tpl",
+        ("{{- with default .component .role }}", "{{- with .component }}"),
+        ('{{- if eq .values.discovery "k8s" }}true{{ end -}}', "true"),
+        only="test_templates",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_helpers.tpl",
+        (
+            "app.kubernetes.io/instance: {{ .root.Release.Name }}",
+            "app.kubernetes.io/instance: {{ .root.Release.Name }}-{{ .root.Chart.Version }}",
+        ),
+        only="test_upgrade",
+    ),
+    *of("chart", f"{TEMPLATES}/_config.tpl", ("ROOTSTOCK_GRACE_S:", "ROOTSTOCK_GRACE_SECONDS:"), only="test_settings"),
+    *of(
+        "chart",
+        f"{TEMPLATES}/_models.tpl",
+        ('{{- if eq .type "pvc" }}', '{{- if and (eq .type "pvc") (ne $.component "detokenizer") }}'),
+        only="test_templates",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/network/gateway.yaml",
+        ('"component" "detokenizer" "ports" (list 7002)', '"component" "detokenizer" "ports" (list 7001)'),
+        only="test_network_policies",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/worker/hpa.yaml",
+        ('{{- if eq .Values.autoscaling.engine "hpa" }}', "{{- if true }}"),
+        ("{{- if .worker.autoscaling.enabled }}", "{{- if true }}"),
+        only="test_upgrade",
+    ),
+    *of(
+        "chart",
+        "charts/rootstock/values_schema.py",
+        ('"discovery": choice("dns", "k8s")', '"discovery": string()'),
+        ('"hosts": integer(1),', '"hosts": integer(0),'),
+        ('"additionalProperties": False,\n        "properties": properties,', '"properties": properties,'),
+        ('"peer_host", "peer_port", "peers"', '"peer_host", "peers"'),
+        only="test_chart_schema",
+    ),
+    *of(
+        "chart",
+        "tests/chart/dockerfile_rules.py",
+        (r're.match(r"\d+\.\d+\.\d+", tag)', r're.match(r"\d+", tag)'),
+        only="test_images_rules",
+    ),
+    *of(
+        "chart",
+        f"{TEMPLATES}/tokenizer/deployment.yaml",
+        ("{{- if not .tokenizer.autoscaling.enabled }}", "{{- if true }}"),
+        only="test_objects",
+    ),
+)

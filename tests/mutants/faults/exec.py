@@ -1,0 +1,87 @@
+"""Of the executor."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import of
+
+SAMPLING = "services/worker/exec/sampling"
+EXEC = (
+    *of(
+        "exec",
+        "kernels/reference/sampling.py",
+        ("lost = outputs * params.real(", "lost = (outputs > 0) * params.real("),
+        ("torch.where(x > 0, wide / repetition", "torch.where(x < 0, wide / repetition"),
+        (
+            "scaled = torch.where(x > 0, wide / repetition, wide * repetition).clamp(FINITE.min, FINITE.max)",
+            "scaled = torch.where(x > 0, wide / repetition, wide * repetition)",
+        ),
+        ("x[token] += bias", "x[token] = bias"),
+        ("if not _is_finite(logits[row]):", "if bool(logits[row].isnan().any()):"),
+        ("out.mass[index] = mass", "out.mass[index] = x[x.isfinite()].logsumexp(0)"),
+        ("relay[slot] = token", "relay[row] = token"),
+    ),
+    *of(
+        "exec", "kernels/reference/draws.py", ("scaled = (logits - logits.max()) / temperature", "scaled = logits / temperature")
+    ),
+    *of(
+        "exec",
+        "kernels/reference/draws.py",
+        ("before = chances.cumsum(0) - chances", "before = chances.cumsum(0)"),
+        ("logits.max() + math.log(min_p)", "logits.max() + math.log(min_p) / 2"),
+        ("[: count - len(above)]", "[-(count - len(above)) :]"),
+    ),
+    *of(
+        "exec",
+        f"{SAMPLING}/admission.py",
+        (
+            "history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens :]",
+            "history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens + 1 :]",
+        ),
+        (
+            "row[SlotColumn.STOPPED_UNTIL] = slot.num_prompt_tokens + params.min_new_tokens",
+            "row[SlotColumn.STOPPED_UNTIL] = params.min_new_tokens",
+        ),
+        ("params.seed >> 32 & MASK32", "params.seed & MASK32"),
+        ("return bool(params.frequency_penalty or params.presence_penalty or", "return bool(params.frequency_penalty or"),
+    ),
+    *of(
+        "exec", f"{SAMPLING}/token_sets.py", ("bits[inside(banned, vocab_size)] = 0", "bits[inside(banned[1:], vocab_size)] = 0")
+    ),
+    *of(
+        "exec",
+        f"{SAMPLING}/logprob_requests.py",
+        ("self._num_top[index] = params.top_logprobs", "self._num_top[index] = max(self._num_top[index], params.top_logprobs)"),
+        ("self._measure_piece(piece, first + begin, targets", "self._measure_piece(piece, first, targets"),
+        ("if not np.isfinite(mass).all():", "if np.isnan(mass).all():"),
+    ),
+    *of(
+        "exec",
+        f"{SAMPLING}/dry.py",
+        ("longest = next((i for i, token in enumerate(back) if token in breakers), size)", "longest = size"),
+        ("np.minimum(self._lengths[first : self._size], np.arange(self._size - first))", "self._lengths[first : self._size]"),
+    ),
+    *of(
+        "exec",
+        f"{SAMPLING}/logprob_requests.py",
+        ("PIECE_BYTES // (4 * vocab_size))", "PIECE_BYTES // (4 * vocab_size) + 1)"),
+        only="test_logprobs",
+    ),
+    *of(
+        "exec",
+        "services/worker/exec/attention/flashinfer_backend.py",
+        ("pages.tail(extend), slot, len(self._shape.windows))", "pages.tail(extend), slot, 0)"),
+        ("head, tail = columns.head(extend),", "head, tail = columns.head(rows),"),
+        only="test_flashinfer_backend",
+    ),
+    *of(
+        "exec",
+        "services/worker/exec/pools/embedding_pool.py",
+        (
+            "wanted = normalize if self.params.normalize is None else self.params.normalize",
+            "wanted = normalize or bool(self.params.normalize)",
+        ),
+        ("return 0, int(plan.starts[row] == 0)", "return 0, 1"),
+        ("states.sum(0, dtype=torch.float32)", "states.sum(0)"),
+        ("if self.params.dimensions else mean", "if self.params.dimensions > 1 else mean"),
+    ),
+)
