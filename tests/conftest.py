@@ -25,7 +25,8 @@ LONG_FILES = {
     "test_monitoring_rules.py",
     "test_images_rules.py",
     "test_device_graphs.py",
-    "test_compare_transformers.py",
+    "test_scheduler_parity.py",
+    "test_triton_attention.py",
     "test_gpu_check.py",
     "test_scheduler_properties.py",
 }

@@ -35,7 +35,11 @@ ALLOWED = (
     Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
     Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU: tests what is said there"),
     Skip("sentence-transformers is not installed", ("tests/exec/",), "PyPI's sentence-transformers, which `make env` leaves out"),
-    Skip("takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/kernels/", "tests/e2e/"), "`make nightly`"),
+    Skip(
+        "takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1",
+        ("tests/kernels/", "tests/e2e/", "tests/benchmarks/"),
+        "`make nightly`",
+    ),
     Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/",), "`make nightly`"),
     Skip("takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),
 )
