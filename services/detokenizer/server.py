@@ -22,13 +22,10 @@ from services.detokenizer.token_texts import TokenTexts
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.observe.log import fields
+from services.shared.rpc.next_message import GOING_AWAY, GoingAway, Reading
 
 if TYPE_CHECKING:
     from services.shared.observe.spans import Tracing
-
-GOING_AWAY = "the detokenizer is going away"
-DRAIN_QUIET_S = 0.02  # without a batch, while stopping: nothing more was on its way
-DRAIN_S = 0.2  # of reading on, while stopping
 
 logger = logging.getLogger(__name__)
 
@@ -56,26 +53,23 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
         if self._stopping.is_set():
             await context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
         session = Session(self._tokenizer, self._settings.max_open_requests, self._metrics, self._tracing)
-        stopping = asyncio.create_task(self._last_read())
+        reading: Reading[pb.DecodeBatch] = Reading(context, self._stopping)
         self._metrics.streams.inc()
         logger.info("stream opened", extra=fields(peer=context.peer()))
         try:
-            while (batch := await _next(context, stopping)) is not None:
+            while (batch := await reading.next()) is not None:
                 await context.write(await self._answer(session, batch))
+        except GoingAway:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
         except BadBatch as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TooManyOpen as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
-            stopping.cancel()
+            reading.close()
             session.close()
             self._metrics.streams.dec()
             logger.info("stream closed", extra=fields(peer=context.peer()))
-
-    async def _last_read(self) -> float:
-        """Returns when the service stops: until when (time.monotonic) batches that were sent before may still come in."""
-        await self._stopping.wait()
-        return time.monotonic() + DRAIN_S
 
     async def TokenTexts(self, request: pb.TokenTextsRequest, context: grpc.aio.ServicerContext) -> pb.TokenTextsResponse:
         ids = request.token_ids
@@ -103,18 +97,3 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
                 raise
         self._metrics.seconds.observe(time.perf_counter() - started)
         return answer
-
-
-async def _next(context: grpc.aio.ServicerContext, stopping: asyncio.Task[float]) -> pb.DecodeBatch | None:
-    """The next batch, or None at the end of the stream. Aborts the stream if the service is stopping."""
-    read = asyncio.ensure_future(context.read())
-    try:
-        await asyncio.wait([read, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not read.done() and time.monotonic() < stopping.result():
-            await asyncio.wait([read], timeout=DRAIN_QUIET_S)
-        if not read.done():
-            await context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
-        batch = read.result()
-        return None if batch is grpc.aio.EOF else batch
-    finally:
-        read.cancel()

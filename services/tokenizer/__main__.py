@@ -33,15 +33,11 @@ async def run(settings: TokenizerSettings) -> None:
     try:
         await servicer.start()
         await health.set_ready(True)
-        await server.serve_until(stop, settings.grace_s, _nothing_to_drain)
+        await server.serve_until(stop, settings.grace_s, servicer.drain)
     finally:
         await servicer.stop()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
-
-
-async def _nothing_to_drain() -> None:
-    """Calls are short: the grace period is enough for them, and what comes meanwhile is told to go elsewhere."""
 
 
 def main() -> None:

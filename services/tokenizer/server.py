@@ -27,6 +27,7 @@ from services.shared.observe.tracing import trace_fields
 from services.tokenizer.byte_budget import ByteBudget
 from services.tokenizer.call_spans import begin_call, end_call, part
 from services.tokenizer.encode_queue import EncodeQueue
+from services.tokenizer.encode_stream import EncodeStream
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.pieces.piece_encoder import Encoded, NoPlaceToCut, PieceEncoder, Wanted, limited
 from services.tokenizer.refusal import Refusal, invalid, too_much
@@ -63,6 +64,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         )
         self._pieces = PieceEncoder(tokenizer)
         self._long_lane = asyncio.Semaphore(1)
+        self._stopping = asyncio.Event()
         self._short_budget = ByteBudget(settings.max_encoding_bytes, settings.encoding_wait_s)
         self._long_budget = ByteBudget(settings.max_encoding_bytes, settings.encoding_wait_s)
         metrics.watch_bytes("short", lambda: self._short_budget.held)
@@ -86,23 +88,32 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         await self._renderers.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    async def drain(self) -> None:
+        """Ends every stream with UNAVAILABLE once what it has received is answered, so that gateways go on elsewhere at once."""
+        self._stopping.set()
+
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
-        return await self._serve("Encode", request, context, self._encode_texts)
+        return await _or_abort(self._texts(request), context)
 
     async def EncodeChat(self, request: pb.EncodeChatRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
-        return await self._serve("EncodeChat", request, context, self._encode_chat)
+        return await _or_abort(self._chat(request), context)
+
+    async def EncodeMany(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        await EncodeStream(context, self._texts, self._chat).serve(self._stopping)
 
     async def Info(self, request: pb.TokenizerInfoRequest, context: grpc.aio.ServicerContext) -> pb.TokenizerInfo:
         return pb.TokenizerInfo(model=self._settings.model_name)
 
+    async def _texts(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
+        return await self._serve("Encode", request, self._encode_texts)
+
+    async def _chat(self, request: pb.EncodeChatRequest) -> pb.EncodeResponse:
+        return await self._serve("EncodeChat", request, self._encode_chat)
+
     async def _serve(
-        self,
-        rpc: str,
-        request: R,
-        context: grpc.aio.ServicerContext,
-        work: Callable[[R, Span | None], Awaitable[pb.EncodeResponse]],
+        self, rpc: str, request: R, work: Callable[[R, Span | None], Awaitable[pb.EncodeResponse]]
     ) -> pb.EncodeResponse:
-        """Counts, traces and logs a call and turns what it raises into a status."""
+        """Counts, traces and logs a request. Raises Refusal, whatever went wrong."""
         started, code, message = time.perf_counter(), grpc.StatusCode.OK, ""
         who = {"request_id": request.request_id[: limits.MAX_REQUEST_ID_CHARS], **trace_fields(request.traceparent)}
         span = None if self._tracing is None else begin_call(self._tracing, rpc, request.request_id, request.traceparent)
@@ -112,12 +123,14 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         except Refusal as refusal:
             code, message = refusal.code, refusal.message
             logger.info("refused", extra=fields(rpc=rpc, **who, code=code.name))  # a template's words may be the client's
+            raise
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
             raise
         except Exception:
             code, message = grpc.StatusCode.INTERNAL, "the tokenizer failed"
             logger.exception("call failed", extra=fields(rpc=rpc, **who))
+            raise Refusal(code, message) from None
         finally:
             seconds = time.perf_counter() - started
             if span is not None:
@@ -126,8 +139,6 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
             self._metrics.requests.labels(rpc, code.name).inc()
             self._metrics.seconds.labels(rpc).observe(seconds)
             logger.debug("call", extra=fields(rpc=rpc, **who, code=code.name, seconds=round(seconds, 6)))
-        await context.abort(code, message)
-        raise AssertionError("abort raises")
 
     async def _encode_texts(self, request: pb.EncodeRequest, span: Span | None) -> pb.EncodeResponse:
         _check_request_id(request.request_id)
@@ -208,6 +219,14 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
                 stopped.set()
                 await asyncio.wait([encoding])  # it ends with its piece, and keeps the lane and its share until then
                 raise
+
+
+async def _or_abort(answer: Awaitable[pb.EncodeResponse], context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
+    try:
+        return await answer
+    except Refusal as refusal:
+        await context.abort(refusal.code, refusal.message)
+        raise AssertionError("abort raises") from None
 
 
 def _adds_special_tokens(request: pb.EncodeRequest) -> bool:

@@ -1,17 +1,18 @@
-"""Unary calls to the tokenizer replicas: in turn over the connected ones, retried elsewhere while the deadline allows."""
+"""Requests to the tokenizer replicas: in turn over the connected ones, retried elsewhere while the deadline allows."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
-from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from rootstock.v1 import tokenizer_pb2
 from services.gateway.discovery.endpoints import Endpoints
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers import served_model
+from services.gateway.peers.encode_stream import EncodeFailed
 from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.tokenizer_replica import Replica
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
@@ -27,8 +28,6 @@ LONGEST_PAUSE_S = 0.5
 ATTEMPT_SHARES = (0.2, 0.3)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-Call = Callable[[tokenizer_pb2_grpc.TokenizerStub, float], Awaitable[tokenizer_pb2.EncodeResponse]]
 
 
 class TokenizerClient:
@@ -70,16 +69,15 @@ class TokenizerClient:
         self, request: tokenizer_pb2.EncodeRequest, param: str = "prompt", model: str = served_model.ANY
     ) -> tokenizer_pb2.EncodeResponse:
         """`param` is the client's name for the texts. Raises ApiError."""
-        return await self._call(lambda stub, timeout: stub.Encode(request, timeout=timeout), request, param, model)
+        return await self._call(request, param, model)
 
     async def encode_chat(
         self, request: tokenizer_pb2.EncodeChatRequest, model: str = served_model.ANY
     ) -> tokenizer_pb2.EncodeResponse:
         """Raises ApiError."""
-        call: Call = lambda stub, timeout: stub.EncodeChat(request, timeout=timeout)  # noqa: E731
-        return await self._call(call, request, "messages", model)
+        return await self._call(request, "messages", model)
 
-    async def _call(self, call: Call, request: EncodeCall, param: str, model: str) -> tokenizer_pb2.EncodeResponse:
+    async def _call(self, request: EncodeCall, param: str, model: str) -> tokenizer_pb2.EncodeResponse:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         attempt, pause = 0, 0.0
@@ -94,22 +92,22 @@ class TokenizerClient:
                 limit = self._limit_s(attempt, left, model, silent | {replica})
                 attempt += 1
                 try:
-                    return await self._attempt(call, replica, limit)
-                except grpc.aio.AioRpcError as error:
-                    unanswered = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and limit < left
+                    return await self._attempt(request, replica, limit, alone=attempt > 1)
+                except EncodeFailed as error:
+                    unanswered = error.code is grpc.StatusCode.DEADLINE_EXCEEDED and limit < left
                     if unanswered:
                         silent.add(replica)
-                    if unanswered or error.code() is grpc.StatusCode.UNAVAILABLE:
+                    if unanswered or error.code is grpc.StatusCode.UNAVAILABLE:
                         replica.doubt()
-                    elif error.code() not in _LOST:
+                    elif error.code not in _LOST:
                         raise self._translate(error, request, param) from None
             pause = min(max(FIRST_PAUSE_S, 2 * pause), LONGEST_PAUSE_S)
         raise unavailable("No tokenizer is available.", self._retry_after_s)
 
-    async def _attempt(self, call: Call, replica: Replica, limit_s: float) -> tokenizer_pb2.EncodeResponse:
+    async def _attempt(self, request: EncodeCall, replica: Replica, limit_s: float, alone: bool) -> tokenizer_pb2.EncodeResponse:
         replica.in_flight += 1
         try:
-            return await call(replica.stub, limit_s)
+            return await replica.encode(request, limit_s, alone)
         finally:
             replica.in_flight -= 1
             self._replicas.retire(replica)
@@ -128,8 +126,8 @@ class TokenizerClient:
         others = any(one not in tried for one in self._usable(model))
         return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s
 
-    def _translate(self, error: grpc.aio.AioRpcError, request: EncodeCall, param: str) -> ApiError:
-        code, details = error.code(), (error.details() or "")[:MAX_DETAIL_CHARS]
+    def _translate(self, error: EncodeFailed, request: EncodeCall, param: str) -> ApiError:
+        code, details = error.code, error.details[:MAX_DETAIL_CHARS]
         if code in _REFUSED:
             return bad_request(param, details or f"'{param}' was refused by the tokenizer.")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

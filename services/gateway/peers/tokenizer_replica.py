@@ -1,4 +1,7 @@
-"""One tokenizer address: its channel, kept trying, and whether it answers. Everything runs on the event loop."""
+"""One tokenizer address: its channel, kept trying, whether it answers, and its stream of short requests.
+
+Everything runs on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import grpc
 
 from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.peers import served_model
+from services.gateway.peers.encode_stream import EncodeFailed, EncodeStream, NotServed
 from services.gateway.peers.reconnect import StreamBroken
+from services.gateway.request.trace import EncodeCall
 from services.shared.observe.log import fields
 from services.shared.rpc import grpc_server
 
@@ -36,7 +41,9 @@ class Replica:
         self._changed = changed
         self._doubted = asyncio.Event()
         self._channel = grpc_server.channel(address)
-        self.stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
+        self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
+        self._stream: EncodeStream | None = None  # of the connection that is up
+        self._streams: set[asyncio.Task[None]] = set()  # it, and earlier ones that still answer
 
     @property
     def busy(self) -> bool:
@@ -44,6 +51,19 @@ class Replica:
 
     def serves(self, model: str) -> bool:
         return self.ready and served_model.serves(self.model, model)
+
+    async def encode(self, request: EncodeCall, limit_s: float, alone: bool = False) -> tokenizer_pb2.EncodeResponse:
+        """Short ones go together with others, a long one by itself, so that it delays none. alone: this one too, for it may be
+        what the others' stream has broken at. Raises EncodeFailed."""
+        if not alone and self._stream is not None and self._stream.takes(request):
+            return await self._stream.encode(request, limit_s)
+        is_chat = isinstance(request, tokenizer_pb2.EncodeChatRequest)
+        try:
+            response: tokenizer_pb2.EncodeResponse
+            response = await (self._stub.EncodeChat if is_chat else self._stub.Encode)(request, timeout=limit_s)
+            return response
+        except grpc.aio.AioRpcError as error:
+            raise EncodeFailed(error.code(), error.details() or "") from None
 
     def doubt(self) -> None:
         """A call went unanswered, or was sent away, as by one that stops: not connected until it answers Info."""
@@ -62,13 +82,15 @@ class Replica:
                     await self._channel.wait_for_state_change(state)
         finally:
             self._set_connected(False)
+            for stream in self._streams:
+                stream.cancel()
             await self._channel.close()
 
     async def _while_ready(self) -> None:
         """Returns when the channel is no longer ready, or when the replica has to be asked again."""
         self._doubted.clear()
         try:
-            info = self.stub.Info(tokenizer_pb2.TokenizerInfoRequest(), timeout=served_model.INFO_S)
+            info = self._stub.Info(tokenizer_pb2.TokenizerInfoRequest(), timeout=served_model.INFO_S)
             self.model = await served_model.ask(info, self.address)
         except StreamBroken as error:
             self._set_connected(False)
@@ -78,11 +100,28 @@ class Replica:
         self._set_connected(True)
         left = asyncio.create_task(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
         doubted = asyncio.create_task(self._doubted.wait())
+        stream = self._stream = EncodeStream(self._stub, self.address)
+        streaming = asyncio.create_task(self._while_streaming(stream))
+        self._streams.add(streaming)
+        streaming.add_done_callback(self._streams.discard)
         try:
             await asyncio.wait((left, doubted), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            stream.retire()
             left.cancel()
             doubted.cancel()
+
+    async def _while_streaming(self, stream: EncodeStream) -> None:
+        """One that breaks is a doubt: the next one comes with the answer to Info."""
+        try:
+            await stream.run()
+        except NotServed:
+            logger.info("tokenizer takes single requests only", extra=fields(address=self.address))
+        except StreamBroken as error:
+            logger.warning("stream ended: %s", error, extra=fields(peer="tokenizer", address=self.address))
+            await asyncio.sleep(PAUSE_S)
+            if self._stream is stream:
+                self.doubt()
 
     def _set_connected(self, connected: bool) -> None:
         if connected is not self.connected:

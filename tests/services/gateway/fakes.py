@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ import orjson
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.local.ports import free_ports
+from services.tokenizer import refusal
+from services.tokenizer.encode_stream import EncodeStream
 
 EOS = 0
 VOCAB_SIZE = 0x20000
@@ -77,20 +79,40 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.failures: list[tuple[grpc.StatusCode, str]] = []  # of the next calls
         self.calls: list[Any] = []
         self.cancelled = 0
+        self.batches: list[tokenizer_pb2.EncodeBatch] = []  # of its streams
+        self.contexts: list[Any] = []  # of its streams
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
-        await self._begin(request, context)
-        return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request) for text in request.texts])
+        return await self._called(self._texts(request), context)
+
+    async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
+        return await self._called(self._chat(request), context)
+
+    async def EncodeMany(self, request: Any, context: Any) -> None:
+        self.contexts.append(context)
+        await _FakeStream(self.batches, context, self._texts, self._chat).serve(asyncio.Event())
 
     async def Info(self, request: Any, context: Any) -> tokenizer_pb2.TokenizerInfo:
         return tokenizer_pb2.TokenizerInfo()
 
-    async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
-        await self._begin(request, context)
+    async def _called(self, answer: Awaitable[tokenizer_pb2.EncodeResponse], context: Any) -> tokenizer_pb2.EncodeResponse:
+        try:
+            return await answer
+        except refusal.Refusal as error:
+            await context.abort(error.code, error.message)
+            raise
+
+    async def _texts(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
+        await self._begin(request)
+        return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request) for text in request.texts])
+
+    async def _chat(self, request: tokenizer_pb2.EncodeChatRequest) -> tokenizer_pb2.EncodeResponse:
+        await self._begin(request)
         text = chat_text(orjson.loads(request.messages_json), request.add_generation_prompt)
         return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request)])
 
-    async def _begin(self, request: Any, context: Any) -> None:
+    async def _begin(self, request: Any) -> None:
+        """Raises Refusal."""
         self.calls.append(request)
         try:
             await self.gate.wait()
@@ -98,7 +120,17 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             self.cancelled += 1
             raise
         if self.failures:
-            await context.abort(*self.failures.pop(0))
+            raise refusal.Refusal(*self.failures.pop(0))
+
+
+class _FakeStream(EncodeStream):
+    def __init__(self, batches: list[tokenizer_pb2.EncodeBatch], *args: Any) -> None:
+        super().__init__(*args)
+        self._batches = batches
+
+    def _take(self, batch: tokenizer_pb2.EncodeBatch) -> None:
+        self._batches.append(batch)
+        super()._take(batch)
 
 
 def _wanted(text: str, request: Any) -> tokenizer_pb2.TokenIds:

@@ -24,6 +24,7 @@ from services.tokenizer.settings import TokenizerSettings
 class Serving:
     stub: Any
     registry: CollectorRegistry
+    servicer: TokenizerServicer
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"rootstock_tokenizer_{name}", labels) or 0.0
@@ -41,7 +42,7 @@ async def serving(folder: Path, tracing: Tracing | None = None, **settings: Any)
     await server.start()
     try:
         async with grpc_server.channel(f"127.0.0.1:{port}") as channel:
-            yield Serving(pb_grpc.TokenizerStub(channel), registry)  # type: ignore[no-untyped-call]
+            yield Serving(pb_grpc.TokenizerStub(channel), registry, servicer)  # type: ignore[no-untyped-call]
     finally:
         await server.stop(None)
         await servicer.stop()

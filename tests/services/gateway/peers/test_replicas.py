@@ -22,6 +22,7 @@ from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError
 from services.shared.rpc import grpc_server
+from services.tokenizer.refusal import Refusal
 from tests.services.gateway.fakes import FakeDetokenizer, FakeTokenizer, ids_of
 
 WAIT_S = 10.0
@@ -51,9 +52,9 @@ class Tokenizer(FakeTokenizer):
 class Leaving(Tokenizer):
     """One that stops, with a call of somebody else's still in flight: sends all others away."""
 
-    async def _begin(self, request: Any, context: Any) -> None:
-        await super()._begin(request, context)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "leaving")
+    async def _begin(self, request: Any) -> None:
+        await super()._begin(request)
+        raise Refusal(grpc.StatusCode.UNAVAILABLE, "leaving")
 
     async def Info(self, request: Any, context: Any) -> tokenizer_pb2.TokenizerInfo:
         if self.calls:

@@ -1,0 +1,122 @@
+"""One gateway's stream of short requests: a task for each that is open, and the answers that are there in one message.
+
+A task is made by its EncodeOpen and ends with its answer, by `closes`, or with the stream, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from rootstock.v1 import tokenizer_pb2 as pb
+from services.shared import limits
+from services.shared.rpc.next_message import GOING_AWAY, GoingAway, Reading
+from services.tokenizer.refusal import Refusal, busy
+
+MESSAGE_BYTES = 1 << 20  # of answers in one message, about
+
+logger = logging.getLogger(__name__)
+
+Texts = Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse]]  # raises Refusal
+Chat = Callable[[pb.EncodeChatRequest], Awaitable[pb.EncodeResponse]]  # raises Refusal
+
+
+class BadBatch(ValueError):
+    """The message breaks the contract of tokenizer.proto."""
+
+
+class EncodeStream:
+    def __init__(self, context: grpc.aio.ServicerContext, texts: Texts, chat: Chat) -> None:
+        self._context = context
+        self._texts = texts
+        self._chat = chat
+        self._open: dict[int, asyncio.Task[None]] = {}  # by handle
+        self._answers: list[pb.Encoded] = []  # not yet written
+        self._wake = asyncio.Event()
+        self._settled = asyncio.Event()  # none is open, and every answer is written
+
+    async def serve(self, stopping: asyncio.Event) -> None:
+        """Until the gateway ends the stream, or `stopping` is set and what has come is answered. Once."""
+        reading: Reading[pb.EncodeBatch] = Reading(self._context, stopping)
+        writer = asyncio.create_task(self._write())
+        try:
+            if await reading.next() is not None:
+                await self._context.write(pb.EncodedBatch())
+            while (batch := await reading.next()) is not None:
+                self._take(batch)
+        except GoingAway:
+            await self._until_settled()
+            await self._context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
+        except BadBatch as error:
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            reading.close()
+            writer.cancel()
+            for task in self._open.values():
+                task.cancel()
+
+    def _take(self, batch: pb.EncodeBatch) -> None:
+        for opened in batch.opens:
+            self._begin(opened)
+        for handle in batch.closes:
+            if (task := self._open.pop(handle, None)) is not None:
+                task.cancel()
+
+    def _begin(self, opened: pb.EncodeOpen) -> None:
+        if opened.WhichOneof("request") is None or opened.handle in self._open:
+            raise BadBatch("opens: a request, and a handle that is of no other open one, are wanted")
+        if opened.ByteSize() > limits.SHORT_ENCODING_BYTES:
+            raise BadBatch(f"opens: more than {limits.SHORT_ENCODING_BYTES} bytes, which are for a call of their own")
+        if len(self._open) >= limits.MAX_OPEN_ENCODINGS:
+            self._answer(_refused(opened.handle, busy(f"opens: {limits.MAX_OPEN_ENCODINGS} are open")))
+        else:
+            self._open[opened.handle] = asyncio.create_task(self._work(opened))
+
+    async def _work(self, opened: pb.EncodeOpen) -> None:
+        try:
+            answering = self._texts(opened.texts) if opened.HasField("texts") else self._chat(opened.chat)
+            answer = pb.Encoded(handle=opened.handle, response=await answering)
+        except Refusal as refusal:
+            answer = _refused(opened.handle, refusal)
+        except Exception:
+            logger.exception("an encoding failed")
+            answer = _refused(opened.handle, Refusal(grpc.StatusCode.INTERNAL, "the tokenizer failed"))
+        del self._open[opened.handle]
+        self._answer(answer)
+
+    def _answer(self, answer: pb.Encoded) -> None:
+        self._answers.append(answer)
+        self._wake.set()
+
+    async def _write(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._answers:
+                await self._context.write(self._next_message())
+            if not self._open:
+                self._settled.set()
+
+    def _next_message(self) -> pb.EncodedBatch:
+        message, size = pb.EncodedBatch(), 0
+        taken = 0
+        for answer in self._answers:
+            message.rows.append(answer)
+            taken, size = taken + 1, size + answer.ByteSize()
+            if size > MESSAGE_BYTES:
+                break
+        del self._answers[:taken]
+        return message
+
+    async def _until_settled(self) -> None:
+        self._settled.clear()
+        self._wake.set()
+        await self._settled.wait()
+
+
+def _refused(handle: int, refusal: Refusal) -> pb.Encoded:
+    return pb.Encoded(handle=handle, code=refusal.code.value[0], message=refusal.message)

@@ -1,0 +1,183 @@
+"""Short requests to the tokenizers over their streams: together in one message, each with an answer of its own. Real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from rootstock.v1 import tokenizer_pb2
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.errors import ApiError
+from services.shared import limits
+from tests.services.gateway.fakes import ids_of
+from tests.services.gateway.peers.test_replicas import Tokenizer, eventually, replicas, running, tokenizer_client
+
+
+class OneByOne(Tokenizer):
+    """An older one, without streams."""
+
+    async def EncodeMany(self, request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+
+
+class Broken(Tokenizer):
+    """Its streams end in a way that no tokenizer of ours ends them, at their first batch."""
+
+    async def EncodeMany(self, request: Any, context: Any) -> None:
+        await context.read()
+        await context.write(tokenizer_pb2.EncodedBatch())
+        self.batches.append(await context.read())
+        await context.abort(grpc.StatusCode.CANCELLED if len(self.batches) % 2 else grpc.StatusCode.INTERNAL, "broken")
+
+
+@contextlib.asynccontextmanager
+async def client_of(*fakes: Tokenizer, timeout_s: float = 10.0) -> AsyncIterator[TokenizerClient]:
+    """Connected, with the streams of those that have them."""
+    async with replicas() as servers:
+        client = tokenizer_client(timeout_s)
+        async with running(client.run):
+            client.set_endpoints({(await servers.start(fake)): True for fake in fakes})
+            await eventually(lambda: client.connected() == len(fakes))
+            await eventually(lambda: all(_streams(client, fake) for fake in fakes))
+            yield client
+
+
+def _streams(client: TokenizerClient, fake: Tokenizer) -> bool:
+    if isinstance(fake, OneByOne):
+        return True
+    request = tokenizer_pb2.EncodeRequest(texts=["x"])
+    return all(one._stream is not None and one._stream.takes(request) for one in client._replicas.by_address.values())
+
+
+async def encode(client: TokenizerClient, text: str = "hi") -> list[int]:
+    response = await client.encode(tokenizer_pb2.EncodeRequest(request_id="r", texts=[text]))
+    return list(response.prompts[0].ids)
+
+
+def test_what_is_asked_at_once_goes_together() -> None:
+    async def test() -> None:
+        fake = Tokenizer()
+        async with client_of(fake) as client:
+            chat = tokenizer_pb2.EncodeChatRequest(messages_json=b'[{"role": "user", "content": "hi"}]')
+            *answers, last = await asyncio.gather(*(encode(client, f"text {i}") for i in range(8)), client.encode_chat(chat))
+            assert answers == [ids_of(f"text {i}") for i in range(8)]
+            assert list(last.prompts[0].ids) == ids_of("<user>hi")
+            assert [len(batch.opens) for batch in fake.batches] == [9]
+
+    asyncio.run(test())
+
+
+def test_a_long_one_goes_by_itself() -> None:
+    async def test() -> None:
+        fake = Tokenizer()
+        async with client_of(fake) as client:
+            long = "x" * limits.SHORT_ENCODING_BYTES
+            assert await asyncio.gather(encode(client, long), encode(client)) == [ids_of(long), ids_of("hi")]
+            assert [len(batch.opens) for batch in fake.batches] == [1]
+
+    asyncio.run(test())
+
+
+def test_as_many_as_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_OPEN_ENCODINGS", 2)
+
+    async def test() -> None:
+        fake = Tokenizer()
+        async with client_of(fake) as client:
+            assert await asyncio.gather(*(encode(client) for _ in range(5))) == [ids_of("hi")] * 5
+            assert [len(batch.opens) for batch in fake.batches] == [2]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, 400),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 413),
+        (grpc.StatusCode.ABORTED, 503),
+        (grpc.StatusCode.INTERNAL, 500),
+    ],
+)
+def test_a_refusal_is_one_requests_own(code: grpc.StatusCode, status: int) -> None:
+    async def test() -> None:
+        fake = Tokenizer()
+        async with client_of(fake) as client:
+            fake.failures.append((code, "texts: its words"))
+            first, second = await asyncio.gather(encode(client), encode(client), return_exceptions=True)
+            assert isinstance(first, ApiError) and first.status == status and second == ids_of("hi")
+
+    asyncio.run(test())
+
+
+def test_who_no_longer_waits_is_told_of() -> None:
+    async def test() -> None:
+        fake = Tokenizer()
+        async with client_of(fake) as client:
+            fake.gate.clear()
+            kept, *gone = (asyncio.create_task(encode(client)) for _ in range(3))
+            await eventually(lambda: len(fake.calls) == 3)
+            for task in gone:
+                task.cancel()
+            await eventually(lambda: fake.cancelled == 2)
+            fake.gate.set()
+            assert await kept == ids_of("hi")
+            assert await encode(client) == ids_of("hi")
+            assert [handle for batch in fake.batches for handle in batch.closes] == [2, 3]
+
+    asyncio.run(test())
+
+
+def test_a_stream_that_breaks_loses_nothing() -> None:
+    async def test() -> None:
+        broken, other = Broken(), Tokenizer()
+        async with client_of(broken, other) as client:
+            assert await asyncio.gather(*(encode(client, str(i)) for i in range(10))) == [ids_of(str(i)) for i in range(10)]
+            assert broken.batches
+
+    asyncio.run(test())
+
+
+def test_one_whose_streams_always_break_is_asked_one_by_one() -> None:
+    async def test() -> None:
+        broken = Broken()
+        async with client_of(broken) as client:
+            assert await encode(client) == ids_of("hi")
+            assert len(broken.calls) == 1
+
+    asyncio.run(test())
+
+
+def test_one_without_streams_is_asked_one_by_one() -> None:
+    async def test() -> None:
+        old = OneByOne()
+        async with client_of(old) as client:
+            assert await asyncio.gather(*(encode(client) for _ in range(3))) == [ids_of("hi")] * 3
+            assert len(old.calls) == 3 and client.connected() == 1
+
+    asyncio.run(test())
+
+
+def test_a_doubted_ones_stream_answers_what_it_has() -> None:
+    """The next stream is another one."""
+
+    async def test() -> None:
+        fake = Tokenizer()
+        async with client_of(fake) as client:
+            fake.gate.clear()
+            waiting = asyncio.create_task(encode(client))
+            await eventually(lambda: len(fake.calls) == 1)
+            [replica] = client._replicas.by_address.values()
+            replica.doubt()
+            await eventually(lambda: client._replicas.by_address[replica.address]._stream is not None)
+            fake.gate.set()
+            await eventually(lambda: len(fake.contexts) == 2 and client.connected() == 1)
+            assert await waiting == ids_of("hi") and len(fake.calls) == 1
+            await eventually(lambda: len(replica._streams) == 1)
+
+    asyncio.run(test())
