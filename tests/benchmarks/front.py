@@ -3,8 +3,8 @@
 The whole system runs with the demo model and two API keys. One key's chats come at a steady rate, with a look at /health beside
 them; the other key attacks. For each attack: how it was answered; p99 of the chats' first token and whole time, and of /health,
 in the quiet seconds just before and beside it; chats that failed; what each service's processes hold at most over what they held
-when idle, and what is left. With --minutes all attacks go on at once for so long, each again and again, and what is left two
-minutes later counts. Exit status 1: a chat failed, or something ended or left its bounds.
+when idle, the worker's KV cache touched whole, and what is left. With --minutes all attacks go on at once for so long, each again
+and again, and what is left two minutes later counts. Exit status 1: a chat failed, or something ended or left its bounds.
 """
 
 from __future__ import annotations
@@ -222,6 +222,7 @@ def main() -> int:
             System(Path(folder), gateway_flags=f"--api-keys-file {keys}", log_level="warning") as system,
             Memory(system) as memory,
         ):
+            asyncio.run(attack(system.port, "batch"))  # pages of the KV cache are the worker's only once they are written
             asyncio.run(quiet(system.url))
             if args.minutes:
                 return int(not asyncio.run(all_at_once(system, memory, names, args.minutes)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope
@@ -15,6 +15,7 @@ from services.shared.limits import BODY_STEP_BYTES, JSON_VALUE_BYTES, MAX_JSON_V
 
 # Of a scope's extensions, each to be called.
 GONE = "rootstock.gone"  # returns when the client has closed its connection
+WATCH = "rootstock.watch"  # given a callback for when it is closed, returns one that takes this back
 CUT = "rootstock.cut"  # ends the connection at once, and what is written with it
 
 
@@ -22,6 +23,21 @@ def gone_of(scope: Scope) -> Gone:
     """Never returns under a server that does not know."""
     found: Gone = scope.get("extensions", {}).get(GONE, asyncio.Event().wait)
     return found
+
+
+def watch(scope: Scope, receive: Receive, on_gone: Callable[[], None]) -> Callable[[], None]:
+    """Until what it returns is called, on_gone is called once the client has closed its connection. The body has been read."""
+    found = scope.get("extensions", {}).get(WATCH)
+    if found is not None:
+        stop: Callable[[], None] = found(on_gone)
+        return stop
+    watching = asyncio.create_task(_until_gone(receive))
+    watching.add_done_callback(lambda task: None if task.cancelled() else on_gone())
+    return lambda: _cancel(watching)
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 def cut(scope: Scope) -> None:
@@ -110,7 +126,7 @@ def _declared(scope: Scope) -> int:
     return 0
 
 
-async def until_gone(receive: Receive) -> None:
+async def _until_gone(receive: Receive) -> None:
     """Returns when the client has closed its connection, or has its whole answer."""
     while (await receive())["type"] != "http.disconnect":
         continue

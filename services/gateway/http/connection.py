@@ -21,7 +21,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from services.gateway.http.body import CUT, GONE
+from services.gateway.http.body import CUT, GONE, WATCH
 from services.gateway.http.connection_table import ConnectionTable
 from services.gateway.request.errors import ApiError, unavailable
 from services.shared.limits import MAX_HEAD_BYTES
@@ -76,13 +76,15 @@ class Connection(HttpToolsProtocol):
         self._table = table
         self._limits = limits
         self._served = self.app
+        self._lost = False
         self._unparsed = 0  # bytes since the parser last got anywhere
         self._in_head = True
         self._head_begun = False
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._has_room = True
-        self._extensions: dict[str, Any] = {GONE: self._gone, CUT: self._cut}
+        self._watchers: dict[object, Callable[[], None]] = {}
+        self._extensions: dict[str, Any] = {GONE: self._gone, WATCH: self._watch, CUT: self._cut}
 
     # Of the transport
 
@@ -96,6 +98,9 @@ class Connection(HttpToolsProtocol):
         self._table.remove(self)
         self._stop_timer()
         super().connection_lost(exc)
+        self._lost = True
+        for on_gone in list(self._watchers.values()):
+            on_gone()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -216,6 +221,16 @@ class Connection(HttpToolsProtocol):
     async def _gone(self) -> None:
         while not self.transport.is_closing() and not _peer_has_closed(self.transport):
             await asyncio.sleep(GONE_POLL_S)
+
+    def _watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+        if self._lost:
+            return self.loop.call_soon(on_gone).cancel
+        watcher = object()
+        self._watchers[watcher] = on_gone
+        return lambda: self._unwatch(watcher)
+
+    def _unwatch(self, watcher: object) -> None:
+        del self._watchers[watcher]
 
     def _cut(self) -> None:
         self.transport.abort()

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.http.body import cut, gone_of, read_body, until_gone
+from services.gateway.http.body import cut, gone_of, read_body, watch
 from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
 from services.gateway.http.renderer import DONE, Renderer, StreamRenderer, sse_error
 from services.gateway.http.sse_comments import COMMENT, Silence, commented
@@ -130,7 +130,7 @@ class Exchange(Response):
         self._prepare = prepare
         self._make_renderer = make_renderer
         self._started = self._streams = False  # the answer's status is out, as a stream's
-        self._work: asyncio.Task[None] | None = None
+        self._work: asyncio.Task[Any] | None = None  # what serves it
         self._request: ClientRequest | None = None
         self._held: HeldBytes | None = None
         self._admission: Admission | None = None
@@ -160,18 +160,26 @@ class Exchange(Response):
                 trace.end()
 
     async def _answer(self, scope: Scope, body: ReceivedBody, receive: Receive, send: Send) -> None:
-        self._work = work = asyncio.create_task(self._serve(scope, body, send))
-        gone = asyncio.create_task(until_gone(receive))
+        self._work = work = asyncio.current_task()
+        assert work is not None
+
+        left = False
+
+        def leave() -> None:
+            nonlocal left
+            left = True
+            self._client_gone(scope)
+            work.cancel()
+
+        stop = watch(scope, receive, leave)
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            await self._serve(scope, body, send)
+        except asyncio.CancelledError:
+            if not left:
+                raise
+            work.uncancel()
         finally:
-            gone.cancel()
-            if not work.done():
-                self._client_gone(scope)
-                work.cancel()
-        await asyncio.wait((work,))
-        if not work.cancelled():
-            work.result()
+            stop()
 
     def _client_gone(self, scope: Scope) -> None:
         assert self._request is not None

@@ -37,9 +37,11 @@ def over_gate(
 
     Requests are counted as if on a worker of mean size: where all are equal, as they are.
     """
-    size = running_slots(ready, workers).mean()
-    idlest = relative_load(ready, workers).min() * size
-    requests = relative_load(rows, workers) * size
+    slots = running_slots(ready, workers)
+    size = slots.sum() / len(slots)  # numpy's mean() costs as much as all of this
+    loads = workers.requests[ready] / slots
+    idlest = loads.min() * size
+    requests = (loads if rows is ready else relative_load(rows, workers)) * size
     return np.asarray((requests - idlest > config.gate_abs) & (requests > config.gate_rel * idlest))
 
 
@@ -56,5 +58,7 @@ def load_over_mean(
 
 def near_idlest(rows: NDArray[np.int64], workers: WorkerColumns, config: RoutingConfig) -> NDArray[np.bool_]:
     """bool[rows]: those whose load is hardly more than the idlest one's; requests are counted as in over_gate."""
-    requests = relative_load(rows, workers) * running_slots(rows, workers).mean()
-    return np.asarray(requests <= requests.min() + max(config.near_requests, config.near_rel * requests.mean()))
+    slots = running_slots(rows, workers)
+    requests = workers.requests[rows] / slots * (slots.sum() / len(slots))
+    mean = requests.sum() / len(requests)
+    return np.asarray(requests <= requests.min() + max(config.near_requests, config.near_rel * mean))
