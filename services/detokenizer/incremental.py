@@ -41,9 +41,14 @@ class IncrementalDetokenizer:
     The sum over all calls does not depend on how the ids were split among them.
     """
 
-    def __init__(self, tokenizer: HfTokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: HfTokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool, kept_tokens: Sequence[str] = ()
+    ) -> None:
+        """kept_tokens: texts of special tokens that are not skipped; what is none of the tokenizer's is not looked for."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if self._skipped and kept_tokens:
+            self._skipped -= {tokenizer.token_id(text) for text in kept_tokens}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace" if tokenizer.is_byte_level else ONE_PER_BYTE)
         self._context: list[int] = []  # text tokens already given out: they tell the decoder that it is not at the start
         self._context_chars = 0

@@ -42,7 +42,7 @@ class _Request:
         self._span: Span | None = None
         self._num_ids = 0
         skip_special = opened.skip_special_tokens if opened.HasField("skip_special_tokens") else True
-        self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special)
+        self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special, opened.kept_tokens)
         self._hold = StopHold(opened.stop, opened.include_stop)
         self._to_skip = opened.emitted_chars
         self._replayed = self._unseen(self._hold.push(self._decoder.push(opened.replay_ids)))

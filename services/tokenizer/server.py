@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", pb.EncodeRequest, pb.EncodeChatRequest)
 
 MAX_BYTES_PER_CHAR = 6  # of JSON: \uXXXX
+RENDERED_END_CHARS = 64  # of a rendered chat that its gateway is told: more than any mark of a model has
 INLINE_TOKENS = 2048  # up to which an answer is hashed and packed on the event loop: some 0.2 ms
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         self, tokenizer: HfTokenizer, settings: TokenizerSettings, metrics: TokenizerMetrics, tracing: Tracing | None = None
     ) -> None:
         self._settings = settings
+        self._formats = settings.output_formats(tokenizer.chat_templates)
         self._metrics = metrics
         self._tracing = tracing
         self._executor = ThreadPoolExecutor(settings.encode_threads + 1, thread_name_prefix="encode")
@@ -102,7 +104,8 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         await EncodeStream(context, self._texts, self._chat).serve(self._stopping)
 
     async def Info(self, request: pb.TokenizerInfoRequest, context: grpc.aio.ServicerContext) -> pb.TokenizerInfo:
-        return pb.TokenizerInfo(model=self._settings.model_name)
+        formats = self._formats
+        return pb.TokenizerInfo(model=self._settings.model_name, tool_format=formats.tools, reasoning_format=formats.reasoning)
 
     async def _texts(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
         return await self._serve("Encode", request, self._encode_texts)
@@ -162,7 +165,9 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         async with self._share(size):
             text = await self._rendered(request, span)
             # A template writes its own special tokens.
-            return await self._encode([text], False, request, span)
+            response = await self._encode([text], False, request, span)
+        response.rendered_end = text[-RENDERED_END_CHARS:]
+        return response
 
     async def _rendered(self, request: pb.EncodeChatRequest, span: Span | None) -> str:
         continues = request.continue_final_message

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
-from services.shared import limits
+from services.shared import limits, output_formats
+from services.shared.output_formats import OutputFormats
 from services.shared.served_name import served_name
 from services.shared.settings import ServiceSettings
+
+ToolParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "harmony",
+]
+ReasoningParser = Literal["auto", "none", "think", "think_open", "mistral_think", "harmony"]
 
 
 class TokenizerSettings(ServiceSettings):
@@ -19,6 +36,12 @@ class TokenizerSettings(ServiceSettings):
     metrics_port: int = Field(9101, ge=1, le=65535, description="Port of GET /metrics.")
     model: Path = Field(description="Folder of a Hugging Face model; only its tokenizer and template files are read.")
     served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
+    tool_call_parser: ToolParser = Field(
+        "auto", description="How the model writes calls of tools; auto: by the marks in its chat template, none: calls are text."
+    )
+    reasoning_parser: ReasoningParser = Field(
+        "auto", description="How the model marks its reasoning; auto: by its chat template, none: reasoning is text."
+    )
     encode_threads: int = Field(2, ge=1, description="Encoding calls that run at the same time.")
     max_batch_texts: int = Field(256, ge=1, description="Texts of several requests encoded in one call.")
     max_batch_chars: int = Field(
@@ -55,3 +78,13 @@ class TokenizerSettings(ServiceSettings):
     def model_name(self) -> str:
         """The name that clients know the model by."""
         return served_name(self.model, self.served_model_name)
+
+    def output_formats(self, chat_templates: Mapping[str, str]) -> OutputFormats:
+        """chat_templates: the model's own, by name. One for tools says how it writes calls of them."""
+        source = chat_templates.get("tool_use") or chat_templates.get("default", "")
+        detected = output_formats.detect(source)
+        return OutputFormats(_chosen(self.tool_call_parser, detected.tools), _chosen(self.reasoning_parser, detected.reasoning))
+
+
+def _chosen(setting: str, detected: str) -> str:
+    return {"auto": detected, "none": output_formats.NONE}.get(setting, setting)

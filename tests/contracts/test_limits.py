@@ -39,6 +39,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("SHORT_ENCODING_BYTES", "MAX_OPEN_ENCODINGS"), (GATEWAY + "peers/test_encode_stream.py", "MAX_OPEN_ENCODINGS")
     ),
+    **dict.fromkeys(("MAX_TOOLS", "MAX_TOOL_NAME_CHARS", "MAX_CALLS"), (GATEWAY + "api/test_tools.py", "limits.MAX_CALLS")),
     "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),
     **dict.fromkeys((name for name in NAMES if "SCHEMA" in name or "OPTIONAL" in name), (SIZES, "MAX_SCHEMA")),
 }

@@ -173,3 +173,55 @@ def test_without_a_schema_the_model_makes_no_json(system: System) -> None:
     for choice in answer["choices"]:
         with pytest.raises(json.JSONDecodeError):
             json.loads(choice["text"])
+
+
+NUM_CALLERS = 24
+
+
+def _tools(index: int) -> list[dict[str, Any]]:
+    """Two with random parameters, in $defs of their own."""
+    rng = random.Random(100 + index)
+    leaf = {"leaf": {"type": "integer", "minimum": 0, "maximum": 9}}
+    parameters = [{"$defs": leaf, **_object(rng, 2), "additionalProperties": False} for _ in range(2)]
+    return [{"type": "function", "function": {"name": f"tool_{n}", "parameters": each}} for n, each in enumerate(parameters)]
+
+
+def test_tools_that_must_be_called_are_called_with_what_they_take(system: System) -> None:
+    """By a model that has never seen a call: required, named, and one at most, whole and streamed."""
+    found = asyncio.run(_calls(system))
+    for index, (calls, reason) in enumerate(found):
+        assert reason == "tool_calls" and calls and (index % 3 or len(calls) == 1)
+        schemas_of = {tool["function"]["name"]: tool["function"]["parameters"] for tool in _tools(index)}
+        for name, arguments in calls:
+            assert name == "tool_1" or index % 3 != 1
+            errors = list(jsonschema.Draft202012Validator(schemas_of[name]).iter_errors(json.loads(arguments)))
+            assert not errors, f"{schemas_of[name]} allowed {arguments}: {errors[0].message}"
+    assert len({json.dumps(calls) for calls, _ in found}) > NUM_CALLERS / 2
+
+
+async def _calls(system: System) -> list[tuple[list[tuple[str, str]], str | None]]:
+    async with openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=200) as client:
+        return await asyncio.gather(*(_call(client, index) for index in range(NUM_CALLERS)))
+
+
+async def _call(client: openai.AsyncOpenAI, index: int) -> tuple[list[tuple[str, str]], str | None]:
+    named = {"type": "function", "function": {"name": "tool_1"}}
+    options: dict[str, Any] = {
+        "model": "senseless",
+        "messages": [{"role": "user", "content": f"Question {index}"}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 1,
+        "seed": index,
+        "tools": _tools(index),
+        "tool_choice": named if index % 3 == 1 else "required",
+        "parallel_tool_calls": index % 3 != 0,
+    }
+    if index % 2:
+        async with client.chat.completions.stream(**options) as stream:
+            async for _ in stream:
+                pass
+            choice: Any = (await stream.get_final_completion()).choices[0]
+    else:
+        choice = (await client.chat.completions.create(**options)).choices[0]
+    calls = choice.message.tool_calls or []
+    return [(call.function.name, call.function.arguments) for call in calls], choice.finish_reason

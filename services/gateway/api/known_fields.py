@@ -68,7 +68,7 @@ def unserved(name: str) -> ApiError:
 
 
 # Accounting, storage, moderators' and caches' hints, labels: none of them is part of an answer. Without a reasoning parser
-# both values of separate_reasoning and stream_reasoning give the same answer.
+# both values of stream_reasoning give the same answer.
 _UNUSED = frozenset(
     (
         "custom_labels",
@@ -81,7 +81,6 @@ _UNUSED = frozenset(
         "return_mm_kwargs",
         "return_token_offsets",
         "safety_identifier",
-        "separate_reasoning",
         "service_tier",
         "store",
         "stream_reasoning",
@@ -108,7 +107,6 @@ PROMPT: Neutral = {
     "session_id": (),
     "suffix": ("",),
     "task": (),
-    "tool_choice": ("none", "auto"),
     "truncate_prompt_tokens": (),
     "use_audio_in_video": (False,),
     "web_search_options": (),
@@ -117,7 +115,6 @@ ANSWER: Neutral = {
     "include_reasoning": (True,),
     "modalities": ([], ["text"]),
     "moderation": (),
-    "parallel_tool_calls": (True,),
     "prompt_logprobs": (),
     "return_cached_tokens_details": (False,),
     "return_hidden_states": (False,),
@@ -148,7 +145,10 @@ OF_TEMPLATES: Neutral = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "parallel_tool_calls": (True, False),
     "reasoning_effort": (),
+    "separate_reasoning": (True, False),
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ async def of_chat(
         response = await tokenizer.encode_chat(call, model.source)
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of prompts.")
-    return room.fit(_prompt(response.prompts[0], None), "messages")
+    return replace(room.fit(_prompt(response.prompts[0], None), "messages"), rendered_end=response.rendered_end)
 
 
 def _prompt(found: tokenizer_pb2.TokenIds, text: str | None) -> Prompt:

@@ -95,7 +95,8 @@ class DetokLink:
             helpers.append(silence)
             await self._receive(call)
             info = stub.Info(detokenizer_pb2.DetokenizerInfoRequest(), timeout=served_model.INFO_S)
-            self.model = await served_model.ask(info, self.address)
+            said = await served_model.ask(info, self.address)
+            self.model = served_model.ANY if said is None else said.model
             self.connected = True
             logger.info("detokenizer connected", extra=fields(address=self.address, model=self.model))
             helpers.append(self._helper(call, self._write(call)))

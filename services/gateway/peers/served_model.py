@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -29,16 +29,19 @@ class Info(Protocol):
     model: str
 
 
-async def ask(answer: Awaitable[Info], address: str) -> str:
-    """The served name, ANY where the replica cannot say. `answer`: its Info call. Raises StreamBroken for a passing failure."""
+Said = TypeVar("Said", bound=Info)
+
+
+async def ask(answer: Awaitable[Said], address: str) -> Said | None:
+    """None where the replica cannot say. `answer`: its Info call. Raises StreamBroken for a passing failure."""
     try:
-        return (await answer).model
+        return await answer
     except grpc.aio.AioRpcError as error:
         if error.code() in _PASSING:
             raise StreamBroken(f"no answer to Info: {error.code().name}") from None
         if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
             logger.warning("a replica does not say its model", extra=fields(address=address, code=error.code().name))
-        return ANY
+        return None
 
 
 def serves(offered: str, wanted: str) -> bool:

@@ -19,6 +19,7 @@ from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_requ
 from services.gateway.request.trace import EncodeCall
 from services.shared.observe.log import fields
 from services.shared.observe.tracing import trace_fields
+from services.shared.output_formats import OutputFormats
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class TokenizerClient:
     def connected(self, model: str = served_model.ANY) -> int:
         """Tokenizers that a call could go to."""
         return len(self._usable(model))
+
+    def formats(self, model: str = served_model.ANY) -> OutputFormats:
+        """How the model writes calls and reasoning, as its tokenizers say."""
+        return next((one.formats for one in self._usable(model)), OutputFormats())
 
     def _usable(self, model: str) -> list[Replica]:
         return [one for one in self._replicas.by_address.values() if one.connected and one.serves(model)]

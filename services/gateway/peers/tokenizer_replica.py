@@ -17,6 +17,7 @@ from services.gateway.peers.encode_stream import EncodeFailed, EncodeStream, Not
 from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.request.trace import EncodeCall
 from services.shared.observe.log import fields
+from services.shared.output_formats import OutputFormats, known
 from services.shared.rpc import grpc_server
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Replica:
         self.retiring = False
         self.in_flight = 0
         self.model = served_model.ANY  # as it said when it connected
+        self.formats = OutputFormats()  # likewise
         self._changed = changed
         self._doubted = asyncio.Event()
         self._channel = grpc_server.channel(address)
@@ -91,7 +93,7 @@ class Replica:
         self._doubted.clear()
         try:
             info = self._stub.Info(tokenizer_pb2.TokenizerInfoRequest(), timeout=served_model.INFO_S)
-            self.model = await served_model.ask(info, self.address)
+            self._learn(await served_model.ask(info, self.address))
         except StreamBroken as error:
             self._set_connected(False)
             logger.warning("tokenizer does not answer: %s", error, extra=fields(address=self.address))
@@ -122,6 +124,10 @@ class Replica:
             await asyncio.sleep(PAUSE_S)
             if self._stream is stream:
                 self.doubt()
+
+    def _learn(self, info: tokenizer_pb2.TokenizerInfo | None) -> None:
+        self.model = served_model.ANY if info is None else info.model
+        self.formats = OutputFormats() if info is None else known(info.tool_format, info.reasoning_format)
 
     def _set_connected(self, connected: bool) -> None:
         if connected is not self.connected:

@@ -100,6 +100,7 @@ class ChoiceText:
             model=model,
             traceparent=traceparent,
             patient=not generation.stream,
+            kept_tokens=generation.parsing.kept_tokens if generation.parsing is not None else (),
         )
 
     def finish(self, finish: worker_pb2.Finish) -> None:

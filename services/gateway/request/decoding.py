@@ -70,10 +70,11 @@ class Decoding:
         model: str = "",
         traceparent: str = "",
         patient: bool = False,
+        kept_tokens: Sequence[str] = (),
     ) -> None:
         """`ids` is shared with the owner, who appends to it. patient: nobody reads its text before its
         end. model: whose ids they are, as detokenizers name it; "" for any.
-        traceparent: "" for ids of a request that is not traced."""
+        traceparent: "" for ids of a request that is not traced. kept_tokens: special ones that are not skipped, by their text."""
         self.sink = sink
         self.request_id = request_id  # for logs
         self.ids = ids
@@ -91,7 +92,7 @@ class Decoding:
         self.model = model
         self.traceparent = traceparent
         self.patient = patient
-        self._open_fields = (prompt_ids[-PROMPT_TAIL:], tuple(stop), skip_special_tokens, include_stop)
+        self._open_fields = (prompt_ids[-PROMPT_TAIL:], tuple(stop), skip_special_tokens, include_stop, tuple(kept_tokens))
 
     @property
     def may_wait(self) -> bool:
@@ -105,7 +106,7 @@ class Decoding:
 
     def open_message(self) -> detokenizer_pb2.DecodeOpen:
         """What a stream needs that has never seen this handle. The ids after `decoded` follow as rows."""
-        tail, stop, skip_special_tokens, include_stop = self._open_fields
+        tail, stop, skip_special_tokens, include_stop, kept_tokens = self._open_fields
         return detokenizer_pb2.DecodeOpen(
             handle=self.handle,
             prompt_tail=tail,
@@ -114,6 +115,7 @@ class Decoding:
             stop=stop,
             skip_special_tokens=skip_special_tokens,
             include_stop=include_stop,
+            kept_tokens=kept_tokens,
             request_id=self.request_id,
             traceparent=self.traceparent,
         )

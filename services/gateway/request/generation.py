@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
+from services.gateway.parsers.parsing import Parsing
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
 from services.gateway.request.client_fields import ClientFields
 from services.shared.index.block_hash import root_hash
@@ -57,6 +58,7 @@ class Prompt:
     """`ids` stays the packed array that came off the wire. `text` is what `echo` repeats, when it is known without decoding.
     block_hashes: of its full blocks, one after the other; empty where nobody has computed them yet. num_cut: tokens behind them
     that the context had no room for. at_least: ids are the first of a text, or none, and it has at least so many; else 0.
+    rendered_end: of a chat, the last characters of what its template has made.
     """
 
     ids: Sequence[int]
@@ -64,6 +66,7 @@ class Prompt:
     block_hashes: bytes = b""
     num_cut: int = 0
     at_least: int = 0
+    rendered_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Generation:
     session the prompt is what the turn adds to a context that only the worker knows. vector_as_base64: an embedding is
     answered as its little-endian float32. hidden: nothing was to be made, so the one token that a worker makes at least is
     not shown. stream_repeats: each event of its stream has all that came before. answer: what is shown beside its text.
+    parsing: how calls and reasoning are found in its text; None: it is all text.
     """
 
     stream: bool
@@ -110,6 +114,7 @@ class Generation:
     hidden: bool = False
     answer: AnswerBody = TEXT_ALONE
     stream_repeats: bool = False
+    parsing: Parsing | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -80,6 +80,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.calls: list[Any] = []
         self.cancelled = 0
         self.batches: list[tokenizer_pb2.EncodeBatch] = []  # of its streams
+        self.info = tokenizer_pb2.TokenizerInfo()
         self.contexts: list[Any] = []  # of its streams
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
@@ -93,7 +94,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         await _FakeStream(self.batches, context, self._texts, self._chat).serve(asyncio.Event())
 
     async def Info(self, request: Any, context: Any) -> tokenizer_pb2.TokenizerInfo:
-        return tokenizer_pb2.TokenizerInfo()
+        return self.info
 
     async def _called(self, answer: Awaitable[tokenizer_pb2.EncodeResponse], context: Any) -> tokenizer_pb2.EncodeResponse:
         try:
@@ -109,7 +110,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def _chat(self, request: tokenizer_pb2.EncodeChatRequest) -> tokenizer_pb2.EncodeResponse:
         await self._begin(request)
         text = chat_text(orjson.loads(request.messages_json), request.add_generation_prompt)
-        return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request)])
+        return tokenizer_pb2.EncodeResponse(prompts=[_wanted(text, request)], rendered_end=text[-16:])
 
     async def _begin(self, request: Any) -> None:
         """Raises Refusal."""

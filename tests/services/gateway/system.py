@@ -44,11 +44,12 @@ class System:
         configure: Callable[[list[FakeWorker]], None] = lambda workers: None,
         gateways: int = 1,
         keys: Sequence[str | dict[str, Any]] = (),
+        formats: tuple[str, str] = ("", ""),
         **settings: Any,
     ) -> None:
         """`down` names services that are not started: "worker", "tokenizer", "detokenizer". configure: the workers, before
         they are started. gateways: where there are several, each finds all of them, itself among them. keys: entries of the
-        file of API keys; a name alone is its own key."""
+        file of API keys; a name alone is its own key. formats: of tools and of reasoning, as tokenizers tell them."""
         self._folder = tempfile.TemporaryDirectory()
         self.key_file = Path(self._folder.name, "keys.json")
         if keys:
@@ -56,6 +57,7 @@ class System:
             settings["api_keys_file"] = str(self.key_file)
         self._num_gateways = gateways
         self._configure = configure
+        self._formats = formats
         self._sizes = (workers, detokenizers, tokenizers)
         self._down = down
         self.clients: list[RawClient] = []
@@ -91,6 +93,8 @@ class System:
         self._configure([host.servicer for host in self.workers])
         self.detokenizers = [Host(FakeDetokenizer()) for _ in range(detokenizers)]
         self.tokenizers = [Host(FakeTokenizer()) for _ in range(tokenizers)]
+        for host in self.tokenizers:
+            host.servicer.info.tool_format, host.servicer.info.reasoning_format = self._formats
         for service, hosts in (("worker", self.workers), ("detokenizer", self.detokenizers), ("tokenizer", self.tokenizers)):
             for host in hosts:
                 await (host.reserve() if service in self._down else host.start())

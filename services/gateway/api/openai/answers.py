@@ -9,8 +9,10 @@ from pydantic import Field
 from services.gateway.api.document.answer import Answer, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
 
 Finish = Literal["stop", "length", "abort"]
+ChatFinish = Literal["stop", "length", "abort", "tool_calls"]
 Byte = Annotated[int, Field(ge=0, le=255)]
 _STOP_REASON = "The matched stop string, pattern or token id; null at the end of sequence, and at other ends."
+_REASONING = "Where the model thinks before it answers, what it thought."
 _IDS = "With return_token_ids."
 _REQUESTED = "With logprob_token_ids."
 
@@ -46,17 +48,31 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CalledFunction(Answer):
+    name: str
+    arguments: str = Field(description="JSON.")
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="Null where there are calls and no text.")
     refusal: None
+    reasoning_content: str = absent(_REASONING)
+    reasoning: str = absent("The same as reasoning_content.")
+    tool_calls: list[ToolCall] = absent("Where the model calls tools.")
 
 
 class ChatChoice(Answer):
     index: Count
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChatFinish
     stop_reason: str | int | None = Field(description=_STOP_REASON)
     token_ids: list[Count] = absent(_IDS)
 
@@ -71,16 +87,31 @@ class ChatCompletion(Answer):
     prompt_token_ids: list[Count] = absent(_IDS)
 
 
+class FunctionDelta(Answer):
+    name: str = absent("In a call's first event.")
+    arguments: str = Field(description="What is new of the call's arguments, which are JSON when it is whole.")
+
+
+class ToolCallDelta(Answer):
+    index: Count = Field(description="Which of the choice's calls it is.")
+    id: str = absent("In a call's first event.")
+    type: Literal["function"] = absent("In a call's first event.")
+    function: FunctionDelta
+
+
 class ChatDelta(Answer):
     role: Literal["assistant"] = absent("In a choice's first event.")
     content: str = absent("What is new.")
+    reasoning_content: str = absent(_REASONING)
+    reasoning: str = absent("The same as reasoning_content.")
+    tool_calls: list[ToolCallDelta] = absent("Where the model calls tools.")
 
 
 class ChatChunkChoice(Answer):
     index: Count
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None = Field(description="Null until a choice's last event.")
+    finish_reason: ChatFinish | None = Field(description="Null until a choice's last event.")
     stop_reason: str | int | None = absent(f"In a choice's last event. {_STOP_REASON}")
     token_ids: list[Count] = absent(_IDS)
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.gateway.api import prompts
 from services.gateway.api.openai.chat_call import chat_call
+from services.gateway.api.openai.parsed import parsed_generation
+from services.gateway.api.openai.tools import tool_use
 from services.gateway.api.openai.types import CompletionRequest, NamedBody
 from services.gateway.api.openai.validation import (
     chat_generation,
@@ -32,6 +35,7 @@ from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Generation, ModelInfo, Models, Part, Plan, Prompt
 from services.gateway.request.origin import Origin
 from services.shared import limits
+from services.shared.output_formats import NONE
 
 
 class Preparer:
@@ -46,6 +50,7 @@ class Preparer:
         request = parse_chat(parse_json(body.take()), origin)
         if request.stream:
             origin.wants_stream()
+        use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
         call = chat_call(request, origin.request_id)
         request = request.model_copy(update={"messages": ()})  # they may be 64 MiB, and the call has its own copy
         _call_it(request, origin, None)
@@ -53,9 +58,12 @@ class Preparer:
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
         _check_turn(generation, 1)
+        known = self._tokenizer.formats(model.source)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         room = for_an_answer(model, generation.session is not None)
         fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room)
+        formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
+        generation = parsed_generation(generation, use, formats.after(fitting.rendered_end))
         return Plan(model, _parts([fitting], generation, request, origin))
 
     async def completion(self, body: ReceivedBody, origin: Origin) -> Plan:

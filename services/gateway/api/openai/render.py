@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from services.gateway.api.openai.logprob_forms import ChatLogprobs, CompletionLogprobs
+from services.gateway.api.openai.message import ReadChoice, message_of
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.request import ClientRequest, Delta
 from services.gateway.request.usage import usage_of
@@ -29,12 +30,17 @@ class _Envelope:
         return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), b"}\n\n"))
 
 
-def _ending_fields(delta: Delta, logprobs: bytes) -> bytes:
+def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> bytes:
+    """finish_reason: in place of the ending's own."""
     if delta.ending is None:
-        return b',"logprobs":%s,"finish_reason":null' % logprobs
+        return _going_on(logprobs)
     reason = orjson.dumps(delta.ending.stop_reason)
-    finish = delta.ending.finish_reason.encode()
+    finish = (finish_reason or delta.ending.finish_reason).encode()
     return b',"logprobs":%s,"finish_reason":"%s","stop_reason":%s' % (logprobs, finish, reason)
+
+
+def _going_on(logprobs: bytes) -> bytes:
+    return b',"logprobs":%s,"finish_reason":null' % logprobs
 
 
 def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
@@ -49,16 +55,40 @@ class ChatRenderer:
         kind = "chat.completion.chunk" if request.generation.stream else "chat.completion"
         self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
         self._began = False
+        self._read: dict[int, ReadChoice] = {}  # by index
+
+    def _choice_of(self, delta: Delta) -> ReadChoice:
+        index = delta.choice.index
+        if index not in self._read:
+            self._read[index] = ReadChoice(delta.choice.generation.parsing)
+        return self._read[index]
 
     async def chunk(self, delta: Delta) -> bytes:
+        """One chunk for each thing that is new: the first has the log probabilities and ids of all of them, the last one the
+        ending."""
         role = self._role_chunk(delta) if delta.first else b""
         if not delta.text and delta.ending is None:
             return role
-        content = b'{"content":%s}' % orjson.dumps(delta.text) if delta.text else b"{}"
+        choice = self._choice_of(delta)
+        deltas = [orjson.dumps(each) for each in choice.read(delta)] or [b"{}"]
+        if deltas == [b"{}"] and delta.ending is None and not self._ids and not delta.choice.generation.wants_logprobs:
+            return role
+        logprobs = await self._logprobs.of(delta)
         ids = _ids_field(b"token_ids", delta.token_ids) if self._ids else b""
-        ending = _ending_fields(delta, await self._logprobs.of(delta))
+        chunks = [role]
+        for number, content in enumerate(deltas):
+            if number == len(deltas) - 1:
+                reason = choice.finish_reason(delta) if delta.ending is not None else ""
+                ending = _ending_fields(delta, logprobs, reason)
+            else:
+                ending = _going_on(logprobs)
+            chunks.append(self._chunk(delta, content, ending + ids))
+            logprobs, ids = b"null", b""
+        return b"".join(chunks)
+
+    def _chunk(self, delta: Delta, content: bytes, more: bytes) -> bytes:
         head, tail = self._envelope.head, self._envelope.tail
-        return b'%s%s{"index":%d,"delta":%s%s%s}%s' % (role, head, delta.choice.index, content, ending, ids, tail)
+        return b'%s{"index":%d,"delta":%s%s}%s' % (head, delta.choice.index, content, more, tail)
 
     def _role_chunk(self, delta: Delta) -> bytes:
         envelope, prompt = self._envelope, b""
@@ -81,8 +111,10 @@ class ChatRenderer:
         return orjson.dumps(answer)
 
     async def _choice(self, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        choice = self._choice_of(delta)
+        message = message_of(choice.read(delta))
         fields = _choice_fields(delta, await self._logprobs.of(delta), self._ids)
+        fields["finish_reason"] = choice.finish_reason(delta)
         return {"index": delta.choice.index, "message": message, **fields}
 
 

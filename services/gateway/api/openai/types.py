@@ -86,10 +86,15 @@ class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
 
 class ChatCompletionRequest(GenerationBody):
     messages: Messages
-    tools: list[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
+    tools: list[dict[str, Any]] | None = Field(None, description="What the model may call; given to the chat template.")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")
+    separate_reasoning: bool | None = Field(None, description="false: reasoning stays in the text. Default true.")
     documents: list[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
     reasoning_effort: Effort | None = Field(None, description="Given to the chat template.")
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="none: the template does not see the tools.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None,
+        description="none, auto (the default), required, a function or allowed_tools. none: the template does not see the tools.",
+    )
     add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")
     continue_final_message: bool | None = Field(None, description="The answer continues the last message. Default false.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")

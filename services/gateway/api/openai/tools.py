@@ -1,0 +1,157 @@
+"""The tools of a chat request and what it says of calls → what a model may call, and must. Pure; raises ApiError that names the
+exact element."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway.api.constraints import structural_tag
+from services.gateway.parsers.output_parser import ParserSetup
+from services.gateway.parsers.parsing import Parsing
+from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
+from services.gateway.parsers.tags.structural_tags import call_tag
+from services.gateway.request.errors import ApiError, bad_request
+from services.shared import limits
+from services.shared.output_formats import NONE, OutputFormats
+from services.shared.schema_size import too_large
+
+FALLBACK = "hermes"  # for calls that are forced out of a model that no format is known of
+_NAME = re.compile(f"[a-zA-Z0-9_.:-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """tools: all that are shown to the template. callable: those of them that may be called. forced: one must be.
+    parallel: more than one call may come."""
+
+    tools: tuple[ToolSpec, ...] = ()
+    callable: tuple[ToolSpec, ...] = ()
+    forced: bool = False
+    parallel: bool = True
+
+    def formats(self, known: OutputFormats) -> OutputFormats:
+        """known: what the model's tokenizer says. Without tools, calls are text."""
+        if not self.callable:
+            return known if known.tools == "harmony" else OutputFormats(NONE, known.reasoning)
+        return OutputFormats(FALLBACK, known.reasoning) if self.forced and known.tools == NONE else known
+
+    def parsing(self, formats: OutputFormats, skips_special: bool) -> Parsing | None:
+        """None: the output is its text. skips_special: the client wants none of the special tokens."""
+        if not formats.tools and not formats.reasoning:
+            return None
+        schemas = {tool.name: tool.parameters for tool in self.callable}
+        hidden = frozenset(formats.kept) if skips_special else frozenset()
+        most = limits.MAX_CALLS if self.parallel else 1
+        return Parsing(formats, ParserSetup(schemas, most, hidden))
+
+    def grammar(self, formats: OutputFormats) -> pb.Grammar | None:
+        """What holds the output to calls that are forced or strict; None where nothing has to. Raises ApiError."""
+        if not self.callable or formats.tools == NONE:
+            return None
+        try:
+            tag = call_tag(formats, CallDemand(self.callable, self.forced, self.parallel))
+        except TagRefused as error:
+            raise bad_request("tools", f"'tools': {error}") from None
+        return None if tag is None else structural_tag(tag, "tools")
+
+
+def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolUse:
+    """Raises ApiError."""
+    specs = _specs(tools or ())
+    allowed, forced = _chosen(choice, {spec.name for spec in specs})
+    return ToolUse(
+        tools=specs,
+        callable=tuple(spec for spec in specs if spec.name in allowed),
+        forced=forced,
+        parallel=parallel is not False,
+    )
+
+
+def _specs(tools: Sequence[Any]) -> tuple[ToolSpec, ...]:
+    if len(tools) > limits.MAX_TOOLS:
+        raise bad_request("tools", f"'tools' may have at most {limits.MAX_TOOLS} tools.")
+    found: dict[str, ToolSpec] = {}
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        spec = _spec(tool, where)
+        if spec.name in found:
+            raise bad_request(f"{where}.function.name", f"'{where}.function.name' is the name of an earlier tool.")
+        found[spec.name] = spec
+    return tuple(found.values())
+
+
+def _spec(tool: Any, where: str) -> ToolSpec:
+    if not isinstance(tool, dict):
+        raise bad_request(where, f"'{where}' must be an object.")
+    if tool.get("type", "function") != "function":
+        message = f"'{where}.type': only tools of type 'function' are supported by this server."
+        raise bad_request(f"{where}.type", message, "unsupported_parameter")
+    function = tool.get("function")
+    where = f"{where}.function"
+    if not isinstance(function, dict):
+        raise bad_request(where, f"'{where}' must be an object.")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        allowed = f"1 to {limits.MAX_TOOL_NAME_CHARS} letters, digits, '_', '-', '.' or ':'"
+        raise bad_request(f"{where}.name", f"'{where}.name' must be {allowed}.")
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise bad_request(f"{where}.strict", f"'{where}.strict' must be true or false.")
+    return ToolSpec(name, _parameters(function.get("parameters"), f"{where}.parameters"), bool(strict))
+
+
+def _parameters(schema: Any, where: str) -> Mapping[str, Any] | None:
+    if schema is None:
+        return None
+    if not isinstance(schema, dict):
+        raise bad_request(where, f"'{where}' must be a JSON Schema, as an object.")
+    why = too_large(schema)
+    if why:
+        raise bad_request(where, f"'{where}' has {why}.")
+    return schema
+
+
+def _chosen(choice: Any, names: set[str]) -> tuple[set[str], bool]:
+    """Those that may be called, and whether one must be."""
+    if choice is None or choice == "auto":
+        return names, False
+    if choice == "none":
+        return set(), False
+    if choice == "required":
+        if not names:
+            raise bad_request("tool_choice", "'tool_choice' is 'required', but there are no 'tools'.")
+        return names, True
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return {_named(choice, "tool_choice", names)}, True
+    if kind == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"), names)
+    raise _bad_choice()
+
+
+def _allowed(allowed: Any, names: set[str]) -> tuple[set[str], bool]:
+    where = "tool_choice.allowed_tools"
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(tools, list) or not tools:
+        raise bad_request(where, f"'{where}' must be an object with 'mode' and 'tools'.")
+    if allowed.get("mode") not in ("auto", "required"):
+        raise bad_request(f"{where}.mode", f"'{where}.mode' must be auto or required.")
+    found = {_named(tool, f"{where}.tools[{index}]", names) for index, tool in enumerate(tools)}
+    return found, allowed["mode"] == "required"
+
+
+def _named(choice: Any, where: str, names: set[str]) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in names:
+        raise bad_request(f"{where}.function.name", f"'{where}.function.name' must be the name of one of the 'tools'.")
+    return name
+
+
+def _bad_choice() -> ApiError:
+    return bad_request("tool_choice", f"'tool_choice' must be one of {', '.join(_CHOICES)}, or name a function.")

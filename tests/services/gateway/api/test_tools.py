@@ -1,0 +1,221 @@
+"""Chats with tools and reasoning: what is asked of a worker, and what a client is told of what the model wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+from openai import OpenAI
+
+from services.shared import limits
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import System, chat_body, events
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+TWO = CALL + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+TOOLS = {"tools": [WEATHER, CLOCK], "max_tokens": 400}
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    with System(formats=("hermes", "think")) as started:
+        yield started
+
+
+@pytest.fixture
+def says(system: System) -> Iterator[Any]:
+    """Sets what the model writes."""
+    yield lambda text: setattr(system.worker, "answer", lambda submit: text)
+    system.worker.answer = lambda submit: "Hello, world!"
+
+
+def client(system: System) -> OpenAI:
+    return OpenAI(base_url=system.url("/v1"), api_key="none", max_retries=0)
+
+
+def gathered(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """The message that a stream's deltas make, ids of calls apart, and its finish reason."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
+    reason = None
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta, reason = choice["delta"], choice["finish_reason"] or reason
+            message["content"] += delta.get("content", "")
+            message["reasoning_content"] += delta.get("reasoning_content", "")
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    assert call["index"] == len(message["calls"]) and call["type"] == "function"
+                    message["calls"].append([call["function"]["name"], ""])
+                message["calls"][call["index"]][1] += call["function"]["arguments"]
+    return message, str(reason)
+
+
+def whole(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    [choice] = document["choices"]
+    message = choice["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    assert (message["content"] is None) is (bool(calls) and not message["content"])
+    found = {"content": message["content"] or "", "reasoning_content": message.get("reasoning_content", ""), "calls": calls}
+    return found, choice["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        pytest.param("Hello.", "Hello.", "", [], id="text"),
+        pytest.param(CALL, "", "", [["weather", '{"city": "Bonn"}']], id="a call"),
+        pytest.param("Let me see.\n" + TWO, "Let me see.", "", [["weather", '{"city": "Bonn"}'], ["clock", "{}"]], id="two"),
+        pytest.param("<think>\nHm.\n</think>\n\nHello.", "Hello.", "Hm.", [], id="reasoning"),
+        pytest.param("<think>Hm.</think>" + CALL, "", "Hm.", [["weather", '{"city": "Bonn"}']], id="reasoning and a call"),
+        pytest.param(CALL.replace("weather", "unknown") + "\nOh.", "\nOh.", "", [], id="a tool that is not there"),
+        pytest.param("<tool_call>\n{oops", "{oops", "", [], id="no call"),
+    ],
+)
+def test_a_stream_says_what_a_document_says(
+    system: System, says: Any, text: str, content: str, reasoning: str, calls: list[list[str]]
+) -> None:
+    says(text)
+    expected = {"content": content, "reasoning_content": reasoning, "calls": calls}
+    reason = "tool_calls" if calls else "stop"
+    found = whole(system.chat(**TOOLS).json())
+    found[0]["content"], expected["content"] = found[0]["content"].strip(), content.strip()
+    assert found == (expected, reason)
+    streamed = gathered(events(system.chat(stream=True, **TOOLS).text))
+    streamed[0]["content"] = streamed[0]["content"].strip()
+    assert streamed == (expected, reason)
+
+
+def test_logprobs_and_ids_of_a_stream_with_calls_are_complete(system: System, says: Any) -> None:
+    says("So:\n" + TWO)
+    more = {"logprobs": True, "return_token_ids": True, **TOOLS}
+    document = system.chat(**more).json()["choices"][0]
+    choices = [choice for chunk in events(system.chat(stream=True, **more).text) for choice in chunk["choices"]]
+    pieces = [piece for choice in choices if choice["logprobs"] for piece in choice["logprobs"]["content"]]
+    assert pieces == document["logprobs"]["content"]
+    assert [token for choice in choices for token in choice.get("token_ids", ())] == document["token_ids"]
+
+
+def test_the_official_client_gathers_calls(system: System, says: Any) -> None:
+    says(TWO)
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    with client(system).chat.completions.stream(model=MODEL, messages=messages, tools=[STRICT, CLOCK]) as stream:  # type: ignore[list-item]
+        for _ in stream:
+            pass
+        calls = stream.get_final_completion().choices[0].message.tool_calls
+    assert calls is not None and [call.function.name for call in calls] == ["weather", "clock"]
+    assert len({call.id for call in calls}) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "forced"),
+    [
+        pytest.param({"tools": [WEATHER, CLOCK]}, None, False, id="auto"),
+        pytest.param({"tools": [STRICT, CLOCK]}, {"weather", "clock"}, False, id="strict"),
+        pytest.param({"tools": [WEATHER, CLOCK], "tool_choice": "required"}, {"weather", "clock"}, True, id="required"),
+        pytest.param(
+            {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "function", "function": {"name": "clock"}}},
+            {"clock"},
+            True,
+            id="named",
+        ),
+        pytest.param(
+            {
+                "tools": [WEATHER, CLOCK],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [WEATHER]}},
+            },
+            {"weather"},
+            True,
+            id="allowed",
+        ),
+        pytest.param({"tools": [STRICT], "tool_choice": "none"}, None, False, id="none"),
+    ],
+)
+def test_what_a_worker_holds_the_output_to(system: System, fields: dict[str, Any], names: set[str] | None, forced: bool) -> None:
+    assert system.chat(**fields).status_code == 200
+    grammar = system.worker.submits[-1].sampling.grammar
+    assert bool(grammar.structural_tag) is (names is not None)
+    if names is not None:
+        text = grammar.structural_tag
+        assert {name for name in ("weather", "clock") if f'\\"{name}\\"' in text} == names
+        assert ("triggered_tags" in text) is not forced and "</think>" in text
+
+
+def test_one_call_at_most(system: System, says: Any) -> None:
+    says(TWO)
+    found, reason = whole(system.chat(parallel_tool_calls=False, **TOOLS).json())
+    assert found["calls"] == [["weather", '{"city": "Bonn"}']] and reason == "tool_calls"
+
+
+def test_calls_that_are_forced_out_of_a_model_without_a_format(shared: System) -> None:
+    shared.worker.answer = lambda submit: CALL
+    try:
+        found, _ = whole(shared.chat(tool_choice="required", **TOOLS).json())
+        plain, _ = whole(shared.chat(**TOOLS).json())
+    finally:
+        shared.worker.answer = lambda submit: "Hello, world!"
+    assert found["calls"] == [["weather", '{"city": "Bonn"}']]
+    assert plain["content"] == CALL and not plain["calls"]
+
+
+@pytest.mark.parametrize(
+    "field", [{"response_format": {"type": "json_object"}}, {"guided_regex": "a+"}, {"ebnf": 'root ::= "a"'}]
+)
+def test_a_constraint_begins_after_the_reasoning(system: System, field: dict[str, Any]) -> None:
+    assert system.chat(**field).status_code == 200
+    assert "</think>" in system.worker.submits[-1].sampling.grammar.structural_tag
+    assert system.chat(separate_reasoning=False, **field).status_code == 200
+    assert not system.worker.submits[-1].sampling.grammar.structural_tag
+    error = system.chat(tool_choice="required", **TOOLS, **field)
+    assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(field))
+
+
+def test_reasoning_stays_in_the_text_where_that_is_asked(system: System, says: Any) -> None:
+    says("<think>Hm.</think>Hello.")
+    found, _ = whole(system.chat(separate_reasoning=False).json())
+    assert found["content"] == "<think>Hm.</think>Hello." and not found["reasoning_content"]
+
+
+def test_marks_reach_the_parser_whatever_is_skipped(system: System) -> None:
+    for skips in (True, False):
+        system.chat(skip_special_tokens=skips, **TOOLS)
+        opened = [opened for batch in system.detokenizers[0].servicer.batches for opened in batch.opens][-1]
+        assert set(opened.kept_tokens) >= {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+        assert opened.skip_special_tokens is skips
+    system.chat()
+    assert (
+        "<tool_call>"
+        not in [opened for batch in system.detokenizers[0].servicer.batches for opened in batch.opens][-1].kept_tokens
+    )
+
+
+def test_limits(system: System) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(limits.MAX_TOOLS)]
+    assert system.chat(tools=tools).status_code == 200
+    error = system.chat(tools=[*tools, CLOCK])
+    assert error.status_code == 400 and error.json()["error"]["param"] == "tools"
+    for size, status in ((limits.MAX_TOOL_NAME_CHARS, 200), (limits.MAX_TOOL_NAME_CHARS + 1, 400)):
+        assert system.chat(tools=[{"type": "function", "function": {"name": "f" * size}}]).status_code == status
+
+
+def test_so_many_calls_are_let_through(system: System, says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_CALLS", 1)
+    says(TWO)
+    assert len(whole(system.chat(**TOOLS).json())[0]["calls"]) == 1
+
+
+def test_tools_go_to_the_template(system: System) -> None:
+    body = chat_body(messages=[{"role": "user", "content": "Hi"}])
+    system.post("/v1/chat/completions", {**body, "model": MODEL, "tools": [CLOCK]})
+    assert orjson.loads(system.tokenizer.calls[-1].tools_json) == [CLOCK]
