@@ -37,6 +37,8 @@ ELSEWHERE = {
     "MAX_WAITING_BODIES": (GATEWAY + "http/test_body_pool.py", "test_nobody_waits_for_those_that_wait_themselves"),
     **dict.fromkeys(("MAX_ENCODING_BYTES", "MAX_ENCODING_WAIT_S"), (LONG, "test_one_that_waits_in_vain_is_told_so")),
     "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),
+    "MAX_CALL_DEPTH": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_CALL_DEPTH"),
+    "MAX_HELD_CALL_CHARS": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_HELD_CALL_CHARS"),
     **dict.fromkeys((name for name in NAMES if "SCHEMA" in name or "OPTIONAL" in name), (SIZES, "MAX_SCHEMA")),
 }
 
