@@ -19,6 +19,7 @@ NEVER = {
     "services.detokenizer": ("services.gateway", "services.worker", "services.tokenizer", "torch"),
     "services.worker": ("services.gateway", "services.tokenizer", "services.detokenizer"),
     "services.gateway.routing": IO,
+    "services.gateway.parsers": IO,
     "kernels": ("services",),
     "services.shared": ("services.gateway", "services.worker", "services.tokenizer", "services.detokenizer", "services.local"),
 }

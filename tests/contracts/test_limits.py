@@ -41,6 +41,8 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("MAX_TOOLS", "MAX_TOOL_NAME_CHARS", "MAX_CALLS"), (GATEWAY + "api/test_tools.py", "limits.MAX_CALLS")),
     "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),
+    "MAX_CALL_DEPTH": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_CALL_DEPTH"),
+    "MAX_HELD_CALL_CHARS": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_HELD_CALL_CHARS"),
     **dict.fromkeys((name for name in NAMES if "SCHEMA" in name or "OPTIONAL" in name), (SIZES, "MAX_SCHEMA")),
 }
 

@@ -1,0 +1,109 @@
+"""Harmony (gpt-oss): messages, each with a header that says its channel and whom it is for.
+
+`<|channel|>analysis` is reasoning; what is for `functions.NAME` is a call; any other message is text. The header
+`<|start|>assistant` of the first message is in the prompt. See https://github.com/openai/harmony/blob/main/docs/format.md
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from services.gateway.parsers import json_text
+from services.gateway.parsers.reading import Outcome, Reading
+from services.gateway.parsers.source import Malformed, Marks, Sink, Steps, discard
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
+_ENDS = Marks(END, RETURN, CALL, START, CHANNEL)
+_ALL = Marks(*MARKS)
+_HEADER_ENDS = Marks(MESSAGE, END, RETURN, CALL)
+_HEADER_BEGINS = (START, CHANNEL, MESSAGE, " to=", "to=")
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]+)|(?<=>)to=([^\s<]+)")
+MAX_HEADER_CHARS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    channel: str
+    recipient: str
+
+
+def read(reading: Reading) -> Steps[None]:
+    begun = yield from reading.source.choose(_HEADER_BEGINS)
+    yield from _Messages(reading).read(begun)
+
+
+class _Messages:
+    """Of one output. Those of a kind are told apart by a line's end, as if they were paragraphs."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._said: set[str] = set()
+
+    def read(self, begun: str) -> Steps[None]:
+        """begun: what has been read of the first header; empty if the output begins without one."""
+        source, writer = self._reading.source, self._reading.writer
+        while True:
+            if not begun:
+                mark = yield from source.until(_ALL, writer.text)
+                if not mark:
+                    return
+                begun = mark if mark in (START, CHANNEL, MESSAGE) else ""
+                continue
+            header = yield from self._header(begun)
+            mark = (yield from self._message(header)) if header else ""
+            begun = mark if mark in (START, CHANNEL) else ""
+
+    def _header(self, begun: str) -> Steps[_Header | None]:
+        """None for what ends without a message, or is longer than any header."""
+        source, pieces = self._reading.source, [begun]
+        if begun == MESSAGE:
+            return _Header("", "")
+        source.record(MAX_HEADER_CHARS)
+        try:
+            mark = yield from source.until(_HEADER_ENDS, pieces.append)
+        except Malformed:
+            mark = ""
+        read = source.forget()
+        if not mark and begun not in MARKS:
+            self._reading.writer.text(begun + read)
+        return _parsed("".join(pieces)) if mark == MESSAGE else None
+
+    def _message(self, header: _Header) -> Steps[str]:
+        """The message's content; the mark after it."""
+        writer = self._reading.writer
+        if header.recipient:
+            return (yield from self._call(header.recipient.removeprefix("functions.")))
+        if header.channel == "analysis":
+            return (yield from self._content("thoughts", writer.reasoning))
+        return (yield from self._content("texts", writer.text))
+
+    def _content(self, kind: str, sink: Sink) -> Steps[str]:
+        if kind in self._said:
+            sink("\n")
+        self._said.add(kind)
+        return (yield from self._reading.source.until(_ENDS, sink))
+
+    def _call(self, name: str) -> Steps[str]:
+        """What is no JSON object is text."""
+        outcome = yield from self._reading.attempt("", self._arguments(name))
+        if outcome is Outcome.NONE:
+            return (yield from self._content("texts", self._reading.writer.text))
+        return (yield from self._reading.source.until(_ENDS, discard))
+
+    def _arguments(self, name: str) -> Steps[None]:
+        source, writer = self._reading.source, self._reading.writer
+        yield from source.space()
+        if (yield from source.peek()) != "{":
+            raise Malformed
+        self._reading.begin(name)
+        yield from json_text.verbatim(source, writer.arguments)
+        writer.end()
+
+
+def _parsed(header: str) -> _Header:
+    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    return _Header(channel[1] if channel else "", (recipient[1] or recipient[2]) if recipient else "")

@@ -1,0 +1,44 @@
+"""The port to a parser of one choice's output, and what all of them are told of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from services.gateway.parsers.events import Event, Text
+
+Schema = Mapping[str, Any] | bool
+
+
+class OutputParser(Protocol):
+    """One output, in one thread. Neither method raises, whatever the model writes; where text is cut makes no difference but
+    in how many pieces a text, a thought or arguments come."""
+
+    def feed(self, text: str) -> Sequence[Event]:
+        """text: what comes next. Holds back what may be the beginning of a mark, and blanks that a mark would drop."""
+
+    def finish(self) -> Sequence[Event]:
+        """What was held back. Called once, after the last feed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParserSetup:
+    """tools: the JSON schema of each tool's parameters by its name; None where the request gives none.
+    max_calls: how many calls are let through.
+    hidden: marks that no text may show: those that reach the parser for its own sake alone, because the client has special
+    tokens skipped."""
+
+    tools: Mapping[str, Schema | None]
+    max_calls: int
+    hidden: frozenset[str] = field(default_factory=frozenset)
+
+
+class PlainText:
+    """Without a format, all is text."""
+
+    def feed(self, text: str) -> Sequence[Event]:
+        return [Text(text)] if text else []
+
+    def finish(self) -> Sequence[Event]:
+        return []

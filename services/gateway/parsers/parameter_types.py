@@ -1,0 +1,91 @@
+"""Which JSON a parameter's bare text is, by its schema, for formats that write values without quotes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from services.gateway.parsers.output_parser import Schema
+
+_MAX_REFERENCES = 16  # followed from one parameter's schema
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them that print values
+_KINDS: Mapping[type, str] = {
+    **{bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"},
+    type(None): "null",
+}
+ANY: frozenset[str] = frozenset()
+
+
+def parameter_types(tool: Schema | None, name: str) -> frozenset[str]:
+    """The JSON types that a tool's parameter may have; ANY where its schema does not say."""
+    properties = tool.get("properties") if isinstance(tool, Mapping) else None
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return schema_types(schema, tool)
+
+
+def schema_types(schema: Any, root: Any) -> frozenset[str]:
+    """The same of any schema; root: where its references lead."""
+    return _Types(root).of(schema, _MAX_REFERENCES)
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """text: a parameter's. JSON of an allowed type as it stands, else a string where one is allowed, else whatever it is."""
+    written = text.strip()
+    written = _OF_PYTHON.get(written, written)
+    kind = _kind_of(written)
+    if kind and (types == ANY or kind in types or (kind == "integer" and "number" in types)):
+        return written
+    return written if kind and "string" not in types else quoted(text)
+
+
+def quoted(text: str) -> str:
+    return orjson.dumps(text).decode()
+
+
+def _kind_of(text: str) -> str:
+    """Empty for what is no JSON."""
+    try:
+        return _KINDS[type(orjson.loads(text))]
+    except orjson.JSONDecodeError:
+        return ""
+
+
+class _Types:
+    """References lead into the tool's own schema."""
+
+    def __init__(self, tool: Any) -> None:
+        self._tool = tool
+
+    def of(self, schema: Any, references: int) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or references < 0:
+            return ANY
+        if "$ref" in schema:
+            return self.of(self._target(schema["$ref"]), references - 1)
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                return _union([self.of(option, references - 1) for option in schema[key]])
+        if isinstance(schema.get("allOf"), list) and schema["allOf"]:
+            return self.of(schema["allOf"][0], references - 1)
+        return _declared(schema)
+
+    def _target(self, reference: Any) -> Any:
+        found: Any = self._tool
+        for part in str(reference).removeprefix("#").split("/")[1:]:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
+
+
+def _declared(schema: Mapping[str, Any]) -> frozenset[str]:
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared})
+    if isinstance(declared, list):
+        return frozenset(name for name in declared if isinstance(name, str))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return frozenset(_KINDS.get(type(value), "") for value in values) if isinstance(values, list) else ANY
+
+
+def _union(options: list[frozenset[str]]) -> frozenset[str]:
+    return frozenset[str]().union(*options) if all(options) else ANY

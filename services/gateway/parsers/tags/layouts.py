@@ -1,0 +1,68 @@
+"""The parts of a structural tag's layout, as services/worker/grammar/schema/structural_tag.py takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Layout = Mapping[str, Any]
+
+LINES = r"\n{0,2}"  # what models write between reasoning and answer
+
+
+def const(text: str) -> Layout:
+    return {"type": "const_string", "value": text}
+
+
+def any_text(*excludes: str) -> Layout:
+    return {"type": "any_text", "excludes": list(excludes)}
+
+
+def schema(document: Mapping[str, Any] | bool) -> Layout:
+    return {"type": "json_schema", "json_schema": document}
+
+
+def regex(pattern: str) -> Layout:
+    return {"type": "regex", "pattern": pattern}
+
+
+def sequence(*parts: Layout) -> Layout:
+    return {"type": "sequence", "elements": list(parts)} if len(parts) != 1 else parts[0]
+
+
+def either(*parts: Layout) -> Layout:
+    return {"type": "or", "elements": list(parts)} if len(parts) != 1 else parts[0]
+
+
+def optional(part: Layout) -> Layout:
+    return {"type": "optional", "content": part}
+
+
+def star(part: Layout) -> Layout:
+    return {"type": "star", "content": part}
+
+
+def tag(begin: str, content: Layout, end: str) -> Layout:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def calls(tags: Sequence[Layout], separator: str, parallel: bool) -> Layout:
+    """At least one of the tags; exactly one without parallel."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(tags),
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def within_text(triggers: Sequence[str], tags: Sequence[Layout], excludes: Sequence[str], parallel: bool) -> Layout:
+    """Free text in which whatever begins with a trigger is one of the tags. Without parallel, the first of them is the end."""
+    return {
+        "type": "triggered_tags",
+        "triggers": list(triggers),
+        "tags": list(tags),
+        "excludes": list(excludes),
+        "stop_after_first": not parallel,
+    }

@@ -1,0 +1,65 @@
+"""The layout of Llama's pythonic calls. Values are written as JSON, which its parser takes as literals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
+from services.gateway.parsers.tags.layouts import (
+    Layout,
+    calls,
+    const,
+    either,
+    optional,
+    regex,
+    schema,
+    sequence,
+    star,
+    tag,
+    within_text,
+)
+from services.gateway.parsers.tags.parameter_list import Parameter, parameters
+
+_KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def pythonic(demand: CallDemand, excludes: Sequence[str]) -> Layout:
+    """In a text, calls begin with a bracket, a tool's name and another bracket; without parallel, and after calls, it ends."""
+    if demand.forced:
+        tags = [tag(f"{tool.name}(", _keywords(demand, tool), ")") for tool in demand.tools]
+        return sequence(const("["), calls(tags, ", ", demand.parallel), const("]"))
+    more = [star(sequence(const(", "), _any_call(demand)))] if demand.parallel else []
+    begins = [f"[{tool.name}(" for tool in demand.tools]
+    contents = [sequence(_keywords(demand, tool), const(")"), *more) for tool in demand.tools]
+    tags = [tag(begin, content, "]") for begin, content in zip(begins, contents, strict=True)]
+    return within_text(begins, tags, excludes, parallel=False)
+
+
+def _any_call(demand: CallDemand) -> Layout:
+    return either(*(sequence(const(f"{tool.name}("), _keywords(demand, tool), const(")")) for tool in demand.tools))
+
+
+def _keywords(demand: CallDemand, tool: ToolSpec) -> Layout:
+    """Between the brackets. An optional one before the first required one, or where none is, has its comma after it."""
+    listed = parameters(demand, tool)
+    if listed is None:
+        pair = sequence(regex(r"[a-z_][a-z0-9_]*"), const("="), schema(True))
+        return optional(sequence(pair, star(sequence(const(", "), pair))))
+    found = [each for each in listed if _can_be_written(each)]
+    begun, parts = False, [const("")]
+    for each in found:
+        pair = sequence(const(f"{each.name}="), schema(each.schema))
+        part = sequence(const(", "), pair) if begun else pair if each.required else sequence(pair, const(", "))
+        begun = begun or each.required
+        parts.append(part if each.required else optional(part))
+    return sequence(*parts)
+
+
+def _can_be_written(parameter: Parameter) -> bool:
+    """Raises TagRefused for a required one that cannot."""
+    if _KEYWORD.fullmatch(parameter.name):
+        return True
+    if parameter.required:
+        raise TagRefused("a required parameter of a tool has a name that cannot be a keyword")
+    return False

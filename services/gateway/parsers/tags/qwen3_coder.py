@@ -1,0 +1,78 @@
+"""The layout of Qwen3-Coder's calls: each parameter between marks of its own, texts without quotes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from services.gateway.parsers.parameter_types import ANY, schema_types
+from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
+from services.gateway.parsers.tags.layouts import (
+    Layout,
+    any_text,
+    calls,
+    const,
+    either,
+    optional,
+    regex,
+    schema,
+    sequence,
+    star,
+    tag,
+    within_text,
+)
+from services.gateway.parsers.tags.parameter_list import Parameter, parameters
+
+_BEGIN, _END = "<tool_call>\n<function=", "</function>\n</tool_call>"
+_VALUE_END = "</parameter>"
+_LIMITS = ("pattern", "format", "minLength", "maxLength")
+
+
+def qwen3_coder(demand: CallDemand, excludes: Sequence[str]) -> Layout:
+    tags = [tag(f"{_BEGIN}{tool.name}>\n", _parameters(demand, tool), _END) for tool in demand.tools]
+    if demand.forced:
+        return calls(tags, "\n", demand.parallel)
+    return within_text([_BEGIN], tags, excludes, demand.parallel)
+
+
+def _parameters(demand: CallDemand, tool: ToolSpec) -> Layout:
+    listed = parameters(demand, tool)
+    if listed is None:
+        any_of_them = sequence(regex(r"[A-Za-z_][\w.\-]{0,63}"), const(">\n"), any_text())
+        return star(_parameter("<parameter=", any_of_them))
+    parts = [_parameter(f"<parameter={each.name}>\n", _value(each, tool)) for each in listed]
+    shown = [part if each.required else optional(part) for each, part in zip(listed, parts, strict=True)]
+    return sequence(const(""), *shown)
+
+
+def _parameter(begin: str, value: Layout) -> Layout:
+    """No text holds the mark that ends it; the line's end before it is the model's to write."""
+    return sequence(tag(begin, value, _VALUE_END), const("\n"))
+
+
+def _value(parameter: Parameter, tool: ToolSpec) -> Layout:
+    """Raises TagRefused for a strict text whose limits cannot be held without quotes."""
+    found = parameter.schema
+    if isinstance(found, bool):
+        return any_text()
+    values = [found["const"]] if "const" in found else found.get("enum")
+    if isinstance(values, list) and values:
+        return either(*(const(f"{_bare(value)}\n") for value in values))
+    types = schema_types(found, found)
+    if types != ANY and "string" not in types:
+        return sequence(schema(found), const("\n"))
+    if tool.strict and not _is_any_text(found, types):
+        raise TagRefused(
+            "in this model's format, a strict tool's parameter that may be a string has no limits and no type but null besides"
+        )
+    return any_text()
+
+
+def _is_any_text(found: Mapping[str, Any], types: frozenset[str]) -> bool:
+    return types == ANY or (types <= {"string", "null"} and not any(key in found for key in _LIMITS))
+
+
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()

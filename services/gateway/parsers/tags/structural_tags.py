@@ -1,0 +1,57 @@
+"""What a worker is asked to hold an output to: calls that are forced or strict, and anything that begins after reasoning.
+
+A structural tag's text, in the layout that workers take (services/worker/grammar/schema/structural_tag.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import orjson
+
+from services.gateway.parsers.tags.demand import CallDemand
+from services.gateway.parsers.tags.harmony import harmony, harmony_answer
+from services.gateway.parsers.tags.json_calls import deepseek_v3, deepseek_v31, hermes, llama3_json, mistral
+from services.gateway.parsers.tags.layouts import LINES, Layout, any_text, optional, regex, sequence, tag
+from services.gateway.parsers.tags.pythonic import pythonic
+from services.gateway.parsers.tags.qwen3_coder import qwen3_coder
+from services.shared.output_formats import REASONING_FORMATS, OutputFormats
+
+_Builder = Callable[[CallDemand, Sequence[str]], Layout]
+BUILDERS: Mapping[str, _Builder] = {
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "llama3_json": llama3_json,
+    "pythonic": pythonic,
+    "mistral": mistral,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v31": deepseek_v31,
+    "harmony": lambda demand, _: harmony(demand),
+}
+
+
+def call_tag(formats: OutputFormats, demand: CallDemand) -> str | None:
+    """formats: with a format of tools. None where any output will do: calls are not forced, and no tool is strict.
+    Raises TagRefused."""
+    if not demand.forced and not any(tool.strict for tool in demand.tools):
+        return None
+    marks = () if formats.tools == "harmony" else REASONING_FORMATS[formats.reasoning]
+    return _text(_reasoned(formats, BUILDERS[formats.tools](demand, marks)))
+
+
+def after_reasoning(formats: OutputFormats, answer: Layout) -> str:
+    """answer: what begins where the reasoning has ended."""
+    return _text(harmony_answer(answer) if formats.reasoning == "harmony" else _reasoned(formats, answer))
+
+
+def _reasoned(formats: OutputFormats, then: Layout) -> Layout:
+    if formats.reasoning in ("", "harmony"):
+        return then
+    begin, end = REASONING_FORMATS[formats.reasoning]
+    if formats.reasoning == "think_open":
+        return sequence(tag("", any_text(), end), regex(LINES), then)
+    return sequence(optional(sequence(tag(begin, any_text(), end), regex(LINES))), then)
+
+
+def _text(layout: Layout) -> str:
+    return orjson.dumps({"type": "structural_tag", "format": layout}).decode()

@@ -1,0 +1,95 @@
+"""Outputs drawn at random under a grammar of each format mean to its parser what they encode, however they are cut.
+
+The grammar is xgrammar's own tag where it has one (Mistral's and Llama's pythonic calls have none), and ours for every format:
+there the calls also follow their tools' schemas.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+import xgrammar
+
+from services.gateway.parsers.events import Reasoning
+from services.gateway.parsers.tags.demand import CallDemand, ToolSpec
+from services.gateway.parsers.tags.structural_tags import call_tag
+from services.shared.output_formats import OutputFormats
+from services.worker.grammar.schema.structural_tag import structural_tag
+from tests.services.gateway.parsers.drawing import Drawer, function, texts
+from tests.services.gateway.parsers.oracles import ORACLES, squeezed, with_think
+from tests.services.gateway.parsers.outputs import TOOLS, at_random, calls_of, events, in_characters, text_of
+
+NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
+COUNT = 500 if NIGHTLY else 60
+# By format: xgrammar's name for it, and the marks that a text of it is drawn with besides its grammar's own.
+THEIRS = {
+    "hermes": ("qwen_3", ["<tool_call>", "</tool_call>", '{"name": "']),
+    "qwen3_coder": ("qwen_3_coder", ["<tool_call>\n<function=", "\n</parameter>", "\n</function>\n</tool_call>"]),
+    "llama3_json": ("llama", ['{"name": ', '{"name']),
+    "deepseek_v3": ("deepseek_r1", ["<｜tool▁calls▁begin｜>", "```"]),
+    "deepseek_v31": ("deepseek_v3_1", ["<｜tool▁calls▁begin｜>"]),
+    "harmony": ("harmony", ["{", "commentary"]),
+}
+OURS = {
+    **{name: marks for name, (_, marks) in THEIRS.items()},
+    "pythonic": ["[get_weather(", "[search("],
+    "mistral": ["[TOOL_CALLS]["],
+}
+WAYS = [(forced, parallel) for forced in (True, False) for parallel in (True, False)]
+
+
+def formats_of(name: str) -> OutputFormats:
+    return OutputFormats(name, "harmony" if name == "harmony" else "think")
+
+
+def their_texts(name: str) -> Iterator[str]:
+    model, marks = THEIRS[name]
+    tools = [function(tool, schema) for tool, schema in TOOLS.items()]
+    asked = [(choice, reasoning) for choice in ("required", "auto") for reasoning in ("auto", "disabled")]
+    tags = [xgrammar.get_model_structural_tag(model, tools=tools, tool_choice=one, reasoning=two) for one, two in asked]
+    return texts(Drawer(marks), [tag.model_dump_json() for tag in tags], COUNT, seed=1)
+
+
+def our_texts(name: str, forced: bool, parallel: bool) -> Iterator[str]:
+    demand = CallDemand(tuple(ToolSpec(tool, schema, not forced) for tool, schema in TOOLS.items()), forced, parallel)
+    tag = call_tag(formats_of(name), demand)
+    assert tag is not None
+    return texts(Drawer(OURS[name]), [structural_tag(tag)], COUNT // 4, seed=2)
+
+
+def check(name: str, text: str) -> list[str]:
+    """Names of the calls; the same events wherever the text is cut."""
+    oracle = ORACLES[name] if name == "harmony" else with_think(ORACLES[name])
+    meant, found = oracle(text), events(formats_of(name), [text])
+    assert calls_of(found) == meant.calls, text
+    assert squeezed(text_of(found)) == meant.text, text
+    assert squeezed(text_of(found, Reasoning)) == meant.reasoning, text
+    assert events(formats_of(name), in_characters(text)) == found, text
+    assert events(formats_of(name), at_random(text, random.Random(len(text)))) == found, text
+    return [name for name, _ in meant.calls]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_what_xgrammars_tag_allows(name: str) -> None:
+    called = [call for text in their_texts(name) for call in check(name, text)]
+    assert len(called) > COUNT // 4 and set(called) == TOOLS.keys()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_our_tag_allows(name: str) -> None:
+    """Calls follow their tools' schemas; forced ones are there, and no text is beside them."""
+    called: list[str] = []
+    for forced, parallel in WAYS:
+        for text in our_texts(name, forced, parallel):
+            called += check(name, text)
+            found = events(formats_of(name), [text])
+            calls = calls_of(found)
+            for tool, arguments in calls:
+                jsonschema.validate(arguments, TOOLS[tool])
+            assert parallel or len(calls) <= 1, text
+            assert not forced or (calls and not text_of(found).strip()), text
+    assert len(called) > COUNT // 2 and set(called) == TOOLS.keys()

@@ -1,0 +1,113 @@
+"""What workers are asked to hold outputs to: drawn under each tag, as workers compile it, and read by the parser."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from services.gateway.parsers.events import Reasoning
+from services.gateway.parsers.formats.families import READERS
+from services.gateway.parsers.output_parser import ParserSetup
+from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
+from services.gateway.parsers.tags.layouts import Layout, const, either, regex, schema
+from services.gateway.parsers.tags.structural_tags import BUILDERS, after_reasoning, call_tag
+from services.shared.output_formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormats
+from services.worker.grammar.schema.structural_tag import structural_tag
+from tests.services.gateway.parsers.drawing import Drawer, texts
+from tests.services.gateway.parsers.outputs import calls_of, events, text_of
+
+REFERRING: dict[str, Any] = {
+    "type": "object",
+    "$defs": {
+        "place": {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]},
+        "note": {"type": "string"},
+    },
+    "properties": {"first": {"$ref": "#/$defs/note"}, "at": {"$ref": "#/$defs/place"}, "last": {"enum": ["a", 1, None]}},
+    "required": ["at"],
+    "additionalProperties": False,
+}
+ALL_OPTIONAL: dict[str, Any] = {
+    "properties": {"a": {"type": ["string", "null"]}, "b": {"type": "boolean"}, "c": True},
+    "additionalProperties": False,
+}
+TOOLS = {"refer": REFERRING, "choose": ALL_OPTIONAL, "any": {}, "bare": None}
+ANSWERS: dict[str, Layout] = {
+    "schema": schema({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
+    "pattern": regex('{"n": [0-9]}'),
+    "choice": either(const('{"n": 1}'), const('{"n": 2}')),
+}
+
+
+MARKS = [
+    '{"n": ',
+    "\n</parameter>",
+    "</function>",
+    "<think>",
+    "</think>",
+    "[THINK]",
+    "[/THINK]",
+    "<|end|>",
+    "<|channel|>analysis",
+]
+
+
+def drawn(tag: str | None, count: int = 12) -> list[str]:
+    assert tag is not None
+    return list(texts(Drawer(MARKS), [structural_tag(tag)], count, seed=5))
+
+
+def demand(*tools: ToolSpec, forced: bool = False) -> CallDemand:
+    return CallDemand(tools, forced, True)
+
+
+def test_every_format_has_a_parser_and_tags() -> None:
+    assert READERS.keys() == BUILDERS.keys() == TOOL_FORMATS.keys() - {""}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_schemas_of_other_kinds(name: str) -> None:
+    """References, optional parameters before and without required ones, several types, no schema; after an opened thought."""
+    formats = OutputFormats(name, "harmony" if name == "harmony" else "think_open")
+    setup = ParserSetup(TOOLS, 100)
+    for tool, parameters in TOOLS.items():
+        for text in drawn(call_tag(formats, demand(ToolSpec(tool, parameters), forced=True))):
+            calls = calls_of(events(formats, [text], setup))
+            assert calls and {called for called, _ in calls} == {tool}, text
+            for _, arguments in calls:
+                jsonschema.validate(arguments, parameters or {"type": "object"})
+
+
+def test_an_answer_begins_where_the_reasoning_ends() -> None:
+    for reasoning in REASONING_FORMATS:
+        formats = OutputFormats("harmony" if reasoning == "harmony" else "", reasoning)
+        for kind, answer in ANSWERS.items():
+            found = [events(formats, [text]) for text in drawn(after_reasoning(formats, answer), 8)]
+            assert all(json.loads(text_of(each)).keys() >= {"n"} for each in found), (reasoning, kind)
+            assert any(text_of(each, Reasoning) for each in found) == bool(reasoning), (reasoning, kind)
+
+
+def test_without_force_only_strict_tools_are_held_to_their_schemas() -> None:
+    loose, strict = ToolSpec("loose", {"required": ["x"]}), ToolSpec("strict", {"required": ["x"]}, True)
+    assert call_tag(OutputFormats("hermes"), demand(loose)) is None
+    assert '"strict\\"' in str(call_tag(OutputFormats("hermes"), demand(loose, strict)))
+    both = demand(loose, strict)
+    assert both.parameters(loose) == {"type": "object"} and "required" in both.parameters(strict)
+    assert "required" in demand(loose, forced=True).parameters(loose)
+
+
+# By case: a format, and the parameters of a strict tool that it cannot hold.
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "limits of a bare text": ("qwen3_coder", {"properties": {"a": {"type": "string", "minLength": 2}}}),
+    "a bare text or a number": ("qwen3_coder", {"properties": {"a": {"type": ["string", "number"]}}}),
+    "no list of parameters": ("qwen3_coder", {"anyOf": [{"properties": {}}]}),
+    "no keyword": ("pythonic", {"properties": {"a b": {}}, "required": ["a b"]}),
+}
+
+
+def test_what_a_format_cannot_hold_is_refused() -> None:
+    for case, (name, parameters) in REFUSED.items():
+        with pytest.raises(TagRefused):
+            print(case, call_tag(OutputFormats(name), demand(ToolSpec("f", parameters, True))))

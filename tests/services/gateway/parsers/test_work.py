@@ -1,0 +1,100 @@
+"""Each character costs the same, however many have come: shown by counting calls, and what lies unread after each of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from services.gateway.parsers.formats.families import output_parser
+from services.gateway.parsers.formats.reasoning import ReasoningParser
+from services.gateway.parsers.output_parser import OutputParser
+from services.gateway.parsers.reading import ReadingParser
+from services.shared.output_formats import OutputFormats
+from tests.services.gateway.parsers.outputs import setup_of
+
+# By format, what is written again and again, after something that may be written once: text, blanks, beginnings of calls that
+# come to nothing, values that go on and on.
+AGAIN: Mapping[OutputFormats, list[tuple[str, str]]] = {
+    OutputFormats("hermes", "think"): [
+        ("", "<tool_call>"),
+        ("", " \n"),
+        ("", '<tool_call>{"name": '),
+        ("<think>", "</thin"),
+        ('<tool_call>{"name": "ping", "arguments": {"a": "', '\\"}'),
+        ('<tool_call>{"arguments": {"a": "', "x<tool_call>"),
+        ('<tool_call>{"name": "ping", "arguments": "{', "\\u00e9\\ud83d"),
+        ("", '<tool_call>{"name": "ping", "arguments": {}}</tool_call>\n'),
+    ],
+    OutputFormats("qwen3_coder"): [
+        ("", "<tool_call>\n<function="),
+        ("<function=search><parameter=query>", "\n</parameter"),
+        ("<function=search><parameter=tags>", "\n</parameter"),
+        ("<function=search>", "<parameter=tags>[</parameter>"),
+        ("<function=nope>", "<parameter=a>1</parameter>"),
+    ],
+    OutputFormats("llama3_json"): [
+        ("", "{"),
+        ("", '{"name": "'),
+        ("", '{"name": "x", "id": ['),
+        ("", '{"type": {"name": '),
+        ("", '{"id":' * 20 + "]"),
+    ],
+    OutputFormats("pythonic"): [
+        ("", "["),
+        ("", "[nope(a="),
+        ("", "[nope(a=["),
+        ("[ping(a=", "[1, "),
+        ("", "[ping(a='\\x41"),
+        ("", "[ping("),
+    ],
+    OutputFormats("mistral"): [
+        ("", "[TOOL_CALLS]"),
+        ("", "[TOOL_CALLS][{"),
+        ("[TOOL_CALLS]", "name"),
+        ("[TOOL_CALLS]x[CALL_ID]", "[ARGS"),
+    ],
+    OutputFormats("deepseek_v3"): [("", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>")],
+    OutputFormats("harmony", "harmony"): [
+        ("", "<|channel|>"),
+        ("<|channel|>analysis<|message|>", "<|en"),
+        ("", "<|start|>a<|message|>"),
+    ],
+}
+MARK_CHARS = 32  # the longest mark has fewer
+
+
+def unread(parser: OutputParser) -> int:
+    """Characters that the next call looks at again."""
+    assert isinstance(parser, ReadingParser | ReasoningParser)
+    within = unread(parser._inner) if isinstance(parser, ReasoningParser) else 0
+    return len(parser._source._text) - parser._source._at + within
+
+
+def calls_made(formats: OutputFormats, text: str) -> int:
+    """Of Python's and C's functions, while the text is fed character by character."""
+    parser, count = output_parser(formats, setup_of()), 0
+
+    def on_event(_frame: FrameType, event: str, _of: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for char in text:
+        sys.setprofile(on_event)
+        try:
+            parser.feed(char)
+        finally:
+            sys.setprofile(None)
+        assert unread(parser) <= MARK_CHARS
+    parser.finish()
+    return count
+
+
+def test_a_character_costs_the_same_at_the_end_of_a_long_output() -> None:
+    """Also where it is read again, because it is in the head of what looked like a call."""
+    for formats, outputs in AGAIN.items():
+        for once, again in outputs:
+            short, long = (once + again * (size // len(again)) for size in (600, 2400))
+            few, many = calls_made(formats, short), calls_made(formats, long)
+            assert many / len(long) <= 1.1 * few / len(short), (once, again)

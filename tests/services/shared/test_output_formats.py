@@ -1,0 +1,41 @@
+"""Formats by a template's marks, and whether a prompt has opened the reasoning."""
+
+from __future__ import annotations
+
+from services.shared.output_formats import OutputFormats, detect
+
+# By case: a template's telling parts, and its formats of tools and reasoning. Others: beside the turns that are rendered.
+TEMPLATES = {
+    "none": ("{{ messages[0].content }}", "", ""),
+    "another family between the same marks": ("<tool_call>{{ name }}<arg_key>", "", ""),
+    "a thought that the prompt opens": (
+        "{{ content.split('</think>')[-1] }}{% if add_generation_prompt %}<think>\n{% endif %}",
+        "",
+        "think_open",
+    ),
+    "a thought that the prompt opens or closes": (
+        "{% if add_generation_prompt %}{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}",
+        "",
+        "think",
+    ),
+    "thoughts in marks of their own": ("[THINK]{{ thought }}[/THINK]", "", "mistral_think"),
+}
+
+
+def test_formats_of_a_template() -> None:
+    for case, (template, tools, reasoning) in TEMPLATES.items():
+        assert detect(template) == OutputFormats(tools, reasoning), case
+
+
+def test_the_prompt_says_whether_it_opens_the_reasoning() -> None:
+    for formats in (OutputFormats("hermes", "think"), OutputFormats("hermes", "think_open")):
+        assert formats.after("…<|im_start|>assistant\n<think>\n").reasoning == "think_open"
+        assert formats.after("…<|im_start|>assistant\n<think>\n\n</think>\n\n").reasoning == "think"
+    for formats in (OutputFormats("harmony", "harmony"), OutputFormats("mistral", "mistral_think"), OutputFormats()):
+        assert formats.after("…<think>") == formats
+
+
+def test_special_tokens_that_a_parser_needs_are_named_once() -> None:
+    assert OutputFormats("hermes", "think").kept == ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    assert len(OutputFormats("harmony", "harmony").kept) == len(OutputFormats("harmony").kept) == 7
+    assert OutputFormats().kept == ()
