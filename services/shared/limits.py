@@ -59,6 +59,7 @@ MAX_TEMPLATE_SECONDS = 5.0
 MAX_ENCODING_BYTES = 16 << 20  # of texts that a tokenizer renders and encodes at the same time; short ones have as much again
 MAX_ENCODING_WAIT_S = 5.0  # for a share of it
 SHORT_ENCODING_BYTES = 32 << 10  # of a request that goes to a tokenizer in one message with others
+HUGE_ENCODING_BYTES = 1 << 20  # of a request of which a gateway sends two at a time to a tokenizer
 MAX_OPEN_ENCODINGS = 1024  # of one gateway at one tokenizer, of that kind
 MAX_WORD_CHARS = 1 << 20  # of a text without a place where it may be cut to be encoded in pieces
 MAX_KEYS = 10_000  # in the file of API keys

@@ -38,6 +38,7 @@ TOKENS = 8
 QUIET_S = 10.0
 SETTLE_S, LATER_S = 5.0, 120.0
 SAMPLE_S = 0.2
+KV_TOKENS = 1 << 17  # less than a batch writes
 PEAK_MIB, AFTER_MIB = 300, 50
 PROBER, STRANGER = "prober", "stranger"
 
@@ -219,7 +220,9 @@ def main() -> int:
         keys = Path(folder) / "keys.json"
         keys.write_text(json.dumps({"keys": [{"name": name, "key": name} for name in (PROBER, STRANGER)]}))
         with (
-            System(Path(folder), gateway_flags=f"--api-keys-file {keys}", log_level="warning") as system,
+            System(
+                Path(folder), gateway_flags=f"--api-keys-file {keys}", log_level="warning", max_total_tokens=KV_TOKENS
+            ) as system,
             Memory(system) as memory,
         ):
             asyncio.run(attack(system.port, "batch"))  # pages of the KV cache are the worker's only once they are written

@@ -37,7 +37,8 @@ ELSEWHERE = {
     "MAX_WAITING_BODIES": (GATEWAY + "http/test_body_pool.py", "test_nobody_waits_for_those_that_wait_themselves"),
     **dict.fromkeys(("MAX_ENCODING_BYTES", "MAX_ENCODING_WAIT_S"), (LONG, "test_one_that_waits_in_vain_is_told_so")),
     **dict.fromkeys(
-        ("SHORT_ENCODING_BYTES", "MAX_OPEN_ENCODINGS"), (GATEWAY + "peers/test_encode_stream.py", "MAX_OPEN_ENCODINGS")
+        ("SHORT_ENCODING_BYTES", "MAX_OPEN_ENCODINGS", "HUGE_ENCODING_BYTES"),
+        (GATEWAY + "peers/test_encode_stream.py", "MAX_OPEN_ENCODINGS"),
     ),
     **dict.fromkeys(("MAX_TOOLS", "MAX_TOOL_NAME_CHARS", "MAX_CALLS"), (GATEWAY + "api/test_tools.py", "limits.MAX_CALLS")),
     "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),

@@ -16,12 +16,14 @@ from services.gateway.peers import served_model
 from services.gateway.peers.encode_stream import EncodeFailed, EncodeStream, NotServed
 from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.request.trace import EncodeCall
+from services.shared import limits
 from services.shared.observe.log import fields
 from services.shared.output_formats import OutputFormats, known
 from services.shared.rpc import grpc_server
 
 logger = logging.getLogger(__name__)
 
+HUGE_AT_ONCE = 2  # requests: one that is encoded, and the next one
 PAUSE_S = 0.25  # between two questions to one that does not answer
 
 
@@ -44,6 +46,7 @@ class Replica:
         self._doubted = asyncio.Event()
         self._channel = grpc_server.channel(address)
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
+        self._huge = asyncio.Semaphore(HUGE_AT_ONCE)
         self._stream: EncodeStream | None = None  # of the connection that is up
         self._streams: set[asyncio.Task[None]] = set()  # it, and earlier ones that still answer
 
@@ -59,6 +62,24 @@ class Replica:
         what the others' stream has broken at. Raises EncodeFailed."""
         if not alone and self._stream is not None and self._stream.takes(request):
             return await self._stream.encode(request, limit_s)
+        if request.ByteSize() <= limits.HUGE_ENCODING_BYTES:
+            return await self._call(request, limit_s)
+        begun = asyncio.get_running_loop().time()
+        await self._huge_turn(limit_s)
+        try:
+            return await self._call(request, limit_s - (asyncio.get_running_loop().time() - begun))
+        finally:
+            self._huge.release()
+
+    async def _huge_turn(self, limit_s: float) -> None:
+        """The tokenizer takes one after the other. Those that wait do so where their bodies are counted, and not twice over."""
+        try:
+            async with asyncio.timeout(min(limit_s, limits.MAX_ENCODING_WAIT_S)):
+                await self._huge.acquire()
+        except TimeoutError:
+            raise EncodeFailed(grpc.StatusCode.ABORTED, "") from None
+
+    async def _call(self, request: EncodeCall, limit_s: float) -> tokenizer_pb2.EncodeResponse:
         is_chat = isinstance(request, tokenizer_pb2.EncodeChatRequest)
         try:
             response: tokenizer_pb2.EncodeResponse

@@ -12,6 +12,7 @@ import pytest
 
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.peers.tokenizer_replica import HUGE_AT_ONCE
 from services.gateway.request.errors import ApiError
 from services.shared import limits
 from tests.services.gateway.fakes import ids_of
@@ -79,6 +80,28 @@ def test_a_long_one_goes_by_itself() -> None:
             long = "x" * limits.SHORT_ENCODING_BYTES
             assert await asyncio.gather(encode(client, long), encode(client)) == [ids_of(long), ids_of("hi")]
             assert [len(batch.opens) for batch in fake.batches] == [1]
+
+    asyncio.run(test())
+
+
+def test_huge_ones_wait_here_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HUGE_ENCODING_BYTES", limits.SHORT_ENCODING_BYTES)
+    monkeypatch.setattr(limits, "MAX_ENCODING_WAIT_S", 0.3)
+
+    async def test() -> None:
+        fake = Tokenizer()
+        async with client_of(fake) as client:
+            fake.gate.clear()
+            long = "x" * limits.SHORT_ENCODING_BYTES
+            asked = [asyncio.create_task(encode(client, long)) for _ in range(3)]
+            await eventually(lambda: sum(task.done() for task in asked) == 1)
+            assert len(fake.calls) == HUGE_AT_ONCE
+            error = next(task.exception() for task in asked if task.done())
+            assert isinstance(error, ApiError) and error.status == 503 and client.connected() == 1
+            fake.gate.set()
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            assert found.count(ids_of(long)) == HUGE_AT_ONCE
+            assert await encode(client, long) == ids_of(long)
 
     asyncio.run(test())
 
