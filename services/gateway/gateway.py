@@ -37,6 +37,7 @@ from services.gateway.keys.key_ring import KeyOptions, KeyRing
 from services.gateway.keys.key_table import BadKeys
 from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.parsers.formats.families import output_parser
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
@@ -87,7 +88,7 @@ class Gateway:
         self.bodies = BodyBudget(settings.body_budget_bytes, settings.body_wait_s, retry, metrics)
         self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing)
         catalog = self.dispatcher.catalog
-        preparer = Preparer(catalog, self.tokenizer, self.detoks)
+        preparer = Preparer(catalog, self.tokenizer, self.detoks, output_parser)
         self.aborter = Aborter(self.generator, self._peers)
         self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
         sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.gateway.parsers.events import Event, Text
+from services.shared.output_formats import OutputFormats
 
 Schema = Mapping[str, Any] | bool
 
@@ -42,3 +43,24 @@ class PlainText:
 
     def finish(self) -> Sequence[Event]:
         return []
+
+
+MakeParser = Callable[[OutputFormats, ParserSetup], OutputParser]
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How the outputs of one request are read: a parser for each, all of the same make."""
+
+    formats: OutputFormats
+    setup: ParserSetup
+    make: MakeParser
+
+    @property
+    def kept_tokens(self) -> Sequence[str]:
+        """Special tokens that the text must have, by their text."""
+        return self.formats.kept
+
+    def parser(self) -> OutputParser:
+        """For one output."""
+        return self.make(self.formats, self.setup)

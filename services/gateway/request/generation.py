@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway.parsers.parsing import Parsing
+from services.gateway.parsers.output_parser import Parsing
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
 from services.gateway.request.client_fields import ClientFields
 from services.shared.index.block_hash import root_hash

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
-from services.gateway.parsers.output_parser import OutputParser, PlainText
-from services.gateway.parsers.parsing import Parsing
+from services.gateway.parsers.output_parser import OutputParser, Parsing, PlainText
 from services.gateway.request.request import Delta
 
 Json = dict[str, Any]

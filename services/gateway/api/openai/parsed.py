@@ -9,6 +9,7 @@ import orjson
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.constraints import structural_tag
 from services.gateway.api.openai.tools import ToolUse
+from services.gateway.parsers.output_parser import MakeParser
 from services.gateway.parsers.tags.layouts import Layout
 from services.gateway.parsers.tags.structural_tags import after_reasoning
 from services.gateway.request.errors import bad_request
@@ -16,7 +17,7 @@ from services.gateway.request.generation import Generation
 from services.shared.output_formats import NONE, OutputFormats
 
 
-def parsed_generation(generation: Generation, use: ToolUse, formats: OutputFormats) -> Generation:
+def parsed_generation(generation: Generation, use: ToolUse, formats: OutputFormats, make: MakeParser) -> Generation:
     """formats: of this prompt. Raises ApiError."""
     constrained = generation.sampling.HasField("grammar")
     calls = use.grammar(formats)
@@ -24,7 +25,7 @@ def parsed_generation(generation: Generation, use: ToolUse, formats: OutputForma
         raise bad_request(
             generation.grammar_field, f"'{generation.grammar_field}' and calls that are required or strict exclude each other."
         )
-    parsing = use.parsing(formats, generation.skip_special_tokens)
+    parsing = use.parsing(formats, generation.skip_special_tokens, make)
     if calls is not None:
         generation.sampling.grammar.CopyFrom(calls)
         return replace(generation, parsing=parsing, grammar_field="tools")

@@ -26,6 +26,7 @@ from services.gateway.api.openai.validation import (
 from services.gateway.api.room import for_a_vector, for_an_answer
 from services.gateway.api.session_fields import begins, check_turn
 from services.gateway.api.strict_json import parse_json
+from services.gateway.parsers.output_parser import MakeParser
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import budgets
@@ -41,10 +42,11 @@ from services.shared.output_formats import NONE
 class Preparer:
     """Every method raises ApiError."""
 
-    def __init__(self, models: Models, tokenizer: TokenizerClient, detoks: DetokPool) -> None:
+    def __init__(self, models: Models, tokenizer: TokenizerClient, detoks: DetokPool, make_parser: MakeParser) -> None:
         self._models = models
         self._tokenizer = tokenizer
         self._detoks = detoks
+        self._make_parser = make_parser
 
     async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
         request = parse_chat(parse_json(body.take()), origin)
@@ -63,7 +65,7 @@ class Preparer:
         room = for_an_answer(model, generation.session is not None)
         fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room)
         formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
-        generation = parsed_generation(generation, use, formats.after(fitting.rendered_end))
+        generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._make_parser)
         return Plan(model, _parts([fitting], generation, request, origin))
 
     async def completion(self, body: ReceivedBody, origin: Origin) -> Plan:
