@@ -8,6 +8,8 @@ import random
 import pytest
 
 from services.gateway.parsers.events import CallArguments, CallDropped, CallEnd, CallStart, Event, Reasoning, Text
+from services.gateway.parsers.formats.harmony import MAX_HEADER_CHARS
+from services.gateway.parsers.parameter_types import ANY, parameter_types
 from services.shared import limits
 from services.shared.output_formats import OutputFormats
 from tests.services.gateway.parsers.outputs import at_random, events, in_characters, setup_of
@@ -77,6 +79,21 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         '<tool_call>{"name": "ping", "arguments": "x"}',
         [Text('<tool_call>{"name": "ping", "arguments": "x"}')],
     ),
+    "hermes: no escapes": (
+        HERMES,
+        r'<tool_call>{"arguments": "{\q"}<tool_call>{"arguments": "{\u00g0"}',
+        [Text(r'<tool_call>{"arguments": "{\q"}<tool_call>{"arguments": "{\u00g0"}')],
+    ),
+    "hermes: halves of a character": (
+        HERMES,
+        r'<tool_call>{"arguments": "{\ud83d\ud83d\ude42\ude42\ud83d\u0041", "name": "ping"}',
+        call("ping", "{\ufffd🙂\ufffd\ufffdA"),
+    ),
+    "hermes: members without values": (
+        HERMES,
+        '<tool_call>{"id": , "name": "ping"}<tool_call>{"id": 7, "name": "ping"}',
+        [Text('<tool_call>{"id": , "name": "ping"}'), *call("ping")],
+    ),
     "hermes: null, and nothing, for arguments": (
         HERMES,
         '<tool_call>{"name": "ping", "arguments": null}</tool_call><tool_call>{"name": "ping"}</tool_call>',
@@ -120,6 +137,7 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         "<function=search><parameter=query>a</parameter><parameter=tags>[",
         broken("search", '{"query": "a"'),
     ),
+    "coder: cut off between parameters": (CODER, "<function=ping> ", [CallStart(0, "ping")]),
     "coder: a parameter without a name": (
         CODER,
         "<function=ping><parameter=\n>1</parameter></function></tool_call> b",
@@ -164,10 +182,20 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
             *call("ping", '{"a": 1.0, "b": [], "c": {"k": "it\'s"}, "d": "Aé\'\\\\q", "e": [true, null]}', 1),
         ],
     ),
+    "pythonic: no literals": (
+        PYTHONIC,
+        "".join(f"[ping({each})]" for each in ("=1", "a={1: 2}", "a=(1 2)", "a=nil", r"a='\xg0'", r"a='\U00110000'", "a=1 b=2")),
+        [CallStart(index, "ping") for index in range(7)],
+    ),
     "pythonic: code": (PYTHONIC, "<|python_start|>[ping(a=__import__('os'))]<|python_end|>", [CallStart(0, "ping")]),
     "pythonic: no calls after the mark": (PYTHONIC, "<|python_start|>print(1)", [Text("<|python_start|>print(1)")]),
     "mistral: no call": (MISTRAL, "[TOOL_CALLS] maybe", [Text("[TOOL_CALLS] maybe")]),
     "mistral: a list that ends in none": (MISTRAL, '[TOOL_CALLS][{"name": "ping"}, 5] b', [*call("ping"), Text(" 5] b")]),
+    "mistral: a list that breaks": (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "ping", "arguments": {]}}] b',
+        [*broken("ping", "{"), Text(" b")],
+    ),
     "mistral: one object": (MISTRAL, '[TOOL_CALLS]{"name": "ping", "arguments": {}}', call("ping")),
     "mistral: no mark before arguments": (MISTRAL, '[TOOL_CALLS]ping {"a": 1}', call("ping", '{"a": 1}')),
     "mistral: broken": (
@@ -176,6 +204,7 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         [*broken("ping", "{"), CallDropped("nope"), *call("ping", index=1)],
     ),
     "deepseek: no call": (BARE, f"{SECTION} no", [Text(f"{SECTION} no")]),
+    "deepseek: no name": (BARE, f"{CALL}{SEP}{{}}", [Text(f"{CALL}{SEP}{{}}")]),
     "deepseek: unknown": (
         BARE,
         f"{SECTION}{CALL}nope{SEP}{{}}{CALL_END}{CALL}ping{SEP}{{}}{CALL_END}",
@@ -188,6 +217,13 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     ),
     "harmony: no channel": (HARMONY, "Hello <|end|>", [Text("Hello ")]),
     "harmony: cut off in its header": (HARMONY, "<|channel|>anal", []),
+    "harmony: a header that never ends": (
+        HARMONY,
+        "<|channel|>" + "a" * 2000 + "<|end|>",
+        [Text("a" * (2000 - MAX_HEADER_CHARS))],
+    ),
+    "harmony: no header": (HARMONY, "<|message|>a<|end|>", [Text("a")]),
+    "harmony: a header without a message": (HARMONY, "<|start|>assistant<|end|><|start|>assistant<|message|>a", [Text("a")]),
     "harmony: text like a header": (HARMONY, " to=be or not", [Text(" to=be or not")]),
     "harmony: a preamble": (
         HARMONY,
@@ -209,6 +245,7 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "think: blanks": (THINK, "\n<think>\n a\n b\n\n</think>\n\n c ", [Reasoning("a\n b"), Text("c ")]),
     "think: none": (THINK, "\n a <think>", [Text("\n a <think>")]),
     "think: cut off": (THINK, "<think>a</thi", [Reasoning("a</thi")]),
+    "think: cut off at a blank": (THINK, "<think> a\n", [Reasoning("a\n")]),
     "think: a call within": (THINK, f"<think>{PING}</think>{PING}", [Reasoning(PING), *call("ping")]),
     "think: opened": (OPENED, f"a</think>{PING}", [Reasoning("a"), *call("ping")]),
     "think: opened twice": (OPENED, "<think>a</think>b", [Reasoning("a"), Text("b")]),
@@ -275,3 +312,19 @@ def test_what_is_held_is_bounded() -> None:
             assert events(HERMES, cut(early)) == ([Text(early)] if size > 0 else call("ping", arguments))
             assert events(HERMES, cut(late)) == call("ping", arguments)
             assert (CallEnd(0) in events(CODER, cut(value))) == (size < 0)
+
+
+def test_types_of_a_parameter() -> None:
+    tool = {
+        "$defs": {"a/b": {"type": "integer"}, "round": {"$ref": "#/$defs/round"}},
+        "properties": {
+            "one": {"anyOf": [{"$ref": "#/$defs/a~1b"}, {"type": ["null", "string"]}]},
+            "open": {"oneOf": [{"type": "integer"}, {}]},
+            "all": {"allOf": [{"const": True}]},
+            "round": {"$ref": "#/$defs/round"},
+            "nowhere": {"$ref": "#/nowhere/at/all"},
+        },
+    }
+    found = {name: parameter_types(tool, name) for name in (*tool["properties"], "unknown")}
+    assert found.pop("one") == {"integer", "null", "string"} and found.pop("all") == {"boolean"}
+    assert set(found.values()) == {ANY} == {parameter_types(None, "x"), parameter_types(True, "x")}

@@ -30,7 +30,7 @@ REFERRING: dict[str, Any] = {
     "additionalProperties": False,
 }
 ALL_OPTIONAL: dict[str, Any] = {
-    "properties": {"a": {"type": ["string", "null"]}, "b": {"type": "boolean"}, "c": True},
+    "properties": {"a": {"type": ["string", "null"]}, "b": {"type": "boolean"}, "c d": {}, "e": True},
     "additionalProperties": False,
 }
 TOOLS = {"refer": REFERRING, "choose": ALL_OPTIONAL, "any": {}, "bare": None}
