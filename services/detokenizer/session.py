@@ -175,6 +175,8 @@ def _check(batch: pb.DecodeBatch) -> None:
     for opened in batch.opens:
         if len(opened.stop) > limits.MAX_STOP_STRINGS:
             raise BadBatch(f"opens.stop: {len(opened.stop)} stop strings, at most {limits.MAX_STOP_STRINGS}")
+        if len(opened.kept_tokens) > limits.MAX_KEPT_TOKENS:
+            raise BadBatch(f"opens.kept_tokens: {len(opened.kept_tokens)} tokens, at most {limits.MAX_KEPT_TOKENS}")
         if any(len(stop) > limits.MAX_STOP_STRING_CHARS for stop in opened.stop):
             raise BadBatch(f"opens.stop: a stop string is longer than {limits.MAX_STOP_STRING_CHARS} characters")
 

@@ -32,6 +32,7 @@ MAX_SCHEMA_VALUES = 16384  # of all its enums
 MAX_SCHEMA_NODES = 1 << 16  # values, arrays and objects that a schema is written with
 MAX_CALL_DEPTH = 64  # of objects and arrays in the arguments of a call that a model writes; a deeper one breaks off
 MAX_HELD_CALL_CHARS = 1 << 20  # of an output, held until it is known whether it is a call, or until a value of one ends
+MAX_KEPT_TOKENS = 64  # special tokens that a format of calls or reasoning needs to see
 MAX_TOOLS = 512  # of a request
 MAX_TOOL_NAME_CHARS = 256
 MAX_CALLS = 512  # of tools, that an answer is let through with

@@ -40,6 +40,7 @@ ELSEWHERE = {
         ("SHORT_ENCODING_BYTES", "MAX_OPEN_ENCODINGS", "HUGE_ENCODING_BYTES"),
         (GATEWAY + "peers/test_encode_stream.py", "MAX_OPEN_ENCODINGS"),
     ),
+    "MAX_KEPT_TOKENS": ("tests/services/detokenizer/test_session.py", "MAX_KEPT_TOKENS"),
     **dict.fromkeys(("MAX_TOOLS", "MAX_TOOL_NAME_CHARS", "MAX_CALLS"), (GATEWAY + "api/test_tools.py", "MAX_CALLS")),
     "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),
     "MAX_CALL_DEPTH": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_CALL_DEPTH"),

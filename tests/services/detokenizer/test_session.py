@@ -113,6 +113,17 @@ def test_skip_special_tokens_is_the_default_and_can_be_unset(tokenizers: dict[st
     assert list(texts) == ["", "<|im_end|>"]
 
 
+def test_special_tokens_that_are_kept(tokenizers: dict[str, HfTokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = [tokenizer.token_id(text) for text in ("<|im_start|>", "<|im_end|>")]
+    marks = ["<|im_start|>", "[not of this model]"]
+    opens = [pb.DecodeOpen(handle=1, kept_tokens=marks), pb.DecodeOpen(handle=2, kept_tokens=marks, skip_special_tokens=False)]
+    texts = new_session(tokenizer).answer(batch([(1, ids, True, ""), (2, ids, True, "")], opens=opens)).texts
+    assert list(texts) == ["<|im_start|>", "<|im_start|><|im_end|>"]
+    with pytest.raises(BadBatch, match=r"^opens\.kept_tokens: "):
+        new_session(tokenizer).answer(pb.DecodeBatch(opens=[pb.DecodeOpen(kept_tokens=["x"] * (limits.MAX_KEPT_TOKENS + 1))]))
+
+
 def test_a_finished_row_is_cut_at_its_stop_string(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode_batch(["hello, how are you"], False)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -205,3 +206,30 @@ def test_the_rendering_process_imports_little() -> None:
     code = "import sys, services.tokenizer.render_child; print(sorted({n.split('.')[0] for n in sys.modules}))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
     assert not {"grpc", "pydantic", "tokenizers", "numpy", "google", "prometheus_client"} & set(json.loads(out.replace("'", '"')))
+
+
+@pytest.mark.parametrize(
+    ("settings", "tools", "reasoning"),
+    [
+        pytest.param({}, "hermes", "think", id="by the template"),
+        pytest.param({"tool_call_parser": "none", "reasoning_parser": "none"}, "", "", id="none"),
+        pytest.param(
+            {"tool_call_parser": "mistral", "reasoning_parser": "mistral_think"}, "mistral", "mistral_think", id="named"
+        ),
+    ],
+)
+def test_it_says_how_its_model_writes(
+    folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any], tools: str, reasoning: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["byte_level"], folder)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call>{% endif %}{% if t %}<think></think>{% endif %}!"
+    (folder / "chat_template.jinja").write_text(template)
+
+    async def run() -> None:
+        async with serving(folder, **settings) as service:
+            info = await service.stub.Info(pb.TokenizerInfoRequest())
+            assert (info.tool_format, info.reasoning_format) == (tools, reasoning)
+            assert (await service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=HELLO))).rendered_end == "secret!"
+
+    asyncio.run(run())
