@@ -14,6 +14,7 @@ from services.detokenizer import session as session_module
 from services.detokenizer.incremental import IncrementalDetokenizer
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.session import BadBatch, Session, TooManyOpen
+from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 
 Row = tuple[int, list[int], bool, str]

@@ -223,7 +223,8 @@ def test_it_says_how_its_model_writes(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(folders["byte_level"], folder)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call>{% endif %}{% if t %}<think></think>{% endif %}!"
+    marks = "{% if tools %}<tool_call>{% endif %}{% if thought %}<think></think>{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}" + marks + "!"
     (folder / "chat_template.jinja").write_text(template)
 
     async def run() -> None:
