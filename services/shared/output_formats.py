@@ -60,6 +60,11 @@ class OutputFormats:
         return OutputFormats(self.tools, "think_open" if opened else "think")
 
 
+def detect_in(chat_templates: Mapping[str, str]) -> OutputFormats:
+    """chat_templates: a model's own, by name. One for tools says how it writes calls of them."""
+    return detect(chat_templates.get("tool_use") or chat_templates.get("default", ""))
+
+
 def known(tools: str, reasoning: str) -> OutputFormats:
     """Of a peer that may know more formats."""
     return OutputFormats(tools if tools in TOOL_FORMATS else NONE, reasoning if reasoning in REASONING_FORMATS else NONE)

@@ -80,9 +80,8 @@ class TokenizerSettings(ServiceSettings):
         return served_name(self.model, self.served_model_name)
 
     def output_formats(self, chat_templates: Mapping[str, str]) -> OutputFormats:
-        """chat_templates: the model's own, by name. One for tools says how it writes calls of them."""
-        source = chat_templates.get("tool_use") or chat_templates.get("default", "")
-        detected = output_formats.detect(source)
+        """chat_templates: the model's own, by name."""
+        detected = output_formats.detect_in(chat_templates)
         return OutputFormats(_chosen(self.tool_call_parser, detected.tools), _chosen(self.reasoning_parser, detected.reasoning))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.shared.index.block_hash import block_hash
+from services.shared.output_formats import detect_in
 from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
@@ -129,7 +130,7 @@ def _book(settings: WorkerSettings, info: LoadedInfo, tokenizer: HfTokenizer, in
     )
     return CompiledBook(
         tokenizer,
-        vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids),
+        vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids, detect_in(tokenizer.chat_templates).kept),
         limits,
         on_ready=lambda spec: inbox.put(GrammarReady(spec)),
         on_failed=lambda spec, reason, busy: inbox.put(GrammarFailed(spec, reason, busy)),

@@ -12,7 +12,7 @@ from services.shared.hf_tokenizer import HfTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """tokens: [vocab_size of the model]; empty for what no text contains: special tokens and padding ids.
+    """tokens: [vocab_size of the model]; empty for what no text contains: padding ids, and special tokens but marks.
     stop_ids: those of them that end an output, in order; may be empty."""
 
     tokens: tuple[bytes, ...]
@@ -30,14 +30,18 @@ class Vocabulary:
         )
 
 
-def vocabulary_of(tokenizer: HfTokenizer, vocab_size: int, stop_ids: Sequence[int]) -> Vocabulary:
-    """vocab_size: the model's, which may be more or fewer than the tokenizer's. stop_ids: the model's EOS ids."""
+def vocabulary_of(tokenizer: HfTokenizer, vocab_size: int, stop_ids: Sequence[int], marks: Sequence[str] = ()) -> Vocabulary:
+    """vocab_size: the model's, which may be more or fewer than the tokenizer's. stop_ids: the model's EOS ids. marks: special
+    tokens that a grammar may ask for, by their text, such as those around a call; one that ends the output is none."""
     anchor = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
     anchor_chars = len(tokenizer.decode(anchor, False))
     stops = tuple(sorted({token for token in stop_ids if 0 <= token < vocab_size}))
+    marked = {tokenizer.token_id(text): text.encode() for text in marks}
     silent = tokenizer.special_ids | set(stops)
 
     def text_of(token: int) -> bytes:
+        if token in marked and token not in stops:
+            return marked[token]
         if token in silent or token >= tokenizer.vocab_size:
             return b""
         found = tokenizer.token_bytes(token)

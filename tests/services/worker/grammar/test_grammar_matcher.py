@@ -18,7 +18,7 @@ from services.worker.grammar.compile.grammar_compiler import GrammarCompiler
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
 from services.worker.grammar.compile.grammar_source import prepare
 from services.worker.grammar.compile.trial import allowed_ids, try_out
-from services.worker.grammar.compile.vocabulary import Vocabulary
+from services.worker.grammar.compile.vocabulary import Vocabulary, vocabulary_of
 from services.worker.grammar.match.forced_text import ForcedText
 from services.worker.grammar.match.mask_filler import MaskFiller
 from services.worker.grammar.match.matcher import BROKEN, MAX_UNSEEN, TOO_SLOW, MatcherSetup, XgrammarMatcher
@@ -277,3 +277,18 @@ def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
     assert len(matchers) == 24 and len(ids) > 1000
     MaskFiller(1280, 32).fill(enumerate(matchers))
     assert not overruns
+
+
+@pytest.mark.parametrize("marks", [(), ("<|im_start|>", "<|im_end|>", "[not of this model]")], ids=["silent", "marked"])
+def test_a_mark_may_be_its_special_token(marks: tuple[str, ...]) -> None:
+    """One that ends the output never is."""
+    start, end = model.tokenizer().token_id("<|im_start|>"), model.tokenizer().token_id("<|im_end|>")
+    assert start is not None and end is not None
+    found = vocabulary_of(model.tokenizer(), 1280, (0, end), marks)
+    layout = {"type": "tag", "begin": "<|im_start|>", "content": {"type": "const_string", "value": "<|im_end|>"}, "end": "!"}
+    spec = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": layout}))
+    grammar = GrammarCompiler(found.info(), jumps=False).compile(prepare(spec))
+    walker = XgrammarMatcher(grammar, MatcherSetup.of(found, None), StepMeter(1e6, 1e6), lambda: None)
+    assert (start in allowed_ids(walker.mask(), 1280)) is bool(marks)
+    if marks:
+        assert walker.accept(start) and end not in allowed_ids(walker.mask(), 1280)
