@@ -52,6 +52,12 @@ class OutputFormats:
         """The texts of special tokens that a parser needs to see, whether or not the client has them skipped."""
         return tuple(dict.fromkeys((*TOOL_FORMATS[self.tools], *REASONING_FORMATS[self.reasoning])))
 
+    @property
+    def reasoning_pair(self) -> tuple[str, ...]:
+        """The opening and the closing mark, where the format has just these."""
+        marks = REASONING_FORMATS[self.reasoning]
+        return marks if len(marks) == 2 else ()
+
     def after(self, prompt: str) -> OutputFormats:
         """prompt: rendered, or the end of it. Whether it opens the reasoning depends, in many templates, on the request."""
         if self.reasoning not in ("think", "think_open"):

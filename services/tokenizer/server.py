@@ -53,6 +53,8 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
     ) -> None:
         self._settings = settings
         self._formats = settings.output_formats(tokenizer.chat_templates)
+        marks = [tokenizer.token_id(mark) for mark in self._formats.reasoning_pair]
+        self._reasoning_marks = [mark for mark in marks if mark is not None] if None not in marks else []
         self._metrics = metrics
         self._tracing = tracing
         self._executor = ThreadPoolExecutor(settings.encode_threads + 1, thread_name_prefix="encode")
@@ -105,7 +107,12 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
 
     async def Info(self, request: pb.TokenizerInfoRequest, context: grpc.aio.ServicerContext) -> pb.TokenizerInfo:
         formats = self._formats
-        return pb.TokenizerInfo(model=self._settings.model_name, tool_format=formats.tools, reasoning_format=formats.reasoning)
+        return pb.TokenizerInfo(
+            model=self._settings.model_name,
+            tool_format=formats.tools,
+            reasoning_format=formats.reasoning,
+            reasoning_marks=self._reasoning_marks,
+        )
 
     async def _texts(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
         return await self._serve("Encode", request, self._encode_texts)

@@ -55,6 +55,16 @@ class Parsing:
     formats: OutputFormats
     setup: ParserSetup
     make: MakeParser
+    reasoning_marks: Sequence[int] = ()  # ids of the opening and the closing one; empty where they are not known
+
+    def reasoning_tokens(self, ids: Sequence[int]) -> int | None:
+        """How many of an output's ids are reasoning, its marks included; None where that is not known."""
+        if len(self.reasoning_marks) != 2:
+            return None
+        begin, end = self.reasoning_marks
+        if not ids or (self.formats.reasoning != "think_open" and ids[0] != begin):
+            return 0
+        return next((at + 1 for at, token in enumerate(ids) if token == end), len(ids))
 
     @property
     def kept_tokens(self) -> Sequence[str]:
@@ -64,3 +74,6 @@ class Parsing:
     def parser(self) -> OutputParser:
         """For one output."""
         return self.make(self.formats, self.setup)
+
+
+MakeParsing = Callable[[OutputFormats, ParserSetup], Parsing]

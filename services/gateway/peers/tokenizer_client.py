@@ -58,6 +58,10 @@ class TokenizerClient:
         """How the model writes calls and reasoning, as its tokenizers say."""
         return next((one.formats for one in self._usable(model)), OutputFormats())
 
+    def reasoning_marks(self, model: str = served_model.ANY) -> tuple[int, ...]:
+        """Ids of the opening and the closing mark; empty where they are not known."""
+        return next((one.reasoning_marks for one in self._usable(model)), ())
+
     def _usable(self, model: str) -> list[Replica]:
         return [one for one in self._replicas.by_address.values() if one.connected and one.serves(model)]
 

@@ -42,6 +42,7 @@ class Replica:
         self.in_flight = 0
         self.model = served_model.ANY  # as it said when it connected
         self.formats = OutputFormats()  # likewise
+        self.reasoning_marks: tuple[int, ...] = ()  # likewise; ids of the opening and the closing mark
         self._changed = changed
         self._doubted = asyncio.Event()
         self._channel = grpc_server.channel(address)
@@ -149,6 +150,7 @@ class Replica:
     def _learn(self, info: tokenizer_pb2.TokenizerInfo | None) -> None:
         self.model = served_model.ANY if info is None else info.model
         self.formats = OutputFormats() if info is None else known(info.tool_format, info.reasoning_format)
+        self.reasoning_marks = () if info is None else tuple(info.reasoning_marks)
 
     def _set_connected(self, connected: bool) -> None:
         if connected is not self.connected:

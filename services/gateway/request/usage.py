@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.request.request import ClientRequest
+from services.gateway.request.request import Choice, ClientRequest
 
 
 def usage_of(request: ClientRequest) -> dict[str, Any]:
@@ -14,9 +14,18 @@ def usage_of(request: ClientRequest) -> dict[str, Any]:
     prompt_tokens = sum(ending.prompt_tokens for ending in first)
     output_tokens = sum(ending.completion_tokens for _, ending in ended)
     cached_tokens = sum(ending.cached_tokens for ending in first)
+    reasoning = [_reasoning_tokens(choice) for choice, _ in ended]
+    known = [count for count in reasoning if count is not None]
+    details = {"completion_tokens_details": {"reasoning_tokens": sum(known)}} if known else {}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **details,
     }
+
+
+def _reasoning_tokens(choice: Choice) -> int | None:
+    parsing = choice.generation.parsing
+    return None if parsing is None else parsing.reasoning_tokens(choice.output.ids)

@@ -45,11 +45,13 @@ class System:
         gateways: int = 1,
         keys: Sequence[str | dict[str, Any]] = (),
         formats: tuple[str, str] = ("", ""),
+        reasoning_marks: Sequence[int] = (),
         **settings: Any,
     ) -> None:
         """`down` names services that are not started: "worker", "tokenizer", "detokenizer". configure: the workers, before
         they are started. gateways: where there are several, each finds all of them, itself among them. keys: entries of the
-        file of API keys; a name alone is its own key. formats: of tools and of reasoning, as tokenizers tell them."""
+        file of API keys; a name alone is its own key. formats: of tools and of reasoning, as tokenizers tell them, and
+        the ids of the marks around reasoning."""
         self._folder = tempfile.TemporaryDirectory()
         self.key_file = Path(self._folder.name, "keys.json")
         if keys:
@@ -58,6 +60,7 @@ class System:
         self._num_gateways = gateways
         self._configure = configure
         self._formats = formats
+        self._reasoning_marks = reasoning_marks
         self._sizes = (workers, detokenizers, tokenizers)
         self._down = down
         self.clients: list[RawClient] = []
@@ -95,6 +98,7 @@ class System:
         self.tokenizers = [Host(FakeTokenizer()) for _ in range(tokenizers)]
         for host in self.tokenizers:
             host.servicer.info.tool_format, host.servicer.info.reasoning_format = self._formats
+            host.servicer.info.reasoning_marks.extend(self._reasoning_marks)
         for service, hosts in (("worker", self.workers), ("detokenizer", self.detokenizers), ("tokenizer", self.tokenizers)):
             for host in hosts:
                 await (host.reserve() if service in self._down else host.start())

@@ -231,6 +231,7 @@ def test_it_says_how_its_model_writes(
         async with serving(folder, **settings) as service:
             info = await service.stub.Info(pb.TokenizerInfoRequest())
             assert (info.tool_format, info.reasoning_format) == (tools, reasoning)
+            assert not info.reasoning_marks, "the vocabulary has but one of them"
             assert (await service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=HELLO))).rendered_end == "secret!"
 
     asyncio.run(run())

@@ -21,11 +21,16 @@ class PromptTokensDetails(Answer):
     cached_tokens: Count
 
 
+class CompletionTokensDetails(Answer):
+    reasoning_tokens: Count
+
+
 class Usage(Answer):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = absent("Of a chat with a model that reasons between marks.")
 
 
 class TokenLogprob(Answer):

@@ -9,7 +9,7 @@ import orjson
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.constraints import structural_tag
 from services.gateway.api.openai.tools import ToolUse
-from services.gateway.parsers.output_parser import MakeParser
+from services.gateway.parsers.output_parser import MakeParsing
 from services.gateway.parsers.tags.layouts import Layout
 from services.gateway.parsers.tags.structural_tags import after_reasoning
 from services.gateway.request.errors import bad_request
@@ -17,7 +17,7 @@ from services.gateway.request.generation import Generation
 from services.shared.output_formats import NONE, OutputFormats
 
 
-def parsed_generation(generation: Generation, use: ToolUse, formats: OutputFormats, make: MakeParser) -> Generation:
+def parsed_generation(generation: Generation, use: ToolUse, formats: OutputFormats, make: MakeParsing) -> Generation:
     """formats: of this prompt. Raises ApiError."""
     constrained = generation.sampling.HasField("grammar")
     calls = use.grammar(formats)

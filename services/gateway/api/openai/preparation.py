@@ -26,7 +26,7 @@ from services.gateway.api.openai.validation import (
 from services.gateway.api.room import for_a_vector, for_an_answer
 from services.gateway.api.session_fields import begins, check_turn
 from services.gateway.api.strict_json import parse_json
-from services.gateway.parsers.output_parser import MakeParser
+from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import budgets
@@ -60,12 +60,12 @@ class Preparer:
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
         _check_turn(generation, 1)
-        known = self._tokenizer.formats(model.source)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         room = for_an_answer(model, generation.session is not None)
         fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room)
+        known = self._tokenizer.formats(model.source)
         formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
-        generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._make_parser)
+        generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._parsing_of(model))
         return Plan(model, _parts([fitting], generation, request, origin))
 
     async def completion(self, body: ReceivedBody, origin: Origin) -> Plan:
@@ -104,6 +104,10 @@ class Preparer:
         room = for_an_answer(model, generation.session is not None)
         special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
         return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", room, root, special)
+
+    def _parsing_of(self, model: ModelInfo) -> MakeParsing:
+        marks = self._tokenizer.reasoning_marks(model.source)
+        return lambda formats, setup: Parsing(formats, setup, self._make_parser, marks)
 
     async def _generating_model(self, name: str) -> ModelInfo:
         model = await self._model(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.constraints import structural_tag
-from services.gateway.parsers.output_parser import MakeParser, ParserSetup, Parsing
+from services.gateway.parsers.output_parser import MakeParsing, ParserSetup, Parsing
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
 from services.gateway.parsers.tags.structural_tags import call_tag
 from services.gateway.request.errors import ApiError, bad_request
@@ -39,14 +39,14 @@ class ToolUse:
             return known if known.tools == "harmony" else OutputFormats(NONE, known.reasoning)
         return OutputFormats(FALLBACK, known.reasoning) if self.forced and known.tools == NONE else known
 
-    def parsing(self, formats: OutputFormats, skips_special: bool, make: MakeParser) -> Parsing | None:
+    def parsing(self, formats: OutputFormats, skips_special: bool, make: MakeParsing) -> Parsing | None:
         """None: the output is its text. skips_special: the client wants none of the special tokens."""
         if not formats.tools and not formats.reasoning:
             return None
         schemas = {tool.name: tool.parameters for tool in self.callable}
         hidden = frozenset(formats.kept) if skips_special else frozenset()
         most = limits.MAX_CALLS if self.parallel else 1
-        return Parsing(formats, ParserSetup(schemas, most, hidden), make)
+        return make(formats, ParserSetup(schemas, most, hidden))
 
     def grammar(self, formats: OutputFormats) -> pb.Grammar | None:
         """What holds the output to calls that are forced or strict; None where nothing has to. Raises ApiError."""

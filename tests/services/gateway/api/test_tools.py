@@ -200,6 +200,17 @@ def test_marks_reach_the_parser_whatever_is_skipped(system: System) -> None:
     )
 
 
+def test_tokens_of_reasoning_are_counted() -> None:
+    """By the ids of its marks, here of single letters; the others count the text between."""
+    with System(formats=("", "think"), reasoning_marks=(ord("("), ord(")"))) as system:
+        for text, tokens in (("(Hm.)Hello.", 5), ("Hello (you).", 0), ("(Hm", 4)):  # the last with its end of sequence
+            system.worker.answer = lambda submit, text=text: text  # type: ignore[misc]
+            usage = system.chat().json()["usage"]
+            assert usage["completion_tokens_details"] == {"reasoning_tokens": tokens}
+        chunks = events(system.chat(stream=True, stream_options={"include_usage": True}, n=2).text)
+        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}
+
+
 def test_limits(system: System) -> None:
     tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(limits.MAX_TOOLS)]
     assert system.chat(tools=tools).status_code == 200
