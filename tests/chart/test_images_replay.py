@@ -32,8 +32,12 @@ START_S = 60
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(read(ROOT / "docker/Dockerfile.service"), ROOT, tmp_path_factory.mktemp("service"))
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    """What pip installs is compiled by night, which takes longer than all else."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not NIGHTLY:
+            patch.setenv("PIP_NO_COMPILE", "1")
+        yield Builder(read(ROOT / "docker/Dockerfile.service"), ROOT, tmp_path_factory.mktemp("service"))
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from tests.gpu.targets import TARGETS, is_for, judge
 from tests.gpu.wheels import install
 
 ROOT = Path(__file__).resolve().parents[2]
+NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 NOT_ON_THAT_MACHINE = [
     "pydantic",
     "pydantic_settings",
@@ -167,6 +168,7 @@ def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert " 300 s  " in lines[0]
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_it_needs_nothing_but_torch_transformers_and_pytest(tmp_path: Path) -> None:
     """All tests that it runs are collected, and all benchmarks imported, where most of our dependencies are missing."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=set(ELSEWHERE)))
