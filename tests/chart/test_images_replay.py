@@ -24,6 +24,7 @@ from services.local.ports import HOST, free_ports
 from services.local.reference import SERVICES
 from tests.chart.dockerfile import read
 from tests.chart.image_build import Builder, Image
+from tests.kernels.compiled import COMPILED
 
 ROOT = Path(__file__).resolve().parents[2]
 NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
@@ -187,10 +188,13 @@ def test_the_worker_runs_from_its_image(worker: Builder, tmp_path: Path) -> None
 
 
 def _build_kernels(image: Image) -> None:
-    """The best ones for this CPU, as the image compiles each variant."""
+    """The best ones for this CPU, as the image compiles each variant; other tests of these sources share what is compiled."""
     best = runnable(platform.machine(), cpu_features())[0]
+    COMPILED.mkdir(parents=True, exist_ok=True)
     code = (
-        "from kernels.cpu.build import PREBUILT, prebuild; from kernels.cpu.variants import VARIANTS; PREBUILT.mkdir();"
-        f"prebuild(next(each for each in VARIANTS if each.name == {best.name!r}), PREBUILT)"
+        "import shutil; from pathlib import Path; from kernels.cpu.build import PREBUILT, prebuild;"
+        "from kernels.cpu.variants import VARIANTS; PREBUILT.mkdir();"
+        f"variant = next(each for each in VARIANTS if each.name == {best.name!r});"
+        f"shutil.copy(prebuild(variant, Path({str(COMPILED)!r})), PREBUILT)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=image.place("."), timeout=300, check=True)
