@@ -67,8 +67,8 @@ def unserved(name: str) -> ApiError:
     return ApiError(400, f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
 
 
-# Accounting, storage, moderators' and caches' hints, labels: none of them is part of an answer. Without a reasoning parser
-# both values of stream_reasoning give the same answer.
+# Accounting, storage, moderators' and caches' hints, labels: none of them is part of an answer. Reasoning is streamed as
+# it comes, whatever stream_reasoning says: its sum is the same.
 _UNUSED = frozenset(
     (
         "custom_labels",

@@ -91,6 +91,8 @@ class EncodeStream:
         except grpc.aio.AioRpcError as error:
             kind = NotServed if error.code() is grpc.StatusCode.UNIMPLEMENTED else StreamBroken
             raise kind(f"{error.code().name}: {error.details()}") from None
+        except asyncio.InvalidStateError:
+            raise StreamBroken("ended before it was written to") from None
         except asyncio.CancelledError:
             # grpc.aio raises it too, when either side has cancelled the call.
             task = asyncio.current_task()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from services.shared.output_formats import OutputFormats, detect
+from typing import get_args
+
+from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, detect
+from services.tokenizer.settings import ReasoningParser, ToolParser
 
 # By case: a template's telling parts, and its formats of tools and reasoning. Others: beside the turns that are rendered.
 TEMPLATES = {
@@ -39,3 +42,8 @@ def test_special_tokens_that_a_parser_needs_are_named_once() -> None:
     assert OutputFormats("hermes", "think").kept == ("<tool_call>", "</tool_call>", "<think>", "</think>")
     assert len(OutputFormats("harmony", "harmony").kept) == len(OutputFormats("harmony").kept) == 7
     assert OutputFormats().kept == ()
+
+
+def test_every_format_can_be_set() -> None:
+    assert set(get_args(ToolParser)) == {"auto", "none", *TOOL_FORMATS} - {NONE}
+    assert set(get_args(ReasoningParser)) == {"auto", "none", *REASONING_FORMATS} - {NONE}

@@ -130,3 +130,14 @@ def test_one_that_stops_answers_what_it_has_received(folders: dict[str, Path]) -
             assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
 
     asyncio.run(run())
+
+
+def test_a_gateway_that_vanishes_leaves_nothing(folders: dict[str, Path]) -> None:
+    async def run() -> None:
+        async with serving(folders["byte_level"]) as service, held(service):
+            async with streaming(service) as call:
+                await call.write(pb.EncodeBatch(opens=[texts(handle) for handle in range(5)]))
+                await working(service, 5)
+            await working(service, 0)
+
+    asyncio.run(run())

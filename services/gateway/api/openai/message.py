@@ -18,7 +18,6 @@ class ReadChoice:
 
     def __init__(self, parsing: Parsing | None) -> None:
         self._parser: OutputParser = PlainText() if parsing is None else parsing.parser()
-        self._started = False
         self.called = False
 
     def read(self, delta: Delta) -> list[Json]:

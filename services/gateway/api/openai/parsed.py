@@ -30,14 +30,14 @@ def parsed_generation(generation: Generation, use: ToolUse, formats: OutputForma
         generation.sampling.grammar.CopyFrom(calls)
         return replace(generation, parsing=parsing, grammar_field="tools")
     if constrained and formats.reasoning != NONE:
-        held = _after_reasoning(generation.sampling.grammar, formats)
+        held = _after_reasoning(generation.sampling.grammar, formats, generation.grammar_field or "response_format")
         if held is not None:
             generation.sampling.grammar.CopyFrom(held)
     return replace(generation, parsing=parsing)
 
 
-def _after_reasoning(grammar: pb.Grammar, formats: OutputFormats) -> pb.Grammar | None:
-    """None for a structural tag, which says itself what comes when."""
+def _after_reasoning(grammar: pb.Grammar, formats: OutputFormats, field: str) -> pb.Grammar | None:
+    """None for a structural tag, which says itself what comes when. field: the client's, for a refusal. Raises ApiError."""
     kind = grammar.WhichOneof("kind")
     layout: Layout
     if kind == "json_schema":
@@ -50,4 +50,4 @@ def _after_reasoning(grammar: pb.Grammar, formats: OutputFormats) -> pb.Grammar 
         layout = {"type": "grammar", "grammar": grammar.ebnf}
     else:
         return None
-    return structural_tag(after_reasoning(formats, layout), "response_format")
+    return structural_tag(after_reasoning(formats, layout), field)

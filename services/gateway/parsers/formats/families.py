@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from services.gateway.parsers.formats import deepseek, harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
-from services.gateway.parsers.formats.reasoning import ReasoningParser
+from services.gateway.parsers.formats.reasoning import ReasoningReader
 from services.gateway.parsers.output_parser import OutputParser, ParserSetup, PlainText
 from services.gateway.parsers.reading import Reader, ReadingParser
 from services.shared.output_formats import NONE, REASONING_FORMATS, OutputFormats
@@ -30,4 +30,5 @@ def output_parser(formats: OutputFormats, setup: ParserSetup) -> OutputParser:
     if formats.reasoning == NONE:
         return inner
     begin, end = REASONING_FORMATS[formats.reasoning]
-    return ReasoningParser((begin, end), formats.reasoning == "think_open", inner, setup)
+    reasoning = ReasoningReader((begin, end), formats.reasoning == "think_open", inner, setup)
+    return ReadingParser(reasoning.read, setup)

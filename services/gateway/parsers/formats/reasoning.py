@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from services.gateway.parsers.event_writer import EventWriter
-from services.gateway.parsers.events import Event
 from services.gateway.parsers.output_parser import OutputParser, ParserSetup
-from services.gateway.parsers.source import SPACE, Marks, Source, Steps
+from services.gateway.parsers.reading import Reading
+from services.gateway.parsers.source import SPACE, Marks, Steps
 
 _ALL = re.compile(r"[\s\S]*")
 
 
-class ReasoningParser:
-    """An OutputParser before another one, whose answers stand in its own. opened: the prompt ends with the opening mark."""
+class ReasoningReader:
+    """What comes before another parser's output, whose events stand behind its own. opened: the prompt ends with the opening
+    mark. One for one output."""
 
     def __init__(self, marks: tuple[str, str], opened: bool, inner: OutputParser, setup: ParserSetup) -> None:
         self._begin, self._end = marks
         self._opened = opened
         self._inner = inner
         self._strays = [mark for mark in marks if mark in setup.hidden]
-        self._source = Source()
-        self._writer = EventWriter(setup)
-        self._steps = self._read()
-        next(self._steps)
 
-    def feed(self, text: str) -> Sequence[Event]:
-        self._source.add(text)
-        next(self._steps)
-        return self._writer.log.take()
-
-    def finish(self) -> Sequence[Event]:
-        self._source.close()
-        left = next(self._steps, True)
-        assert left is True, "a reader waits for text that cannot come"
-        self._writer.finish()
-        self._writer.log.extend(self._inner.finish())
-        return self._writer.log.take()
-
-    def _read(self) -> Steps[None]:
+    def read(self, reading: Reading) -> Steps[None]:
+        self._source, self._writer = reading.source, reading.writer
         blanks: list[str] = []
         yield from self._source.run(SPACE, blanks.append)
         begun = yield from self._source.choose((self._begin,))
@@ -48,6 +31,8 @@ class ReasoningParser:
         else:
             self._pass("".join(blanks))
         yield from self._rest()
+        self._writer.finish()
+        self._writer.log.extend(self._inner.finish())
 
     def _reasoning(self) -> Steps[None]:
         if (yield from self._source.until(Marks(self._end), self._writer.reasoning)):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 from services.gateway.parsers.formats.families import output_parser
-from services.gateway.parsers.formats.reasoning import ReasoningParser
+from services.gateway.parsers.formats.reasoning import ReasoningReader
 from services.gateway.parsers.output_parser import OutputParser
 from services.gateway.parsers.reading import ReadingParser
 from services.shared.output_formats import OutputFormats
@@ -67,8 +68,9 @@ MARK_CHARS = 32  # the longest mark has fewer
 
 def unread(parser: OutputParser) -> int:
     """Characters that the next call looks at again."""
-    assert isinstance(parser, ReadingParser | ReasoningParser)
-    within = unread(parser._inner) if isinstance(parser, ReasoningParser) else 0
+    assert isinstance(parser, ReadingParser)
+    reader = inspect.getgeneratorlocals(parser._steps).get("self")
+    within = unread(reader._inner) if isinstance(reader, ReasoningReader) else 0
     return len(parser._source._text) - parser._source._at + within
 
 
