@@ -33,11 +33,11 @@ def watch(scope: Scope, receive: Receive, on_gone: Callable[[], None]) -> Callab
         return stop
     watching = asyncio.create_task(_until_gone(receive))
     watching.add_done_callback(lambda task: None if task.cancelled() else on_gone())
-    return lambda: _cancel(watching)
 
+    def stop_watching() -> None:
+        watching.cancel()
 
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
+    return stop_watching
 
 
 def cut(scope: Scope) -> None:

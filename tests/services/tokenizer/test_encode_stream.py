@@ -139,5 +139,6 @@ def test_a_gateway_that_vanishes_leaves_nothing(folders: dict[str, Path]) -> Non
                 await call.write(pb.EncodeBatch(opens=[texts(handle) for handle in range(5)]))
                 await working(service, 5)
             await working(service, 0)
+            assert service.metric("requests_total", rpc="Encode", code="CANCELLED") == 5
 
     asyncio.run(run())

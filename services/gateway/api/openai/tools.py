@@ -25,10 +25,8 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """tools: all that are shown to the template. callable: those of them that may be called. forced: one must be.
-    parallel: more than one call may come."""
+    """callable: those that may be called. forced: one must be. parallel: more than one call may come."""
 
-    tools: tuple[ToolSpec, ...] = ()
     callable: tuple[ToolSpec, ...] = ()
     forced: bool = False
     parallel: bool = True
@@ -64,7 +62,6 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     specs = _specs(tools or ())
     allowed, forced = _chosen(choice, {spec.name for spec in specs})
     return ToolUse(
-        tools=specs,
         callable=tuple(spec for spec in specs if spec.name in allowed),
         forced=forced,
         parallel=parallel is not False,
