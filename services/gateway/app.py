@@ -28,7 +28,7 @@ from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError, unknown_model
+from services.gateway.request.errors import OPENAI, ApiError, unknown_model
 from services.gateway.request.generation import ModelInfo
 
 _INFO = {"title": "Rootstock", "version": "0.1.0", "description": "An OpenAI-compatible API, and SGLang's own."}
@@ -76,7 +76,7 @@ def build(
     keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
     app.openapi = cache(lambda: document(_INFO, operations, keys, bool(origins)))  # type: ignore[method-assign]
     routes = [operation.path for operation in operations]
-    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s)
+    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s, lambda path: OPENAI)
     return _with_cors(door, origins)
 
 
@@ -97,9 +97,11 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-def _error_response(error: ApiError) -> Response:
-    response = Response(error.json(), error.status)
-    response.raw_headers = error.headers()
+def _error_response(request: Request, error: ApiError) -> Response:
+    state = request.scope["state"]
+    status, headers, body = state["form"].answer(error, state["request_id"])
+    response = Response(body, status)
+    response.raw_headers = headers
     return response
 
 
@@ -109,11 +111,12 @@ def _add_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
             return _other_method(app, request)
-        return _error_response(ApiError(error.status_code, f"{error.detail}.", code=str(error.detail).lower().replace(" ", "_")))
+        code = str(error.detail).lower().replace(" ", "_")
+        return _error_response(request, ApiError(error.status_code, f"{error.detail}.", code=code))
 
-    async def on_api_error(_request: Request, error: Exception) -> Response:
+    async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return _error_response(error)
+        return _error_response(request, error)
 
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ApiError, on_api_error)
@@ -127,7 +130,7 @@ def _other_method(app: FastAPI, request: Request) -> Response:
         allowed.add("HEAD")
     response = Response(status_code=204)
     if request.method != "OPTIONS":
-        response = _error_response(ApiError(405, "Method Not Allowed.", code="method_not_allowed"))
+        response = _error_response(request, ApiError(405, "Method Not Allowed.", code="method_not_allowed"))
     response.headers["allow"] = ", ".join(sorted(allowed))
     return response
 

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import cut, gone_of, read_body, watch
 from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
-from services.gateway.http.renderer import DONE, Renderer, StreamRenderer, sse_error
-from services.gateway.http.sse_comments import COMMENT, Silence, commented
+from services.gateway.http.renderer import Renderer, StreamRenderer
+from services.gateway.http.sse_comments import Silence, commented
 from services.gateway.keys.key_limits import Admission
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.metrics import GatewayMetrics
@@ -28,7 +28,7 @@ from services.gateway.request import budgets
 from services.gateway.request.abort import AbortScope
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.caller import NOBODY
-from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import Choice, ClientRequest, Phase, Releaser
@@ -134,10 +134,13 @@ class Exchange(Response):
         self._request: ClientRequest | None = None
         self._held: HeldBytes | None = None
         self._admission: Admission | None = None
+        self._form = OPENAI
+        self._stream_renderer: StreamRenderer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generator = self._generator
         state, trace = scope["state"], generator.trace(scope)
+        self._form = state.get("form", OPENAI)
         request = ClientRequest(state["request_id"], generator.dispatcher, generator.metrics, state.get("caller", NOBODY), trace)
         self._request = request
         self._held = held = generator.bodies.open(gone_of(scope))
@@ -251,6 +254,7 @@ class Exchange(Response):
         self._held.close()
         if request.generation.stream:
             assert isinstance(renderer, StreamRenderer)
+            self._stream_renderer = renderer
             await self._stream(request, renderer, send)
         else:
             await self._send_document(request, renderer, send)
@@ -293,9 +297,8 @@ class Exchange(Response):
                 last = request.complete  # before anything is awaited: what comes from here on has not been taken
                 pieces = [await renderer.chunk(delta) for delta in deltas]
                 if last:
-                    pieces += [renderer.usage_chunk()] if request.generation.include_usage else []
-                    pieces.append(DONE)
                     self._count(request)
+                    pieces.append(await renderer.ending())
                 if pieces:
                     await self._start_stream(send)
                     await _send(b"".join(pieces), last, send)
@@ -309,7 +312,7 @@ class Exchange(Response):
     async def _comment(self, request: ClientRequest, send: Send) -> None:
         if request.wants_stream:
             await self._start_stream(send)
-            await _send(COMMENT, False, send)
+            await _send(self._form.comment, False, send)
 
     async def _start_stream(self, send: Send) -> None:
         if not self._started:
@@ -342,13 +345,20 @@ class Exchange(Response):
                 if self._started and not self._streams:
                     cut(scope)
                 elif self._started:
-                    await send({"type": "http.response.body", "body": sse_error(error), "more_body": False})
+                    await send({"type": "http.response.body", "body": self._event_of(error), "more_body": False})
                 else:
-                    await self._start(error.status, error.headers(), send)
-                    await send({"type": "http.response.body", "body": error.json(), "more_body": False})
+                    status, headers, body = self._form.answer(error, request.request_id)
+                    await self._start(status, headers, send)
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
         except TimeoutError:
             logger.warning("client does not read its error", extra=fields(**request.origin.log_fields, status=error.status))
             cut(scope)
+
+    def _event_of(self, error: ApiError) -> bytes:
+        assert self._request is not None
+        if self._stream_renderer is not None:
+            return self._stream_renderer.failure(error)
+        return self._form.event_of(error, self._request.request_id)
 
     def _count(self, request: ClientRequest) -> None:
         usage = usage_of(request)

@@ -13,7 +13,7 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY, Caller
-from services.gateway.request.errors import ApiError, internal
+from services.gateway.request.errors import AnswerForm, ApiError, Headers, internal
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log import fields
 
@@ -22,13 +22,12 @@ logger = logging.getLogger(__name__)
 _CHOICE_SUFFIX_CHARS = 8  # what a choice's number adds to the id on its way to the worker, at most
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOICE_SUFFIX_CHARS))
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/readiness", "/metrics", "/docs", "/openapi.json"))
+_NO_ROOM = frozenset((503, 529))
 _MODEL_PATH = "/v1/models/"
-
-Headers = list[tuple[bytes, bytes]]
 
 
 class FrontDoor:
-    """scope["state"] carries `request_id`, `caller` and the name of its `key` inwards,
+    """scope["state"] carries `request_id`, `caller`, the name of its `key` and the API's `form` inwards,
     and `model` and `code` (instead of the HTTP status) outwards."""
 
     def __init__(
@@ -38,13 +37,15 @@ class FrontDoor:
         keys: KeyRing,
         metrics: GatewayMetrics,
         retry_after_s: Callable[[], int],
+        form_of: Callable[[str], AnswerForm],
     ) -> None:
-        """retry_after_s: of a 503, by what waits; the answer's own where that is longer."""
+        """retry_after_s: of a 503, by what waits; the answer's own where that is longer. form_of: of a path."""
         self._app = app
         self._routes = frozenset(routes)
         self._keys = keys
         self._metrics = metrics
         self._retry_after_s = retry_after_s
+        self._form_of = form_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,6 +54,7 @@ class FrontDoor:
         request_id = _request_id(headers.get(b"x-request-id", b""))
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state["form"] = form = self._form_of(scope["path"])
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -61,7 +63,7 @@ class FrontDoor:
                 status = message["status"]
                 limits = self._keys.headers(state.get("key", ""))
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode()), *limits]
-                if status == 503:
+                if status in _NO_ROOM:
                     message["headers"] = _with_retry_after(message["headers"], self._retry_after_s())
             await send(message)
 
@@ -70,11 +72,11 @@ class FrontDoor:
             state["key"] = caller.key
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
-            await _answer(error, send_with_id)
+            await _answer(form.answer(error, request_id), send_with_id)
         except Exception:
             logger.exception("fault while answering", extra=fields(request_id=request_id))
             if not status:
-                await _answer(internal(), send_with_id)
+                await _answer(form.answer(internal(), request_id), send_with_id)
         finally:
             code = str(state.get("code", status))
             self._metrics.requests.labels(self._route(scope["path"]), state.get("model", OTHER), code).inc()
@@ -99,6 +101,7 @@ def _with_retry_after(headers: Headers, seconds: int) -> Headers:
     return [*others, (b"retry-after", b"%d" % max(seconds, *own, 1))]
 
 
-async def _answer(error: ApiError, send: Send) -> None:
-    await send({"type": "http.response.start", "status": error.status, "headers": error.headers()})
-    await send({"type": "http.response.body", "body": error.json()})
+async def _answer(answer: tuple[int, Headers, bytes], send: Send) -> None:
+    status, headers, body = answer
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

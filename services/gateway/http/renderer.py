@@ -8,12 +8,6 @@ from typing import Protocol, runtime_checkable
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import Delta
 
-DONE = b"data: [DONE]\n\n"
-
-
-def sse_error(error: ApiError) -> bytes:
-    return b"data: " + error.json() + b"\n\n"
-
 
 class Renderer(Protocol):
     """One request's answer, for one endpoint."""
@@ -24,9 +18,13 @@ class Renderer(Protocol):
 
 @runtime_checkable
 class StreamRenderer(Renderer, Protocol):
-    """Of an endpoint that can stream. Chunks are complete events."""
+    """Of an endpoint that can stream. What it gives are complete events."""
 
     async def chunk(self, delta: Delta) -> bytes:
         """Raises ApiError."""
 
-    def usage_chunk(self) -> bytes: ...
+    async def ending(self) -> bytes:
+        """What comes behind all chunks. Raises ApiError."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """In place of what was still to come."""

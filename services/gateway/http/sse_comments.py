@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-COMMENT = b": waiting\n\n"
 
 
 class Silence:

@@ -1,14 +1,20 @@
-"""Every failure a client can see is an ApiError: an HTTP status and OpenAI's error body. Messages hold no prompt text."""
+"""Every failure a client can see is an ApiError: an HTTP status and OpenAI's error body, or what another API's form makes of it.
+Messages hold no prompt text."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 MAX_DETAIL_CHARS = 500  # of a message that another service wrote
+DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED = 499  # nobody reads it: a label of metrics and logs
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
+
+Headers = list[tuple[bytes, bytes]]
 
 
 class ApiError(Exception):
@@ -37,9 +43,10 @@ class ApiError(Exception):
     def json(self) -> bytes:
         return orjson.dumps(self.body())
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """ASGI headers of a plain HTTP answer with this error."""
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(self.json()))]
+    def headers(self, num_bytes: int | None = None) -> Headers:
+        """ASGI headers of a plain HTTP answer with this error. num_bytes: of its body, if that is not json()."""
+        length = len(self.json()) if num_bytes is None else num_bytes
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
         if self.status == 401:
@@ -74,3 +81,32 @@ def timed_out(message: str = "The request took longer than this server allows.")
 
 def internal(message: str = "Internal server error.") -> ApiError:
     return ApiError(500, message, code="internal_error")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How an API writes what is no result. body: of an error, of a request of this id. status: the API's for an error's own.
+    event: the name of a stream's event that tells an error, empty for none. comment: what is sent where a stream is silent for a
+    while."""
+
+    body: Callable[[ApiError, str], dict[str, Any]]
+    status: Callable[[int], int]
+    event: bytes
+    comment: bytes
+
+    def answer(self, error: ApiError, request_id: str) -> tuple[int, Headers, bytes]:
+        """A plain HTTP answer: status, headers, body."""
+        body = orjson.dumps(self.body(error, request_id))
+        return self.status(error.status), error.headers(len(body)), body
+
+    def event_of(self, error: ApiError, request_id: str) -> bytes:
+        """A stream's last event."""
+        name = b"event: %s\n" % self.event if self.event else b""
+        return b"%sdata: %s\n\n" % (name, orjson.dumps(self.body(error, request_id)))
+
+
+def _own(error: ApiError, _request_id: str) -> dict[str, Any]:
+    return error.body()
+
+
+OPENAI = AnswerForm(_own, lambda status: status, b"", b": waiting\n\n")

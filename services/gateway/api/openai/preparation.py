@@ -14,7 +14,7 @@ from services.gateway.api import prompts
 from services.gateway.api.openai.chat_call import chat_call
 from services.gateway.api.openai.parsed import parsed_generation
 from services.gateway.api.openai.tools import tool_use
-from services.gateway.api.openai.types import CompletionRequest, NamedBody
+from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, NamedBody
 from services.gateway.api.openai.validation import (
     chat_generation,
     completion_generation,
@@ -49,7 +49,10 @@ class Preparer:
         self._make_parser = make_parser
 
     async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
-        request = parse_chat(parse_json(body.take()), origin)
+        return await self.of_chat(parse_chat(parse_json(body.take()), origin), origin)
+
+    async def of_chat(self, request: ChatCompletionRequest, origin: Origin) -> Plan:
+        """A checked body, of whatever API it was made."""
         if request.stream:
             origin.wants_stream()
         use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)

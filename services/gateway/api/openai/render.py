@@ -13,6 +13,7 @@ import orjson
 from services.gateway.api.openai.logprob_forms import ChatLogprobs, CompletionLogprobs
 from services.gateway.api.openai.message import ReadChoice, message_of
 from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.errors import DONE, OPENAI, ApiError
 from services.gateway.request.request import ClientRequest, Delta
 from services.gateway.request.usage import usage_of
 
@@ -26,8 +27,11 @@ class _Envelope:
         self.usage = b',"usage":null' if request.generation.include_usage else b""
         self.tail = b"]" + self.usage + b"}\n\n"
 
-    def usage_chunk(self, request: ClientRequest) -> bytes:
-        return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), b"}\n\n"))
+    def ending(self, request: ClientRequest) -> bytes:
+        """With the usage, where it is wanted."""
+        if not self.usage:
+            return DONE
+        return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), b"}\n\n", DONE))
 
 
 def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> bytes:
@@ -100,8 +104,11 @@ class ChatRenderer:
         )
         return b"".join((envelope.head, choice, b"]", prompt, envelope.usage, b"}\n\n"))
 
-    def usage_chunk(self) -> bytes:
-        return self._envelope.usage_chunk(self._request)
+    async def ending(self) -> bytes:
+        return self._envelope.ending(self._request)
+
+    def failure(self, error: ApiError) -> bytes:
+        return OPENAI.event_of(error, self._request.request_id)
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         answer: dict[str, Any] = {**self._envelope.fields, "choices": [await self._choice(delta) for delta in deltas]}
@@ -142,8 +149,11 @@ class CompletionRenderer:
             envelope.tail,
         )
 
-    def usage_chunk(self) -> bytes:
-        return self._envelope.usage_chunk(self._request)
+    async def ending(self) -> bytes:
+        return self._envelope.ending(self._request)
+
+    def failure(self, error: ApiError) -> bytes:
+        return OPENAI.event_of(error, self._request.request_id)
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         answer: dict[str, Any] = {**self._envelope.fields, "choices": [await self._choice(delta) for delta in deltas]}

@@ -15,6 +15,7 @@ from services.gateway.api.sglang.batch import Form
 from services.gateway.api.sglang.sampling import LogprobWish
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice_output import Ending
+from services.gateway.request.errors import DONE, OPENAI, ApiError
 from services.gateway.request.request import Choice, ClientRequest, Delta
 
 WEIGHT_VERSION = "default"
@@ -26,6 +27,7 @@ class GenerateRenderer:
 
     def __init__(self, request: ClientRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
         self._many = many
+        self._request_id = request.request_id
         self._answers = [_Answer(choice, forms[choice.index // request.generation.n], token_texts) for choice in request.choices]
 
     async def chunk(self, delta: Delta) -> bytes:
@@ -33,8 +35,11 @@ class GenerateRenderer:
         await answer.add(delta)
         return b"data: " + self._object(answer, delta.ending, indexed=self._many) + b"\n\n"
 
-    def usage_chunk(self) -> bytes:
-        return b""
+    async def ending(self) -> bytes:
+        return DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return OPENAI.event_of(error, self._request_id)
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         objects = []
