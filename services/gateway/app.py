@@ -38,8 +38,8 @@ _RATE_LIMITS = [
 _EXPOSED = ("x-request-id", "retry-after", *_RATE_LIMITS)  # of an answer's headers, to a page of another origin
 
 
-class NativeRoutes(Protocol):
-    """SGLang's own API."""
+class ApiRoutes(Protocol):
+    """An API beside OpenAI's chat, completions and embeddings."""
 
     @property
     def operations(self) -> Sequence[Operation]: ...
@@ -52,7 +52,7 @@ def build(
     generator: Generator,
     preparer: Preparer,
     served: Callable[[], Sequence[ModelInfo]],
-    native: NativeRoutes,
+    apis: Sequence[ApiRoutes],
     readiness: Readiness,
     metrics: GatewayMetrics,
     retry_after_s: Callable[[], int],
@@ -60,7 +60,11 @@ def build(
     """served: the models that are. retry_after_s: of a 503, by what waits."""
     settings = generator.settings
     on_http = metrics if settings.metrics_on_http else None
-    operations = (*openai.OPERATIONS, *native.operations, *server.operations(on_http is not None))
+    operations = (
+        *openai.OPERATIONS,
+        *(operation for api in apis for operation in api.operations),
+        *server.operations(on_http is not None),
+    )
     app = FastAPI(
         title=_INFO["title"],
         redoc_url=None,
@@ -70,7 +74,9 @@ def build(
         redirect_slashes=False,
     )
     _add_errors(app)
-    endpoints = {**_add_generation(app, generator, preparer), **native.add_routes(app)}
+    endpoints = {**_add_generation(app, generator, preparer)}
+    for api in apis:
+        endpoints.update(api.add_routes(app))
     _add_models(app, served)
     _add_operations(app, readiness, on_http)
     keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins

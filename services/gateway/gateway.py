@@ -94,7 +94,7 @@ class Gateway:
         sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         pace = self.dispatcher.pace
-        self.app = app.build(self.generator, preparer, catalog.models, native, readiness, metrics, pace.retry_after_s)
+        self.app = app.build(self.generator, preparer, catalog.models, [native], readiness, metrics, pace.retry_after_s)
         self._registry = metrics.registry
         self._tls = _tls(settings)
         self._http = http_server.build(self.app, _http_options(settings, metrics, self._tls))
