@@ -60,11 +60,8 @@ def build(
     """served: the models that are. retry_after_s: of a 503, by what waits."""
     settings = generator.settings
     on_http = metrics if settings.metrics_on_http else None
-    operations = (
-        *openai.OPERATIONS,
-        *(operation for api in apis for operation in api.operations),
-        *server.operations(on_http is not None),
-    )
+    further = [operation for api in apis for operation in api.operations]
+    operations = (*openai.OPERATIONS, *further, *server.operations(on_http is not None))
     app = FastAPI(
         title=_INFO["title"],
         redoc_url=None,
@@ -74,7 +71,7 @@ def build(
         redirect_slashes=False,
     )
     _add_errors(app)
-    endpoints = {**_add_generation(app, generator, preparer)}
+    endpoints = dict(_add_generation(app, generator, preparer))
     for api in apis:
         endpoints.update(api.add_routes(app))
     _add_models(app, served)
