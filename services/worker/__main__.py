@@ -33,6 +33,7 @@ from services.worker.front.outbox import StreamOutbox
 from services.worker.front.server import WorkerServicer
 from services.worker.front.spans import RequestSpans
 from services.worker.front.wire import ModelLimits
+from services.worker.grammar.unused import UnusedGrammars
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.index.publisher import IndexPublisher
 from services.worker.loop.first_steps import run_first_steps
@@ -228,7 +229,9 @@ async def serve(settings: WorkerSettings) -> None:
     if not stop.is_set():
         await health.set_ready(True)
         life.ready()
-    telling = asyncio.create_task(load_report.keep())
+    beside = [asyncio.create_task(load_report.keep())]
+    if engine.book is not None:
+        beside.append(asyncio.create_task(UnusedGrammars(engine.book).run()))
     pod_cost = _pod_cost(settings, load_report)
     if pod_cost is not None:
         pod_cost.start()
@@ -239,7 +242,8 @@ async def serve(settings: WorkerSettings) -> None:
 
     await server.serve_until(stop, grpc_server.CLOSE_S, leave)
     scheduler.leave_if_alive()
-    telling.cancel()
+    for task in beside:
+        task.cancel()
     if pod_cost is not None:
         pod_cost.stop()
     if control is not None:

@@ -123,6 +123,7 @@ def _book(settings: WorkerSettings, info: LoadedInfo, tokenizer: HfTokenizer, in
         compile_s=settings.grammar_compile_timeout_s,
         memory_mib=settings.grammar_memory_mib,
         cache_mib=settings.grammar_cache_mib,
+        idle_s=settings.grammar_idle_s,
         workers=settings.grammar_workers,
         step_ms=settings.grammar_step_ms,
         burst_ms=settings.grammar_burst_ms,

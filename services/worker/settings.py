@@ -93,6 +93,9 @@ class WorkerSettings(ServiceSettings):
     grammar_compile_timeout_s: float = Field(10.0, gt=0, description="Seconds that compiling a grammar may take.")
     grammar_memory_mib: int = Field(512, ge=64, description="Memory that compiling a grammar may take, in MiB.")
     grammar_cache_mib: int = Field(256, ge=0, description="Compiled grammars that are kept, in MiB.")
+    grammar_idle_s: float = Field(
+        60.0, gt=0, description="Of compiled grammars without use for so long only the last 16 MiB stay, in seconds."
+    )
     grammar_workers: int = Field(2, ge=0, le=16, description="Grammars compiled at once; 0: no structured output.")
     grammar_step_ms: float = Field(5.0, gt=0, description="CPU time in ms that a token's grammar mask may take on average.")
     grammar_burst_ms: float = Field(50.0, gt=0, description="CPU time in ms that a grammar may take beyond that in all.")

@@ -79,6 +79,7 @@ SETTINGS_ELSEWHERE = {
     "grammar_compile_timeout_s": ENGINE,
     "grammar_memory_mib": ENGINE,
     "grammar_cache_mib": ENGINE,
+    "grammar_idle_s": ENGINE,
     "grammar_workers": ENGINE,
     "grammar_step_ms": ENGINE,
     "grammar_burst_ms": ENGINE,

@@ -7,12 +7,12 @@ client is held by TCP's flow control. After `wait_s`, or where too many wait alr
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Awaitable, Callable
 
 from services.gateway.http.body_pool import BodyPool, Stuck
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.errors import ApiError, unavailable
+from services.shared.c_memory import return_freed
 from services.shared.limits import MAX_WAITING_BODIES, SMALL_BODY_BYTES, SMALL_BODY_POOL_BYTES
 
 TRIM_BYTES = 1 << 20  # what was made of a smaller body is reused by the next one
@@ -118,14 +118,12 @@ class MemoryTrimmer:
     """Gives what the allocator keeps for later back to the system: glibc holds on to the pages of large bodies for ever."""
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
         self._timer: asyncio.TimerHandle | None = None
 
     def soon(self) -> None:
-        if self._trim is not None and self._timer is None:
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIM_S, self._now)
 
     def _now(self) -> None:
         self._timer = None
-        assert self._trim is not None
-        self._trim(0)
+        return_freed()

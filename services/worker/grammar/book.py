@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.limits import MAX_GRAMMAR_BYTES
@@ -26,6 +27,15 @@ from services.worker.text.step_meter import StepMeter
 MAX_FAILURES = 1024
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """size: in bytes, with its source. used_at: by the book's clock."""
+
+    compiled: Compiled
+    size: int
+    used_at: float
 
 
 class CompiledBook:
@@ -56,7 +66,8 @@ class CompiledBook:
         self._clock = clock
         self._setup = MatcherSetup.of(vocabulary, ForcedText(tokenizer) if enable_jump_forward else None)
         self._lock = threading.Lock()
-        self._ready: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
+        self._ready: OrderedDict[GrammarSpec, _Kept] = OrderedDict()  # least recently used first
+        self.num_compiled = 0
         self._ready_bytes = 0
         self._pending: dict[GrammarSpec, float] = {}  # since when
         self._failed: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # by digest of the spec: until when, and why
@@ -75,6 +86,7 @@ class CompiledBook:
             found = self._ready.get(spec)
             if found is not None:
                 self._ready.move_to_end(spec)
+                found.used_at = self._clock()
             elif spec in self._pending:
                 return None
             else:
@@ -86,13 +98,21 @@ class CompiledBook:
         factor = self._limits.loop_factor
         meter = StepMeter(self._limits.step_ms * factor, self._limits.burst_ms * factor)
         try:
-            return XgrammarMatcher(found, self._setup, meter, lambda: self._condemn(spec, f"{spec.kind}: {TOO_SLOW}"))
+            return XgrammarMatcher(found.compiled, self._setup, meter, lambda: self._condemn(spec, f"{spec.kind}: {TOO_SLOW}"))
         except Exception:  # of the library's: this grammar's end, and not the loop's
             logger.exception("a matcher could not be made")
             reason = f"{spec.kind}: it cannot be started"
             self._condemn(spec, reason)
             self._on_failed(spec, reason, False)
             return None
+
+    def drop_unused(self) -> bool:
+        """Lets go of what has not been asked for within idle_s, but for unused_mib of it; whether there was anything."""
+        with self._lock:
+            before, oldest_of_use = len(self._ready), self._clock() - self._limits.idle_s
+            while self._ready_bytes > self._limits.unused_mib * MIB and next(iter(self._ready.values())).used_at < oldest_of_use:
+                self._drop_oldest()
+            return len(self._ready) < before
 
     def close(self) -> None:
         """Ends the compiling processes. Nothing is called back after it; matchers stay usable."""
@@ -114,6 +134,7 @@ class CompiledBook:
         """On one of the pool's threads."""
         with self._lock:
             since = self._pending.pop(spec)
+            self.num_compiled += 1
             if compiled is not None:
                 self._keep(spec, compiled)
                 self.on_compiled(self._clock() - since, len(spec.source))
@@ -131,14 +152,17 @@ class CompiledBook:
         with self._lock:
             dropped = self._ready.pop(spec, None)
             if dropped is not None:
-                self._ready_bytes -= _kept_bytes(spec, dropped)
+                self._ready_bytes -= dropped.size
             self._remember(spec, reason)
 
     def _keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
-        self._ready[spec] = compiled
-        self._ready_bytes += _kept_bytes(spec, compiled)
+        self._ready[spec] = kept = _Kept(compiled, compiled.size + len(spec.source), self._clock())
+        self._ready_bytes += kept.size
         while self._ready_bytes > self._limits.cache_mib * MIB and len(self._ready) > 1:
-            self._ready_bytes -= _kept_bytes(*self._ready.popitem(last=False))
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._ready_bytes -= self._ready.popitem(last=False)[1].size
 
     def _remember(self, spec: GrammarSpec, reason: str) -> None:
         key = _digest(spec)
@@ -151,7 +175,3 @@ class CompiledBook:
 def _digest(spec: GrammarSpec) -> bytes:
     """Stands for a refused spec, whose text would be kept for nothing but comparison."""
     return hashlib.sha256(f"{spec.kind}\0{spec.source}".encode(errors="surrogatepass")).digest()
-
-
-def _kept_bytes(spec: GrammarSpec, compiled: Compiled) -> int:
-    return compiled.size + len(spec.source)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 
 import torch
+
+from services.shared.c_memory import return_freed
 
 
 def return_memory(device: torch.device) -> None:
@@ -19,6 +20,4 @@ def return_cached(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, other C libraries may not
-    if trim is not None:
-        trim(0)
+    return_freed()

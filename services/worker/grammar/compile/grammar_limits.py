@@ -11,16 +11,19 @@ MIB = 1 << 20
 class GrammarLimits:
     """compile_s: wall time of one compilation with its trial. quick_s: after so long it gives way to others and is tried once
     more, behind all quick ones. memory_mib: what a compilation may allocate. compiled_mib: size of a compiled
-    grammar. cache_mib: compiled grammars that are kept. workers: compilations at once, besides one slow one. queue: grammars
-    that wait, in each of the two queues. failure_s: how long a refusal is remembered. step_ms, burst_ms: CPU time that masks,
-    accepts and jumps of one output may take, see StepMeter. loop_factor: how much more than that is borne outside the trial.
-    fill_ms: CPU time of the same for all outputs of a step together, see MaskFiller."""
+    grammar. cache_mib: compiled grammars that are kept. unused_mib: of those without use for idle_s. workers: compilations at
+    once, besides one slow one. queue: grammars that wait, in each of the two queues. failure_s: how long a refusal is
+    remembered. step_ms, burst_ms: CPU time that masks, accepts and jumps of one output may take, see StepMeter. loop_factor: how
+    much more than that is borne outside the trial. fill_ms: CPU time of the same for all outputs of a step together, see
+    MaskFiller."""
 
     compile_s: float = 10.0
     quick_s: float = 1.0
     memory_mib: int = 512
     compiled_mib: int = 32
     cache_mib: int = 256
+    unused_mib: int = 16
+    idle_s: float = 60.0
     workers: int = 2
     queue: int = 64
     failure_s: float = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -23,6 +24,7 @@ from services.worker.grammar.compile.compiler_pool import QUICK_NICENESS, SLOW_N
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
 from services.worker.grammar.compile.trial import allowed_ids
 from services.worker.grammar.match.matcher import TOO_SLOW
+from services.worker.grammar.unused import UnusedGrammars
 from tests.grammar import model
 
 HANG_GUARD_S = 90.0
@@ -167,16 +169,28 @@ def test_a_compiler_that_cannot_be_had_says_nothing_of_the_grammar(monkeypatch: 
         assert outcome(book, news, regex("[0-9]")) == ""
 
 
-def test_the_cache_drops_what_was_used_least_recently() -> None:
-    with opened(GrammarLimits(cache_mib=1)) as (book, news):
+def test_the_cache_drops_what_was_used_least_recently_and_what_is_used_no_more() -> None:
+    time_s = [0.0]
+    with opened(GrammarLimits(cache_mib=2, unused_mib=0, idle_s=60.0), lambda: time_s[0]) as (book, news):
         specs = [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "maxLength": 90 + n})) for n in range(6)]
         for spec in specs:
             assert outcome(book, news, spec) == ""
             assert book.open(spec) is not None, "what has just become ready can be opened"
-        assert book.cached_bytes <= MIB
+        assert book.cached_bytes <= 2 * MIB
         assert book.open(specs[-1]) is not None
         assert book.open(specs[0]) is None
         assert news.next() == (specs[0], "")
+        time_s[0] = 60.0
+        assert not book.drop_unused() and book.open(specs[0]) is not None
+        time_s[0] = 61.0
+        assert book.drop_unused() and book.cached_bytes > 0, "one of them has been used since"
+        assert book.open(specs[0]) is not None and book.open(specs[-1]) is None
+        assert news.next() == (specs[-1], "")
+        time_s[0] = 122.0
+        looking = UnusedGrammars(book, every_s=0.01).run()
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(looking, 0.5))
+        assert book.cached_bytes == 0
 
 
 def test_a_grammar_that_is_too_long_is_refused_at_once(shared: tuple[CompiledBook, News]) -> None:
