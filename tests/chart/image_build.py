@@ -42,10 +42,18 @@ class Image:
 
 
 class Builder:
-    """skip: RUN instructions that are not to be replayed, by their text."""
+    """skip: RUN instructions that are not to be replayed, by their text. instead: does what an instruction comes to, or says that
+    it is to be replayed."""
 
-    def __init__(self, dockerfile: Dockerfile, root: Path, work: Path, skip: Callable[[str], bool] = lambda text: False) -> None:
-        self._dockerfile, self._root, self._work, self._skip = dockerfile, root, work, skip
+    def __init__(
+        self,
+        dockerfile: Dockerfile,
+        root: Path,
+        work: Path,
+        skip: Callable[[str], bool] = lambda text: False,
+        instead: Callable[[str, Image], bool] = lambda text, image: False,
+    ) -> None:
+        self._dockerfile, self._root, self._work, self._skip, self._instead = dockerfile, root, work, skip, instead
         self._built: dict[str, Image] = {}
         self.skipped: list[str] = []
 
@@ -110,6 +118,8 @@ class Builder:
     def _run(self, text: str, image: Image) -> None:
         if text.startswith(NOT_REPLAYED) or self._skip(text):
             self.skipped.append(text)
+            return
+        if self._instead(text, image):
             return
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` and `pip` of the base image
         env = {**os.environ, **image.arguments, **image.env, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

@@ -1,8 +1,8 @@
 """Each image's build is replayed into a folder, and its service runs there: from the files that the image has, and no others.
 
-The install step of the worker's image is replayed where ROOTSTOCK_TEST_NIGHTLY is set, with the build argument TORCH_INDEX_URL of
-ROOTSTOCK_TEST_TORCH_INDEX_URL if that is: a URL, a folder of wheels, or nothing, which asks no index but pip's own. Else
-the worker runs in this environment.
+What installs packages is replayed where ROOTSTOCK_TEST_NIGHTLY is set, the worker's with the build argument TORCH_INDEX_URL of
+ROOTSTOCK_TEST_TORCH_INDEX_URL if that is: a URL, a folder of wheels, or nothing, which asks no index but pip's own. Else the
+front's packages are copied from this environment, and the worker runs in it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 from kernels.cpu.variants import cpu_features, runnable
 from services.local.ports import HOST, free_ports
 from services.local.reference import SERVICES
+from tests.chart.copied_packages import copy_packages
 from tests.chart.dockerfile import read
 from tests.chart.image_build import Builder, Image
 from tests.kernels.compiled import COMPILED
@@ -33,12 +34,10 @@ START_S = 60
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    """What pip installs is compiled by night, which takes longer than all else."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not NIGHTLY:
-            patch.setenv("PIP_NO_COMPILE", "1")
-        yield Builder(read(ROOT / "docker/Dockerfile.service"), ROOT, tmp_path_factory.mktemp("service"))
+def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    """Its packages are installed by night, which takes longer than all else."""
+    dockerfile, work = read(ROOT / "docker/Dockerfile.service"), tmp_path_factory.mktemp("service")
+    return Builder(dockerfile, ROOT, work) if NIGHTLY else Builder(dockerfile, ROOT, work, instead=copy_packages)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,12 @@ class Imports:
 
     def folder(self, name: str) -> str:
         return name if self.modules[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+@cache
+def house() -> Imports:
+    """Of this repository's services and kernels: read when the first test asks, not by every process that collects tests."""
+    return read(ROOT, ("services", "kernels"))
 
 
 def read(root: Path, trees: Iterable[str]) -> Imports:

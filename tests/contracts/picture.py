@@ -17,7 +17,7 @@ APART = ("services.shared", "rootstock", "kernels")  # imported nearly everywher
 
 
 def rendered() -> str:
-    house = imports.read(imports.ROOT, ("services", "kernels"))
+    house = imports.house()
     parts = [f"{title}:\n\n{_diagram(_drawn(house, title))}" for title in DRAWN]
     return "\n\n".join([BEGIN, *parts, END])
 

@@ -6,7 +6,6 @@ import pytest
 
 from tests.contracts import imports
 
-HOUSE = imports.read(imports.ROOT, ("services", "kernels"))
 ROOMS_OF_THE_WORKER = ("control", "core", "exec", "front", "grammar", "identity", "index", "loop", "metrics", "text")
 IO = ("asyncio", "grpc", "redis", "socket", "threading", "time", "kubernetes", "prometheus_client", "os", "subprocess")
 NEVER = {
@@ -32,14 +31,14 @@ def below(name: str, folders: tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("folder", NEVER)
 def test_the_law_for_folders(folder: str) -> None:
-    inside = {name: found for name, found in HOUSE.names.items() if below(name, (folder,))}
+    inside = {name: found for name, found in imports.house().names.items() if below(name, (folder,))}
     assert inside, folder
     broken = [f"{name} imports {other}" for name, found in inside.items() for other in found if below(other, NEVER[folder])]
     assert not broken
 
 
 def test_the_product_imports_neither_simulators_nor_tests() -> None:
-    product = {name: found for name, found in HOUSE.names.items() if not below(name, SIMULATORS)}
+    product = {name: found for name, found in imports.house().names.items() if not below(name, SIMULATORS)}
     broken = [
         f"{name} imports {other}" for name, found in product.items() for other in found if below(other, (*SIMULATORS, "tests"))
     ]
@@ -47,7 +46,7 @@ def test_the_product_imports_neither_simulators_nor_tests() -> None:
 
 
 def test_nothing_is_imported_by_string() -> None:
-    found = [f"{path}:{line}" for path in HOUSE.modules.values() for line in imports.by_string(path)]
+    found = [f"{path}:{line}" for path in imports.house().modules.values() for line in imports.by_string(path)]
     assert not found
 
 

@@ -8,8 +8,6 @@ import pytest
 
 from tests.contracts import imports, picture
 
-HOUSE = imports.read(imports.ROOT, ("services", "kernels"))
-FILES, PACKAGES = HOUSE.own(), HOUSE.packages()
 SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim")
 CORE = "services.worker.core"
 MOST_MODULES, MOST_PACKAGES = 15, 6
@@ -21,33 +19,36 @@ def inside(name: str, service: str) -> bool:
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    assert not imports.circles(FILES)
+    assert not imports.circles(imports.house().own())
 
 
 def test_no_package_imports_itself_by_way_of_others() -> None:
-    assert not imports.circles(PACKAGES)
+    assert not imports.circles(imports.house().packages())
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_chains_of_packages_are_short(service: str) -> None:
-    chain = imports.longest_chain(imports.part(PACKAGES, lambda name: inside(name, service)))
+    chain = imports.longest_chain(imports.part(imports.house().packages(), lambda name: inside(name, service)))
     assert 1 <= len(chain) <= MOST_PACKAGES, " > ".join(chain)
 
 
 @pytest.mark.parametrize("service", MOST_FILES)
 def test_chains_of_files_are_short(service: str) -> None:
     """The worker's without core, which is held by the law for folders."""
-    chain = imports.longest_chain(imports.part(FILES, lambda name: inside(name, service) and not name.startswith(CORE)))
+    files = imports.house().own()
+    chain = imports.longest_chain(imports.part(files, lambda name: inside(name, service) and not name.startswith(CORE)))
     assert 1 <= len(chain) <= MOST_FILES[service], " > ".join(chain)
 
 
 def test_what_a_client_wrote_becomes_a_grammar_in_the_compiling_process_alone() -> None:
     source, process = (f"services.worker.grammar.compile.{name}" for name in ("grammar_source", "compiler_child"))
-    assert {name for name in FILES if source in imports.reached(FILES, name)} == {process}
+    files = imports.house().own()
+    assert {name for name in files if source in imports.reached(files, name)} == {process}
 
 
 def test_no_folder_has_more_modules_than_a_reader_overlooks() -> None:
-    counts = Counter(HOUSE.folder(name) for name, path in HOUSE.modules.items() if path.name != "__init__.py")
+    house = imports.house()
+    counts = Counter(house.folder(name) for name, path in house.modules.items() if path.name != "__init__.py")
     assert not {folder: count for folder, count in counts.items() if count > MOST_MODULES}
 
 
