@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from tests.benchmarks.client import Outcome
 from tests.benchmarks.compare_transformers import MeasurementFailed, Pair, check, draw_prompts, parse, table
 from tests.benchmarks.machine import busy_cores, busy_ticks
 from tests.benchmarks.server_process import ServerFailed, answers, running_server, server_command
+from tests.night import NIGHTLY
 
 FAKE = "{python} -m tests.benchmarks.fake_server --port {port}"
 
@@ -64,7 +64,7 @@ def test_what_a_server_leaves_behind_is_killed(tmp_path: Path) -> None:
     assert not answers(url + "/readiness")
 
 
-@pytest.mark.skipif(not os.environ.get("ROOTSTOCK_TEST_NIGHTLY"), reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 @pytest.mark.timeout(300)
 def test_a_comparison_end_to_end(tmp_path: Path) -> None:
     flags = ["--shape", "tiny", "--model", str(tmp_path / "tiny"), "--concurrency", "2", "--input-len", "16", "--output-len", "4"]

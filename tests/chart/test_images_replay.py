@@ -26,9 +26,9 @@ from tests.chart.copied_packages import copy_packages
 from tests.chart.dockerfile import read
 from tests.chart.image_build import Builder, Image
 from tests.kernels.compiled import COMPILED
+from tests.night import NIGHTLY
 
 ROOT = Path(__file__).resolve().parents[2]
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 FRONT = ["gateway", "tokenizer", "detokenizer"]
 START_S = 60
 

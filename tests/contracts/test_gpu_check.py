@@ -27,9 +27,9 @@ from tests.gpu.results import Result, Source, State, Status, load_state
 from tests.gpu.source import digest_of, source_of
 from tests.gpu.targets import TARGETS, is_for, judge
 from tests.gpu.wheels import install
+from tests.night import NIGHTLY
 
 ROOT = Path(__file__).resolve().parents[2]
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 NOT_ON_THAT_MACHINE = [
     "pydantic",
     "pydantic_settings",

@@ -3,7 +3,6 @@ undisturbed run, and nothing is held afterwards."""
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -14,10 +13,10 @@ import pytest
 from tests.e2e.fleet import Fleet
 from tests.e2e.fleet_cases import Answer, Case, make_cases
 from tests.e2e.fleet_clients import Clients, Wave, check
+from tests.night import NIGHTLY
 
 STREAMS = 200
 NUM_CASES = 96
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 BY_NIGHT = ("worker-0", "worker-1", "worker-2", "gateway-1", "tokenizer-1", "detokenizer-1")  # restarted as their likes are
 FREE_S = 1.0  # in which what clients left behind is free
 QUIET_S = 10.0  # the same after a fault, whose own traces may take longer
@@ -139,7 +138,7 @@ def test_everything_is_restarted_one_by_one(fleet: Fleet, clients: Clients, expe
     """SIGTERM, its end, the next start, ready: as a rollout does it, under load."""
     names = [name for name in fleet.children if NIGHTLY or name not in BY_NIGHT]
     done = threading.Event()
-    wave = clients.keep_asking(list(expected), clients=24 if NIGHTLY else 12, until=done, rest_s=1.0)
+    wave = clients.keep_asking(list(expected), clients=24 if NIGHTLY else 6, until=done, rest_s=1.0)
     try:
         for name in names:
             begun, ended = time.monotonic(), wave.num_ended()

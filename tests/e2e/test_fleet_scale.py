@@ -3,7 +3,6 @@ fifty times as much. Workers have the fake executor: steps take the time that th
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from tests.e2e.fleet import MODEL, Fleet
 from tests.e2e.fleet_cases import COMPLETIONS, Case
 from tests.e2e.fleet_clients import Clients, Exchange, Wave
 from tests.e2e.system import wait_until
+from tests.night import NIGHTLY
 
 SMALL = {"gateways": 1, "tokenizers": 1, "detokenizers": 1, "dtype": "auto"}
 SLOTS = 16  # requests that the one worker of the fair fleet runs at once
@@ -103,7 +103,7 @@ def shared(tmp_path: Path) -> Iterator[Fleet]:
         yield started
 
 
-@pytest.mark.skipif(not os.environ.get("ROOTSTOCK_TEST_NIGHTLY"), reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_one_that_asks_for_fifty_times_as_much_takes_nothing_from_the_others(shared: Fleet) -> None:
     """The nine send at a rate of their own; as many of their answers are there in time as were alone."""
     with Clients(shared.urls) as clients:

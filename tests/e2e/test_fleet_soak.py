@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -16,8 +15,8 @@ from tests.e2e.fleet_cases import Case, make_cases
 from tests.e2e.fleet_clients import Clients, check
 from tests.e2e.fleet_index import index_faults
 from tests.e2e.system import wait_until
+from tests.night import NIGHTLY
 
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 SOAK_S = 1800.0
 FAULT_EVERY_S = 10.0
 FAULT_S = 4.0  # from a fault to its repair

@@ -6,7 +6,6 @@ printed.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ from tests.e2e.fuzz_bytes import raw_heads
 from tests.e2e.fuzz_cases import Cases
 from tests.e2e.fuzz_client import AT_ONCE, DEADLINE_S, Fuzzer
 from tests.e2e.system import System, wait_until
+from tests.night import NIGHTLY
 
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 NIGHT_S = 20 * 60.0
 EXAMPLES, HEADS = 50, 300  # a path, of some requests at once; of one connection each
 WARM_UP_SEED, DAY_SEED = 1, 2

@@ -243,6 +243,14 @@ def compilers(system: System) -> list[psutil.Process]:
     return forkers + [child for forker in forkers for child in forker.children()]
 
 
+def kill_in_the_middle(system: System, victim: int) -> bool:
+    """One of the compilers, once there is a compilation; whether there was."""
+    found = compilers(system)
+    if len(found) > 1:
+        found[victim].kill()
+    return len(found) > 1
+
+
 def slow_to_compile(marker: str) -> dict[str, Any]:
     """Takes about a second, so that there is a middle."""
     return {"enum": [f"{marker}-{index * 7919 % 100_003}" for index in range(10_000)]}
@@ -256,8 +264,7 @@ class TestCompilerKilled:
 
         async def ask_and_kill() -> str | openai.APIStatusError:
             request = asyncio.create_task(all_at_once(system, [{"extra_body": {"json_schema": slow}, "temperature": 0}]))
-            await asyncio.to_thread(wait_until, lambda: len(compilers(system)) > 1, 20, "a compilation to begin")
-            compilers(system)[victim].kill()
+            await asyncio.to_thread(wait_until, lambda: kill_in_the_middle(system, victim), 20, "a compilation to begin")
             try:
                 return (await asyncio.wait_for(request, 60))[0]
             except openai.APIStatusError as error:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.night import NIGHTLY
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
@@ -43,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
     part.name: part.command[1] for part in all_parts(ROOT) if part.kind == BENCHMARK and part.command[1].startswith("tests.")
 }
+BY_NIGHT = ("bench-versus-transformers", "bench-overlap", "bench-graphs")  # a few seconds each
 NOT_IN_TOYS = ("qwen3-8b", "prompts")  # shapes and workloads that a toy run leaves out; throughput has its own
 
 
@@ -53,7 +56,7 @@ def toy(name: str, out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [name for name in MODULES if NIGHTLY or name not in BY_NIGHT])
 def test_it_runs(name: str, tmp_path: Path) -> None:
     outcome = toy(name, tmp_path / "out.json")
     assert outcome["how"] and outcome["figures"] and not outcome["failed"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
 from services.worker.grammar.schema.formats import PATTERNS
 from tests.grammar import model
+from tests.night import NIGHTLY
 
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 SCHEMAS = 2000 if NIGHTLY else 200
 WRITES = 5 if NIGHTLY else 2
 NAMES = ["a", "b", "name", "naïve 世界", 'quo"te', "a\\b", "", "line\nend", "x_1", "x"]

@@ -16,6 +16,7 @@ from kernels.bench.gpu_case import GpuCase
 from kernels.bench.gpu_layers import DecoderShape, cases
 from kernels.bench.gpu_report import COLUMNS, KernelFigures, figures_of, write_json
 from kernels.bench.gpu_timing import MAX_COPIES, Timing, copies_for
+from tests.night import NIGHTLY
 
 TOY = DecoderShape("toy", hidden=24, inner=40, heads=3, kv_heads=1, head_dim=8, vocab=33, page_size=4)
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
@@ -54,7 +55,7 @@ def test_every_case_runs_and_so_does_plain_torch(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench(name: str) -> None:
-    if name != "gpu_layers" and not os.environ.get("ROOTSTOCK_TEST_NIGHTLY"):
+    if name != "gpu_layers" and not NIGHTLY:
         pytest.skip("takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", f"kernels.bench.{name}"]

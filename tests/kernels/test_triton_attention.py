@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -26,6 +25,7 @@ from kernels.triton.attention.attention import (
 from kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, choose_splits, plan_decode, plan_extend, retiled
 from kernels.triton.attention.attention_tiles import deal_splits
 from tests.all_pairs import each_pair, each_value
+from tests.night import NIGHTLY
 
 Shapes = list[tuple[int, int]]  # (start, tokens) of each row
 
@@ -243,9 +243,7 @@ MANY_ROWS = pytest.param(
     270,
     33,
     0,
-    marks=pytest.mark.skipif(
-        not os.environ.get("ROOTSTOCK_TEST_NIGHTLY"), reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1"
-    ),
+    marks=pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1"),
 )
 
 

@@ -13,6 +13,7 @@ from services.sim.core.trace.workloads import hot_prefix, random_lengths, shared
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.report import FleetReport, make_report
 from services.sim.fleet.simulation import FleetSimulation
+from tests.night import NIGHTLY
 from tests.sim.deployed_worker import on_gpu
 
 WORKERS, PAGE_SIZE = 8, 16
@@ -42,7 +43,7 @@ def test_shared_prefixes_are_hit_three_times_as_often_and_served_nearly_twice_as
     assert aware.prediction.mean_error < 0.1
 
 
-@pytest.mark.parametrize(("requests", "rate"), [(768, 60.0), (1024, 150.0)])
+@pytest.mark.parametrize(("requests", "rate"), [(768, 60.0), *([(1024, 150.0)] if NIGHTLY else ())])
 def test_without_sharing_it_is_least_requests(requests: int, rate: float) -> None:
     """But for the first decisions, which do not know that yet."""
     trace = random_lengths(requests=requests, input_len=2176, output=64, spread=0.5, rate=rate, seed=0)

@@ -1,8 +1,7 @@
-"""The property tests' workload: 20,000 steps over every policy and flag; twenty times 50,000 with ROOTSTOCK_TEST_NIGHTLY=1."""
+"""The property tests' workload: 12,000 steps over every policy and flag; twenty times 50,000 with ROOTSTOCK_TEST_NIGHTLY=1."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from typing import Any
@@ -15,11 +14,11 @@ from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from tests.all_pairs import each_pair, each_value
 from tests.core.harness import Engine
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, drive, random_prompt
+from tests.night import NIGHTLY
 
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 ROUNDS = range(20) if NIGHTLY else range(1)
 PATIENCE = 4 if NIGHTLY else 10  # times its share of steps that a run may take to meet all that it claims to test
-STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 20_000
+STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 12_000
 TURNS_OF_A_DRIVE = 250
 
 LRU, LFU, FIFO, PRIORITY = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.FIFO, EvictionPolicy.PRIORITY

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.local.ports import free_ports
 from services.shared.index.block_hash import HASH_BYTES, block_hashes
 from services.shared.rpc import grpc_server
+from tests.night import NIGHTLY
 from tests.services.tokenizer.model_folders import byte_level
 from tests.services.tokenizer.serving import serving
 
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 CALLS, CHARS, PEAK_MIB = (6, 15_000_000, 350) if NIGHTLY else (4, 3_000_000, 150)  # the messages alone, in gRPC too: 270
 LASTING_MIB = 50
 CONTEXT = 131_072

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import threading
@@ -16,14 +15,13 @@ import psutil
 import pytest
 
 from services.shared.limits import MAX_JSON_VALUES
+from tests.night import NIGHTLY
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.gateway_process import Process
 from tests.services.gateway.system import WAIT_S, System, wait_until
 
 MIB = 1 << 20
-NIGHTLY = pytest.mark.skipif(
-    os.environ.get("ROOTSTOCK_TEST_NIGHTLY") != "1", reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1"
-)
+AT_NIGHT = pytest.mark.skipif(not NIGHTLY, reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1")
 SETTINGS = {"max_body_bytes": MIB, "body_budget_bytes": MIB}
 CHAT = "/v1/chat/completions"
 SMALL = {"model": MODEL, "prompt": [72, 105]}  # needs no tokenizer
@@ -190,7 +188,7 @@ def burst(process: Process, count: int, size: int, timeout_s: float) -> list[int
     ("count", "size", "budget", "peak_mib", "after_mib", "after_s"),
     [
         pytest.param(8, 6_000_000, 8 * MIB, 48, 16, 5, id="by day"),
-        pytest.param(16, 60_000_000, 64 * MIB, 300, 50, 120, id="at night", marks=NIGHTLY),
+        pytest.param(16, 60_000_000, 64 * MIB, 300, 50, 120, id="at night", marks=AT_NIGHT),
     ],
 )
 def test_memory_is_bounded_and_given_back(

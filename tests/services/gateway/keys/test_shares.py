@@ -4,7 +4,6 @@ less. The clock is virtual: every figure here is a count."""
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 from services.gateway.keys.key_limits import Admission, KeyLimits
 from services.gateway.keys.key_table import ApiKey, KeyTable
 from services.gateway.request.errors import ApiError
+from tests.night import NIGHTLY
 from tests.services.redis_server import RedisServer
 
 BEGIN = 1_700_000_000.0
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
 TURN_S = 0.2 if NIGHTLY else 0.4
 KEY = "team"
 

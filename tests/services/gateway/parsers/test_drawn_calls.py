@@ -6,7 +6,6 @@ there the calls also follow their tools' schemas.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 
@@ -19,12 +18,12 @@ from services.gateway.parsers.tags.demand import CallDemand, ToolSpec
 from services.gateway.parsers.tags.structural_tags import call_tag
 from services.shared.output_formats import OutputFormats
 from services.worker.grammar.schema.structural_tag import structural_tag
+from tests.night import NIGHTLY
 from tests.services.gateway.parsers.drawing import Drawer, function, texts
 from tests.services.gateway.parsers.oracles import ORACLES, squeezed, with_think
 from tests.services.gateway.parsers.outputs import TOOLS, at_random, calls_of, events, in_characters, text_of
 
-NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
-COUNT = 500 if NIGHTLY else 60
+COUNT = 500 if NIGHTLY else 40
 # By format: xgrammar's name for it, and the marks that a text of it is drawn with besides its grammar's own.
 THEIRS = {
     "hermes": ("qwen_3", ["<tool_call>", "</tool_call>", '{"name": "']),
