@@ -90,7 +90,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "HEAD", "OPTIONS", "POST", "PUT"),
+        allow_methods=("DELETE", "GET", "HEAD", "OPTIONS", "POST", "PUT"),
         allow_headers=("*",),
         expose_headers=_EXPOSED,
     )
@@ -128,7 +128,8 @@ def _add_errors(app: FastAPI) -> None:
 def _other_method(app: FastAPI, request: Request) -> Response:
     """To OPTIONS: what may be asked of the path. To others: that they may not be."""
     met = [route for route in app.router.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
-    allowed = {"OPTIONS"}.union(*(route.methods or () for route in met))
+    exact = [route for route in met if route.path == request.scope["path"]]
+    allowed = {"OPTIONS"}.union(*(route.methods or () for route in exact or met))
     if "GET" in allowed:
         allowed.add("HEAD")
     response = Response(status_code=204)

@@ -19,6 +19,8 @@ from services.gateway.admin.gateway_peers import PeerGateways, PeerServicer
 from services.gateway.admin.tenants import Tenants
 from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.api.openai.preparation import Preparer
+from services.gateway.api.responses.records import Records
+from services.gateway.api.responses.routes import ResponsesApi
 from services.gateway.api.sglang.routes import NativeApi
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.discovery.watch import Discovery
@@ -43,6 +45,7 @@ from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter
 from services.gateway.request.errors import unavailable
+from services.gateway.state.redis_store import RedisStore
 from services.shared.observe.log import fields
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
@@ -93,8 +96,12 @@ class Gateway:
         self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
         sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
+        self._store = _store(settings)
+        responses = ResponsesApi(self.generator, preparer, Records(self._store, retry))
         pace = self.dispatcher.pace
-        self.app = app.build(self.generator, preparer, catalog.models, [native], readiness, metrics, pace.retry_after_s)
+        self.app = app.build(
+            self.generator, preparer, catalog.models, [native, responses], readiness, metrics, pace.retry_after_s
+        )
         self._registry = metrics.registry
         self._tls = _tls(settings)
         self._http = http_server.build(self.app, _http_options(settings, metrics, self._tls))
@@ -129,6 +136,8 @@ class Gateway:
                 task.cancel()
             await asyncio.wait(links)
             await asyncio.gather(*(server.stop(0) for server in servers))
+            if self._store is not None:
+                await self._store.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 
@@ -217,6 +226,17 @@ def _keys(settings: GatewaySettings, token: str, peers: PeerGateways, metrics: G
         return KeyRing(options, metrics)
     except BadKeys as error:
         raise http_server.CannotListen(f"API keys: {error}") from None
+
+
+def _store(settings: GatewaySettings) -> RedisStore | None:
+    """Raises CannotListen."""
+    if not settings.state_redis_url:
+        return None
+    try:
+        ttl_s, records, size = settings.state_ttl_s, settings.state_records_per_key, settings.state_bytes_per_key
+        return RedisStore(settings.state_redis_url, ttl_s, records, size, settings.state_patience_s)
+    except ValueError as error:
+        raise http_server.CannotListen(f"state_redis_url: {error}") from None
 
 
 def _token(settings: GatewaySettings) -> str:

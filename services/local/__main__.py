@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.local import demo
 from services.local.model_source import model_folder
-from services.local.plan import Part, num_ports, parts, served_name
+from services.local.plan import Part, num_ports, parts, served_name, state_folder
 from services.local.ports import HOST, free_ports, is_taken
 from services.local.settings import LocalSettings
 from services.local.supervisor import Child, Supervisor
@@ -33,6 +33,8 @@ async def run(settings: LocalSettings) -> int:
         return 1
     model_path = model_folder(settings.model)
     started = parts(settings, model_path, free_ports(num_ports(settings)))
+    if settings.state_dir:
+        state_folder(settings).mkdir(parents=True, exist_ok=True)
     supervisor = Supervisor(Path(settings.log_dir) / str(settings.port))
     stop = asyncio.create_task(grpc_server.stop_signal().wait())
     serving = asyncio.create_task(_serve(settings, supervisor, started))

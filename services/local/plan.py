@@ -33,7 +33,7 @@ class Part:
 def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Part]:
     """In start order. `ports`: num_ports(settings) free ones. Raises ValueError where the Redis asked for is not here."""
     take = iter(ports)
-    redis_port = next(take)
+    redis_port, state_port = next(take), next(take)
     common = ["--log-level", settings.log_level, "--grace-s", str(GRACE_S)]
     front = ["--model", model_path, "--served-model-name", served_name(settings), *common]
     tokenizers = [_service("tokenizer", next(take), next(take), front, name) for name in names("tokenizer", settings.tokenizers)]
@@ -48,6 +48,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
             flags += ["--control-port", str(control_port)]
         workers.append(_service("worker", port, metrics_port, flags + common, f"worker-{index}"))
     others = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
+    others += ["--state-redis-url", _redis_url(state_port)] if settings.state_dir else []
     others += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
     peers = [next(take) for _ in range(settings.gateways)] if settings.gateways > 1 else []
     gateways: list[Part] = []
@@ -60,7 +61,18 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
         port = next(take) if index else settings.port
         gateways.append(_gateway(port, next(take), flags + shlex.split(settings.gateway_flags), name))
     redis = Part(Command("redis", redis_argv(redis_port, settings.redis_server)), "", 0, "")
-    return [redis, *tokenizers, *detokenizers, *workers, *gateways]
+    return [redis, *_state(settings, state_port), *tokenizers, *detokenizers, *workers, *gateways]
+
+
+def _state(settings: LocalSettings, port: int) -> list[Part]:
+    """What keeps responses and conversations, in a folder that is made when the system is started."""
+    if not settings.state_dir:
+        return []
+    return [Part(Command("state", redis_argv(port, settings.redis_server, state_folder(settings))), "", 0, "")]
+
+
+def state_folder(settings: LocalSettings) -> Path:
+    return Path(settings.state_dir) / str(settings.port)
 
 
 def names(service: str, count: int) -> list[str]:
@@ -75,7 +87,7 @@ def served_name(settings: LocalSettings) -> str:
 
 
 def num_ports(settings: LocalSettings) -> int:
-    return 2 * (settings.tokenizers + settings.detokenizers) + 3 * (settings.gateways + settings.workers)
+    return 1 + 2 * (settings.tokenizers + settings.detokenizers) + 3 * (settings.gateways + settings.workers)
 
 
 def _service(service: str, port: int, metrics_port: int, flags: list[str], name: str) -> Part:

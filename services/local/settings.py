@@ -29,6 +29,11 @@ class LocalSettings(BaseSettings):
     max_total_tokens: int = Field(0, ge=0, description="KV pool of each worker in tokens; 0: from mem_fraction_static.")
     worker_flags: str = Field("", description="More flags for the workers, as one string, e.g. '--enable-mixed-chunk'.")
     gateway_flags: str = Field("", description="More flags for the gateways, as one string.")
+    state_dir: str = Field(
+        "build/state",
+        description="Folder in which responses and conversations are kept; one folder below it for each gateway port; empty:"
+        " nothing is kept.",
+    )
     log_dir: str = Field("build/run", description="Folder for the processes' logs; one folder below it for each gateway port.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level in those logs.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds until every process must be ready.")

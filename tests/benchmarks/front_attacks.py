@@ -19,11 +19,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.local.ports import HOST
+from tests.e2e.fuzz_cases import Cases, Sent
+from tests.e2e.fuzz_client import Fuzzer
+from tests.e2e.fuzz_rounds import rounds
 
 MODEL = "demo"
 MIB = 1 << 20
 ANSWER_S = 150.0
 CONNECTIONS = 1000
+FUZZ_EXAMPLES, FUZZ_HEADS = 20, 100
 CLOSED_WITHIN_S = 30.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -155,8 +159,25 @@ def batch(port: int, key: str) -> Answers:
     return in_threads([lambda: post(port, key, COMPLETIONS, body)])
 
 
+def fuzzing(port: int, key: str) -> Answers:
+    """A round of requests drawn from the API's document: right, nearly right and broken, and connections that are no HTTP."""
+    fuzzer = Fuzzer(f"http://{HOST}:{port}", key)
+
+    def send(requests: Sequence[Sent]) -> list[str]:
+        fuzzer.answered["fault"] += len(fuzzer.faults(requests))
+        return []
+
+    def connect(data: bytes) -> list[str]:
+        fuzzer.answered["fault"] += len(fuzzer.raw_faults(data))
+        return []
+
+    rounds(send, connect, Cases(fuzzer.document), random.randrange(1 << 32), FUZZ_EXAMPLES, FUZZ_HEADS)
+    fuzzer.close()
+    return +fuzzer.answered
+
+
 ATTACKS: dict[str, Callable[[int, str], Answers]] = {
-    attack.__name__: attack for attack in (headers, bodies, prompts, values, connections, schemas, batch)
+    attack.__name__: attack for attack in (headers, bodies, prompts, values, connections, schemas, batch, fuzzing)
 }
 
 

@@ -199,7 +199,7 @@ def test_the_cuda_worker_finds_flashinfers_kernels_where_it_looks() -> None:
 
 def test_the_cpu_worker_imports_without_what_is_left_out() -> None:
     """xgrammar asks for triton and needs it on GPUs alone."""
-    modules = "services.worker.__main__, services.worker.grammar.compile.compiler_child, xgrammar"
+    modules = "services.worker.__main__, services.worker.grammar.compile.forking_compiler, xgrammar"
     code = f"import sys; sys.modules['triton'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 

@@ -42,6 +42,15 @@ ELSEWHERE = {
     ),
     "MAX_KEPT_TOKENS": ("tests/services/detokenizer/test_session.py", "MAX_KEPT_TOKENS"),
     **dict.fromkeys(("MAX_TOOLS", "MAX_TOOL_NAME_CHARS", "MAX_CALLS"), (GATEWAY + "api/test_tools.py", "MAX_CALLS")),
+    **dict.fromkeys(
+        ("MAX_STORED_ID_CHARS", "MAX_METADATA", "MAX_METADATA_NAME_CHARS", "MAX_METADATA_CHARS"),
+        (GATEWAY + "api/test_responses.py", "MAX_METADATA + 1"),
+    ),
+    **dict.fromkeys(
+        ("MAX_RESPONSE_CHAIN", "MAX_CHAIN_BYTES", "MAX_CONVERSATION_ITEMS"),
+        (GATEWAY + "api/test_responses.py", "MAX_CHAIN_BYTES"),
+    ),
+    "MAX_RECORD_BYTES": (GATEWAY + "state/test_redis_store.py", "MAX_RECORD_BYTES + 1"),
     "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),
     "MAX_CALL_DEPTH": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_CALL_DEPTH"),
     "MAX_HELD_CALL_CHARS": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_HELD_CALL_CHARS"),

@@ -23,7 +23,7 @@ import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.local.plan import Part, num_ports, parts
+from services.local.plan import Part, num_ports, parts, state_folder
 from services.local.ports import HOST, free_ports
 from services.local.settings import LocalSettings
 from services.local.supervisor import Child
@@ -49,7 +49,7 @@ class Fleet:
 
     def __init__(self, log_dir: Path, down: tuple[str, ...] = (), **settings: Any) -> None:
         port, redis_target, far_port, *ports = free_ports(3 + 96)
-        values = {"model": str(DEMO), "port": port, **SETTINGS, **settings}
+        values = {"model": str(DEMO), "port": port, "state_dir": str(log_dir / "state"), **SETTINGS, **settings}
         local = LocalSettings(_cli_parse_args=False, **values)  # type: ignore[call-arg]
         started = parts(local, values["model"], ports[: num_ports(local)])
         self.parts: dict[str, Part] = {part.command.name: part for part in started}
@@ -63,6 +63,7 @@ class Fleet:
         self._put_redis_behind_a_proxy(ports[0], redis_target)
         self._put_a_worker_far_away(ports[0], far_port)
         log_dir.mkdir(parents=True, exist_ok=True)
+        state_folder(local).mkdir(parents=True, exist_ok=True)
         self.children = {name: Child(part.command, log_dir) for name, part in self.parts.items()}
 
     def _put_redis_behind_a_proxy(self, port: int, target: int) -> None:
@@ -184,6 +185,8 @@ class Fleet:
             except redis.exceptions.RedisError:
                 return False
         part = self.parts[name]
+        if name == "state":
+            return self.children[name].exit_code is None
         request = health_pb2.HealthCheckRequest(service=part.service)
         with grpc.insecure_channel(f"{self._host(name)}:{part.health}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
             try:

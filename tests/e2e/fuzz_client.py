@@ -13,7 +13,6 @@ from queue import SimpleQueue
 import httpx
 
 from tests.e2e.fuzz_cases import Sent
-from tests.e2e.system import System
 from tests.services.gateway.documented import Answered, Documented
 
 DEADLINE_S = 20.0  # of a request, by the gateway's flags
@@ -26,13 +25,15 @@ OF_HEADS = {100, 200, 204, 400, 401, 404, 405, 408, 413, 431, 503}
 class Fuzzer:
     """answered: how often each status came, streams that ended with an error as "stream", clients that did not wait as "left"."""
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
+        """key: an API key, "" for none."""
+        shown = {"authorization": f"Bearer {key}"} if key else {}
         self._clients: SimpleQueue[httpx.Client] = SimpleQueue()  # each is one thread's at a time
         for _ in range(AT_ONCE):
-            self._clients.put(httpx.Client(base_url=system.url, timeout=ANSWER_S, verify=False))
-        self._port = system.port
+            self._clients.put(httpx.Client(base_url=url, headers=shown, timeout=ANSWER_S, verify=False))
+        self._port = httpx.URL(url).port
         self._pool = ThreadPoolExecutor(AT_ONCE)
-        self.document = httpx.get(f"{system.url}/openapi.json").json()
+        self.document = httpx.get(f"{url}/openapi.json").json()
         self._documented = Documented(self.document)
         self.answered: Counter[str] = Counter()
 

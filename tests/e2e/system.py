@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.local.plan import Part, num_ports, parts
+from services.local.plan import Part, num_ports, parts, state_folder
 from services.local.ports import HOST, free_ports
 from services.local.settings import LocalSettings
 from services.local.supervisor import Child
@@ -33,10 +33,19 @@ class System:
         port, *ports = free_ports(1 + 64)
         self.port = port
         self.url = f"http://{HOST}:{port}"
-        values = {"model": str(DEMO), "port": port, "num_threads": 1, "log_level": "debug", **settings}
+        values = {
+            "model": str(DEMO),
+            "port": port,
+            "num_threads": 1,
+            "log_level": "debug",
+            "state_dir": str(log_dir / "state"),
+            **settings,
+        }
         local = LocalSettings(_cli_parse_args=False, **values)  # type: ignore[call-arg]
         self.parts: dict[str, Part] = {p.command.name: p for p in parts(local, values["model"], ports[: num_ports(local)])}
         log_dir.mkdir(parents=True, exist_ok=True)
+        if local.state_dir:
+            state_folder(local).mkdir(parents=True, exist_ok=True)
         for part in self.parts.values():
             part.command.env.update(env or {})
         self.children = {name: Child(part.command, log_dir) for name, part in self.parts.items()}

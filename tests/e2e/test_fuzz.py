@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
-from tests.e2e.fuzz_bytes import raw_heads
 from tests.e2e.fuzz_cases import Cases
-from tests.e2e.fuzz_client import AT_ONCE, DEADLINE_S, Fuzzer
+from tests.e2e.fuzz_client import DEADLINE_S, Fuzzer
+from tests.e2e.fuzz_rounds import rounds
 from tests.e2e.system import System, wait_until
 from tests.night import NIGHTLY
 
@@ -41,44 +38,20 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield system
 
 
-def rounds(fuzzer: Fuzzer, cases: Cases, number: int, examples: int, heads: int) -> None:
-    """number: the seed of all that is drawn. Raises AssertionError with a smallest example."""
-    for requests in (*map(cases.requests, cases.posts), cases.elsewhere()):
-        _look(number, examples, st.lists(requests, min_size=1, max_size=AT_ONCE), fuzzer.faults)
-    _look(number, heads, raw_heads(), fuzzer.raw_faults)
-
-
-def _look(number: int, examples: int, strategy: st.SearchStrategy[Any], faults: Callable[[Any], list[str]]) -> None:
-    @seed(number)
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def look(sent: Any) -> None:
-        found = faults(sent)
-        assert not found, (found, sent)
-
-    look()
-
-
 @pytest.mark.timeout(NIGHT_S + 600 if NIGHTLY else 300)
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 def test_strangers_break_nothing_and_leave_nothing(fuzzed: System) -> None:
-    fuzzer = Fuzzer(fuzzed)
+    fuzzer = Fuzzer(fuzzed.url)
     cases = Cases(fuzzer.document)
     pids = {name: child.pid for name, child in fuzzed.children.items()}
     begun = time.monotonic()
-    rounds(fuzzer, cases, WARM_UP_SEED, EXAMPLES // 2, HEADS // 2)
+    rounds(fuzzer.faults, fuzzer.raw_faults, cases, WARM_UP_SEED, EXAMPLES // 2, HEADS // 2)
     before = {name: fuzzed.resident_mb(name) for name in pids}
-    rounds(fuzzer, cases, DAY_SEED, EXAMPLES, HEADS)
+    rounds(fuzzer.faults, fuzzer.raw_faults, cases, DAY_SEED, EXAMPLES, HEADS)
     while NIGHTLY and time.monotonic() - begun < NIGHT_S:
         number = random.randrange(1 << 32)
         print("seed", number, flush=True)
-        rounds(fuzzer, cases, number, EXAMPLES, HEADS)
+        rounds(fuzzer.faults, fuzzer.raw_faults, cases, number, EXAMPLES, HEADS)
     fuzzer.close()
 
     print(dict(fuzzer.answered), before)

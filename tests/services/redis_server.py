@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import redis
@@ -24,9 +25,10 @@ EITHER_SERVER = [
 
 
 class RedisServer:
-    """program: another than the one that `make run` starts."""
+    """program: another than the one that `make run` starts. folder: where it keeps what it has, None for nowhere."""
 
-    def __init__(self, program: str = "") -> None:
+    def __init__(self, program: str = "", folder: Path | None = None) -> None:
+        self._folder = folder
         self._program = program or LocalSettings(_cli_parse_args=False).redis_server  # type: ignore[call-arg]
         (self.port,) = free_ports(1)
         self.url = f"redis://{HOST}:{self.port}/0"
@@ -34,7 +36,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        argv = redis_argv(self.port, self._program)
+        argv = redis_argv(self.port, self._program, self._folder)
         self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         while True:

@@ -6,7 +6,7 @@ is checked in sampling_fields.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
@@ -24,6 +24,7 @@ _LISTS = frozenset((Kind.TOKEN_IDS, Kind.STRINGS, Kind.BIASES))
 # Checked by hand: the answer names the exact element.
 Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
 Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
 
 

@@ -51,6 +51,9 @@ class Room:
         return replace(prompt, ids=ids, text=None, block_hashes=hashes, num_cut=tokens - most, at_least=0)
 
 
+UNBOUNDED = Room((1 << 31) - 1, 0, False)  # of a prompt that is only counted
+
+
 def for_an_answer(model: ModelInfo, in_session: bool = False) -> Room:
     """At least one token is left. What a session's context leaves only its worker knows: a turn is not cut."""
     return Room(model.context_len, 1, model.auto_truncates and not in_session)

@@ -41,6 +41,17 @@ class GatewaySettings(ServiceSettings):
         description="Redis with the prefix index and the gateways' shares of API keys' limits, e.g. redis://127.0.0.1:6379/0."
         " Empty: own picks count alone, and each gateway keeps to its part of a limit.",
     )
+    state_redis_url: str = Field(
+        "",
+        description="Redis with append-only file that keeps responses and conversations, never the one with the index."
+        " Empty: nothing is kept.",
+    )
+    state_ttl_s: int = Field(30 * 86_400, ge=1, description="Seconds for which it keeps what nobody uses.")
+    state_records_per_key: int = Field(10_000, ge=1, description="Responses and conversations that an API key may have kept.")
+    state_bytes_per_key: int = Field(256 << 20, ge=1, description="Bytes that they may have.")
+    state_patience_s: float = Field(
+        5.0, ge=0, description="Seconds for which a call of it is tried again, as while it is restarted."
+    )
     model_name: str = Field("", description="Name that clients know the one model by. Empty: what its workers say.")
     models: CommaSeparated = Field(
         (), description="Models whose requests wait even while no worker has ever named them, as after a scale to zero."

@@ -42,6 +42,7 @@ class FrontDoor:
         """retry_after_s: of a 503, by what waits; the answer's own where that is longer. form_of: of a path."""
         self._app = app
         self._routes = frozenset(routes)
+        self._templates = {route: _matching(route) for route in routes if "{" in route}
         self._keys = keys
         self._metrics = metrics
         self._retry_after_s = retry_after_s
@@ -88,7 +89,13 @@ class FrontDoor:
     def _route(self, path: str) -> str:
         if path in self._routes:
             return path
-        return f"{_MODEL_PATH}{{id}}" if path.startswith(_MODEL_PATH) else OTHER
+        if path.startswith(_MODEL_PATH):
+            return f"{_MODEL_PATH}{{id}}"
+        return next((route for route, pattern in self._templates.items() if pattern.fullmatch(path)), OTHER)
+
+
+def _matching(route: str) -> re.Pattern[str]:
+    return re.compile("[^/]+".join(map(re.escape, re.split(r"\{[a-z_]+\}", route))))
 
 
 def _request_id(given: bytes) -> str:

@@ -49,6 +49,9 @@ class Models(Protocol):
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
         """What block hashes of a prompt begin with; empty where nobody needs them."""
 
+    def models(self) -> Sequence[ModelInfo]:
+        """All that are served."""
+
     async def wait_for(self, name: str | None = None) -> ModelInfo:
         """The model of this name, the default one for None. Waits for its first worker. Raises ApiError."""
 

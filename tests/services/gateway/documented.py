@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class Documented:
         paths = self.document["paths"]
         if path in paths:
             return path
-        return next((each for each in paths if "{" in each and path.startswith(each.partition("{")[0])), None)
+        return next((each for each in paths if "{" in each and _pattern(each).fullmatch(path)), None)
 
     def description(self, method: str, path: str, status: int) -> Mapping[str, Any] | None:
         place = self.place(path)
@@ -111,7 +112,8 @@ class Documented:
             return
         schema = contents[media]["schema"]
         if media == "text/event-stream":
-            yield from self._events(schema, answer.body)
+            named = "named by its type" in described["description"]
+            yield from (self._named_events if named else self._events)(schema, answer.body)
         elif media == "application/json":
             yield from self._json(schema, answer.body)
         else:
@@ -127,6 +129,17 @@ class Documented:
             yield f"ends with neither [DONE] nor an error: {last[:200]!r}"
         for data in [*datas, *([last] if last != DONE else [])]:
             yield from self._json(schema, data)
+
+    def _named_events(self, schema: Mapping[str, Any], body: bytes) -> Iterator[str]:
+        *events, rest = body.split(b"\n\n")
+        if rest or not events or not all(re.match(rb"event: [a-z_.]+\ndata: ", event) for event in events):
+            yield f"is no stream of named events: {body[-200:]!r}"
+            return
+        for event in events:
+            name, data = event.removeprefix(b"event: ").split(b"\ndata: ")
+            yield from self._json(schema, data)
+            if not data.startswith(b'{"type":"%s"' % name):
+                yield f"is named {name!r}: {data[:200]!r}"
 
     def _json(self, schema: Mapping[str, Any], body: bytes) -> Iterator[str]:
         try:
@@ -146,3 +159,8 @@ class Documented:
 
 def _not_json(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _pattern(place: str) -> re.Pattern[str]:
+    """A model's name may have slashes."""
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", lambda name: ".+" if name[1] == "model_id" else "[^/]+", re.escape(place)))

@@ -76,7 +76,7 @@ def test_workers_share_the_memory_and_the_gateway_knows_them_all(workers: int, m
     settings = LocalSettings(_cli_parse_args=False, workers=workers, worker_flags="--mem-fraction-static 0.1")  # type: ignore[call-arg]
     ports = list(range(9000, 9000 + num_ports(settings)))
     plan = {part.command.name: part.command.argv for part in parts(settings, "models/demo", ports)}
-    assert len(plan) == 4 + workers and len(set(ports)) == len(ports)
+    assert len(plan) == 5 + workers and len(set(ports)) == len(ports)
     argv = plan["worker-0"]
     fractions = [float(argv[i + 1]) for i, flag in enumerate(argv) if flag == "--mem-fraction-static"]
     assert fractions == [0.5 / workers, 0.1], "a user's flag comes last and wins"

@@ -82,7 +82,11 @@ def _operation(operation: Operation, schemas: Schemas, keys: bool, method: str) 
 
 def _answers(operation: Operation, schemas: Schemas, keys: bool) -> dict[str, Any]:
     streams = ("cache-control", "x-accel-buffering") if EVENTS in operation.content else ()
-    own = {200: _answer("What was asked for.", operation.content, schemas, headers(200, keys, sometimes=streams))}
+    said = "What was asked for."
+    if EVENTS in operation.content:
+        last = "each event is named by its type" if operation.named else "the last one's is [DONE], or an error's"
+        said += f" In a stream the schema is that of each event's data; {last}."
+    own = {200: _answer(said, operation.content, schemas, headers(200, keys, sometimes=streams))}
     for status, content in operation.others.items():
         own[status] = _answer("Not now.", content, schemas, headers(status, keys))
     return {str(status): own.get(status) or reference(status) for status in operation.answers(keys)}
@@ -90,8 +94,6 @@ def _answers(operation: Operation, schemas: Schemas, keys: bool) -> dict[str, An
 
 def _answer(description: str, content: Content, schemas: Schemas, described: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"description": description, "headers": described}
-    if EVENTS in content:
-        found["description"] += " In a stream the schema is that of each event's data; the last one's is [DONE], or an error's."
     return {**found, "content": _content(content, schemas)} if content else found
 
 

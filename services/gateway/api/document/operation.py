@@ -21,7 +21,8 @@ class Operation:
     """body: of the request, None for none. content: of the answer with 200. statuses: others than 200 and those of every
     operation. others: of those the ones whose body is no error. keyed: it takes an API key where there are any. generates: it
     counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types that the body's
-    schema refers to by name alone."""
+    schema refers to by name alone. named: its stream's events have their types as names, and the last one is no [DONE].
+    served: it has answers of its own, and is not refused whatever is asked."""
 
     method: str
     path: str
@@ -35,10 +36,12 @@ class Operation:
     generates: bool = False
     parameters: Mapping[str, str] = field(default_factory=dict)
     within: Sequence[type[BaseModel]] = ()
+    named: bool = False
+    served: bool = True
 
     def answers(self, keys: bool) -> list[int]:
         """Statuses of its answers. keys: whether there are API keys."""
-        found = {200, *OF_ANY, *self.statuses, *self.others}
+        found = {*((200,) if self.served else ()), *OF_ANY, *self.statuses, *self.others}
         if self.body is not None:
             found.update(OF_BODIES)
         if self.generates:

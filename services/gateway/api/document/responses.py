@@ -32,8 +32,9 @@ ERRORS = {
     404: ("NotFound", "There is no such model, session or path."),
     405: ("MethodNotAllowed", "The path does not take this method."),
     408: ("RequestTimeout", "The request's head or body did not arrive in time."),
+    409: ("Conflict", "Somebody else is changing it all the time."),
     413: ("ContentTooLarge", "The body, or a text in it, is too large."),
-    429: ("TooManyRequests", "A limit of the API key is reached."),
+    429: ("TooManyRequests", "A limit of the API key is reached, or what may be kept for it is full."),
     431: ("HeadTooLarge", "The request's head is too large."),
     500: ("InternalServerError", "A fault of the server."),
     503: ("ServiceUnavailable", "There is no room, or nobody to serve it, for now."),
@@ -61,7 +62,7 @@ def shared(keys: bool, error: dict[str, Any]) -> dict[str, Any]:
     return {
         name: {"description": description, "headers": headers(status, keys), "content": content}
         for status, (name, description) in ERRORS.items()
-        if keys or status not in (401, 429)
+        if keys or status != 401
     }
 
 

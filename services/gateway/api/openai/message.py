@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
-from services.gateway.parsers.output_parser import OutputParser, Parsing, PlainText
+from services.gateway.parsers.output_parser import Parsing
 from services.gateway.request.request import Delta
 
 Json = dict[str, Any]
@@ -17,15 +18,12 @@ class ReadChoice:
     """One choice's output as it comes. called: it has made a call, so that its end is no stop."""
 
     def __init__(self, parsing: Parsing | None) -> None:
-        self._parser: OutputParser = PlainText() if parsing is None else parsing.parser()
+        self._events = ChoiceEvents(parsing)
         self.called = False
 
     def read(self, delta: Delta) -> list[Json]:
         """The deltas that it makes, perhaps none."""
-        events = list(self._parser.feed(delta.text))
-        if delta.ending is not None:
-            events += self._parser.finish()
-        return list(self._deltas(events))
+        return list(self._deltas(self._events.of(delta)))
 
     def finish_reason(self, delta: Delta) -> str:
         assert delta.ending is not None

@@ -14,7 +14,7 @@ from services.gateway.api import prompts
 from services.gateway.api.openai.chat_call import chat_call
 from services.gateway.api.openai.parsed import parsed_generation
 from services.gateway.api.openai.tools import tool_use
-from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, NamedBody
+from services.gateway.api.openai.types import CompletionRequest, NamedBody
 from services.gateway.api.openai.validation import (
     chat_generation,
     completion_generation,
@@ -23,7 +23,7 @@ from services.gateway.api.openai.validation import (
     parse_completion,
     parse_embedding,
 )
-from services.gateway.api.room import for_a_vector, for_an_answer
+from services.gateway.api.room import UNBOUNDED, for_a_vector, for_an_answer
 from services.gateway.api.session_fields import begins, check_turn
 from services.gateway.api.strict_json import parse_json
 from services.gateway.parsers.output_parser import MakeParser, MakeParsing, Parsing
@@ -49,10 +49,11 @@ class Preparer:
         self._make_parser = make_parser
 
     async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
-        return await self.of_chat(parse_chat(parse_json(body.take()), origin), origin)
+        return await self.of_chat(parse_json(body.take()), origin)
 
-    async def of_chat(self, request: ChatCompletionRequest, origin: Origin) -> Plan:
-        """A checked body, of whatever API it was made."""
+    async def of_chat(self, chat: dict[str, Any], origin: Origin) -> Plan:
+        """chat: a body, of whatever API it was made."""
+        request = parse_chat(chat, origin)
         if request.stream:
             origin.wants_stream()
         use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -70,6 +71,14 @@ class Preparer:
         formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
         generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._parsing_of(model))
         return Plan(model, _parts([fitting], generation, request, origin))
+
+    async def count_of(self, chat: dict[str, Any], origin: Origin) -> int:
+        """Tokens of a chat's prompt, which may be longer than the context. No worker is asked."""
+        request = parse_chat(chat, origin)
+        tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        call = chat_call(request, origin.request_id)
+        model = await self._generating_model(request.model)
+        return len((await prompts.of_chat(call, self._tokenizer, model, origin, UNBOUNDED)).ids)
 
     async def completion(self, body: ReceivedBody, origin: Origin) -> Plan:
         request = parse_completion(parse_json(body.take()), origin)
@@ -112,14 +121,17 @@ class Preparer:
         marks = self._tokenizer.reasoning_marks(model.source)
         return lambda formats, setup: Parsing(formats, setup, self._make_parser, marks)
 
-    async def _generating_model(self, name: str) -> ModelInfo:
+    async def _generating_model(self, name: str | None) -> ModelInfo:
         model = await self._model(name)
         if not model.generates:
             raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
         return model
 
-    async def _model(self, name: str) -> ModelInfo:
-        return await self._models.wait_for(name)
+    async def _model(self, name: str | None) -> ModelInfo:
+        model = await self._models.wait_for(name)
+        if name is None and len(self._models.models()) > 1:
+            raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
+        return model
 
     async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:
         if prompt.text is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.openai.logprob_forms import ChatLogprobs, CompletionLogprobs
+from services.gateway.api.logprob_forms import ChatLogprobs, CompletionLogprobs
 from services.gateway.api.openai.message import ReadChoice, message_of
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.errors import DONE, OPENAI, ApiError

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from services.gateway.api.request_body import RID_CHARS, ConstraintBody, PlacedBody, SamplingBody, parameter
+from services.gateway.api.request_body import RID_CHARS, ConstraintBody, Effort, PlacedBody, SamplingBody, parameter
 from services.gateway.api.session_fields import SessionParams
 from services.gateway.request.bodies import AnswerBody, Body
 from services.shared import limits
@@ -43,7 +43,6 @@ _MESSAGES_SCHEMA = {
 # Checked by hand: the answer names the exact element, and a long list of ids is checked at C speed.
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]
 
 
@@ -70,7 +69,7 @@ class NamedBody(PlacedBody):
 class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
     """What chat and plain completions have in common."""
 
-    model: str = Field(description="A name that /v1/models lists.")
+    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
     stream_options: StreamOptions | None = None
     seed: int | None = parameter("seed")
@@ -113,7 +112,7 @@ class CompletionRequest(GenerationBody):
 
 
 class EmbeddingRequest(NamedBody):
-    model: str = Field(description="A name that /v1/models lists.")
+    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     input: Prompt
     add_special_tokens: bool | None = Field(None, description="Around an input that is text. Default true.")
     encoding_format: Literal["float", "base64"] | None = Field(

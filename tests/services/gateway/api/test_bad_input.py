@@ -85,7 +85,6 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], str]] = {
     "two constraints": ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
 }
 BOTH: dict[str, tuple[dict[str, Any], str]] = {
-    "no model": ({"model": None}, "model"),
     "model a number": ({"model": 7}, "model"),
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens"),
     "max_tokens beyond 64 bits": ({"max_tokens": 1e30}, "max_tokens"),
@@ -128,7 +127,6 @@ COMPLETION: dict[str, tuple[dict[str, Any], str]] = {
     "echo a string": ({"echo": "yes"}, "echo"),
 }
 EMBEDDING: dict[str, tuple[dict[str, Any], str]] = {
-    "no model": ({"model": None}, "model"),
     "no input": ({"input": None}, "input"),
     "input empty": ({"input": ""}, "input"),
     "input over the context": ({"input": [1] * (CONTEXT_LEN + 1)}, "input"),

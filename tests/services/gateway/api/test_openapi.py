@@ -25,8 +25,11 @@ from tests.services.gateway.api.test_sessions import SessionWorker
 from tests.services.gateway.documented import Answered, Documented
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import RawClient, System, wait_until
+from tests.services.redis_server import RedisServer
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
+INPUT_TOKENS, KEPT, TALK = f"{RESPONSES}/input_tokens", f"{RESPONSES}/resp_a", f"{CONVERSATIONS}/conv_a"
 USER = [{"role": "user", "content": "Hi"}]
 PLAIN: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": USER},
@@ -34,9 +37,19 @@ PLAIN: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"model": MODEL, "input": "Hi"},
     "/generate": {"text": "Hi"},
     "/encode": {"text": "Hi"},
+    RESPONSES: {"model": MODEL, "input": "Hi"},
 }
 OF_SESSIONS = {"/open_session": {"capacity_of_str_len": 100}, "/close_session": {"session_id": "nobody's"}}
-POSTS = {**PLAIN, **OF_SESSIONS, "/abort_request": {"rid": "a"}}
+OF_THE_STORE: dict[str, dict[str, Any]] = {
+    INPUT_TOKENS: PLAIN[RESPONSES],
+    f"{KEPT}/cancel": {},
+    CONVERSATIONS: {"items": []},
+    TALK: {"metadata": {"a": "b"}},
+    f"{TALK}/items": {"items": [{"role": "user", "content": "Hi"}]},
+}
+DELETES = (KEPT, TALK, f"{TALK}/items/item_a")
+KEPT_GETS = (*DELETES, f"{KEPT}/input_items", f"{TALK}/items")
+POSTS = {**PLAIN, **OF_SESSIONS, **OF_THE_STORE, "/abort_request": {"rid": "a"}}
 GETS = ("/health", "/readiness", "/metrics", "/docs", "/openapi.json", "/health_generate", "/get_model_info", "/model_info")
 MODEL_PATHS = ("/v1/models", f"/v1/models/{MODEL}")
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -60,6 +73,8 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"prompt": [72, 105], "max_tokens": 0, "echo": True, **LOGPROBS}),
     (COMPLETIONS, {"prompt": ["Hi", "you"], "echo": True, **STREAM, **LOGPROBS}),
     (COMPLETIONS, {"stream": True, "stop_regex": "w.r"}),
+    (RESPONSES, {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 2}),
+    (RESPONSES, {"stream": True, "max_output_tokens": 3}),
     (EMBEDDINGS, {"input": ["Hi", "you"], "encoding_format": "base64"}),
     (EMBEDDINGS, {"input": [72, 105], "dimensions": 2}),
     ("/generate", {"text": ["Hi", "you"], "sampling_params": {"n": 2, "stop": "wor"}, **NATIVE_LOGPROBS}),
@@ -127,20 +142,38 @@ def raw(system: System, method: str, path: str, rest: bytes) -> Answered:
 
 def operations() -> list[tuple[str, str]]:
     """One of each that is documented: method, path."""
-    gets = (*GETS, *MODEL_PATHS)
+    gets = (*GETS, *MODEL_PATHS, *KEPT_GETS)
     found = [(method, path) for path in gets for method in ("GET", "HEAD")]
     found += [("POST", path) for path in POSTS] + [("PUT", "/generate")]
-    return found + [("OPTIONS", path) for path in (*gets, *POSTS)]
+    return found + [("DELETE", path) for path in DELETES] + [("OPTIONS", path) for path in (*gets, *POSTS)]
 
 
-def at_work(seen: Seen) -> None:
+def of_store(system: System) -> list[Answered]:
+    """What is kept of a response and of a conversation, and what becomes of it."""
+    response = json.loads(ask(system, "POST", RESPONSES, PLAIN[RESPONSES]).body)["id"]
+    conversation = json.loads(ask(system, "POST", CONVERSATIONS, {}).body)["id"]
+    own = [ask(system, "POST", f"{CONVERSATIONS}/{conversation}/items", OF_THE_STORE[f"{TALK}/items"])]
+    item = json.loads(own[0].body)["first_id"]
+
+    def here(path: str) -> str:
+        return path.replace("resp_a", response).replace("conv_a", conversation).replace("item_a", item)
+
+    own += [ask(system, "POST", here(TALK), OF_THE_STORE[TALK])]
+    own += [ask(system, method, here(path)) for path in KEPT_GETS for method in ("GET", "HEAD")]
+    own += [ask(system, "GET", here(f"{TALK}/items") + "?limit=0")]
+    return own + [ask(system, "DELETE", here(path)) for path in reversed(DELETES)]
+
+
+def at_work(seen: Seen, store: RedisServer) -> None:
     """All is there: answers, and what is wrong with requests."""
-    with system_with_sessions(max_body_bytes=2 * SMALL_BODY_BYTES) as system:
+    with system_with_sessions(max_body_bytes=2 * SMALL_BODY_BYTES, state_redis_url=store.url) as system:
+        seen.look(system, of_store(system))
         good = [ask(system, "POST", path, {**PLAIN[path], **fields}) for path, fields in GOOD]
         assert {answer.status for answer in good} == {200}, good
         seen.look(system, good)
         seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
-        seen.look(system, [ask(system, "DELETE", path) for path in (*GETS, *MODEL_PATHS, *POSTS)])
+        others = [path for path in (*GETS, *MODEL_PATHS, *POSTS) if path not in DELETES]
+        seen.look(system, [ask(system, "DELETE", path) for path in others])
         seen.look(system, [ask(system, method, "/v1/models/nobody's") for method in ("GET", "HEAD")])
         seen.look(system, [ask(system, method, "/nowhere/") for method in ("GET", "OPTIONS", "BREW")])
         session = {"capacity_of_str_len": 9, "session_id": "mine"}
@@ -162,9 +195,10 @@ def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
     """Faults, before a request and behind it: a stream of which something is out can only end with one."""
     with System() as system:
         system.do(lambda: system.worker.allow(1))
-        with ThreadPoolExecutor(2) as pool:
-            streams = [pool.submit(ask, system, "POST", path, PLAIN[path] | {"stream": True}) for path in (CHAT, "/generate")]
-            wait_until(lambda: system.running() == [2])
+        with ThreadPoolExecutor(3) as pool:
+            paths = (CHAT, "/generate", RESPONSES)
+            streams = [pool.submit(ask, system, "POST", path, PLAIN[path] | {"stream": True}) for path in paths]
+            wait_until(lambda: system.running() == [3])
             system.do(lambda: system.worker.allow(1))
             wait_until(lambda: all(running.made for running in system.worker.running.values()))
             system.do(lambda: system.worker.end_running(pb.ERROR_CODE_INTERNAL))
@@ -176,6 +210,27 @@ def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
             failed = [ask(system, method, path, POSTS.get(path)) for method, path in operations()]
         assert {answer.status for answer in failed} == {500}
         seen.look(system, failed)
+
+
+def with_a_store_that_refuses(seen: Seen, patch: pytest.MonkeyPatch, store: RedisServer) -> None:
+    """It is full, others write all the time, and then it is gone."""
+    store.client.flushall()
+    with System(state_redis_url=store.url, state_bytes_per_key=2000, state_patience_s=0.1) as system:
+        conversation = json.loads(ask(system, "POST", CONVERSATIONS, {}).body)["id"]
+        here = {path: path.replace("conv_a", conversation) for path in OF_THE_STORE}
+        item = json.loads(ask(system, "POST", here[f"{TALK}/items"], OF_THE_STORE[f"{TALK}/items"]).body)["first_id"]
+        many = [{"role": "user", "content": "x" * 2000}]
+        full = [ask(system, "POST", path, {"items": many}) for path in (CONVERSATIONS, here[f"{TALK}/items"])]
+        long = {"metadata": {str(number): "x" * 500 for number in range(5)}}
+        seen.look(system, [*full, ask(system, "POST", here[TALK], long)])
+        with patch.context() as contended:
+            contended.setattr("services.gateway.api.responses.records.TURNS", 0)
+            changes = [ask(system, "POST", here[path], OF_THE_STORE[path]) for path in (TALK, f"{TALK}/items")]
+            seen.look(system, [*changes, ask(system, "DELETE", f"{here[TALK]}/items/{item}")])
+        store.kill()
+        gone = [ask(system, method, path) for method, path in operations() if path in KEPT_GETS]
+        seen.look(system, [*gone, *ask_all(system, OF_THE_STORE)])
+        store.start()
 
 
 def with_keys(seen: Seen) -> None:
@@ -212,6 +267,9 @@ def in_time(seen: Seen, patch: pytest.MonkeyPatch) -> None:
             timed_out = ask_all(system, PLAIN)
             assert {answer.status for answer in timed_out} == {504}
             seen.look(system, timed_out)
+        with System(tokenize_timeout_s=0.2) as system:
+            system.do(lambda: system.tokenizer.gate.clear())
+            seen.look(system, [ask(system, "POST", INPUT_TOKENS, PLAIN[RESPONSES])])
 
 
 def overrun(seen: Seen, patch: pytest.MonkeyPatch) -> None:
@@ -229,10 +287,14 @@ def overrun(seen: Seen, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen() -> Iterator[Seen]:
-    found = Seen()
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    found, store = Seen(), RedisServer(folder=tmp_path_factory.mktemp("state"))
+    store.start()
     with pytest.MonkeyPatch.context() as patch:
-        for each in (at_work, with_keys, without_workers):
+        at_work(found, store)
+        with_a_store_that_refuses(found, patch, store)
+        store.kill()
+        for each in (with_keys, without_workers):
             each(found)
         for broken in (at_fault, in_time, overrun):
             broken(found, patch)

@@ -1,0 +1,21 @@
+"""What a choice has said, as events of its parser, as it comes."""
+
+from __future__ import annotations
+
+from services.gateway.parsers.events import Event
+from services.gateway.parsers.output_parser import OutputParser, Parsing, PlainText
+from services.gateway.request.request import Delta
+
+
+class ChoiceEvents:
+    """Of one choice."""
+
+    def __init__(self, parsing: Parsing | None) -> None:
+        self._parser: OutputParser = PlainText() if parsing is None else parsing.parser()
+
+    def of(self, delta: Delta) -> list[Event]:
+        """Of its deltas in turn."""
+        events = list(self._parser.feed(delta.text))
+        if delta.ending is not None:
+            events += self._parser.finish()
+        return events

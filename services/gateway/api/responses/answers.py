@@ -1,0 +1,165 @@
+"""What the Responses API answers. For documentation: the bytes are written in render.py and output.py."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from services.gateway.api.document.answer import Answer, Count, Logprob, absent
+
+Status = Literal["completed", "incomplete", "in_progress", "failed", "cancelled"]
+ItemStatus = Literal["completed", "incomplete", "in_progress"]
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: Logprob
+    bytes: list[Count]
+
+
+class OutputLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class Part(Answer):
+    """Of a message or of reasoning."""
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
+    text: str = absent("Of all but refusals.")
+    refusal: str = absent("Of refusals.")
+    annotations: list[Any] = absent("Of output_text: none.")
+    logprobs: list[OutputLogprob] = absent("Of output_text, with include.")
+
+
+class Item(Answer):
+    """A message, reasoning, a call, or a call's result."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call", "function_call_output"]
+    status: ItemStatus = absent("Of all but reasoning that a client has sent.")
+    role: Literal["user", "system", "developer", "assistant"] = absent("Of messages.")
+    content: list[Part] = absent("Of messages, and of reasoning that the model has just made.")
+    summary: list[Part] = absent("Of reasoning.")
+    encrypted_content: str = absent("Of reasoning, with include: what a client sends back without reading it.")
+    call_id: str = absent("Of calls and their results.")
+    name: str = absent("Of calls.")
+    arguments: str = absent("Of calls: JSON.")
+    output: str | list[Part] = absent("Of results.")
+
+
+class IncompleteDetails(Answer):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(Answer):
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+class ConversationId(Answer):
+    id: str
+
+
+class ReasoningUsed(Answer):
+    effort: str | None
+    summary: None
+
+
+class TextUsed(Answer):
+    format: dict[str, Any]
+    verbosity: Literal["low", "medium", "high"]
+
+
+class InputTokens(Answer):
+    cached_tokens: Count
+    cache_write_tokens: Count
+
+
+class OutputTokens(Answer):
+    reasoning_tokens: Count
+
+
+class ResponseUsage(Answer):
+    input_tokens: Count
+    input_tokens_details: InputTokens
+    output_tokens: Count
+    output_tokens_details: OutputTokens
+    total_tokens: Count
+
+
+class ResponseAnswer(Answer):
+    """What was asked for comes back beside the output."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Count = Field(description="Unix seconds.")
+    completed_at: Count | None
+    status: Status
+    background: Literal[False]
+    conversation: ConversationId | None
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReasoningUsed
+    service_tier: Literal["default"]
+    store: bool = Field(description="Whether it is kept: true only once it is.")
+    temperature: float | None
+    text: TextUsed
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: Count
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+
+
+class ResponseEvent(Answer):
+    """One event; its type is also the event's name."""
+
+    type: str = Field(pattern=r"^response\.[a-z_.]+$")
+    sequence_number: Count
+    response: ResponseAnswer = absent("Of created, in_progress, completed, incomplete and failed.")
+    output_index: Count = absent("Of what is told of an item.")
+    item: Item = absent("Of an item's begin and end.")
+    item_id: str = absent("Of what is told of an item's parts.")
+    content_index: Literal[0] = absent("Of what is told of a text.")
+    part: Part = absent("Of a part's begin and end.")
+    delta: str = absent("What is new.")
+    text: str = absent("All of it.")
+    name: str = absent("Of a call.")
+    arguments: str = absent("All of them.")
+    logprobs: list[OutputLogprob] = absent("Of a text, with include.")
+
+
+class ItemList(Answer):
+    object: Literal["list"]
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deleted(Answer):
+    id: str
+    object: Literal["response.deleted", "conversation.deleted"]
+    deleted: Literal[True]
+
+
+class ConversationAnswer(Answer):
+    id: str
+    object: Literal["conversation"]
+    created_at: Count = Field(description="Unix seconds.")
+    metadata: dict[str, str]
+
+
+class InputTokenCount(Answer):
+    object: Literal["response.input_tokens"]
+    input_tokens: Count

@@ -1,0 +1,129 @@
+"""One request of the Responses API: what it follows is fetched, its answer is kept."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from services.gateway.api.responses.items import checked_items
+from services.gateway.api.responses.records import Context, Records
+from services.gateway.api.responses.render import ResponseRenderer
+from services.gateway.api.responses.translation import chat_of, own_fields, parse, renamed
+from services.gateway.api.responses.types import ResponsesRequest
+from services.gateway.api.strict_json import parse_json
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.errors import ApiError
+from services.gateway.request.generation import Plan
+from services.gateway.request.origin import Origin
+from services.gateway.request.request import ClientRequest
+from services.gateway.state.owner import owner_of
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+_FIXED = frozenset(("system", "developer"))  # roles of what truncation leaves
+
+
+class ChatPreparer(Protocol):
+    """chat: a body of the chat completions API."""
+
+    async def of_chat(self, chat: dict[str, Any], origin: Origin) -> Plan:
+        """Raises ApiError."""
+
+    async def count_of(self, chat: dict[str, Any], origin: Origin) -> int:
+        """Tokens of its prompt. Raises ApiError."""
+
+
+class ResponsesCall:
+    """prepare() and then renderer(), once."""
+
+    _asked: ResponsesRequest
+    _before: Context
+    _items: list[Json]
+    _owner: str
+
+    def __init__(self, preparer: ChatPreparer, records: Records) -> None:
+        self._preparer = preparer
+        self._records = records
+
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
+        """Raises ApiError."""
+        await self._read(body, origin)
+        try:
+            return own_fields(await self._fitted([*self._before.items, *self._items], origin))
+        except ApiError as error:
+            raise renamed(error) from None
+
+    async def count(self, body: ReceivedBody, origin: Origin) -> int:
+        """Tokens that its prompt comes to. Raises ApiError."""
+        await self._read(body, origin)
+        try:
+            return await self._preparer.count_of(chat_of(self._asked, [*self._before.items, *self._items]), origin)
+        except ApiError as error:
+            raise renamed(error) from None
+
+    def renderer(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> ResponseRenderer:
+        response_id = f"resp_{secrets.token_hex(16)}"
+        return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep)
+
+    async def _read(self, body: ReceivedBody, origin: Origin) -> None:
+        self._owner = owner_of(origin.caller.key)
+        self._asked = asked = parse(parse_json(body.take()))
+        if asked.stream:
+            origin.wants_stream()
+        items = checked_items([] if asked.input is None else asked.input, "input")
+        self._before = await self._context(asked)
+        self._items = await self._records.resolved(self._owner, items, self._before)
+        self._asked = asked.model_copy(update={"input": None})  # it may be 64 MiB, and the items are its copy
+
+    async def _context(self, asked: ResponsesRequest) -> Context:
+        if asked.previous_response_id is not None:
+            return await self._records.after(self._owner, asked.previous_response_id)
+        if self._conversation(asked) is not None:
+            found = await self._records.conversation(self._owner, self._conversation(asked) or "", "conversation")
+            return Context(found["items"])
+        return Context()
+
+    @staticmethod
+    def _conversation(asked: ResponsesRequest) -> str | None:
+        given = asked.conversation
+        return given if isinstance(given, str | None) else given.id
+
+    async def _fitted(self, items: Sequence[Json], origin: Origin) -> Plan:
+        """With truncation `auto`, without the oldest items that there is no room for: a quarter of them at a time."""
+        while True:
+            try:
+                return await self._preparer.of_chat(chat_of(self._asked, items), origin)
+            except ApiError as error:
+                fewer = _without_oldest(items)
+                if error.code != "context_length_exceeded" or self._asked.truncation != "auto" or len(fewer) == len(items):
+                    raise
+                items = fewer
+
+    async def _keep(self, response: Json) -> bool:
+        """Of a conversation its items; of the response itself what a later one needs, where that is wanted."""
+        kept = True
+        conversation = self._conversation(self._asked)
+        if conversation is not None:
+            try:
+                await self._records.extend(self._owner, conversation, [*self._items, *response["output"]])
+            except ApiError as error:
+                logger.warning("a conversation is not extended: %s", error.message)
+                kept = False
+        if not response["store"]:
+            return False
+        before = self._before if self._asked.previous_response_id is not None else Context()
+        return await self._records.keep_response(self._owner, response, self._items, before) and kept
+
+
+def _without_oldest(items: Sequence[Json]) -> list[Json]:
+    """What is said to the model for good stays, and so does the last item; no result is left without its call."""
+    loose = [index for index, item in enumerate(items[:-1]) if item.get("role") not in _FIXED]
+    gone = set(loose[: max(1, len(loose) // 4)])
+    rest = [item for index, item in enumerate(items) if index not in gone]
+    calls = {item["call_id"] for item in rest if item["type"] == "function_call"}
+    return [item for item in rest if item["type"] != "function_call_output" or item["call_id"] in calls]

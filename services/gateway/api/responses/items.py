@@ -1,0 +1,228 @@
+"""Items of the Responses API: checked, given ids, and turned into a chat's messages. Pure; raises ApiError that names the exact
+element."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from services.gateway.api.responses.sealed import opened
+from services.gateway.request.errors import bad_request
+from services.shared import limits
+
+Json = dict[str, Any]
+
+REFERENCE = "item_reference"
+_TOOL_TYPE = re.compile("[a-z0-9_]{1,64}")
+_ROLES = frozenset(("user", "system", "developer", "assistant"))
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+# Of hosted tools, and of what this server has no model for.
+_UNSERVED = frozenset(
+    (
+        *("apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction", "computer_call"),
+        *("computer_call_output", "custom_tool_call", "custom_tool_call_output", "file_search_call", "image_generation_call"),
+        *("local_shell_call", "local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
+        *("mcp_list_tools", "shell_call", "shell_call_output", "tool_search_call", "tool_search_output", "web_search_call"),
+    )
+)
+
+
+def checked_items(given: Any, where: str) -> list[Json]:
+    """What a client sends as input, in the form in which it is stored: with types and ids, texts as lists of parts."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise bad_request(where, f"'{where}' must be a string or a list of items.")
+    if len(given) > limits.MAX_CHAT_MESSAGES:
+        raise bad_request(where, f"'{where}' may have at most {limits.MAX_CHAT_MESSAGES} items.")
+    return [_checked(item, f"{where}[{index}]") for index, item in enumerate(given)]
+
+
+def new_id(kind: str, owner: str = "", index: int = 0) -> str:
+    """kind: an item's type. owner: what is behind the prefix of the id of the response that has made it as its item `index`."""
+    return f"{_PREFIXES[kind]}_{owner}{index:04x}" if owner else f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
+
+
+def response_of(item_id: str) -> str | None:
+    """The response that has made an item of this id, if its id says so."""
+    prefix, _, rest = item_id.partition("_")
+    return f"resp_{rest[:-4]}" if prefix in _PREFIXES.values() and len(rest) == 36 else None
+
+
+def messages_of(items: Iterable[Json]) -> list[Json]:
+    """In the form of chat completions. What a model has said in a row is one message: its reasoning, its text, its calls."""
+    messages: list[Json] = []
+    open_turn: Json | None = None
+    for item in items:
+        if not _is_models(item):
+            open_turn = None
+            messages.append(_message_of(item))
+            continue
+        if open_turn is None or (item["type"] != "function_call" and "tool_calls" in open_turn):
+            open_turn = {"role": "assistant", "content": None}
+            messages.append(open_turn)
+        _add(item, open_turn)
+    return [message for message in messages if len(message) > 2 or message["content"] is not None]
+
+
+def _is_models(item: Json) -> bool:
+    return item["type"] in ("function_call", "reasoning") or item.get("role") == "assistant"
+
+
+def _message_of(item: Json) -> Json:
+    if item["type"] == "function_call_output":
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
+    return {"role": item["role"], "content": _text(item["content"])}
+
+
+def _add(item: Json, turn: Json) -> None:
+    if item["type"] == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+    elif item["type"] == "message":
+        turn["content"] = (turn["content"] or "") + _text(item["content"])
+    else:
+        text = _reasoning(item)
+        if text:
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+
+def _reasoning(item: Json) -> str:
+    """Its content, else what is sealed in it, else its summary."""
+    content = _text(item.get("content") or [])
+    if not content and item.get("encrypted_content"):
+        content = opened(item["encrypted_content"]) or ""
+    return content or _text(item.get("summary") or [])
+
+
+def _text(content: str | Sequence[Json]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+
+
+def _checked(item: Any, where: str) -> Json:
+    if not isinstance(item, dict):
+        raise bad_request(where, f"'{where}' must be an object.")
+    kind = item.get("type") or ("message" if "role" in item else REFERENCE if set(item) == {"id"} else None)
+    if not isinstance(kind, str):
+        raise bad_request(f"{where}.type", f"'{where}.type' is required.")
+    if kind in _UNSERVED:
+        message = f"'{where}.type': items of type '{kind}' are not supported by this server."
+        raise bad_request(f"{where}.type", message, "unsupported_parameter")
+    check = {
+        "message": _message,
+        "function_call": _call,
+        "function_call_output": _call_output,
+        "reasoning": _reasoning_item,
+        REFERENCE: _reference,
+    }.get(kind)
+    if check is None:
+        raise bad_request(f"{where}.type", f"'{where}.type' must be one of {', '.join((*_PREFIXES, REFERENCE))}.")
+    found = check(item, where)
+    return {"id": _id(item, kind, where), "type": kind, **found}
+
+
+def _id(item: Json, kind: str, where: str) -> str:
+    given = item.get("id")
+    if given is None and kind != REFERENCE:
+        return new_id(kind)
+    if not isinstance(given, str) or not 0 < len(given) <= limits.MAX_STORED_ID_CHARS:
+        raise bad_request(f"{where}.id", f"'{where}.id' must be a string of at most {limits.MAX_STORED_ID_CHARS} characters.")
+    return given
+
+
+def _message(item: Json, where: str) -> Json:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise bad_request(f"{where}.role", f"'{where}.role' must be one of {', '.join(sorted(_ROLES))}.")
+    kind = "output_text" if role == "assistant" else "input_text"
+    content = _parts(item.get("content"), f"{where}.content", kind)
+    return {"role": role, "content": content, "status": "completed"}
+
+
+def _parts(content: Any, where: str, kind: str) -> list[Json]:
+    """As a list of parts of texts. kind: of what is given as a string."""
+    if isinstance(content, str):
+        return [_part(kind, content)]
+    if not isinstance(content, list):
+        raise bad_request(where, f"'{where}' must be a string or a list of content parts.")
+    if len(content) > limits.MAX_CONTENT_PARTS:
+        raise bad_request(where, f"'{where}' may have at most {limits.MAX_CONTENT_PARTS} parts.")
+    return [_checked_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(kind: str, text: str) -> Json:
+    more: Json = {"annotations": []} if kind == "output_text" else {}
+    return {"type": kind, _TEXTS[kind]: text, **more}
+
+
+def _checked_part(part: Any, where: str) -> Json:
+    if not isinstance(part, dict):
+        raise bad_request(where, f"'{where}' must be an object.")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _TEXTS:
+        message = f"'{where}.type': only content parts that are text are supported."
+        raise bad_request(f"{where}.type", message, "unsupported_parameter")
+    text = part.get(_TEXTS[kind])
+    if not isinstance(text, str):
+        raise bad_request(f"{where}.{_TEXTS[kind]}", f"'{where}.{_TEXTS[kind]}' must be a string.")
+    return _part(kind, text)
+
+
+def _call(item: Json, where: str) -> Json:
+    found = {name: _string(item, name, where) for name in ("call_id", "name", "arguments")}
+    return {**found, "status": "completed"}
+
+
+def _call_output(item: Json, where: str) -> Json:
+    output = item.get("output")
+    if not isinstance(output, str):
+        output = _parts(output, f"{where}.output", "input_text")
+    return {"call_id": _string(item, "call_id", where), "output": output, "status": "completed"}
+
+
+def _reasoning_item(item: Json, where: str) -> Json:
+    found: Json = {"summary": _texts(item.get("summary") or [], f"{where}.summary", "summary_text")}
+    if item.get("content"):
+        found["content"] = _texts(item["content"], f"{where}.content", "reasoning_text")
+    sealed = item.get("encrypted_content")
+    if sealed is not None:
+        if not isinstance(sealed, str) or opened(sealed) is None:
+            name = f"{where}.encrypted_content"
+            raise bad_request(name, f"'{name}' is not what this server has given.", "invalid_encrypted_content")
+        found["encrypted_content"] = sealed
+    return found
+
+
+def _texts(parts: Any, where: str, kind: str) -> list[Json]:
+    if not isinstance(parts, list) or len(parts) > limits.MAX_CONTENT_PARTS:
+        raise bad_request(where, f"'{where}' must be a list of at most {limits.MAX_CONTENT_PARTS} parts.")
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise bad_request(f"{where}[{index}]", f"'{where}[{index}]' must be an object with a text.")
+    return [{"type": kind, "text": part["text"]} for part in parts]
+
+
+def _reference(_item: Json, _where: str) -> Json:
+    return {}
+
+
+def _string(item: Json, name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise bad_request(f"{where}.{name}", f"'{where}.{name}' must be a string.")
+    return value
+
+
+def refuse_hosted(tools: Sequence[Json] | None) -> None:
+    """Raises ApiError that names the first tool that is no function."""
+    for index, tool in enumerate(tools or ()):
+        kind = tool.get("type")
+        if kind != "function":
+            named = f" '{kind}'" if isinstance(kind, str) and _TOOL_TYPE.fullmatch(kind) else ""
+            message = f"'tools[{index}].type'{named}: hosted and custom tools are not supported by this server, only functions."
+            raise bad_request(f"tools[{index}].type", message, "unsupported_parameter")

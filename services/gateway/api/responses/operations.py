@@ -1,0 +1,78 @@
+"""The Responses API as the OpenAPI document has it."""
+
+from __future__ import annotations
+
+from services.gateway.api.document.operation import EVENTS, JSON, Operation
+from services.gateway.api.responses.answers import (
+    ConversationAnswer,
+    Deleted,
+    InputTokenCount,
+    Item,
+    ItemList,
+    ResponseAnswer,
+    ResponseEvent,
+)
+from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest, ResponsesRequest
+
+RESPONSES = "/v1/responses"
+INPUT_TOKENS = f"{RESPONSES}/input_tokens"
+RESPONSE = f"{RESPONSES}/{{response_id}}"
+CANCEL = f"{RESPONSE}/cancel"
+INPUT_ITEMS = f"{RESPONSE}/input_items"
+CONVERSATIONS = "/v1/conversations"
+CONVERSATION = f"{CONVERSATIONS}/{{conversation_id}}"
+ITEMS = f"{CONVERSATION}/items"
+ITEM = f"{ITEMS}/{{item_id}}"
+
+_TAG = "Responses"
+_RESPONSE = {"response_id": "Of a response that is kept."}
+_CONVERSATION = {"conversation_id": "Of a conversation."}
+_ITEM = {**_CONVERSATION, "item_id": "Of one of its items."}
+_KEPT = (404, 503)
+OPERATIONS = (
+    Operation(
+        "post",
+        RESPONSES,
+        _TAG,
+        "Response",
+        {JSON: ResponseAnswer, EVENTS: ResponseEvent},
+        ResponsesRequest,
+        generates=True,
+        named=True,
+    ),
+    Operation("post", INPUT_TOKENS, _TAG, "Tokens of its input", {JSON: InputTokenCount}, ResponsesRequest, statuses=(404, 504)),
+    Operation("get", RESPONSE, _TAG, "A response that is kept", {JSON: ResponseAnswer}, statuses=_KEPT, parameters=_RESPONSE),
+    Operation("delete", RESPONSE, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_RESPONSE),
+    Operation(
+        "post", CANCEL, _TAG, "Refused: there are none in the background", {}, statuses=(503,), parameters=_RESPONSE, served=False
+    ),
+    Operation("get", INPUT_ITEMS, _TAG, "Its input", {JSON: ItemList}, statuses=_KEPT, parameters=_RESPONSE),
+    Operation(
+        "post", CONVERSATIONS, _TAG, "Begin a conversation", {JSON: ConversationAnswer}, ConversationRequest, statuses=(429,)
+    ),
+    Operation("get", CONVERSATION, _TAG, "A conversation", {JSON: ConversationAnswer}, statuses=_KEPT, parameters=_CONVERSATION),
+    Operation(
+        "post",
+        CONVERSATION,
+        _TAG,
+        "Change its metadata",
+        {JSON: ConversationAnswer},
+        ConversationUpdate,
+        statuses=(404, 409, 429),
+        parameters=_CONVERSATION,
+    ),
+    Operation("delete", CONVERSATION, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_CONVERSATION),
+    Operation("get", ITEMS, _TAG, "Its items", {JSON: ItemList}, statuses=_KEPT, parameters=_CONVERSATION),
+    Operation(
+        "post",
+        ITEMS,
+        _TAG,
+        "Add items",
+        {JSON: ItemList},
+        ItemsRequest,
+        statuses=(404, 409, 429),
+        parameters=_CONVERSATION,
+    ),
+    Operation("get", ITEM, _TAG, "One item", {JSON: Item}, statuses=_KEPT, parameters=_ITEM),
+    Operation("delete", ITEM, _TAG, "Remove it", {JSON: ConversationAnswer}, statuses=(404, 409, 503), parameters=_ITEM),
+)

@@ -1,0 +1,108 @@
+"""What a model has said → output items, and the events of a stream that tell of them. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from services.gateway.api.responses.items import new_id
+from services.gateway.api.responses.sealed import sealed
+from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+
+Json = dict[str, Any]
+
+_PART = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+class OutputItems:
+    """owner: what the ids of its items are made of, so that an id says whose output it is. seals: reasoning also comes in the
+    form in which clients carry it. Events lack their sequence numbers."""
+
+    def __init__(self, owner: str, seals: bool) -> None:
+        self._owner = owner
+        self._seals = seals
+        self._texts: list[str] = []  # of the item that is open
+        self._is_open = False
+        self._logprobs: list[Json] = []  # of it
+        self._pending: list[Json] = []  # of tokens whose text is still to come
+        self.items: list[Json] = []
+
+    def logprobs(self, entries: list[Json]) -> None:
+        """Of the tokens behind the events that are added next."""
+        self._pending += entries
+
+    def add(self, event: Event) -> Iterator[Json]:
+        if isinstance(event, Text):
+            yield from self._begin("message")
+            entries, self._pending = self._pending, []
+            self._logprobs += entries
+            yield self._said("response.output_text.delta", event.text, logprobs=entries)
+        elif isinstance(event, Reasoning):
+            yield from self._begin("reasoning")
+            yield self._said("response.reasoning_text.delta", event.text)
+        elif isinstance(event, CallStart):
+            yield from self._close("completed")
+            yield from self._begin("function_call", event.name)
+        elif isinstance(event, CallArguments):
+            self._texts.append(event.fragment)
+            yield self._placed("response.function_call_arguments.delta", delta=event.fragment)
+        elif isinstance(event, CallEnd):
+            yield from self._close("completed")
+
+    def finish(self, status: str) -> Iterator[Json]:
+        """status: of what is still open, whose text the tokens that are left are behind."""
+        self._logprobs += self._pending
+        yield from self._close(status)
+
+    def _begin(self, kind: str, name: str = "") -> Iterator[Json]:
+        if self._is_open and self.items[-1]["type"] == kind:
+            return
+        yield from self._close("completed")
+        item: Json = {"id": new_id(kind, self._owner, len(self.items)), "type": kind, "status": "in_progress"}
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        else:
+            item |= {"call_id": f"call_{secrets.token_hex(12)}", "name": name, "arguments": ""}
+        self.items.append(item)
+        self._texts, self._logprobs, self._is_open = [], [], True
+        yield self._event("response.output_item.added", item=dict(item))
+        if kind in _PART:
+            yield self._placed("response.content_part.added", content_index=0, part=self._part(""))
+
+    def _close(self, status: str) -> Iterator[Json]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item, text = self.items[-1], "".join(self._texts)
+        kind = item["type"]
+        item["status"] = status
+        if kind == "function_call":
+            item["arguments"] = text
+            yield self._placed("response.function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            part = self._part(text)
+            item["content"] = [part]
+            more: Json = {"logprobs": self._logprobs} if kind == "message" else {}
+            yield self._placed(f"response.{_PART[kind]}.done", content_index=0, text=text, **more)
+            yield self._placed("response.content_part.done", content_index=0, part=part)
+        if kind == "reasoning" and self._seals:
+            item["encrypted_content"] = sealed(text)
+        yield self._event("response.output_item.done", item=dict(item))
+
+    def _part(self, text: str) -> Json:
+        kind = self.items[-1]["type"]
+        more: Json = {"annotations": [], "logprobs": list(self._logprobs)} if kind == "message" else {}
+        return {"type": _PART[kind], "text": text, **more}
+
+    def _said(self, kind: str, text: str, **more: Any) -> Json:
+        self._texts.append(text)
+        return self._placed(kind, content_index=0, delta=text, **more)
+
+    def _placed(self, kind: str, **more: Any) -> Json:
+        return self._event(kind, item_id=self.items[-1]["id"], **more)
+
+    def _event(self, kind: str, **more: Any) -> Json:
+        return {"type": kind, "output_index": len(self.items) - 1, **more}

@@ -1,0 +1,197 @@
+"""Responses and conversations as they are stored. Every method raises ApiError."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from services.gateway.api.responses.items import REFERENCE, response_of
+from services.gateway.request.errors import ApiError, bad_request, unavailable
+from services.gateway.state.state_store import Changed, Record, StateStore, StoreAway
+from services.shared import limits
+
+logger = logging.getLogger(__name__)
+
+TURNS = 16  # of writers of one conversation, which may meet
+PAUSE_S = 0.01
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What came before a request. items: in order. chain: the responses that they are of, oldest first. num_bytes: of those."""
+
+    items: list[Json] = field(default_factory=list)
+    chain: tuple[str, ...] = ()
+    num_bytes: int = 0
+
+
+class Records:
+    """store: None where this gateway keeps nothing."""
+
+    def __init__(self, store: StateStore | None, retry_after_s: int) -> None:
+        self._store = store
+        self._retry_after_s = retry_after_s
+
+    async def after(self, owner: str, response_id: str) -> Context:
+        """The context of a response that follows this one."""
+        last = await self._response(owner, response_id, "previous_response_id")
+        names = (*last["chain"], response_id)
+        if len(names) > limits.MAX_RESPONSE_CHAIN or last["bytes"] > limits.MAX_CHAIN_BYTES:
+            message = "The responses before this one are too many, or too long. Begin anew with what is to be kept of them."
+            raise bad_request("previous_response_id", message, "context_length_exceeded")
+        earlier = [None if found is None else orjson.loads(found.content) for found in await self._get(owner, last["chain"])]
+        if None in earlier:
+            raise _not_found("previous_response_id", "A response that this one builds on is gone.", "previous_response_not_found")
+        turns = [*earlier, last]
+        items = [item for turn in turns if turn for item in (*turn["input"], *turn["response"]["output"])]
+        return Context(items, names, last["bytes"])
+
+    async def resolved(self, owner: str, items: Sequence[Json], before: Context) -> list[Json]:
+        """With what references stand for; those to what is there already are left out."""
+        known = {item["id"] for item in before.items}
+        found = []
+        for index, item in enumerate(items):
+            if item["type"] != REFERENCE:
+                found.append(item)
+            elif item["id"] not in known:
+                found.append(await self._referred(owner, item["id"], f"input[{index}].id"))
+        return found
+
+    async def keep_response(self, owner: str, response: Json, items: Sequence[Json], before: Context) -> bool:
+        """Whether it is kept from here on. items: its input."""
+        record: Json = {"response": response, "input": list(items), "chain": list(before.chain), "bytes": 0}
+        record["bytes"] = before.num_bytes + len(orjson.dumps(record))
+        return await self._try_put(owner, response["id"], record)
+
+    async def response(self, owner: str, response_id: str) -> Json:
+        found: Json = (await self._response(owner, response_id, "response_id"))["response"]
+        return found
+
+    async def input_items(self, owner: str, response_id: str) -> list[Json]:
+        found: list[Json] = (await self._response(owner, response_id, "response_id"))["input"]
+        return found
+
+    async def delete(self, owner: str, name: str, param: str) -> None:
+        async with self._reached() as store:
+            there = await store.delete(owner, name)
+        if not there:
+            raise _gone(param)
+
+    async def begin_conversation(self, owner: str, items: Sequence[Json], metadata: Json) -> Json:
+        """With its id."""
+        conversation: Json = {
+            "id": f"conv_{secrets.token_hex(24)}",
+            "created_at": int(time.time()),
+            "metadata": metadata,
+            "items": list(items),
+        }
+        async with self._reached() as store:
+            kept = await store.put(owner, conversation["id"], orjson.dumps(conversation), version=0)
+        if not kept:
+            raise _full()
+        return conversation
+
+    async def conversation(self, owner: str, conversation_id: str, param: str = "conversation_id") -> Json:
+        return (await self._conversation(owner, conversation_id, param))[0]
+
+    async def update_conversation(self, owner: str, conversation_id: str, metadata: Json) -> Json:
+        return await self._change(owner, conversation_id, lambda conversation: conversation.update(metadata=metadata))
+
+    async def extend(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Json:
+        """What is there already stays where it is."""
+
+        def extended(conversation: Json) -> None:
+            known = {item["id"] for item in conversation["items"]}
+            conversation["items"] += [item for item in items if item["id"] not in known]
+
+        return await self._change(owner, conversation_id, extended)
+
+    async def remove_item(self, owner: str, conversation_id: str, item_id: str) -> Json:
+        def removed(conversation: Json) -> None:
+            conversation["items"] = [item for item in conversation["items"] if item["id"] != item_id]
+
+        return await self._change(owner, conversation_id, removed)
+
+    async def _change(self, owner: str, conversation_id: str, change: Any) -> Json:
+        for _ in range(TURNS):
+            conversation, version = await self._conversation(owner, conversation_id, "conversation_id")
+            change(conversation)
+            try:
+                async with self._reached() as store:
+                    kept = await store.put(owner, conversation_id, orjson.dumps(conversation), version)
+            except Changed:
+                await asyncio.sleep(PAUSE_S * (1 + secrets.randbelow(TURNS)))
+                continue
+            if not kept:
+                raise _full()
+            return conversation
+        raise ApiError(409, "Others write to this conversation all the time.", param="conversation", code="conversation_locked")
+
+    async def _conversation(self, owner: str, conversation_id: str, param: str) -> tuple[Json, int]:
+        (found,) = await self._get(owner, [conversation_id]) if conversation_id.startswith("conv_") else [None]
+        if found is None:
+            raise _not_found(param, "There is no such conversation.", "conversation_not_found")
+        return orjson.loads(found.content), found.version
+
+    async def _response(self, owner: str, response_id: str, param: str) -> Json:
+        (found,) = await self._get(owner, [response_id]) if response_id.startswith("resp_") else [None]
+        if found is None:
+            code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
+            raise _not_found(param, "There is no such response, or not any more.", code)
+        record: Json = orjson.loads(found.content)
+        return record
+
+    async def _referred(self, owner: str, item_id: str, param: str) -> Json:
+        name = response_of(item_id)
+        (found,) = await self._get(owner, [name]) if name else [None]
+        output = orjson.loads(found.content)["response"]["output"] if found is not None else ()
+        match = [item for item in output if item["id"] == item_id]
+        if not match:
+            raise _not_found(param, "There is no such item, or not any more.", "item_not_found")
+        item: Json = match[0]
+        return item
+
+    async def _get(self, owner: str, names: Sequence[str]) -> list[Record | None]:
+        async with self._reached() as store:
+            return await store.get(owner, names)
+
+    async def _try_put(self, owner: str, name: str, record: Json) -> bool:
+        """An answer is worth more than its record."""
+        if self._store is None:
+            return False
+        try:
+            return await self._store.put(owner, name, orjson.dumps(record))
+        except StoreAway as away:
+            logger.warning("a response is not kept: %s", away)
+            return False
+
+    @asynccontextmanager
+    async def _reached(self) -> AsyncIterator[StateStore]:
+        if self._store is None:
+            raise ApiError(400, "This server keeps nothing: it has no store.", code="no_store")
+        try:
+            yield self._store
+        except StoreAway:
+            raise unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable") from None
+
+
+def _not_found(param: str, message: str, code: str) -> ApiError:
+    return ApiError(404, message, param=param, code=code)
+
+
+def _gone(param: str) -> ApiError:
+    return _not_found(param, "There is nothing of this id, or not any more.", "not_found")
+
+
+def _full() -> ApiError:
+    return ApiError(429, "No more can be kept for this API key, or in this conversation.", code="store_full")

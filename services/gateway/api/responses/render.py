@@ -1,0 +1,147 @@
+"""A response as a document, or as the events of a stream. It is kept before its client is told that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from services.gateway.api.choice_events import ChoiceEvents
+from services.gateway.api.logprob_forms import ChatLogprobs
+from services.gateway.api.responses.output import OutputItems
+from services.gateway.api.responses.types import ResponsesRequest
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.errors import ApiError
+from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.request.usage import usage_of
+
+Json = dict[str, Any]
+Keep = Callable[[Json], Awaitable[bool]]  # whether the response is kept
+
+_STATUS = {"length": "incomplete", "abort": "cancelled"}
+_ERROR_CODES = {429: "rate_limit_exceeded"}
+
+
+class ResponseRenderer:
+    """asked: the body. keep: has the response kept where that is wanted."""
+
+    def __init__(
+        self,
+        request: ClientRequest,
+        created: int,
+        model: str,
+        token_texts: ModelTexts,
+        response_id: str,
+        asked: ResponsesRequest,
+        keep: Keep,
+    ) -> None:
+        self._request = request
+        self._keep = keep
+        self._response = _begun(response_id, created, model, asked)
+        self._stores = self._response["store"]
+        seals = "reasoning.encrypted_content" in (asked.include or ())
+        self._output = OutputItems(response_id.partition("_")[2], seals)
+        self._logprobs = ChatLogprobs(request.generation, token_texts)
+        self._events = ChoiceEvents(request.generation.parsing)
+        self._sequence = 0
+        # Which tokens are the text's is known only where all of them are.
+        self._has_logprobs = request.generation.wants_logprobs and request.generation.parsing is None
+
+    async def chunk(self, delta: Delta) -> bytes:
+        told: list[Json] = []
+        if delta.first:
+            told += [{"type": f"response.{kind}", "response": self._response} for kind in ("created", "in_progress")]
+        return self._written([*told, *await self._told(delta)])
+
+    async def ending(self) -> bytes:
+        await self._finish()
+        kind = "completed" if self._response["status"] == "completed" else "incomplete"
+        return self._written([{"type": f"response.{kind}", "response": self._response}])
+
+    def failure(self, error: ApiError) -> bytes:
+        code = _ERROR_CODES.get(error.status, "invalid_prompt" if error.status < 500 else "server_error")
+        failed = {"status": "failed", "error": {"code": code, "message": error.message}, "output": self._output.items}
+        return self._written([{"type": "response.failed", "response": {**self._response, **failed, "store": False}}])
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        for delta in deltas:
+            await self._told(delta)
+        await self._finish()
+        return orjson.dumps(self._response)
+
+    async def _told(self, delta: Delta) -> list[Json]:
+        if self._has_logprobs:
+            self._output.logprobs(orjson.loads(await self._logprobs.of(delta))["content"])
+        told = [each for event in self._events.of(delta) for each in self._output.add(event)]
+        if delta.ending is not None:
+            status = _STATUS.get(delta.ending.finish_reason, "completed")
+            told += self._output.finish("completed" if status == "completed" else "incomplete")
+            self._response["status"] = status
+        return told
+
+    async def _finish(self) -> None:
+        """What is asked to be kept is kept now, or says that it is not."""
+        response = self._response
+        response["output"] = self._output.items
+        response["usage"] = _usage(self._request)
+        if response["status"] == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif response["status"] == "completed":
+            response["completed_at"] = response["created_at"] + int(self._request.clock() - self._request.arrived)
+        response["store"] = await self._keep(response) and self._stores
+
+    def _written(self, events: Iterable[Json]) -> bytes:
+        return b"".join(map(self._event, events))
+
+    def _event(self, event: Json) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps({**event, "sequence_number": number}))
+
+
+def _begun(response_id: str, created: int, model: str, asked: ResponsesRequest) -> Json:
+    """Before anything has been said."""
+    conversation = asked.conversation if isinstance(asked.conversation, str | None) else asked.conversation.id
+    text, reasoning = asked.text, asked.reasoning
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "conversation": None if conversation is None else {"id": conversation},
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": asked.max_tool_calls,
+        "metadata": asked.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": asked.previous_response_id,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": asked.store is not False,
+        "temperature": asked.temperature,
+        "text": {"format": (text and text.format) or {"type": "text"}, "verbosity": (text and text.verbosity) or "medium"},
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in asked.tools or ()],
+        "top_logprobs": asked.top_logprobs or 0,
+        "top_p": asked.top_p,
+        "truncation": asked.truncation or "disabled",
+        "usage": None,
+    }
+
+
+def _usage(request: ClientRequest) -> Json:
+    usage = usage_of(request)
+    details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": details,
+        "total_tokens": usage["total_tokens"],
+    }

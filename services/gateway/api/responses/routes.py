@@ -1,0 +1,220 @@
+"""The Responses API's routes: responses, which generate, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from services.gateway.api.body_errors import of_validation
+from services.gateway.api.responses.call import ChatPreparer, ResponsesCall
+from services.gateway.api.responses.items import checked_items
+from services.gateway.api.responses.operations import (
+    CANCEL,
+    CONVERSATION,
+    CONVERSATIONS,
+    INPUT_ITEMS,
+    INPUT_TOKENS,
+    ITEM,
+    ITEMS,
+    OPERATIONS,
+    RESPONSE,
+    RESPONSES,
+)
+from services.gateway.api.responses.records import Records
+from services.gateway.api.responses.translation import check_metadata
+from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
+from services.gateway.api.strict_json import parse_json
+from services.gateway.http.body import held_body
+from services.gateway.http.body_budget import ClientGone
+from services.gateway.http.direct_routes import Endpoint
+from services.gateway.http.exchange import Exchange, Generator
+from services.gateway.request.bodies import Body, ReceivedBody
+from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request
+from services.gateway.request.origin import Origin
+from services.gateway.state.owner import owner_of
+from services.shared import limits
+
+Json = dict[str, Any]
+T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+
+_PAGE, _MOST = 20, 100
+
+
+class ResponsesApi:
+    """One per process."""
+
+    operations = OPERATIONS
+
+    def __init__(self, generator: Generator, preparer: ChatPreparer, records: Records) -> None:
+        self._generator = generator
+        self._preparer = preparer
+        self._records = records
+
+    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+        """Returns what generates, by path."""
+        self._add_kept(app)
+        self._add_conversations(app)
+        self._add_items(app)
+        return self._add_generation(app)
+
+    def _add_generation(self, app: FastAPI) -> Mapping[str, Endpoint]:
+        @app.post(RESPONSES)
+        async def responses() -> Response:
+            call = ResponsesCall(self._preparer, self._records)
+            return Exchange(self._generator, call.prepare, call.renderer)
+
+        @app.post(INPUT_TOKENS)
+        async def input_tokens(request: Request) -> Response:
+            call = ResponsesCall(self._preparer, self._records)
+            state = request.scope["state"]
+            origin = Origin(state["request_id"], caller=state["caller"])
+            count = await self._with_body(request, limits.MAX_BODY_BYTES, lambda body: call.count(body, origin))
+            return _json({"object": "response.input_tokens", "input_tokens": count})
+
+        return {RESPONSES: responses}
+
+    def _add_kept(self, app: FastAPI) -> None:
+        @app.get(RESPONSE)
+        async def response(request: Request, response_id: str) -> Response:
+            _check_id(response_id)
+            if request.query_params.get("stream") in ("true", "1"):
+                raise bad_request("stream", "'stream': a response that is kept is not streamed again.", "unsupported_parameter")
+            return _json(await self._records.response(_owner(request), response_id))
+
+        @app.delete(RESPONSE)
+        async def forget(request: Request, response_id: str) -> Response:
+            _check_id(response_id)
+            await self._records.delete(_owner(request), response_id, "response_id")
+            return _json({"id": response_id, "object": "response.deleted", "deleted": True})
+
+        @app.post(CANCEL)
+        async def cancel(request: Request, response_id: str) -> Response:
+            raise bad_request(
+                "response_id", "Only responses in the background can be cancelled; this server has none.", "unsupported_operation"
+            )
+
+        @app.get(INPUT_ITEMS)
+        async def input_items(request: Request, response_id: str) -> Response:
+            return _json(_page(await self._records.input_items(_owner(request), response_id), request.query_params))
+
+    def _add_conversations(self, app: FastAPI) -> None:
+        @app.post(CONVERSATIONS)
+        async def begin(request: Request) -> Response:
+            given = await self._read(request, ConversationRequest)
+            items = _few([] if given.items is None else given.items)
+            return _json(_card(await self._records.begin_conversation(_owner(request), items, check_metadata(given.metadata))))
+
+        @app.get(CONVERSATION)
+        async def conversation(request: Request, conversation_id: str) -> Response:
+            return _json(_card(await self._records.conversation(_owner(request), conversation_id)))
+
+        @app.post(CONVERSATION)
+        async def update(request: Request, conversation_id: str) -> Response:
+            metadata = check_metadata((await self._read(request, ConversationUpdate)).metadata)
+            return _json(_card(await self._records.update_conversation(_owner(request), conversation_id, metadata)))
+
+        @app.delete(CONVERSATION)
+        async def forget(request: Request, conversation_id: str) -> Response:
+            await self._records.delete(_owner(request), conversation_id, "conversation_id")
+            return _json({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+    def _add_items(self, app: FastAPI) -> None:
+        @app.get(ITEMS)
+        async def items(request: Request, conversation_id: str) -> Response:
+            found = await self._records.conversation(_owner(request), conversation_id)
+            return _json(_page(found["items"], request.query_params))
+
+        @app.post(ITEMS)
+        async def add(request: Request, conversation_id: str) -> Response:
+            new = _few((await self._read(request, ItemsRequest)).items)
+            await self._records.extend(_owner(request), conversation_id, new)
+            return _json(_list(new, False))
+
+        @app.get(ITEM)
+        async def item(request: Request, conversation_id: str, item_id: str) -> Response:
+            found = await self._records.conversation(_owner(request), conversation_id)
+            return _json(_one(found["items"], item_id))
+
+        @app.delete(ITEM)
+        async def remove(request: Request, conversation_id: str, item_id: str) -> Response:
+            found = await self._records.conversation(_owner(request), conversation_id)
+            _one(found["items"], item_id)
+            return _json(_card(await self._records.remove_item(_owner(request), conversation_id, item_id)))
+
+    async def _read(self, request: Request, model: type[B]) -> B:
+        """Raises ApiError."""
+
+        async def parsed(body: ReceivedBody) -> B:
+            try:
+                return model.model_validate(parse_json(body.take()))
+            except ValidationError as error:
+                raise of_validation(error) from None
+
+        return await self._with_body(request, limits.MAX_RECORD_BYTES, parsed)
+
+    async def _with_body(self, request: Request, most: int, use: Callable[[ReceivedBody], Awaitable[T]]) -> T:
+        """Raises ApiError."""
+        settings = self._generator.settings
+        most = min(most, settings.max_body_bytes)
+        try:
+            async with held_body(request.scope, request.receive, self._generator.bodies, most, settings.body_timeout_s) as body:
+                return await use(body)
+        except ClientGone:
+            raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
+
+
+def _check_id(response_id: str) -> None:
+    """A path of its own is no response's."""
+    if f"{RESPONSES}/{response_id}" == INPUT_TOKENS:
+        raise HTTPException(405)
+
+
+def _owner(request: Request) -> str:
+    return owner_of(request.scope["state"]["key"])
+
+
+def _few(given: Any) -> list[Json]:
+    items = checked_items(given, "items")
+    if len(items) > limits.MAX_CONVERSATION_ITEMS:
+        raise bad_request("items", f"'items' may have at most {limits.MAX_CONVERSATION_ITEMS} items.")
+    return items
+
+
+def _one(items: Sequence[Json], item_id: str) -> Json:
+    found = [item for item in items if item["id"] == item_id]
+    if not found:
+        raise ApiError(404, "There is no such item.", param="item_id", code="item_not_found")
+    return found[0]
+
+
+def _card(conversation: Json) -> Json:
+    kept = {name: conversation[name] for name in ("id", "created_at", "metadata")}
+    return {**kept, "object": "conversation"}
+
+
+def _page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
+    """Newest first, unless `order` is asc; those after the item `after`, `limit` of them."""
+    order, after, given = query.get("order", "desc"), query.get("after"), query.get("limit", str(_PAGE))
+    if order not in ("asc", "desc"):
+        raise bad_request("order", "'order' must be asc or desc.")
+    if not given.isdecimal() or not 1 <= int(given) <= _MOST:
+        raise bad_request("limit", f"'limit' must be a number from 1 to {_MOST}.")
+    ordered = list(items) if order == "asc" else list(items)[::-1]
+    if after is not None:
+        ordered = ordered[ordered.index(_one(ordered, after)) + 1 :]
+    return _list(ordered[: int(given)], len(ordered) > int(given))
+
+
+def _list(items: Sequence[Json], has_more: bool) -> Json:
+    ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": list(items), "first_id": ends[0], "last_id": ends[1], "has_more": has_more}
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

@@ -1,0 +1,110 @@
+"""The bodies of the Responses API. They validate and document; items are checked by hand in items.py.
+
+Source: OpenAI's API reference, POST /v1/responses and /v1/conversations.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from services.gateway.api.request_body import Effort, PlacedBody, SamplingBody
+from services.gateway.request.bodies import Body
+from services.shared import limits
+from services.shared.sampling_parameters import UINT32_MAX
+
+_ITEMS_SCHEMA = {"type": "array", "items": {"type": "object"}}
+_INPUT_SCHEMA = {"anyOf": [{"type": "string"}, _ITEMS_SCHEMA], "title": "Input"}
+_METADATA_SCHEMA = {"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}
+
+# Checked by hand: the answer names the exact element.
+Input = Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
+Items = Annotated[Any, WithJsonSchema(_ITEMS_SCHEMA)]
+Metadata = Annotated[Any, WithJsonSchema(_METADATA_SCHEMA)]
+Include = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
+class TextConfig(Body):
+    format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with name and schema.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted and not used.")
+
+
+class ReasoningConfig(Body):
+    effort: Effort | None = Field(None, description="Given to the chat template.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Accepted and not used: a reasoning item has the reasoning itself."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="As summary.")
+
+
+class ConversationReference(Body):
+    id: str = Field(max_length=limits.MAX_STORED_ID_CHARS)
+
+
+class ResponsesRequest(SamplingBody, PlacedBody):
+    """stream_options and text are as in OpenAI's; sampling parameters that OpenAI's has not are those of chat completions."""
+
+    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
+    input: Input = Field(None, description="A text, or a list of items.")
+    instructions: str | None = Field(None, description="A system message before all else; of this response alone.")
+    previous_response_id: str | None = Field(
+        None, max_length=limits.MAX_STORED_ID_CHARS, description="A stored response that this one follows."
+    )
+    conversation: str | ConversationReference | None = Field(
+        None, description="A conversation whose items come before, and which gets the new ones."
+    )
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=UINT32_MAX, description="Reasoning included. Default: what the context leaves."
+    )
+    max_tool_calls: int | None = Field(None, ge=1, description="Of hosted tools, which there are none of: accepted and not used.")
+    tools: list[dict[str, Any]] | None = Field(
+        None, max_length=limits.MAX_TOOLS, description="Functions that the model may call."
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto (the default), required, a function or allowed_tools."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")
+    text: TextConfig | None = Field(None, description="What the answer's text must be.")
+    reasoning: ReasoningConfig | None = Field(None, description="How the model thinks before it answers.")
+    include: list[Include] | None = Field(
+        None,
+        description="reasoning.encrypted_content; message.output_text.logprobs, where all is text: neither may tools be"
+        " called, nor does the model reason. The others add nothing.",
+    )
+    top_logprobs: int | None = Field(
+        None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Of the likeliest tokens too, with message.output_text.logprobs."
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: the oldest items are left out until the rest fits. Default disabled."
+    )
+    store: bool | None = Field(None, description="Keep the response, so that a later one can follow it. Default true.")
+    stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
+    metadata: Metadata = Field(None, description="Up to 16 names and texts, which come back with the response.")
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64, description="As in chat completions.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+
+
+class ConversationRequest(Body):
+    items: Items = Field(None, description="Up to 20 items to begin with.")
+    metadata: Metadata = Field(None, description="Up to 16 names and texts.")
+
+
+class ConversationUpdate(Body):
+    metadata: Metadata = Field(description="In place of what there was.")
+
+
+class ItemsRequest(Body):
+    items: Items = Field(description="Up to 20 items, behind those that there are.")

@@ -1,0 +1,132 @@
+"""Records in a Redis of their own, with append-only file, which is never the index's: that one may lose everything at any time.
+
+    state:of:OWNER:NAME   hash   c: content, v: version; with a TTL that begins anew with every use
+    state:use:OWNER       zset   names by the time at which they expire
+    state:size:OWNER      hash   bytes by name; "!": of all of them
+
+Each call is one script: what counts against a quota and what is there are never told apart by a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from services.gateway.state.state_store import Changed, Record, StoreAway
+from services.shared.index.redis_client import redis_client
+from services.shared.limits import MAX_RECORD_BYTES
+
+TIMEOUT_S = 2.0  # of a try
+PAUSE_S = 0.1
+
+# A script without the flag is refused where there is no memory.
+_READS = "#!lua flags=allow-oom\n"
+_FORGET = """
+local function forget(name)
+  local size = tonumber(redis.call('HGET', KEYS[2], name) or '0')
+  redis.call('HDEL', KEYS[2], name)
+  if size > 0 then redis.call('HINCRBY', KEYS[2], '!', -size) end
+  redis.call('ZREM', KEYS[1], name)
+end
+local now = tonumber(redis.call('TIME')[1])
+local ttl = tonumber(ARGV[1])
+local function refresh(key, name)
+  redis.call('EXPIRE', key, ttl)
+  redis.call('ZADD', KEYS[1], now + ttl, name)
+end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000)) do forget(name) end
+redis.call('EXPIRE', KEYS[1], ttl)
+redis.call('EXPIRE', KEYS[2], ttl)
+"""
+_GET = (
+    _READS
+    + _FORGET
+    + """
+local found = {}
+for at = 3, #KEYS do
+  local record = redis.call('HMGET', KEYS[at], 'c', 'v')
+  if record[1] then refresh(KEYS[at], ARGV[at - 1]) end
+  found[#found + 1] = record[1] or false
+  found[#found + 1] = record[2] or false
+end
+return found
+"""
+)
+_PUT = (
+    "#!lua\n"
+    + _FORGET
+    + """
+local name, content, expected, most, most_bytes = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local version = tonumber(redis.call('HGET', KEYS[3], 'v') or '0')
+if expected >= 0 and version ~= expected then return -1 end
+local old = tonumber(redis.call('HGET', KEYS[2], name) or '0')
+local used = tonumber(redis.call('HGET', KEYS[2], '!') or '0')
+if used - old + #content > most_bytes then return 0 end
+if version == 0 and redis.call('ZCARD', KEYS[1]) >= most then return 0 end
+redis.call('HSET', KEYS[3], 'c', content, 'v', version + 1)
+redis.call('HSET', KEYS[2], name, #content)
+redis.call('HINCRBY', KEYS[2], '!', #content - old)
+refresh(KEYS[3], name)
+redis.call('EXPIRE', KEYS[2], ttl)
+redis.call('EXPIRE', KEYS[1], ttl)
+return version + 1
+"""
+)
+_DELETE = (
+    _READS
+    + _FORGET
+    + """
+local there = redis.call('DEL', KEYS[3])
+forget(ARGV[2])
+return there
+"""
+)
+
+
+class RedisStore:
+    """Implements StateStore. ttl_s: seconds that a record lives after its last use. records, record_bytes: of one owner.
+    patience_s: of a call, which is tried again until then."""
+
+    def __init__(self, url: str, ttl_s: int, records: int, record_bytes: int, patience_s: float) -> None:
+        """Raises ValueError if the URL is none."""
+        self._client = redis_client(url, TIMEOUT_S)
+        self._ttl_s, self._records, self._record_bytes, self._patience_s = ttl_s, records, record_bytes, patience_s
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def get(self, owner: str, names: Sequence[str]) -> list[Record | None]:
+        if not names:
+            return []
+        found = await self._call(_GET, owner, names, *names)
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return [None if content is None else Record(content, int(version)) for content, version in pairs]
+
+    async def put(self, owner: str, name: str, content: bytes, version: int | None = None) -> bool:
+        if len(content) > MAX_RECORD_BYTES:
+            return False
+        expected = -1 if version is None else version
+        now = await self._call(_PUT, owner, [name], name, content, expected, self._records, self._record_bytes)
+        if now == -1:
+            raise Changed
+        return int(now) > 0
+
+    async def delete(self, owner: str, name: str) -> bool:
+        return bool(await self._call(_DELETE, owner, [name], name))
+
+    async def _call(self, script: str, owner: str, names: Sequence[str], *arguments: Any) -> Any:
+        """Tries until it has an answer or no patience is left: a try whose answer was lost may have happened, and happens again
+        to the same end."""
+        keys = [f"state:use:{owner}", f"state:size:{owner}", *(f"state:of:{owner}:{name}" for name in names)]
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await self._client.eval(script, len(keys), *keys, self._ttl_s, *arguments)
+            except (RedisError, OSError) as error:
+                if time.monotonic() + PAUSE_S > until:
+                    raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
+            await asyncio.sleep(PAUSE_S)

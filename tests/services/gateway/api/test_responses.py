@@ -1,0 +1,318 @@
+"""The Responses API with OpenAI's own client: output items, streams, what is kept and what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import orjson
+import pytest
+from openai import OpenAI
+
+from services.shared import limits
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import System
+from tests.services.redis_server import RedisServer
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+ALL = "<think>Hm.</think>It rains.\n" + CALL
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(folder=tmp_path_factory.mktemp("state"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def system(store: RedisServer) -> Iterator[System]:
+    with System(formats=("hermes", "think"), gateways=2, state_redis_url=store.url) as started:
+        yield started
+
+
+@pytest.fixture
+def says(system: System) -> Iterator[Any]:
+    """Sets what the model writes."""
+    yield lambda text: setattr(system.worker, "answer", lambda submit: text)
+    system.worker.answer = lambda submit: "Hello, world!"
+
+
+@pytest.fixture
+def client(system: System) -> OpenAI:
+    return system.openai()
+
+
+def messages(system: System) -> list[dict[str, Any]]:
+    """That the model was shown last."""
+    found: list[dict[str, Any]] = orjson.loads(system.tokenizer.calls[-1].messages_json)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Without what is made up anew every time, and what the client adds."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if not isinstance(value, dict):
+        return value
+    return {name: plain(each) for name, each in value.items() if name not in ("id", "call_id", "parsed", "parsed_arguments")}
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        pytest.param("Hello.", ["message"], id="text"),
+        pytest.param(CALL, ["function_call"], id="a call"),
+        pytest.param(CALL + "\n" + CALL.replace("Bonn", "Rome"), ["function_call"] * 2, id="two calls"),
+        pytest.param(ALL, ["reasoning", "message", "function_call"], id="everything"),
+    ],
+)
+def test_a_stream_tells_what_the_whole_has(client: OpenAI, says: Any, text: str, kinds: list[str]) -> None:
+    says(text)
+    asked: Any = {
+        "model": MODEL,
+        "input": "Hi",
+        "tools": [WEATHER],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+    }
+    whole = client.responses.create(**asked)
+    assert whole.status == "completed" and [item.type for item in whole.output] == kinds
+    assert whole.usage is not None and whole.usage.output_tokens == len(text) + 1
+    with client.responses.stream(**asked) as stream:
+        told = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    assert [told[0].type, told[1].type, told[-1].type] == ["response.created", "response.in_progress", "response.completed"]
+    assert plain(final.output) == plain(whole.output) and final.output_text == whole.output_text
+    done = [event.item.to_dict() for event in told if event.type == "response.output_item.done"]
+    assert plain(done) == plain(final.output)
+    deltas = [event.delta for event in told if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == final.output_text
+
+
+def test_what_a_model_has_done_goes_on_where_it_stood(system: System, client: OpenAI, says: Any) -> None:
+    """Its reasoning, text and calls are one message of the chat, the tool's result is the next one; another gateway goes on."""
+    says(ALL)
+    first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], instructions="Be brief.")
+    call = next(item for item in first.output if item.type == "function_call")
+    says("So it is.")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    other = system.openai(base_url=system.url("/v1", gateway=1))
+    second = other.responses.create(model=MODEL, input=[result], previous_response_id=first.id, tools=[WEATHER])
+    assert first.store is True and second.previous_response_id == first.id and second.output_text == "So it is."
+    function = {"name": "weather", "arguments": '{"city": "Bonn"}'}
+    assert messages(system) == [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "It rains.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
+    ], "instructions are of the first one alone"
+    third = client.responses.create(input="And then?", previous_response_id=second.id)  # type: ignore[call-overload]
+    assert [message["role"] for message in messages(system)] == ["user", "assistant", "tool", "assistant", "user"]
+    assert client.responses.retrieve(third.id).to_dict() == third.to_dict()
+
+
+def test_a_client_can_carry_it_all_itself(system: System, client: OpenAI, says: Any) -> None:
+    says(ALL)
+    sealed: Any = {"include": ["reasoning.encrypted_content"], "store": False}
+    first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], **sealed)
+    assert first.store is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    carried: list[Any] = [item.to_dict() for item in first.output]
+    carried[0] = {name: value for name, value in carried[0].items() if name != "content"}
+    call_id = carried[2]["call_id"]
+    carried = [{"role": "user", "content": "Weather?"}, *carried]
+    carried.append({"type": "function_call_output", "call_id": call_id, "output": [{"type": "input_text", "text": "rain"}]})
+    client.responses.create(model=MODEL, input=carried, tools=[WEATHER], **sealed)
+    assert [message["role"] for message in messages(system)] == ["user", "assistant", "tool"]
+    assert messages(system)[1]["reasoning_content"] == "Hm." and messages(system)[2]["content"] == "rain"
+
+
+def test_items_can_be_named_in_place_of_being_sent(system: System, client: OpenAI, says: Any) -> None:
+    says("One.")
+    first = client.responses.create(model=MODEL, input="Hi")
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    client.responses.create(model=MODEL, input=[reference, {"role": "user", "content": "And?"}])
+    assert messages(system) == [{"role": "assistant", "content": "One."}, {"role": "user", "content": "And?"}]
+    client.responses.create(model=MODEL, input=[reference], previous_response_id=first.id)
+    assert [message["role"] for message in messages(system)] == ["user", "assistant"], "it is there already"
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "msg_" + "0" * 36}])
+    assert refused.value.param == "input[0].id"
+
+
+def test_what_is_kept_can_be_listed_and_forgotten(client: OpenAI) -> None:
+    items: Any = [{"role": "user", "content": str(number)} for number in range(3)]
+    first = client.responses.create(model=MODEL, input=items, metadata={"a": "b"})
+    assert client.responses.retrieve(first.id).metadata == {"a": "b"}
+    listed = client.responses.input_items.list(first.id, limit=2, order="asc")
+    assert [item.content[0].text for item in listed] == ["0", "1", "2"], "over two pages"  # type: ignore[union-attr]
+    client.responses.delete(first.id)
+    for gone in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            gone(first.id)
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
+    assert refused.value.code == "previous_response_not_found"
+
+
+def test_a_conversation_gathers_what_is_said_in_it(system: System, client: OpenAI, says: Any) -> None:
+    begun: Any = [{"role": "system", "content": "Be kind."}]
+    conversation = client.conversations.create(items=begun, metadata={"a": "b"})
+    says("One.")
+    first = client.responses.create(model=MODEL, input="Hi", conversation=conversation.id)
+    assert first.conversation is not None and first.conversation.id == conversation.id
+    client.responses.create(model=MODEL, input="And?", conversation={"id": conversation.id}, stream=True).response.read()
+    assert [message["content"] for message in messages(system)] == ["Be kind.", "Hi", "One.", "And?"]
+    items = list(client.conversations.items.list(conversation.id, order="asc"))
+    assert [item.role for item in items] == ["system", "user", "assistant", "user", "assistant"]  # type: ignore[union-attr]
+    client.conversations.items.create(conversation.id, items=[{"role": "user", "content": "More."}])
+    newest = client.conversations.items.list(conversation.id, limit=1).data[0]
+    assert client.conversations.items.retrieve(newest.id or "", conversation_id=conversation.id) == newest
+    client.conversations.items.delete(newest.id or "", conversation_id=conversation.id)
+    assert client.conversations.update(conversation.id, metadata={"c": "d"}).metadata == {"c": "d"}
+    assert client.conversations.retrieve(conversation.id).metadata == {"c": "d"}
+    assert client.conversations.delete(conversation.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model=MODEL, input="Hi", conversation=conversation.id)
+
+
+def test_log_probabilities_of_a_text_are_complete() -> None:
+    with System() as system:
+        client = system.openai()
+        asked: Any = {"model": MODEL, "input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            list(stream)
+            final = stream.get_final_response()
+    assert plain(final.output) == plain(whole.output)
+    (item,) = plain(whole.output)
+    assert len(item["content"][0]["logprobs"]) == len("Hello, world!") + 1
+
+
+def test_chains_and_conversations_have_an_end(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = client.responses.create(model=MODEL, input="Hi")
+    second = client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
+    for name in ("MAX_RESPONSE_CHAIN", "MAX_CHAIN_BYTES"):
+        with monkeypatch.context() as smaller:
+            smaller.setattr(limits, name, 1)
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.responses.create(model=MODEL, input="Hi", previous_response_id=second.id)
+            assert (refused.value.param, refused.value.code) == ("previous_response_id", "context_length_exceeded")
+    items: Any = [{"role": "user", "content": "Hi"}] * limits.MAX_CONVERSATION_ITEMS
+    conversation = client.conversations.create(items=items)
+    with pytest.raises(openai.BadRequestError, match="at most 20 items"):
+        client.conversations.items.create(conversation.id, items=[*items, items[0]])
+
+
+def test_an_answer_that_is_cut_says_so(client: OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=3) as stream:
+        told = list(stream)
+    assert told[-1].type == "response.incomplete"
+    cut = client.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert (cut.incomplete_details.reason, cut.output_text) == ("max_output_tokens", "Hel")
+    assert cut.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_structured_text_and_choices_of_tools_reach_the_worker(system: System, client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    client.responses.create(model=MODEL, input="Hi", text=wanted)
+    assert system.worker.submits[-1].sampling.grammar.WhichOneof("kind") == "structural_tag", "behind the reasoning"
+    chosen: Any = {"tool_choice": {"type": "function", "name": "weather"}, "tools": [WEATHER], "parallel_tool_calls": False}
+    client.responses.create(model=MODEL, input="Hi", **chosen)
+    assert "weather" in system.worker.submits[-1].sampling.grammar.structural_tag
+
+
+def test_a_long_history_can_lose_its_beginning(system: System, client: OpenAI) -> None:
+    items: Any = [{"role": "system", "content": "S"}, *({"role": "user", "content": str(n) * 100} for n in range(9))]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=MODEL, input=items)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
+    client.responses.create(model=MODEL, input=items, truncation="auto")
+    shown = [message["content"][0] for message in messages(system)]
+    assert shown[0] == "S" and shown[-1] == "8" and 2 < len(shown) < 10
+
+
+def test_tokens_are_counted_without_an_answer(system: System, client: OpenAI) -> None:
+    before = len(system.worker.submits)
+    counted = client.responses.input_tokens.count(model=MODEL, input="Hi")
+    assert counted.input_tokens == client.responses.create(model=MODEL, input="Hi").usage.input_tokens  # type: ignore[union-attr]
+    assert len(system.worker.submits) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"input": 1}, "input"),
+        ({"input": [{"type": "web_search_call", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": []}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}}, "text.format.schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {str(number): "" for number in range(limits.MAX_METADATA + 1)}}, "metadata"),
+        ({"conversation": "conv_a", "previous_response_id": "resp_a"}, "conversation"),
+        ({"previous_response_id": "x" * (limits.MAX_STORED_ID_CHARS + 1)}, "previous_response_id"),
+        ({"prompt": {"id": "a"}}, "prompt"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_name(system: System, body: dict[str, Any], param: str) -> None:
+    answer = system.post("/v1/responses", {"model": MODEL, "input": "Hi", **body})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert system.post("/v1/responses/resp_a/cancel", {}).status_code == 400
+
+
+def test_nobody_reads_what_another_key_has_kept(store: RedisServer) -> None:
+    with System(keys=["alice", "bob"], state_redis_url=store.url) as system:
+        alice, bob = (system.openai(api_key=key) for key in ("alice", "bob"))
+        first = alice.responses.create(model=MODEL, input="Hi")
+        assert alice.responses.create(model=MODEL, input="Hi", previous_response_id=first.id).status == "completed"
+        with pytest.raises(openai.NotFoundError):
+            bob.responses.retrieve(first.id)
+        with pytest.raises(openai.NotFoundError):
+            bob.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
+
+
+def test_without_its_store_a_gateway_answers_and_says_what_it_did_not_keep(tmp_path_factory: pytest.TempPathFactory) -> None:
+    server = RedisServer(folder=tmp_path_factory.mktemp("away"))
+    server.start()
+    with System(state_redis_url=server.url, state_patience_s=0.3) as system:
+        client = system.openai()
+        first = client.responses.create(model=MODEL, input="Hi")
+        server.kill()
+        assert client.responses.create(model=MODEL, input="Hi").store is False
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
+        assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
+        server.start()
+        assert client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id).store is True
+        server.kill()
+    with System() as system:
+        assert system.openai().responses.create(model=MODEL, input="Hi").store is False
+        with pytest.raises(openai.BadRequestError, match="keeps nothing"):
+            system.openai().responses.retrieve("resp_a")

@@ -1,0 +1,124 @@
+"""Records in a real server with its files on disk: quotas, versions, lives, and what a kill leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from services.gateway.state.owner import owner_of
+from services.gateway.state.redis_store import RedisStore
+from services.gateway.state.state_store import Changed, Record, StoreAway
+from services.shared.limits import MAX_RECORD_BYTES
+from tests.services.redis_server import EITHER_SERVER, RedisServer
+
+T = TypeVar("T")
+ALICE, BOB = owner_of("alice"), owner_of("bob")
+
+
+@pytest.fixture(scope="module", params=EITHER_SERVER)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    started = RedisServer(request.param, tmp_path_factory.mktemp("state"))
+    started.start()
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def empty(server: RedisServer) -> RedisServer:
+    server.client.flushall()
+    return server
+
+
+def with_store(server: RedisServer, use: Callable[[RedisStore], Awaitable[T]], ttl_s: int = 60, **limits: int) -> T:
+    async def run() -> T:
+        store = RedisStore(server.url, ttl_s, limits.get("records", 100), limits.get("record_bytes", 1 << 24), patience_s=0.5)
+        try:
+            return await use(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def test_each_owner_has_records_of_its_own(empty: RedisServer) -> None:
+    async def use(store: RedisStore) -> None:
+        assert await store.put(ALICE, "a", b"one") and await store.put(ALICE, "b", b"two")
+        assert await store.get(ALICE, ["b", "none", "a"]) == [Record(b"two", 1), None, Record(b"one", 1)]
+        assert await store.get(BOB, ["a"]) == [None] and not await store.delete(BOB, "a")
+        assert await store.delete(ALICE, "a") and not await store.delete(ALICE, "a")
+        assert await store.get(ALICE, ["a"]) == [None] and await store.get(ALICE, []) == []
+
+    with_store(empty, use)
+
+
+def test_a_version_that_is_not_there_any_more_is_not_overwritten(empty: RedisServer) -> None:
+    async def use(store: RedisStore) -> None:
+        assert await store.put(ALICE, "a", b"1", version=0)
+        assert await store.put(ALICE, "a", b"2", version=1)
+        for version in (0, 1, 3):
+            with pytest.raises(Changed):
+                await store.put(ALICE, "a", b"3", version=version)
+        assert await store.get(ALICE, ["a"]) == [Record(b"2", 2)]
+
+    with_store(empty, use)
+
+
+def test_what_is_beyond_a_quota_is_not_kept(empty: RedisServer) -> None:
+    async def use(store: RedisStore) -> None:
+        assert await store.put(ALICE, "a", b"x" * 60) and await store.put(ALICE, "b", b"x" * 30)
+        assert not await store.put(ALICE, "c", b"x"), "three records"
+        assert not await store.put(ALICE, "b", b"x" * 41), "bytes"
+        assert await store.put(ALICE, "b", b"x" * 40) and await store.put(BOB, "c", b"x" * 100)
+        assert await store.delete(ALICE, "a") and await store.put(ALICE, "c", b"x" * 60)
+        assert not await store.put(ALICE, "d", b"x" * (MAX_RECORD_BYTES + 1))
+
+    with_store(empty, use, records=2, record_bytes=100)
+
+
+def test_what_nobody_uses_ends_and_is_counted_no_more(empty: RedisServer) -> None:
+    async def use(store: RedisStore) -> None:
+        assert await store.put(ALICE, "used", b"x") and await store.put(ALICE, "unused", b"x")
+        deadline = time.monotonic() + 30
+        while (await store.get(ALICE, ["used"]))[0] is not None and empty.client.exists(f"state:of:{ALICE}:unused"):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        assert [found is None for found in await store.get(ALICE, ["used", "unused"])] == [False, True]
+        while not await store.put(ALICE, "other", b"x"):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+
+    with_store(empty, use, ttl_s=2, records=2)
+
+
+def test_what_was_acknowledged_outlives_a_kill(empty: RedisServer) -> None:
+    async def fill(store: RedisStore) -> None:
+        assert all([await store.put(ALICE, str(number), b"%d" % number) for number in range(50)])
+        empty.kill()
+        with pytest.raises(StoreAway):
+            await store.get(ALICE, ["1"])
+        restarting = asyncio.create_task(asyncio.to_thread(empty.start))
+        while not restarting.done():
+            await asyncio.sleep(0.01)
+        found = await store.get(ALICE, [str(number) for number in range(50)])
+        assert found == [Record(b"%d" % number, 1) for number in range(50)]
+
+    with_store(empty, fill)
+    empty.kill()
+    empty.start()
+
+
+def test_a_store_that_takes_nothing_is_away(empty: RedisServer) -> None:
+    async def use(store: RedisStore) -> None:
+        empty.client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(StoreAway):
+                await store.put(ALICE, "a", b"x")
+        finally:
+            empty.client.config_set("maxmemory", 0)
+        assert await store.put(ALICE, "a", b"x")
+
+    with_store(empty, use)
