@@ -25,7 +25,21 @@ BASES: Mapping[str, dict[str, Any]] = {
     "/abort_request": {"rid": "r0"},
     "/open_session": {"capacity_of_str_len": 64, "session_id": "s0", "timeout": 2.0},
     "/close_session": {"session_id": "s0"},
+    "/v1/responses": {"model": MODEL, "input": "Hi", "max_output_tokens": 4},
+    "/v1/responses/input_tokens": {"model": MODEL, "input": "Hi"},
+    "/v1/conversations": {"items": []},
+    "/v1/conversations/{conversation_id}": {"metadata": {}},
+    "/v1/conversations/{conversation_id}/items": {"items": []},
 }
+PARAMETERS = {"model_id": MODEL, "response_id": "resp_a", "conversation_id": "conv_a", "item_id": "msg_a"}
+ITEMS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "assistant"]), "content": st.text(max_size=20)}),
+        st.fixed_dictionaries({"type": st.just("function_call_output"), "call_id": st.just("a"), "output": st.text(max_size=9)}),
+        st.fixed_dictionaries({"type": st.just("item_reference"), "id": st.just("msg_a")}),
+    ),
+    max_size=3,
+)
 TEXTS = st.one_of(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3))
 IDS = st.lists(st.integers(0, 1279), min_size=1, max_size=9)
 PROMPTS = st.one_of(TEXTS, IDS, st.lists(IDS, min_size=1, max_size=3))
@@ -55,7 +69,10 @@ BY_HAND: Mapping[str, st.SearchStrategy[Any]] = {  # what a schema's own idea of
         st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=20)}), min_size=1
     ),
     "prompt": PROMPTS,
-    "input": PROMPTS,
+    "input": st.one_of(PROMPTS, ITEMS),
+    "items": ITEMS,
+    "metadata": st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=2),
+    "max_output_tokens": st.integers(1, 12),
     "text": TEXTS,
     "input_ids": st.one_of(IDS, st.lists(IDS, min_size=1, max_size=3)),
     "rid": RID,
@@ -112,11 +129,11 @@ class Cases:
 
     @property
     def posts(self) -> list[str]:
-        return [path for path, item in self._document["paths"].items() if "post" in item]
+        return [path for path, item in self._document["paths"].items() if "requestBody" in item.get("post", {})]
 
     def requests(self, path: str) -> st.SearchStrategy[Sent]:
         """Posted to it."""
-        nearly = st.builds(Sent, st.just("POST"), st.just(path), self.headers(), self._bodies(path), STAYS)
+        nearly = st.builds(Sent, st.just("POST"), st.just(_filled(path)), self.headers(), self._bodies(path), STAYS)
         whole = [self._whole(path, mode) for mode in GenerationMode]
         return st.one_of(nearly, nearly, nearly, nearly, *whole)
 
@@ -125,7 +142,7 @@ class Cases:
 
     def elsewhere(self) -> st.SearchStrategy[Sent]:
         """Any method of any path."""
-        known = st.sampled_from([path.replace("{model_id}", MODEL) for path in self._document["paths"]])
+        known = st.sampled_from(list(map(_filled, self._document["paths"])))
         text = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).map(quote)
         paths = st.one_of(known, st.builds(str.__add__, known, text), text.map("/".__add__))
         targets = st.one_of(paths, st.builds("{}?{}".format, paths, text))
@@ -138,7 +155,7 @@ class Cases:
         def sent(case: Any) -> Sent:
             headers = tuple((name, value) for name, value in (case.headers or {}).items() if _is_sane(str(value)))
             body = None if isinstance(case.body, NotSet) else case.body if isinstance(case.body, bytes) else dumped(case.body)
-            return Sent("POST", path, headers, body)
+            return Sent("POST", _filled(path), headers, body)
 
         return self._schema[path]["POST"].as_strategy(generation_mode=mode).map(sent)
 
@@ -183,6 +200,12 @@ class Cases:
                 operation = {"requestBody": {"required": True, "content": content}, "responses": {"200": {"description": "All."}}}
                 paths[f"/{schema}/{name}"] = {"post": operation}
         return {**self._document, "paths": paths}
+
+
+def _filled(path: str) -> str:
+    for name, value in PARAMETERS.items():
+        path = path.replace(f"{{{name}}}", value)
+    return path
 
 
 def _member(body: Any, name: str) -> Any:

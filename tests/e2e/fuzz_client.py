@@ -19,6 +19,7 @@ DEADLINE_S = 20.0  # of a request, by the gateway's flags
 ANSWER_S = DEADLINE_S + 10.0  # a session's worker has 10 s
 AT_ONCE = 4
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
+_FAILED = re.compile(rb'data: \{("error":|"type":"response.failed")')
 OF_HEADS = {100, 200, 204, 400, 401, 404, 405, 408, 413, 431, 503}
 
 
@@ -64,9 +65,9 @@ class Fuzzer:
         late = time.monotonic() - begun >= DEADLINE_S / 2
         if answer.status_code in (500, 502) or (answer.status_code == 504 and not late):
             faults.append(f"{answer.status_code}: {answer.text[:300]}")
-        if answer.headers.get("content-type", "").startswith("text/event-stream") and b'data: {"error":' in answer.content:
+        if answer.headers.get("content-type", "").startswith("text/event-stream") and _FAILED.search(answer.content):
             self.answered["stream"] += 1
-            faults += [answer.text[-300:]] if b'"internal_error"' in answer.content else []
+            faults += [answer.text[-300:]] if b"Internal server error" in answer.content else []
         return faults
 
     def _leave(self, sent: Sent) -> None:

@@ -17,7 +17,15 @@ from tests.night import NIGHTLY
 
 STREAMS = 200
 NUM_CASES = 96
-BY_NIGHT = ("state", "worker-0", "worker-1", "worker-2", "gateway-1", "tokenizer-1", "detokenizer-1")  # restarted as their likes are
+BY_NIGHT = (
+    "state",
+    "worker-0",
+    "worker-1",
+    "worker-2",
+    "gateway-1",
+    "tokenizer-1",
+    "detokenizer-1",
+)  # restarted as their likes are
 FREE_S = 1.0  # in which what clients left behind is free
 QUIET_S = 10.0  # the same after a fault, whose own traces may take longer
 
