@@ -28,7 +28,7 @@ from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import OPENAI, ApiError, unknown_model
+from services.gateway.request.errors import AnswerForm, ApiError, unknown_model
 from services.gateway.request.generation import ModelInfo
 
 _INFO = {"title": "Rootstock", "version": "0.1.0", "description": "An OpenAI-compatible API, and SGLang's own."}
@@ -39,7 +39,10 @@ _EXPOSED = ("x-request-id", "retry-after", *_RATE_LIMITS)  # of an answer's head
 
 
 class ApiRoutes(Protocol):
-    """An API beside OpenAI's chat, completions and embeddings."""
+    """An API beside OpenAI's chat, completions and embeddings. forms: how it writes errors, by path, where that is not as
+    OpenAI's."""
+
+    forms: Mapping[str, AnswerForm]
 
     @property
     def operations(self) -> Sequence[Operation]: ...
@@ -71,6 +74,7 @@ def build(
         redirect_slashes=False,
     )
     _add_errors(app)
+    forms = {path: form for api in apis for path, form in api.forms.items()}
     endpoints = dict(_add_generation(app, generator, preparer))
     for api in apis:
         endpoints.update(api.add_routes(app))
@@ -79,7 +83,7 @@ def build(
     keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
     app.openapi = cache(lambda: document(_INFO, operations, keys, bool(origins)))  # type: ignore[method-assign]
     routes = [operation.path for operation in operations]
-    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s, lambda path: OPENAI)
+    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s, forms)
     return _with_cors(door, origins)
 
 

@@ -18,6 +18,7 @@ from services.gateway import app
 from services.gateway.admin.gateway_peers import PeerGateways, PeerServicer
 from services.gateway.admin.tenants import Tenants
 from services.gateway.admin.worker_directory import WorkerDirectory
+from services.gateway.api.anthropic.routes import MessagesApi
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.routes import ResponsesApi
@@ -98,10 +99,9 @@ class Gateway:
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         self._store = _store(settings)
         responses = ResponsesApi(self.generator, preparer, Records(self._store, retry))
-        pace = self.dispatcher.pace
-        self.app = app.build(
-            self.generator, preparer, catalog.models, [native, responses], readiness, metrics, pace.retry_after_s
-        )
+        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(self.generator, preparer)]
+        retry_after_s = self.dispatcher.pace.retry_after_s
+        self.app = app.build(self.generator, preparer, catalog.models, apis, readiness, metrics, retry_after_s)
         self._registry = metrics.registry
         self._tls = _tls(settings)
         self._http = http_server.build(self.app, _http_options(settings, metrics, self._tls))

@@ -25,6 +25,8 @@ BASES: Mapping[str, dict[str, Any]] = {
     "/abort_request": {"rid": "r0"},
     "/open_session": {"capacity_of_str_len": 64, "session_id": "s0", "timeout": 2.0},
     "/close_session": {"session_id": "s0"},
+    "/v1/messages": {"model": MODEL, "messages": USER, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": USER},
     "/v1/responses": {"model": MODEL, "input": "Hi", "max_output_tokens": 4},
     "/v1/responses/input_tokens": {"model": MODEL, "input": "Hi"},
     "/v1/conversations": {"items": []},

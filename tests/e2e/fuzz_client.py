@@ -19,7 +19,7 @@ DEADLINE_S = 20.0  # of a request, by the gateway's flags
 ANSWER_S = DEADLINE_S + 10.0  # a session's worker has 10 s
 AT_ONCE = 4
 STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
-_FAILED = re.compile(rb'data: \{("error":|"type":"response.failed")')
+_FAILED = re.compile(rb'data: \{("error":|"type":"(response.failed|error)")')
 OF_HEADS = {100, 200, 204, 400, 401, 404, 405, 408, 413, 431, 503}
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.http.body import cut, gone_of, read_body, watch
+from services.gateway.http.body import cut, gone_of, held_body, read_body, watch
 from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
 from services.gateway.http.renderer import Renderer, StreamRenderer
 from services.gateway.http.sse_comments import Silence, commented
@@ -97,6 +98,18 @@ class Generator:
         if len(self._open) >= self.settings.max_concurrent_requests:
             raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
         self._open[exchange] = None
+
+    @asynccontextmanager
+    async def body_of(
+        self, scope: Scope, receive: Receive, max_bytes: int = limits.MAX_BODY_BYTES
+    ) -> AsyncIterator[ReceivedBody]:
+        """Of a request that generates nothing; its bytes are held in the budget while the block runs. Raises ApiError."""
+        max_bytes = min(max_bytes, self.settings.max_body_bytes)
+        try:
+            async with held_body(scope, receive, self.bodies, max_bytes, self.settings.body_timeout_s) as body:
+                yield body
+        except ClientGone:
+            raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
 
     def trace(self, scope: Scope) -> RequestTrace | None:
         """A request's spans begin. None: it is not traced."""

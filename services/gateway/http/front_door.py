@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -13,7 +13,7 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY, Caller
-from services.gateway.request.errors import AnswerForm, ApiError, Headers, internal
+from services.gateway.request.errors import OPENAI, AnswerForm, ApiError, Headers, internal
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log import fields
 
@@ -37,16 +37,17 @@ class FrontDoor:
         keys: KeyRing,
         metrics: GatewayMetrics,
         retry_after_s: Callable[[], int],
-        form_of: Callable[[str], AnswerForm],
+        forms: Mapping[str, AnswerForm],
     ) -> None:
-        """retry_after_s: of a 503, by what waits; the answer's own where that is longer. form_of: of a path."""
+        """retry_after_s: of a 503, by what waits; the answer's own where that is longer. forms: by path, where they are not
+        OpenAI's."""
         self._app = app
         self._routes = frozenset(routes)
         self._templates = {route: _matching(route) for route in routes if "{" in route}
         self._keys = keys
         self._metrics = metrics
         self._retry_after_s = retry_after_s
-        self._form_of = form_of
+        self._forms = forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +56,7 @@ class FrontDoor:
         request_id = _request_id(headers.get(b"x-request-id", b""))
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        state["form"] = form = self._form_of(scope["path"])
+        state["form"] = form = self._forms.get(scope["path"], OPENAI)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -63,7 +64,8 @@ class FrontDoor:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 limits = self._keys.headers(state.get("key", ""))
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode()), *limits]
+                ids = [(name, request_id.encode()) for name in (b"x-request-id", form.id_header) if name]
+                message["headers"] = [*message.get("headers", ()), *ids, *limits]
                 if status in _NO_ROOM:
                     message["headers"] = _with_retry_after(message["headers"], self._retry_after_s())
             await send(message)

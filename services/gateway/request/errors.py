@@ -87,12 +87,13 @@ def internal(message: str = "Internal server error.") -> ApiError:
 class AnswerForm:
     """How an API writes what is no result. body: of an error, of a request of this id. status: the API's for an error's own.
     event: the name of a stream's event that tells an error, empty for none. comment: what is sent where a stream is silent for a
-    while."""
+    while. id_header: one more that has the request's id, empty for none."""
 
     body: Callable[[ApiError, str], dict[str, Any]]
     status: Callable[[int], int]
     event: bytes
     comment: bytes
+    id_header: bytes = b""
 
     def answer(self, error: ApiError, request_id: str) -> tuple[int, Headers, bytes]:
         """A plain HTTP answer: status, headers, body."""

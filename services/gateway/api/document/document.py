@@ -39,7 +39,7 @@ def document(info: Mapping[str, str], operations: Sequence[Operation], keys: boo
     schemas, definitions = _schemas_of(operations)
     paths: dict[str, Any] = {}
     for operation in operations:
-        item = paths.setdefault(operation.path, {"x-other-methods": reference(405)})
+        item = paths.setdefault(operation.path, {"x-other-methods": reference(405, operation.errors)})
         item[operation.method] = _operation(operation, schemas, keys, operation.method)
         if operation.method == "get":
             item["head"] = _operation(operation, schemas, keys, "head")
@@ -49,17 +49,25 @@ def document(info: Mapping[str, str], operations: Sequence[Operation], keys: boo
         "info": dict(info),
         "paths": paths,
         "x-other-paths": reference(404),
-        "components": {"schemas": definitions, "responses": shared(keys, schemas[ErrorBody])},
+        "components": {"schemas": definitions, "responses": _shared(operations, keys, schemas)},
     }
     if keys:
         found["components"]["securitySchemes"] = _SCHEMES
     return found
 
 
+def _shared(operations: Sequence[Operation], keys: bool, schemas: Schemas) -> dict[str, Any]:
+    found = shared(keys, schemas[ErrorBody])
+    for errors in {operation.errors for operation in operations if operation.errors is not None}:
+        found |= shared(keys, schemas[errors.schema], errors, schemas[ErrorBody])
+    return found
+
+
 def _schemas_of(operations: Sequence[Operation]) -> tuple[Schemas, dict[str, Any]]:
     types: list[Any] = [ErrorBody]
     for operation in operations:
-        types += [each for each in (operation.body, *operation.within) if each is not None]
+        errors = operation.errors and operation.errors.schema
+        types += [each for each in (operation.body, errors, *operation.within) if each is not None]
         for content in (operation.content, *operation.others.values()):
             types += content.values()
     inputs = [(each, "validation", TypeAdapter(each)) for each in dict.fromkeys(types)]
@@ -86,10 +94,12 @@ def _answers(operation: Operation, schemas: Schemas, keys: bool) -> dict[str, An
     if EVENTS in operation.content:
         last = "each event is named by its type" if operation.named else "the last one's is [DONE], or an error's"
         said += f" In a stream the schema is that of each event's data; {last}."
-    own = {200: _answer(said, operation.content, schemas, headers(200, keys, sometimes=streams))}
+    errors = operation.errors
+    always = errors.headers if errors is not None else ()
+    own = {200: _answer(said, operation.content, schemas, headers(200, keys, always, streams))}
     for status, content in operation.others.items():
         own[status] = _answer("Not now.", content, schemas, headers(status, keys))
-    return {str(status): own.get(status) or reference(status) for status in operation.answers(keys)}
+    return {str(status): own.get(status) or reference(status, errors) for status in operation.answers(keys)}
 
 
 def _answer(description: str, content: Content, schemas: Schemas, described: dict[str, Any]) -> dict[str, Any]:
@@ -116,8 +126,9 @@ def _security(operation: Operation, keys: bool) -> dict[str, Any]:
 def _options(operation: Operation, keys: bool, origins: bool) -> dict[str, Any]:
     """A browser asks beforehand without a key, and is told in plain text."""
     statuses = {*OF_ANY, 401, 503}.intersection(operation.answers(keys)) - operation.others.keys()
-    answers: dict[str, Any] = {str(status): reference(status) for status in sorted(statuses)}
-    answers["204"] = {"description": "What may be asked of the path.", "headers": headers(204, keys, always=("allow",))}
+    answers: dict[str, Any] = {str(status): reference(status, operation.errors) for status in sorted(statuses)}
+    always = ("allow", *(operation.errors.headers if operation.errors is not None else ()))
+    answers["204"] = {"description": "What may be asked of the path.", "headers": headers(204, keys, always)}
     if origins:
         told = {TEXT: {"schema": {"type": "string"}}}
         answers["200"] = {"description": "A page of that origin may ask.", "content": told}

@@ -17,12 +17,24 @@ Content = Mapping[str, Any]  # type of a body, by media type; of an event's data
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorFamily:
+    """Errors of an API that writes them in its own way. name: goes before those of its answers. schema: of their bodies.
+    statuses: that it has besides. headers: that its answers have besides. What a connection refuses before it has a path is
+    written as everywhere."""
+
+    name: str
+    schema: type[BaseModel]
+    statuses: Sequence[int]
+    headers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
     """body: of the request, None for none. content: of the answer with 200. statuses: others than 200 and those of every
     operation. others: of those the ones whose body is no error. keyed: it takes an API key where there are any. generates: it
     counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types that the body's
     schema refers to by name alone. named: its stream's events have their types as names, and the last one is no [DONE].
-    served: it has answers of its own, and is not refused whatever is asked."""
+    errors: where they are not as OpenAI's. served: it has answers of its own, and is not refused whatever is asked."""
 
     method: str
     path: str
@@ -37,6 +49,7 @@ class Operation:
     parameters: Mapping[str, str] = field(default_factory=dict)
     within: Sequence[type[BaseModel]] = ()
     named: bool = False
+    errors: ErrorFamily | None = None
     served: bool = True
 
     def answers(self, keys: bool) -> list[int]:
@@ -46,6 +59,8 @@ class Operation:
             found.update(OF_BODIES)
         if self.generates:
             found.update((*OF_MODELS, 504))
+        if self.errors is not None:
+            found.update(self.errors.statuses)
         if keys and self.keyed:
             found.add(401)
         if keys and self.generates:

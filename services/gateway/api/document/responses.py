@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.api.document.operation import JSON
+from services.gateway.api.document.operation import JSON, ErrorFamily
 
 HEADERS: dict[str, dict[str, Any]] = {
     "x-request-id": {"description": "The request's own, or one that was made.", "schema": {"type": "string", "minLength": 1}},
+    "request-id": {"description": "As x-request-id.", "schema": {"type": "string", "minLength": 1}},
     "retry-after": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}},
     "www-authenticate": {"description": "What a key is shown as.", "schema": {"const": "Bearer"}},
     "allow": {"description": "Methods that the path takes.", "schema": {"type": "string", "pattern": "^[A-Z]+(, [A-Z]+)*$"}},
@@ -39,10 +40,12 @@ ERRORS = {
     500: ("InternalServerError", "A fault of the server."),
     503: ("ServiceUnavailable", "There is no room, or nobody to serve it, for now."),
     504: ("DeadlineExceeded", "It took longer than the server allows."),
+    529: ("Overloaded", "There is no room, or nobody to serve it, for now."),
 }
+_OF_FAMILIES = frozenset((529,))  # of APIs that say so
 # A connection refuses what it cannot read, or has no room for, before the request has an id.
 _WITHOUT_ID = frozenset((400, 408, 431, 503))
-_ALWAYS = {401: ("www-authenticate",), 405: ("allow",), 503: ("retry-after",)}
+_ALWAYS = {401: ("www-authenticate",), 405: ("allow",), 503: ("retry-after",), 529: ("retry-after",)}
 
 
 def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequence[str] = ()) -> dict[str, Any]:
@@ -56,15 +59,24 @@ def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequ
     return {**found, **_RATE_LIMITS} if keys else found
 
 
-def shared(keys: bool, error: dict[str, Any]) -> dict[str, Any]:
-    """The answers that operations refer to. error: the schema of an error's body."""
-    content = {JSON: {"schema": error}}
+def shared(keys: bool, schema: dict[str, Any], family: ErrorFamily | None = None, plain: Any = None) -> dict[str, Any]:
+    """The answers that operations refer to. schema: of an error's body. family: of whose errors. plain: the schema of what a
+    connection refuses, where that is another."""
+    either = schema if family is None else {"anyOf": [schema, plain]}
     return {
-        name: {"description": description, "headers": headers(status, keys), "content": content}
-        for status, (name, description) in ERRORS.items()
-        if keys or status != 401
+        _name(status, family): {
+            "description": description,
+            "headers": headers(status, keys, sometimes=family.headers if family is not None else ()),
+            "content": {JSON: {"schema": either if status in _WITHOUT_ID else schema}},
+        }
+        for status, (_, description) in ERRORS.items()
+        if (keys or status != 401) and (status not in _OF_FAMILIES or (family is not None and status in family.statuses))
     }
 
 
-def reference(status: int) -> dict[str, str]:
-    return {"$ref": f"#/components/responses/{ERRORS[status][0]}"}
+def reference(status: int, family: ErrorFamily | None = None) -> dict[str, str]:
+    return {"$ref": f"#/components/responses/{_name(status, family)}"}
+
+
+def _name(status: int, family: ErrorFamily | None) -> str:
+    return (family.name if family is not None else "") + ERRORS[status][0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.responses.items import checked_items
 from services.gateway.api.responses.records import Context, Records
 from services.gateway.api.responses.render import ResponseRenderer
@@ -26,16 +27,6 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 _FIXED = frozenset(("system", "developer"))  # roles of what truncation leaves
-
-
-class ChatPreparer(Protocol):
-    """chat: a body of the chat completions API."""
-
-    async def of_chat(self, chat: dict[str, Any], origin: Origin) -> Plan:
-        """Raises ApiError."""
-
-    async def count_of(self, chat: dict[str, Any], origin: Origin) -> int:
-        """Tokens of its prompt. Raises ApiError."""
 
 
 class ResponsesCall:

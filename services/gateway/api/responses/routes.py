@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from services.gateway.api.body_errors import of_validation
-from services.gateway.api.responses.call import ChatPreparer, ResponsesCall
+from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.responses.call import ResponsesCall
 from services.gateway.api.responses.items import checked_items
 from services.gateway.api.responses.operations import (
     CANCEL,
@@ -29,18 +30,15 @@ from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.translation import check_metadata
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
 from services.gateway.api.strict_json import parse_json
-from services.gateway.http.body import held_body
-from services.gateway.http.body_budget import ClientGone
 from services.gateway.http.direct_routes import Endpoint
 from services.gateway.http.exchange import Exchange, Generator
-from services.gateway.request.bodies import Body, ReceivedBody
-from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request
+from services.gateway.request.bodies import Body
+from services.gateway.request.errors import AnswerForm, ApiError, bad_request
 from services.gateway.request.origin import Origin
 from services.gateway.state.owner import owner_of
 from services.shared import limits
 
 Json = dict[str, Any]
-T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 
 _PAGE, _MOST = 20, 100
@@ -50,6 +48,7 @@ class ResponsesApi:
     """One per process."""
 
     operations = OPERATIONS
+    forms: Mapping[str, AnswerForm] = {}
 
     def __init__(self, generator: Generator, preparer: ChatPreparer, records: Records) -> None:
         self._generator = generator
@@ -73,8 +72,8 @@ class ResponsesApi:
         async def input_tokens(request: Request) -> Response:
             call = ResponsesCall(self._preparer, self._records)
             state = request.scope["state"]
-            origin = Origin(state["request_id"], caller=state["caller"])
-            count = await self._with_body(request, limits.MAX_BODY_BYTES, lambda body: call.count(body, origin))
+            async with self._generator.body_of(request.scope, request.receive) as body:
+                count = await call.count(body, Origin(state["request_id"], caller=state["caller"]))
             return _json({"object": "response.input_tokens", "input_tokens": count})
 
         return {RESPONSES: responses}
@@ -149,24 +148,11 @@ class ResponsesApi:
 
     async def _read(self, request: Request, model: type[B]) -> B:
         """Raises ApiError."""
-
-        async def parsed(body: ReceivedBody) -> B:
+        async with self._generator.body_of(request.scope, request.receive, limits.MAX_RECORD_BYTES) as body:
             try:
                 return model.model_validate(parse_json(body.take()))
             except ValidationError as error:
                 raise of_validation(error) from None
-
-        return await self._with_body(request, limits.MAX_RECORD_BYTES, parsed)
-
-    async def _with_body(self, request: Request, most: int, use: Callable[[ReceivedBody], Awaitable[T]]) -> T:
-        """Raises ApiError."""
-        settings = self._generator.settings
-        most = min(most, settings.max_body_bytes)
-        try:
-            async with held_body(request.scope, request.receive, self._generator.bodies, most, settings.body_timeout_s) as body:
-                return await use(body)
-        except ClientGone:
-            raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
 
 
 def _check_id(response_id: str) -> None:

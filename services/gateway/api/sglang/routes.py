@@ -28,13 +28,11 @@ from services.gateway.api.sglang.types import (
 )
 from services.gateway.api.strict_json import parse_json
 from services.gateway.dispatch.sessions import SessionCalls
-from services.gateway.http.body import held_body
-from services.gateway.http.body_budget import ClientGone
 from services.gateway.http.direct_routes import Endpoint
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter, AbortScope
-from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request, unavailable
+from services.gateway.request.errors import AnswerForm, ApiError, bad_request, unavailable
 from services.gateway.request.generation import Models
 from services.shared.limits import SMALL_BODY_BYTES
 
@@ -43,6 +41,7 @@ class NativeApi:
     """What the routes work with. One per process."""
 
     operations = OPERATIONS
+    forms: Mapping[str, AnswerForm] = {}
 
     def __init__(
         self,
@@ -143,12 +142,8 @@ class NativeApi:
 
     async def _read(self, request: Request, model: type[M]) -> M:
         """Raises ApiError."""
-        timeout_s = self._generator.settings.body_timeout_s
-        try:
-            async with held_body(request.scope, request.receive, self._generator.bodies, SMALL_BODY_BYTES, timeout_s) as body:
-                return parse(model, parse_json(body.take()))
-        except ClientGone:
-            raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
+        async with self._generator.body_of(request.scope, request.receive, SMALL_BODY_BYTES) as body:
+            return parse(model, parse_json(body.take()))
 
 
 def _json(content: Any) -> Response:

@@ -28,6 +28,7 @@ from tests.services.gateway.system import RawClient, System, wait_until
 from tests.services.redis_server import RedisServer
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 INPUT_TOKENS, KEPT, TALK = f"{RESPONSES}/input_tokens", f"{RESPONSES}/resp_a", f"{CONVERSATIONS}/conv_a"
 USER = [{"role": "user", "content": "Hi"}]
@@ -38,6 +39,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/generate": {"text": "Hi"},
     "/encode": {"text": "Hi"},
     RESPONSES: {"model": MODEL, "input": "Hi"},
+    MESSAGES: {"model": MODEL, "messages": USER, "max_tokens": 20},
 }
 OF_SESSIONS = {"/open_session": {"capacity_of_str_len": 100}, "/close_session": {"session_id": "nobody's"}}
 OF_THE_STORE: dict[str, dict[str, Any]] = {
@@ -49,7 +51,7 @@ OF_THE_STORE: dict[str, dict[str, Any]] = {
 }
 DELETES = (KEPT, TALK, f"{TALK}/items/item_a")
 KEPT_GETS = (*DELETES, f"{KEPT}/input_items", f"{TALK}/items")
-POSTS = {**PLAIN, **OF_SESSIONS, **OF_THE_STORE, "/abort_request": {"rid": "a"}}
+POSTS = {**PLAIN, **OF_SESSIONS, **OF_THE_STORE, COUNT_TOKENS: PLAIN[MESSAGES], "/abort_request": {"rid": "a"}}
 GETS = ("/health", "/readiness", "/metrics", "/docs", "/openapi.json", "/health_generate", "/get_model_info", "/model_info")
 MODEL_PATHS = ("/v1/models", f"/v1/models/{MODEL}")
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -75,6 +77,8 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"stream": True, "stop_regex": "w.r"}),
     (RESPONSES, {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 2}),
     (RESPONSES, {"stream": True, "max_output_tokens": 3}),
+    (MESSAGES, {"thinking": {"type": "enabled"}, "stop_sequences": ["wor"]}),
+    (MESSAGES, {"stream": True}),
     (EMBEDDINGS, {"input": ["Hi", "you"], "encoding_format": "base64"}),
     (EMBEDDINGS, {"input": [72, 105], "dimensions": 2}),
     ("/generate", {"text": ["Hi", "you"], "sampling_params": {"n": 2, "stop": "wor"}, **NATIVE_LOGPROBS}),
@@ -195,15 +199,15 @@ def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
     """Faults, before a request and behind it: a stream of which something is out can only end with one."""
     with System() as system:
         system.do(lambda: system.worker.allow(1))
-        with ThreadPoolExecutor(3) as pool:
-            paths = (CHAT, "/generate", RESPONSES)
+        with ThreadPoolExecutor(4) as pool:
+            paths = (CHAT, "/generate", RESPONSES, MESSAGES)
             streams = [pool.submit(ask, system, "POST", path, PLAIN[path] | {"stream": True}) for path in paths]
-            wait_until(lambda: system.running() == [3])
+            wait_until(lambda: system.running() == [4])
             system.do(lambda: system.worker.allow(1))
             wait_until(lambda: all(running.made for running in system.worker.running.values()))
             system.do(lambda: system.worker.end_running(pb.ERROR_CODE_INTERNAL))
             ended = [stream.result() for stream in streams]
-        assert all(b'"server_error"' in answer.body for answer in ended)
+        assert all(re.search(b'"(server|api)_error"', answer.body) for answer in ended)
         seen.look(system, ended)
         with patch.context() as broken:
             broken.setattr(FrontDoor, "_caller", lambda *_: 1 / 0)
@@ -269,7 +273,8 @@ def in_time(seen: Seen, patch: pytest.MonkeyPatch) -> None:
             seen.look(system, timed_out)
         with System(tokenize_timeout_s=0.2) as system:
             system.do(lambda: system.tokenizer.gate.clear())
-            seen.look(system, [ask(system, "POST", INPUT_TOKENS, PLAIN[RESPONSES])])
+            late = {INPUT_TOKENS: PLAIN[RESPONSES], COUNT_TOKENS: PLAIN[MESSAGES]}
+            seen.look(system, ask_all(system, late))
 
 
 def overrun(seen: Seen, patch: pytest.MonkeyPatch) -> None:

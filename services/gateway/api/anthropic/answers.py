@@ -1,0 +1,99 @@
+"""What the Messages API answers. For documentation: the bytes are written in render.py and errors.py."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from services.gateway.api.document.answer import Answer, Count, absent
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class ContentBlock(Answer):
+    type: Literal["text", "thinking", "tool_use"]
+    text: str = absent("Of text.")
+    thinking: str = absent("Of thinking.")
+    signature: str = absent("Of thinking; not checked when it comes back.")
+    id: str = absent("Of tool_use.")
+    name: str = absent("Of tool_use.")
+    input: dict[str, Any] = absent("Of tool_use.")
+
+
+class MessageUsage(Answer):
+    """All of it, in every place."""
+
+    input_tokens: Count = Field(description="Without those that were cached.")
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: Count
+    output_tokens: Count
+
+
+class Message(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None = Field(description="Null in a stream's first event.")
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class BlockDelta(Answer):
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
+    text: str = absent("Of text_delta.")
+    thinking: str = absent("Of thinking_delta.")
+    signature: str = absent("Of signature_delta.")
+    partial_json: str = absent("Of input_json_delta.")
+
+
+class MessageEnd(Answer):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessagesFailure(Answer):
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "api_error",
+        "overloaded_error",
+        "timeout_error",
+    ]
+    message: str
+
+
+class MessagesError(Answer):
+    type: Literal["error"]
+    error: MessagesFailure
+    request_id: str
+
+
+class MessageEvent(Answer):
+    """One event; its type is also the event's name."""
+
+    type: Literal[
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop"
+    ]
+    message: Message = absent("Of message_start.")
+    index: Count = absent("Of a content block's.")
+    content_block: ContentBlock = absent("Of content_block_start.")
+    delta: BlockDelta | MessageEnd = absent("Of content_block_delta and message_delta.")
+    usage: MessageUsage = absent("Of message_delta.")
+
+
+class Ping(Answer):
+    type: Literal["ping"]
+
+
+Event = MessageEvent | MessagesError | Ping
+
+
+class TokenCount(Answer):
+    input_tokens: Count

@@ -1,0 +1,49 @@
+"""One request of the Messages API."""
+
+from __future__ import annotations
+
+from services.gateway.api.anthropic.render import MessageRenderer
+from services.gateway.api.anthropic.translation import chat_of, parse, renamed, thinks
+from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
+from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.strict_json import parse_json
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.errors import ApiError
+from services.gateway.request.generation import Plan
+from services.gateway.request.origin import Origin
+from services.gateway.request.request import ClientRequest
+
+
+class MessagesCall:
+    """prepare() and then renderer(), once."""
+
+    def __init__(self, preparer: ChatPreparer) -> None:
+        self._preparer = preparer
+        self._shows: bool | None = None
+        self._max_tokens = 0
+
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
+        """Raises ApiError."""
+        request = parse(MessagesRequest, parse_json(body.take()))
+        if thinks(request):
+            self._shows = request.thinking is None or request.thinking.display != "omitted"
+        self._max_tokens = request.max_tokens
+        if request.stream:
+            origin.wants_stream()
+        chat = chat_of(request)
+        try:
+            return await self._preparer.of_chat(chat, origin)
+        except ApiError as error:
+            raise renamed(error) from None
+
+    async def count(self, body: ReceivedBody, origin: Origin) -> int:
+        """Tokens that its prompt comes to. Raises ApiError."""
+        chat = chat_of(parse(CountTokensRequest, parse_json(body.take())))
+        try:
+            return await self._preparer.count_of(chat, origin)
+        except ApiError as error:
+            raise renamed(error) from None
+
+    def renderer(self, request: ClientRequest, _created: int, model: str, _token_texts: ModelTexts) -> MessageRenderer:
+        return MessageRenderer(request, model, self._shows, self._max_tokens)

@@ -1,0 +1,32 @@
+"""Errors in Anthropic's shape, and what keeps its silent streams open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.request.errors import AnswerForm, ApiError
+
+OVERLOADED = 529
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+def _body(error: ApiError, request_id: str) -> dict[str, Any]:
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+
+
+def _status(status: int) -> int:
+    return OVERLOADED if status == 503 else status
+
+
+ANTHROPIC = AnswerForm(_body, _status, b"error", PING, b"request-id")

@@ -1,0 +1,37 @@
+"""Anthropic's endpoints as the OpenAPI document has them."""
+
+from __future__ import annotations
+
+from services.gateway.api.anthropic.answers import Event, Message, MessagesError, TokenCount
+from services.gateway.api.anthropic.errors import OVERLOADED
+from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
+from services.gateway.api.document.operation import EVENTS, JSON, ErrorFamily, Operation
+
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+
+_TAG = "Anthropic"
+_ERRORS = ErrorFamily("Messages", MessagesError, (OVERLOADED,), ("request-id",))
+OPERATIONS = (
+    Operation(
+        "post",
+        MESSAGES,
+        _TAG,
+        "Message",
+        {JSON: Message, EVENTS: Event},
+        MessagesRequest,
+        generates=True,
+        named=True,
+        errors=_ERRORS,
+    ),
+    Operation(
+        "post",
+        COUNT_TOKENS,
+        _TAG,
+        "Tokens of a prompt",
+        {JSON: TokenCount},
+        CountTokensRequest,
+        statuses=(404, 504),
+        errors=_ERRORS,
+    ),
+)

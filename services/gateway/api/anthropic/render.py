@@ -1,0 +1,178 @@
+"""A message as a document, or as the events of a stream."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+from pydantic_core import from_json
+
+from services.gateway.api.anthropic.errors import ANTHROPIC
+from services.gateway.api.choice_events import ChoiceEvents
+from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from services.gateway.request.choice_output import Ending
+from services.gateway.request.errors import ApiError
+from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.request.usage import usage_of
+
+Json = dict[str, Any]
+_EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}
+
+
+class MessageRenderer:
+    """shows_thinking: None leaves thoughts out, False leaves their blocks empty. max_tokens: that were asked for."""
+
+    def __init__(self, request: ClientRequest, model: str, shows_thinking: bool | None, max_tokens: int) -> None:
+        self._request = request
+        self._max_tokens = max_tokens
+        self._events = ChoiceEvents(request.generation.parsing)
+        self._blocks = _Blocks(shows_thinking)
+        self._ending: Ending | None = None
+        self._message: Json = {
+            "id": f"msg_{request.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    async def chunk(self, delta: Delta) -> bytes:
+        told: list[Json] = []
+        if delta.first:
+            begun = {"input_tokens": len(self._request.parts[0].prompt.ids), "cache_read_input_tokens": 0, "output_tokens": 0}
+            usage = {"cache_creation_input_tokens": 0, **begun}
+            told.append({"type": "message_start", "message": {**self._message, "usage": usage}})
+        return _written([*told, *self._told(delta)])
+
+    async def ending(self) -> bytes:
+        delta = {name: value for name, value in self._finished().items() if name.startswith("stop_")}
+        end = {"type": "message_delta", "delta": delta, "usage": _usage(self._request)}
+        return _written([end, {"type": "message_stop"}])
+
+    def failure(self, error: ApiError) -> bytes:
+        return ANTHROPIC.event_of(error, self._request.request_id)
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        for delta in deltas:
+            list(self._told(delta))
+        content = [block for block in self._blocks.whole if block != {"type": "text", "text": ""}]
+        return orjson.dumps({**self._message, "content": content, **self._finished(), "usage": _usage(self._request)})
+
+    def _told(self, delta: Delta) -> Iterator[Json]:
+        for event in self._events.of(delta):
+            yield from self._blocks.add(event)
+        if delta.ending is not None:
+            self._ending = delta.ending
+            yield from self._blocks.close()
+
+    def _finished(self) -> Json:
+        ending = self._ending
+        assert ending is not None
+        if ending.finish_reason == "length":
+            full = ending.completion_tokens < self._max_tokens
+            return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
+        if self._blocks.called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(ending.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": ending.stop_reason}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+class _Blocks:
+    """What has been said, as content blocks and the events that tell of them."""
+
+    def __init__(self, shows_thinking: bool | None) -> None:
+        self._shows_thinking = shows_thinking
+        self._texts: list[str] | None = None  # of the block that is open
+        self.whole: list[Json] = []
+        self.called = False
+
+    def add(self, event: Event) -> Iterator[Json]:
+        if isinstance(event, Text):
+            yield from self._begin("text")
+            yield self._said("text", event.text)
+        elif isinstance(event, Reasoning):
+            yield from self._think(event.text)
+        elif isinstance(event, CallStart):
+            self.called = True
+            yield from self.close()
+            yield from self._open({"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": event.name, "input": {}})
+        elif isinstance(event, CallArguments):
+            assert self._texts is not None
+            self._texts.append(event.fragment)
+            yield self._delta({"type": "input_json_delta", "partial_json": event.fragment})
+        elif isinstance(event, CallEnd):
+            yield from self.close()
+
+    def close(self) -> Iterator[Json]:
+        """The block that is open."""
+        if self._texts is None:
+            return
+        block, text = self.whole[-1], "".join(self._texts)
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        elif block["type"] == "text":
+            block["text"] = text
+        else:
+            block["thinking"] = text if self._shows_thinking else ""
+            block["signature"] = blake2b(text.encode(), digest_size=24).hexdigest()
+            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
+        self._texts = None
+        yield {"type": "content_block_stop", "index": len(self.whole) - 1}
+
+    def _think(self, text: str) -> Iterator[Json]:
+        if self._shows_thinking is None:
+            return
+        yield from self._begin("thinking")
+        if self._shows_thinking:
+            yield self._said("thinking", text)
+        else:
+            assert self._texts is not None
+            self._texts.append(text)
+
+    def _begin(self, kind: str) -> Iterator[Json]:
+        if self._texts is None or self.whole[-1]["type"] != kind:
+            yield from self.close()
+            yield from self._open({"type": kind, **_EMPTY[kind]})
+
+    def _open(self, block: Json) -> Iterator[Json]:
+        self.whole.append(block)
+        self._texts = []
+        yield {"type": "content_block_start", "index": len(self.whole) - 1, "content_block": dict(block)}
+
+    def _said(self, kind: str, text: str) -> Json:
+        assert self._texts is not None
+        self._texts.append(text)
+        return self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self.whole) - 1, "delta": delta}
+
+
+def _object(text: str) -> Json:
+    """Of a call that was cut off, what there is of its members."""
+    try:
+        found = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _usage(request: ClientRequest) -> Json:
+    usage = usage_of(request)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _written(events: Iterable[Json]) -> bytes:
+    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)

@@ -1,0 +1,48 @@
+"""Anthropic's routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+from fastapi import FastAPI, Request, Response
+
+from services.gateway.api.anthropic.call import MessagesCall
+from services.gateway.api.anthropic.errors import ANTHROPIC
+from services.gateway.api.anthropic.operations import COUNT_TOKENS, MESSAGES, OPERATIONS
+from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.http.direct_routes import Endpoint
+from services.gateway.http.exchange import Exchange, Generator
+from services.gateway.request.errors import AnswerForm
+from services.gateway.request.origin import Origin
+
+
+class MessagesApi:
+    """One per process."""
+
+    operations = OPERATIONS
+    forms: Mapping[str, AnswerForm] = {MESSAGES: ANTHROPIC, COUNT_TOKENS: ANTHROPIC}
+
+    def __init__(self, generator: Generator, preparer: ChatPreparer) -> None:
+        self._generator = generator
+        self._preparer = preparer
+
+    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+        """Returns what generates, by path."""
+
+        @app.post(MESSAGES)
+        async def messages() -> Response:
+            call = MessagesCall(self._preparer)
+            return Exchange(self._generator, call.prepare, call.renderer)
+
+        @app.post(COUNT_TOKENS)
+        async def count_tokens(request: Request) -> Response:
+            return Response(orjson.dumps({"input_tokens": await self._count(request)}), media_type="application/json")
+
+        return {MESSAGES: messages}
+
+    async def _count(self, request: Request) -> int:
+        """Raises ApiError."""
+        state = request.scope["state"]
+        async with self._generator.body_of(request.scope, request.receive) as body:
+            return await MessagesCall(self._preparer).count(body, Origin(state["request_id"], caller=state["caller"]))

@@ -1,0 +1,241 @@
+"""A request of the Messages API → a body of the chat completions API. Pure; raises ApiError that names the exact element."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
+from services.gateway.api.body_errors import of_validation
+from services.gateway.api.known_fields import KnownFields, refuse_unserved
+from services.gateway.request.errors import ApiError, bad_request
+from services.shared import limits
+
+Json = dict[str, Any]
+B = TypeVar("B", bound=CountTokensRequest)
+
+KNOWN = KnownFields(
+    frozenset(("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "user_profile_id", "workspace_id")),
+    {
+        "container": (),
+        "context_management": ({},),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    },
+)
+_THINKS = ("enabled", "adaptive")
+_NAME = re.compile("[a-z0-9_]{1,64}")
+# A chat's fields, where a message of ours may name them, as this API has them.
+_NAMES = (
+    (re.compile(r"response_format(\.json_schema)?"), "output_config.format"),
+    (re.compile(r"max_completion_tokens"), "max_tokens"),
+    (re.compile(r"reasoning_effort"), "output_config.effort"),
+    (re.compile(r"(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
+    (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"tool_choice\.function"), "tool_choice"),
+    (re.compile(r"messages\[\d+\](\.\w+|\[\d+\])*"), "messages"),
+    (re.compile(r"'stop'"), "'stop_sequences'"),
+    (re.compile(r"'stop\["), "'stop_sequences["),
+)
+
+
+def parse(model: type[B], body: Json) -> B:
+    refuse_unserved(body, KNOWN)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+def renamed(error: ApiError) -> ApiError:
+    """In the words of this API."""
+    said = error.message
+    for pattern, name in _NAMES:
+        said = pattern.sub(name, said)
+    return ApiError(error.status, said, param=error.param, code=error.code, retry_after_s=error.retry_after_s)
+
+
+def thinks(request: CountTokensRequest) -> bool:
+    """Whether its answer is to show what the model thought."""
+    return request.thinking is not None and request.thinking.type in _THINKS
+
+
+def chat_of(request: CountTokensRequest) -> Json:
+    messages = _messages(request.messages)
+    if request.system is not None:
+        messages.insert(0, {"role": "system", "content": _text(request.system, "system")})
+    switch = thinks(request)
+    chat: Json = {
+        "model": request.model,
+        "messages": messages,
+        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
+        "chat_template_kwargs": {"enable_thinking": switch, "thinking": switch, **(request.chat_template_kwargs or {})},
+        "priority": request.priority,
+        "routing_key": request.routing_key,
+        "extra_key": request.extra_key,
+        "continue_final_message": _is_prefill(messages) or None,
+        **_choice(request.tool_choice),
+        **_output(request),
+        **(_sampling(request) if isinstance(request, MessagesRequest) else {}),
+    }
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def _sampling(request: MessagesRequest) -> Json:
+    return {
+        "max_completion_tokens": request.max_tokens,
+        "stop": request.stop_sequences or None,
+        "stream": request.stream,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k or None,
+        "cache_salt": request.cache_salt,
+    }
+
+
+def _output(request: CountTokensRequest) -> Json:
+    config = request.output_config
+    wanted = (config and config.format) or request.output_format
+    found: Json = {"reasoning_effort": config and config.effort}
+    if wanted is not None:
+        if wanted.get("type") != "json_schema":
+            raise bad_request("output_config.format.type", "'output_config.format.type' must be json_schema.")
+        found["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.get("schema")}}
+    return found
+
+
+def _choice(given: Mapping[str, Any] | None) -> Json:
+    if given is None:
+        return {}
+    parallel = {"parallel_tool_calls": False} if given.get("disable_parallel_tool_use") is True else {}
+    kind = given.get("type")
+    if kind == "tool":
+        return {"tool_choice": {"type": "function", "function": {"name": given.get("name")}}, **parallel}
+    choice = {"auto": "auto", "any": "required", "none": "none"}.get(kind) if isinstance(kind, str) else None
+    if choice is None:
+        raise bad_request("tool_choice.type", "'tool_choice.type' must be auto, any, tool or none.")
+    return {"tool_choice": choice, **parallel}
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> Json:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        named = f" '{kind}'" if isinstance(kind, str) and _NAME.fullmatch(kind) else ""
+        message = f"'{where}.type'{named}: tools of Anthropic's own are not supported by this server, only custom ones."
+        raise bad_request(f"{where}.type", message, "unsupported_parameter")
+    found = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
+    if tool.get("input_schema") is not None:
+        found["parameters"] = tool["input_schema"]
+    return {"type": "function", "function": found}
+
+
+def _messages(given: Any) -> list[Json]:
+    if not isinstance(given, list) or not given:
+        raise bad_request("messages", "'messages' must be a list with at least one message.")
+    if len(given) > limits.MAX_CHAT_MESSAGES:
+        raise bad_request("messages", f"'messages' may have at most {limits.MAX_CHAT_MESSAGES} messages.")
+    return [each for index, message in enumerate(given) for each in _message(message, f"messages[{index}]")]
+
+
+def _message(message: Any, where: str) -> list[Json]:
+    if not isinstance(message, dict):
+        raise bad_request(where, f"'{where}' must be an object.")
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise bad_request(f"{where}.role", f"'{where}.role' must be user, assistant or system.")
+    where = f"{where}.content"
+    if role == "system":
+        return [{"role": "system", "content": _text(content, where)}]
+    blocks = _blocks(content, where)
+    return [_said(blocks, where)] if role == "assistant" else _heard(blocks, where)
+
+
+def _blocks(content: Any, where: str) -> Sequence[Json]:
+    """A text is one block."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise bad_request(where, f"'{where}' must be a string or a list of content blocks.")
+    if len(content) > limits.MAX_CONTENT_PARTS:
+        raise bad_request(where, f"'{where}' may have at most {limits.MAX_CONTENT_PARTS} blocks.")
+    for index, block in enumerate(content):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise bad_request(f"{where}[{index}]", f"'{where}[{index}]' must be an object with a type.")
+    return content
+
+
+def _heard(blocks: Sequence[Json], where: str) -> list[Json]:
+    """Of a user: results of tools are messages of their own, in their places."""
+    messages: list[Json] = []
+    for index, block in enumerate(blocks):
+        at = f"{where}[{index}]"
+        if block["type"] == "tool_result":
+            text = _text(block.get("content") or "", f"{at}.content")
+            messages.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": text})
+        elif block["type"] == "text":
+            if not messages or messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": ""})
+            messages[-1]["content"] += _string(block, "text", at)
+        else:
+            raise _unserved(block["type"], at)
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _said(blocks: Sequence[Json], where: str) -> Json:
+    """By the model: its thoughts, its text, its calls."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
+    for index, block in enumerate(blocks):
+        at = f"{where}[{index}]"
+        if block["type"] == "text":
+            texts.append(_string(block, "text", at))
+        elif block["type"] == "thinking":
+            thoughts.append(_string(block, "thinking", at))
+        elif block["type"] == "tool_use":
+            calls.append(_call(block, at))
+        elif block["type"] != "redacted_thinking":
+            raise _unserved(block["type"], at)
+    message: Json = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _call(block: Json, where: str) -> Json:
+    given = block.get("input")
+    if not isinstance(given, dict):
+        raise bad_request(f"{where}.input", f"'{where}.input' must be an object.")
+    function = {"name": _string(block, "name", where), "arguments": orjson.dumps(given).decode()}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
+def _text(content: Any, where: str) -> str:
+    """Of a text, or of blocks of text."""
+    texts = []
+    for index, block in enumerate(_blocks(content, where)):
+        if block["type"] != "text":
+            raise _unserved(block["type"], f"{where}[{index}]")
+        texts.append(_string(block, "text", f"{where}[{index}]"))
+    return "".join(texts)
+
+
+def _string(block: Json, name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise bad_request(f"{where}.{name}", f"'{where}.{name}' must be a string.")
+    return value
+
+
+def _unserved(kind: str, where: str) -> ApiError:
+    named = f" '{kind}'" if _NAME.fullmatch(kind) else ""
+    return bad_request(f"{where}.type", f"'{where}.type'{named}: such blocks are not supported here.", "unsupported_parameter")
+
+
+def _is_prefill(messages: Sequence[Json]) -> bool:
+    """The answer goes on where the last message ends."""
+    return messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]

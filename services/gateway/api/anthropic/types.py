@@ -1,0 +1,65 @@
+"""The bodies of Anthropic's Messages API. They validate and document; messages, tools and blocks are checked by hand.
+
+Source: Anthropic's API reference, POST /v1/messages and /v1/messages/count_tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from services.gateway.api.request_body import Effort, PlacedBody
+from services.gateway.request.bodies import Body
+from services.shared import limits
+from services.shared.sampling_parameters import UINT32_MAX
+
+_BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_MESSAGES_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": limits.MAX_CHAT_MESSAGES,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _BLOCKS},
+    },
+}
+# Checked by hand: the answer names the exact element.
+Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
+System = Annotated[Any, WithJsonSchema({"anyOf": [*_BLOCKS["anyOf"], {"type": "null"}]})]
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, description="Accepted and not used: max_tokens holds for all.")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: thinking blocks come empty.")
+
+
+class OutputConfig(Body):
+    effort: Effort | None = Field(None, description="Given to the chat template.")
+    format: dict[str, Any] | None = Field(None, description="json_schema with a schema, which the answer's text then follows.")
+
+
+class CountTokensRequest(PlacedBody):
+    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
+    messages: Messages
+    system: System = Field(None, description="A text, or blocks of text.")
+    tools: list[dict[str, Any]] | None = Field(None, description="What the model may call; none of Anthropic's own.")
+    tool_choice: dict[str, Any] | None = Field(None, description="auto, any, tool or none, with disable_parallel_tool_use.")
+    thinking: Thinking | None = Field(None, description="Default: disabled, where the chat template has a switch.")
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = Field(None, description="As output_config.format.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(ge=1, le=UINT32_MAX, description="Of the answer, thinking included.")
+    stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
+    stop_sequences: list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=2, description="As in chat completions.")
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=UINT32_MAX)
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
+    )

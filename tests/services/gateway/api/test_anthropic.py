@@ -1,0 +1,209 @@
+"""Anthropic's Messages API with its own client: blocks, streams, tools, thinking, counts and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import orjson
+import pytest
+from anthropic import Anthropic
+
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import System
+
+WEATHER: Any = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+ALL = "<think>Hm.</think>It rains.\n" + CALL
+HI: Any = [{"role": "user", "content": "Hi"}]
+HIDDEN: Any = {"thinking": {"type": "adaptive", "display": "omitted"}}
+THINKING: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    with System(formats=("hermes", "think"), sse_comment_s=0.2) as started:
+        yield started
+
+
+@pytest.fixture
+def says(system: System) -> Iterator[Any]:
+    """Sets what the model writes."""
+    yield lambda text: setattr(system.worker, "answer", lambda submit: text)
+    system.worker.answer = lambda submit: "Hello, world!"
+
+
+@pytest.fixture
+def client(system: System) -> Anthropic:
+    return client_of(system)
+
+
+def client_of(system: System, key: str = "none") -> Anthropic:
+    return Anthropic(base_url=system.url(""), api_key=key, max_retries=0)
+
+
+def ask(client: Anthropic, **more: Any) -> Any:
+    return client.messages.create(**{"model": MODEL, "max_tokens": 400, "messages": HI, **more})
+
+
+def shown(system: System) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and template variables of the last call."""
+    call = system.tokenizer.calls[-1]
+    return orjson.loads(call.messages_json), orjson.loads(call.template_kwargs_json or b"{}")
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """Without what is made up anew every time."""
+    found = message.to_dict()
+    found["content"] = [{name: value for name, value in block.items() if name != "id"} for block in found["content"]]
+    return {name: value for name, value in found.items() if name not in ("id", "parsed_output", "stop_details")}
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "kinds", "reason"),
+    [
+        pytest.param("Hello.", {}, ["text"], "end_turn", id="text"),
+        pytest.param(CALL, {}, ["tool_use"], "tool_use", id="a call"),
+        pytest.param(ALL, THINKING, ["thinking", "text", "tool_use"], "tool_use", id="everything"),
+        pytest.param(ALL, {}, ["text", "tool_use"], "tool_use", id="thoughts that nobody asked for"),
+        pytest.param(
+            ALL,
+            HIDDEN,
+            ["thinking", "text", "tool_use"],
+            "tool_use",
+            id="hidden",
+        ),
+        pytest.param("one two three", {"stop_sequences": ["two"]}, ["text"], "stop_sequence", id="a stop sequence"),
+        pytest.param("one two three", {"max_tokens": 5}, ["text"], "max_tokens", id="cut"),
+        pytest.param(CALL, {"max_tokens": 60}, ["tool_use"], "max_tokens", id="a call that is cut"),
+    ],
+)
+def test_a_stream_says_what_the_whole_says(
+    client: Anthropic, says: Any, text: str, more: dict[str, Any], kinds: list[str], reason: str
+) -> None:
+    says(text)
+    whole = ask(client, tools=[WEATHER], **more)
+    assert ([block.type for block in whole.content], whole.stop_reason) == (kinds, reason)
+    assert whole.stop_sequence == ("two" if reason == "stop_sequence" else None)
+    body: Any = {"model": MODEL, "max_tokens": 400, "messages": HI, "tools": [WEATHER], **more}
+    with client.messages.stream(**body) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_message()
+    assert plain(final) == plain(whole)
+    if kinds[-1] == "tool_use" and reason == "tool_use":
+        assert whole.content[-1].input == {"city": "Bonn"}
+    if "thinking" in kinds:
+        hidden = "display" in more["thinking"]
+        assert whole.content[0].thinking == ("" if hidden else "Hm.") and whole.content[0].signature
+
+
+def test_usage_says_what_was_cached(client: Anthropic) -> None:
+    usage = ask(client).usage
+    assert usage.cache_read_input_tokens == 3 and usage.cache_creation_input_tokens == 0
+    counted = client.messages.count_tokens(model=MODEL, messages=HI)
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_history_reaches_the_template_in_its_own_form(system: System, client: Anthropic) -> None:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
+    thought = [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "redacted_thinking", "data": "y"}]
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [*thought, {"type": "text", "text": "I look."}, use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+        {"role": "assistant", "content": "It is"},
+    ]
+    ask(client, system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}], messages=messages, tools=[WEATHER])
+    function = {"name": "weather", "arguments": '{"city":"Bonn"}'}
+    calls = [{"id": "toolu_1", "type": "function", "function": function}]
+    found, variables = shown(system)
+    assert found == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "rain"},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    assert system.tokenizer.calls[-1].continue_final_message and not system.tokenizer.calls[-1].add_generation_prompt
+    assert variables == {"enable_thinking": False, "thinking": False}
+    ask(client, **THINKING, output_config={"effort": "high"})
+    assert shown(system)[1] == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+
+
+def test_choices_of_tools_and_formats_reach_the_worker(system: System, client: Anthropic) -> None:
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        ask(client, tools=[WEATHER], tool_choice=choice)
+        assert "weather" in system.worker.submits[-1].sampling.grammar.structural_tag
+    ask(client, tools=[WEATHER], tool_choice={"type": "none"})
+    assert not system.worker.submits[-1].sampling.HasField("grammar") and not system.tokenizer.calls[-1].tools_json
+    ask(
+        client,
+        output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}},
+        extra_body={"top_k": 3, "temperature": 0.5},
+    )
+    sampling = system.worker.submits[-1].sampling
+    assert sampling.HasField("grammar") and (sampling.top_k, sampling.temperature) == (3, 0.5)
+
+
+def test_a_silent_stream_is_pinged(system: System, client: Anthropic) -> None:
+    system.do(lambda: system.worker.allow(0))
+    with client.messages.stream(model=MODEL, max_tokens=400, messages=HI) as stream:
+        lines = stream.response.iter_lines()
+        assert [next(lines), next(lines)] == ["event: ping", 'data: {"type":"ping"}']
+        system.allow(None)
+        rest = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    told = [name for name in rest if name != "ping"]
+    assert (told[0], told[1], told[-2:]) == ("message_start", "content_block_start", ["message_delta", "message_stop"])
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type' 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 1}]}]}, "input"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "context"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_name(client: Anthropic, body: dict[str, Any], word: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        ask(client, extra_body=body)
+    error: Any = refused.value.body
+    assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error" and word in error["error"]["message"]
+    assert error["request_id"] == refused.value.request_id == refused.value.response.headers["x-request-id"]
+
+
+def test_errors_are_of_the_clients_types() -> None:
+    keys = [{"name": "a", "key": "a", "requests_per_minute": 1}, "b"]
+    with System(keys=keys, max_concurrent_requests=1, sse_comment_s=0.1) as system:
+        with pytest.raises(anthropic.AuthenticationError):
+            ask(client_of(system))
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            ask(client_of(system, "b"), model="other")
+        assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
+        limited = client_of(system, "a")
+        ask(limited)
+        with pytest.raises(anthropic.RateLimitError):
+            ask(limited)
+        system.do(lambda: system.worker.allow(0))
+        with client_of(system, "b").messages.stream(model=MODEL, max_tokens=9, messages=HI):
+            with pytest.raises(anthropic.APIStatusError) as busy:
+                ask(client_of(system, "b"))
+            assert busy.value.status_code == 529 and int(busy.value.response.headers["retry-after"]) > 0
+            assert busy.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index, call-overload]
+            system.allow(None)
