@@ -1,4 +1,5 @@
-"""python -m services.local.parameter_tables: the tables of fields in docs/api.md and docs/sglang-api.md, written in place.
+"""python -m services.local.parameter_tables: the tables of fields in docs/api.md, docs/sglang-api.md and docs/api-fields.md,
+written in place.
 
 A table stands between the line `<!-- make docs: NAME -->` and the next line `<!-- end -->`.
 """
@@ -12,13 +13,26 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from services.gateway.api import known_fields
-from services.gateway.api.known_fields import Neutral
+from services.gateway.api.anthropic import operations as anthropic_operations
+from services.gateway.api.anthropic import translation as anthropic_translation
+from services.gateway.api.anthropic.types import MessagesRequest
+from services.gateway.api.document import server
+from services.gateway.api.known_fields import KnownFields, Neutral
+from services.gateway.api.openai import operations as openai_operations
+from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from services.gateway.api.responses import operations as responses_operations
+from services.gateway.api.responses import translation as responses_translation
+from services.gateway.api.responses.types import ResponsesRequest
+from services.gateway.api.sglang import operations as sglang_operations
+from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
 from services.gateway.request.bodies import AnswerBody
 from services.shared.sampling_parameter import Api, Kind, Parameter
 from services.shared.sampling_parameters import OPENAI, PARAMETERS, SMALLEST_POSITIVE, UNSERVED
 
-PAGES = ("docs/api.md", "docs/sglang-api.md")
+PAGES = ("docs/api.md", "docs/sglang-api.md", "docs/api-fields.md")
 _TABLE = re.compile(r"(<!-- make docs: ([a-z ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _HEAD = "| field | values | default | |\n| --- | --- | --- | --- |\n"
 
@@ -59,7 +73,42 @@ def _answer_fields() -> str:
     return "| field | |\n| --- | --- |\n" + "".join(lines)
 
 
+def _routes() -> str:
+    lines = [f"| {each.tag} | `{each.method.upper()} {each.path}` | {each.summary} |\n" for each in _OPERATIONS]
+    return "| API | | |\n| --- | --- | --- |\n" + "".join(lines)
+
+
+def _fields_of(body: type[BaseModel], known: KnownFields) -> Callable[[], str]:
+    """All that a body may have: what is served, what is taken without effect, what asks for something that there is not."""
+
+    def table() -> str:
+        rows = {name: f"served | {field.description or ''}" for name, field in body.model_fields.items()}
+        rows = {**dict.fromkeys(known.unused, "neutral | Taken at any value; no answer depends on it."), **rows}
+        for name, neutral in known.neutral.items():
+            taken = f"Taken at {_spelled(neutral)} alone." if neutral else ""
+            rows.setdefault(name, f"{'neutral' if neutral else 'refused'} | {taken}")
+        lines = [f"| `{name}` | {said} |\n" for name, said in sorted(rows.items())]
+        return "| field | | |\n| --- | --- | --- |\n" + "".join(lines)
+
+    return table
+
+
+_OPERATIONS = (
+    *openai_operations.OPERATIONS,
+    *responses_operations.OPERATIONS,
+    *anthropic_operations.OPERATIONS,
+    *sglang_operations.OPERATIONS,
+    *server.operations(metrics=True),
+)
 TABLES: Mapping[str, Callable[[], str]] = {
+    "routes": _routes,
+    "chat fields": _fields_of(ChatCompletionRequest, known_fields.CHAT),
+    "completion fields": _fields_of(CompletionRequest, known_fields.COMPLETION),
+    "embedding fields": _fields_of(EmbeddingRequest, known_fields.EMBEDDING),
+    "response fields": _fields_of(ResponsesRequest, responses_translation.KNOWN),
+    "message fields": _fields_of(MessagesRequest, anthropic_translation.KNOWN),
+    "generate fields": _fields_of(NativeGenerateRequest, known_fields.NATIVE),
+    "native sampling fields": _fields_of(NativeSampling, known_fields.NATIVE_SAMPLING),
     "sampling parameters": _openai_parameters,
     "sampling params": _generate_parameters,
     "unserved fields": _unserved_fields,
