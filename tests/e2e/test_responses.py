@@ -1,0 +1,83 @@
+"""Chains of responses over two gateways, while one thing after the other is killed: what was acknowledged as kept is kept, and
+goes on at another gateway."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.e2e.system import START_S, System, wait_until
+from tests.night import NIGHTLY
+
+CHAINS, TURNS = 8, (25 if NIGHTLY else 6)
+VICTIMS = ("gateway-1", "state", "tokenizer", "worker-0")
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Chain:
+    """kept: ids that were acknowledged, in order. lost: acknowledged and then not found. tries: requests in all."""
+
+    kept: list[str] = field(default_factory=list)
+    unkept: int = 0
+    lost: list[str] = field(default_factory=list)
+    tries: int = 0
+
+
+def clients(system: System) -> list[OpenAI]:
+    urls = [part.url for part in system.parts.values() if part.url]
+    return [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) for url in urls]
+
+
+def go_on(both: list[OpenAI], number: int, chain: Chain) -> None:
+    """Until all its turns are kept, each at the other gateway than the last."""
+    while len(chain.kept) < TURNS:
+        chain.tries += 1
+        client, streams = both[(number + chain.tries) % 2], chain.tries % 3 == 0
+        previous = {"previous_response_id": chain.kept[-1]} if chain.kept else {}
+        try:
+            asked = {"model": "demo", "input": f"Turn {len(chain.kept)} of {number}.", "max_output_tokens": 8, **previous}
+            if streams:
+                with client.responses.stream(**asked) as stream:
+                    answer = stream.until_done().get_final_response()
+            else:
+                answer = client.responses.create(**asked)
+        except openai.NotFoundError:
+            chain.lost.append(chain.kept.pop())
+        except (openai.APIError, openai.OpenAIError, RuntimeError):
+            time.sleep(0.3)
+        else:
+            if answer.store:
+                chain.kept.append(answer.id)
+            else:
+                chain.unkept += 1
+
+
+@pytest.mark.timeout(900)
+def test_chains_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    with System(tmp_path, gateways=2, log_level="warning") as system, ThreadPoolExecutor(CHAINS) as pool:
+        both, chains = clients(system), [Chain() for _ in range(CHAINS)]
+        running = [pool.submit(go_on, both, number, chain) for number, chain in enumerate(chains)]
+        for step, victim in enumerate(VICTIMS, 1):
+            goal = step * TURNS // (len(VICTIMS) + 1)
+            wait_until(lambda: min(len(chain.kept) for chain in chains) >= goal, PATIENCE_S, f"{goal} turns")  # noqa: B023
+            system.kill(victim)
+            time.sleep(0.3)
+            system.start(victim)
+        for each in running:
+            each.result(timeout=START_S + PATIENCE_S)
+        print([(chain.tries, chain.unkept, len(chain.lost)) for chain in chains])
+        assert not [lost for chain in chains for lost in chain.lost]
+        system.wait_ready()
+        for client in both:
+            for chain in chains:
+                found = [client.responses.retrieve(kept) for kept in chain.kept]
+                assert [response.previous_response_id for response in found] == [None, *chain.kept[:-1]]
+        last = [client.responses.input_items.list(chain.kept[-1]).data for client in both for chain in chains]
+        assert all(len(items) == 1 for items in last)
