@@ -20,9 +20,11 @@ from services.gateway.admin.tenants import Tenants
 from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.api.anthropic.routes import MessagesApi
 from services.gateway.api.openai.preparation import Preparer
+from services.gateway.api.openai.tools import parameters_of
 from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.routes import ResponsesApi
 from services.gateway.api.sglang.routes import NativeApi
+from services.gateway.api.texts.routes import TextsApi
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.discovery.watch import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
@@ -99,7 +101,9 @@ class Gateway:
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         self._store = _store(settings)
         responses = ResponsesApi(self.generator, preparer, Records(self._store, retry))
-        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(self.generator, preparer)]
+        loads = self.dispatcher.fleet.loads
+        texts = TextsApi(self.generator, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads)
+        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(self.generator, preparer), texts]
         retry_after_s = self.dispatcher.pace.retry_after_s
         self.app = app.build(self.generator, preparer, catalog.models, apis, readiness, metrics, retry_after_s)
         self._registry = metrics.registry

@@ -28,6 +28,7 @@ from services.gateway.api.responses import translation as responses_translation
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.sglang import operations as sglang_operations
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
+from services.gateway.api.texts import operations as texts_operations
 from services.gateway.request.bodies import AnswerBody
 from services.shared.sampling_parameter import Api, Kind, Parameter
 from services.shared.sampling_parameters import OPENAI, PARAMETERS, SMALLEST_POSITIVE, UNSERVED
@@ -98,6 +99,7 @@ _OPERATIONS = (
     *responses_operations.OPERATIONS,
     *anthropic_operations.OPERATIONS,
     *sglang_operations.OPERATIONS,
+    *texts_operations.OPERATIONS,
     *server.operations(metrics=True),
 )
 TABLES: Mapping[str, Callable[[], str]] = {

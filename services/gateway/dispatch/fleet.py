@@ -68,6 +68,19 @@ class Fleet:
             if self.mirror is not None:
                 group.create_task(self.mirror.run())
 
+    def loads(self) -> list[dict[str, str | int]]:
+        """Of the workers that have told theirs, as SGLang's /get_load says it."""
+        told = [(link.info, link.load) for link in self.links.values() if link.info is not None and link.load is not None]
+        return [
+            {
+                "worker_id": info.worker_id,
+                "num_reqs": load.num_open,
+                "num_waiting_reqs": load.num_waiting,
+                "num_tokens": load.used_tokens,
+            }
+            for info, load in told
+        ]
+
     def pool_of(self, link: AnyLink) -> Pool | None:
         """That of its worker's model, while it is connected."""
         return self._pool_of.get(link)

@@ -100,7 +100,7 @@ class Preparer:
     async def embedding(self, body: ReceivedBody, origin: Origin) -> Plan:
         request = parse_embedding(parse_json(body.take()), origin)
         _call_it(request, origin, request.input)
-        model = await self._model(request.model)
+        model = await self.model_of(request.model)
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = embedding_generation(request, model.embedding_size)
@@ -122,12 +122,16 @@ class Preparer:
         return lambda formats, setup: Parsing(formats, setup, self._make_parser, marks)
 
     async def _generating_model(self, name: str | None) -> ModelInfo:
-        model = await self._model(name)
+        model = await self.model_of(name)
         if not model.generates:
             raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
         return model
 
-    async def _model(self, name: str | None) -> ModelInfo:
+    async def text_of(self, ids: Sequence[int], skip_special_tokens: bool, origin: Origin, model: ModelInfo) -> str:
+        return await decode_once(self._detoks, origin, ids, skip_special_tokens, model.source)
+
+    async def model_of(self, name: str | None) -> ModelInfo:
+        """The one that is served, for None."""
         model = await self._models.wait_for(name)
         if name is None and len(self._models.models()) > 1:
             raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
@@ -136,7 +140,7 @@ class Preparer:
     async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:
         if prompt.text is not None:
             return prompt.text
-        return await decode_once(self._detoks, origin, prompt.ids, generation.skip_special_tokens, model.source)
+        return await self.text_of(prompt.ids, generation.skip_special_tokens, origin, model)
 
 
 def _call_it(request: NamedBody, origin: Origin, given: Any) -> None:

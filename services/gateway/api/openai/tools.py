@@ -57,6 +57,11 @@ class ToolUse:
         return None if tag is None else structural_tag(tag, "tools")
 
 
+def parameters_of(tools: Sequence[Any]) -> Mapping[str, Mapping[str, Any] | None]:
+    """Schemas by the tools' names."""
+    return {spec.name: spec.parameters for spec in _specs(tools)}
+
+
 def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolUse:
     """Raises ApiError."""
     specs = _specs(tools or ())

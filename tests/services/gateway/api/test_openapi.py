@@ -51,8 +51,26 @@ OF_THE_STORE: dict[str, dict[str, Any]] = {
 }
 DELETES = (KEPT, TALK, f"{TALK}/items/item_a")
 KEPT_GETS = (*DELETES, f"{KEPT}/input_items", f"{TALK}/items")
-POSTS = {**PLAIN, **OF_SESSIONS, **OF_THE_STORE, COUNT_TOKENS: PLAIN[MESSAGES], "/abort_request": {"rid": "a"}}
-GETS = ("/health", "/readiness", "/metrics", "/docs", "/openapi.json", "/health_generate", "/get_model_info", "/model_info")
+OF_TEXTS: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": ["Hi", "you"]},
+    "/detokenize": {"tokens": [72, 105]},
+    "/parse_function_call": {"text": "Hi", "tools": [], "tool_call_parser": "qwen25"},
+    "/separate_reasoning": {"text": "<think>a</think>b", "reasoning_parser": "qwen3"},
+    **{path: {} for path in ("/classify", "/v1/score", "/score", "/v1/rerank", "/rerank")},
+}
+POSTS = {**PLAIN, **OF_SESSIONS, **OF_TEXTS, **OF_THE_STORE, COUNT_TOKENS: PLAIN[MESSAGES], "/abort_request": {"rid": "a"}}
+OF_STATE = ("/ping", "/version", "/get_load", "/get_server_info", "/server_info")
+GETS = (
+    "/health",
+    "/readiness",
+    "/metrics",
+    "/docs",
+    "/openapi.json",
+    "/health_generate",
+    "/get_model_info",
+    "/model_info",
+    *OF_STATE,
+)
 MODEL_PATHS = ("/v1/models", f"/v1/models/{MODEL}")
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 2, "logprob_token_ids": [7, 8], "return_token_ids": True}
@@ -273,7 +291,7 @@ def in_time(seen: Seen, patch: pytest.MonkeyPatch) -> None:
             seen.look(system, timed_out)
         with System(tokenize_timeout_s=0.2) as system:
             system.do(lambda: system.tokenizer.gate.clear())
-            late = {INPUT_TOKENS: PLAIN[RESPONSES], COUNT_TOKENS: PLAIN[MESSAGES]}
+            late = {INPUT_TOKENS: PLAIN[RESPONSES], COUNT_TOKENS: PLAIN[MESSAGES], "/tokenize": OF_TEXTS["/tokenize"]}
             seen.look(system, ask_all(system, late))
 
 

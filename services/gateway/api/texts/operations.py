@@ -1,0 +1,41 @@
+"""The routes of services/gateway/api/texts as the OpenAPI document has them."""
+
+from __future__ import annotations
+
+from services.gateway.api.document.operation import JSON, Operation
+from services.gateway.api.texts.types import (
+    DetokenizedText,
+    DetokenizeRequest,
+    ParseCallRequest,
+    ParsedCalls,
+    Separated,
+    SeparateRequest,
+    ServerInfo,
+    TokenizeRequest,
+    Tokens,
+    Version,
+    WorkerLoad,
+)
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+PARSE_CALL, SEPARATE = "/parse_function_call", "/separate_reasoning"
+PING, VERSION, LOAD = "/ping", "/version", "/get_load"
+SERVER_INFO = ("/get_server_info", "/server_info")
+RANKING = ("/classify", "/v1/score", "/score", "/v1/rerank", "/rerank")
+
+_TAG = "SGLang"
+_ASKS = (404, 504)
+OPERATIONS = (
+    Operation("post", TOKENIZE, _TAG, "Token ids of texts", {JSON: Tokens}, TokenizeRequest, _ASKS),
+    Operation("post", DETOKENIZE, _TAG, "Texts of token ids", {JSON: DetokenizedText}, DetokenizeRequest, (404,)),
+    Operation("post", PARSE_CALL, _TAG, "Calls in an output", {JSON: ParsedCalls}, ParseCallRequest),
+    Operation("post", SEPARATE, _TAG, "Reasoning in an output", {JSON: Separated}, SeparateRequest),
+    Operation("get", PING, _TAG, "Liveness", {}, statuses=(503,), keyed=False),
+    Operation("get", VERSION, _TAG, "The gateway's version", {JSON: Version}, statuses=(503,)),
+    Operation("get", LOAD, _TAG, "What each worker has to do", {JSON: list[WorkerLoad]}, statuses=(503,)),
+    *(Operation("get", path, _TAG, "What is served, and by whom", {JSON: ServerInfo}, statuses=(503,)) for path in SERVER_INFO),
+    *(
+        Operation("post", path, _TAG, "Refused: it takes a model that ranks or classifies", {}, statuses=(503,), served=False)
+        for path in RANKING
+    ),
+)

@@ -1,0 +1,73 @@
+"""An output that a client has → its calls, or its reasoning. Pure; raises ApiError."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
+from services.gateway.parsers.output_parser import MakeParser, ParserSetup, Schema
+from services.gateway.request.errors import ApiError, bad_request
+from services.shared import limits
+from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats
+
+# SGLang's names of what has another one here.
+_TOOLS = {
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "gpt-oss": "harmony",
+    "llama3": "llama3_json",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+}
+_REASONING = {
+    "deepseek-r1": "think_open",
+    "deepseek-v3": "think",
+    "glm45": "think",
+    "gpt-oss": "harmony",
+    "mistral": "mistral_think",
+    "qwen3": "think",
+    "qwen3-thinking": "think_open",
+}
+
+
+def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, make: MakeParser) -> dict[str, Any]:
+    """tools: parameters by name. What is no call is text."""
+    name = _format(_TOOLS.get(parser, parser), TOOL_FORMATS, "tool_call_parser")
+    formats = OutputFormats(name, "harmony" if name == "harmony" else NONE)
+    events = _events(text, formats, ParserSetup(tools, limits.MAX_CALLS), make)
+    order = list(tools)
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, CallStart):
+            calls.append({"tool_index": order.index(event.name), "name": event.name, "parameters": ""})
+        elif isinstance(event, CallArguments):
+            calls[event.index]["parameters"] += event.fragment
+    return {"normal_text": _texts(events), "calls": calls}
+
+
+def reasoning_in(text: str, parser: str, make: MakeParser) -> dict[str, Any]:
+    name = _format(_REASONING.get(parser, parser), REASONING_FORMATS, "reasoning_parser")
+    formats = OutputFormats("harmony" if name == "harmony" else NONE, name)
+    events = _events(text, formats, ParserSetup({}, 0), make)
+    thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
+    return {"reasoning_text": thoughts, "text": _texts(events)}
+
+
+def _events(text: str, formats: OutputFormats, setup: ParserSetup, make: MakeParser) -> list[Event]:
+    parser = make(formats, setup)
+    return [*parser.feed(text), *parser.finish()]
+
+
+def _texts(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def _format(name: str, known: Any, field: str) -> str:
+    if name == NONE or name not in known:
+        raise _unknown(field, [each for each in known if each])
+    return name
+
+
+def _unknown(field: str, names: list[str]) -> ApiError:
+    return bad_request(field, f"'{field}' must be one of {', '.join(names)}, or what SGLang calls them.")

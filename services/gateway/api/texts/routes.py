@@ -1,0 +1,210 @@
+"""Routes that work on texts and tell how the service stands, without generating."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+
+from rootstock.v1 import tokenizer_pb2
+from services.gateway.api import prompts
+from services.gateway.api.body_errors import of_validation
+from services.gateway.api.room import UNBOUNDED
+from services.gateway.api.strict_json import parse_json
+from services.gateway.api.texts.operations import (
+    DETOKENIZE,
+    LOAD,
+    OPERATIONS,
+    PARSE_CALL,
+    PING,
+    RANKING,
+    SEPARATE,
+    SERVER_INFO,
+    TOKENIZE,
+    VERSION,
+)
+from services.gateway.api.texts.parsing import calls_in, reasoning_in
+from services.gateway.api.texts.types import DetokenizeRequest, ParseCallRequest, SeparateRequest, TokenizeRequest
+from services.gateway.http.direct_routes import Endpoint
+from services.gateway.http.exchange import Generator
+from services.gateway.parsers.output_parser import MakeParser, Schema
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.bodies import Body
+from services.gateway.request.errors import AnswerForm, ApiError, bad_request
+from services.gateway.request.generation import ModelInfo, Prompt
+from services.gateway.request.origin import Origin
+from services.shared import limits
+
+B = TypeVar("B", bound=Body)
+RELEASE = "0.1.0"
+ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # parameters by name; raises ApiError
+Loads = Callable[[], Sequence[Mapping[str, Any]]]  # of the workers that have told theirs
+
+
+class Texts(Protocol):
+    """Which model is meant, and texts of ids. Raises ApiError."""
+
+    async def model_of(self, name: str | None) -> ModelInfo: ...
+
+    async def text_of(self, ids: Sequence[int], skip_special_tokens: bool, origin: Origin, model: ModelInfo) -> str: ...
+
+
+class TextsApi:
+    """One per process."""
+
+    operations = OPERATIONS
+    forms: Mapping[str, AnswerForm] = {}
+
+    def __init__(
+        self,
+        generator: Generator,
+        texts: Texts,
+        tokenizer: TokenizerClient,
+        make_parser: MakeParser,
+        read_tools: ReadTools,
+        served: Callable[[], Sequence[ModelInfo]],
+        loads: Loads,
+    ) -> None:
+        self._generator = generator
+        self._texts = texts
+        self._tokenizer = tokenizer
+        self._make_parser = make_parser
+        self._read_tools = read_tools
+        self._served = served
+        self._loads = loads
+
+    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+        """None of them generates."""
+        self._add_texts(app)
+        self._add_parsers(app)
+        self._add_state(app)
+        for path in RANKING:
+            app.post(path)(_refuse_ranking)
+        return {}
+
+    def _add_texts(self, app: FastAPI) -> None:
+        @app.post(TOKENIZE)
+        async def tokenize(request: Request) -> Response:
+            given = await self._read(request, TokenizeRequest)
+            model = await self._texts.model_of(given.model)
+            found = [list(each.ids) for each in await self._prompts(given, model, _origin(request))]
+            counts = [len(ids) for ids in found]
+            one = isinstance(given.prompt, str)
+            tokens, count = (found[0], counts[0]) if one else (found, counts)
+            return _json({"tokens": tokens, "count": count, "max_model_len": model.context_len})
+
+        @app.post(DETOKENIZE)
+        async def detokenize(request: Request) -> Response:
+            given = await self._read(request, DetokenizeRequest)
+            model, origin = await self._texts.model_of(given.model), _origin(request)
+            skips = given.skip_special_tokens is not False
+            lists = _lists_of(given.tokens, model)
+            texts = [await self._texts.text_of(ids, skips, origin, model) if ids else "" for ids in lists]
+            return _json({"text": texts if _has_lists(given.tokens) else texts[0]})
+
+    async def _prompts(self, given: TokenizeRequest, model: ModelInfo, origin: Origin) -> list[Prompt]:
+        texts = [given.prompt] if isinstance(given.prompt, str) else given.prompt
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise bad_request("prompt", "'prompt' must be a string or a list of strings.")
+        if len(texts) > limits.MAX_BATCH_PROMPTS:
+            raise bad_request("prompt", f"'prompt' may have at most {limits.MAX_BATCH_PROMPTS} texts.")
+        special = given.add_special_tokens is not False
+        call = tokenizer_pb2.EncodeRequest(request_id=origin.request_id, texts=texts, add_special_tokens=special)
+        return await prompts.of_texts(call, self._tokenizer, "prompt", model, origin, UNBOUNDED)
+
+    def _add_parsers(self, app: FastAPI) -> None:
+        @app.post(PARSE_CALL)
+        async def parse_function_call(request: Request) -> Response:
+            given = await self._read(request, ParseCallRequest)
+            tools = self._read_tools(given.tools)
+            return _json(calls_in(given.text, tools, given.tool_call_parser, self._make_parser))
+
+        @app.post(SEPARATE)
+        async def separate_reasoning(request: Request) -> Response:
+            given = await self._read(request, SeparateRequest)
+            return _json(reasoning_in(given.text, given.reasoning_parser, self._make_parser))
+
+    def _add_state(self, app: FastAPI) -> None:
+        @app.get(PING)
+        async def ping() -> Response:
+            return Response()
+
+        @app.get(VERSION)
+        async def version() -> Response:
+            return _json({"version": RELEASE})
+
+        @app.get(LOAD)
+        async def get_load() -> Response:
+            return _json(self._loads())
+
+        for path in SERVER_INFO:
+            app.get(path)(self._server_info)
+
+    async def _server_info(self) -> Response:
+        default = await self._texts.model_of(None) if len(self._served()) == 1 else None
+        name = "" if default is None else default.name
+        return _json(
+            {
+                "version": RELEASE,
+                "model_path": name,
+                "served_model_name": name,
+                "models": [
+                    {
+                        "id": model.name,
+                        "max_model_len": model.context_len,
+                        "vocab_size": model.vocab_size,
+                        "is_generation": model.generates,
+                        "embedding_size": model.embedding_size,
+                    }
+                    for model in self._served()
+                ],
+                "loads": self._loads(),
+            }
+        )
+
+    async def _read(self, request: Request, model: type[B]) -> B:
+        """Raises ApiError."""
+        async with self._generator.body_of(request.scope, request.receive) as body:
+            try:
+                return model.model_validate(parse_json(body.take()))
+            except ValidationError as error:
+                raise of_validation(error) from None
+
+
+async def _refuse_ranking() -> Response:
+    message = (
+        "This takes a model that ranks or classifies, a cross-encoder or a reward model; none is served here. See /v1/models."
+    )
+    raise ApiError(400, message, param="model", code="unsupported_model")
+
+
+def _has_lists(tokens: Any) -> bool:
+    return isinstance(tokens, list) and bool(tokens) and isinstance(tokens[0], list)
+
+
+def _lists_of(tokens: Any, model: ModelInfo) -> list[Sequence[int]]:
+    """Raises ApiError."""
+    if not isinstance(tokens, list):
+        raise bad_request("tokens", "'tokens' must be a list of token ids, or of such lists.")
+    lists, many = (tokens, True) if _has_lists(tokens) else ([tokens], False)
+    if len(lists) > limits.MAX_BATCH_PROMPTS:
+        raise bad_request("tokens", f"'tokens' may have at most {limits.MAX_BATCH_PROMPTS} lists.")
+    found: list[Sequence[int]] = []
+    for index, ids in enumerate(lists):
+        where = f"tokens[{index}]" if many else "tokens"
+        if not isinstance(ids, list):
+            raise bad_request(where, f"'{where}' must be a list of token ids.")
+        found.append(prompts.of_ids(ids, model.vocab_size, where).ids)
+    return found
+
+
+def _origin(request: Request) -> Origin:
+    state = request.scope["state"]
+    return Origin(state["request_id"], caller=state["caller"])
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

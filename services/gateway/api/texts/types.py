@@ -1,0 +1,103 @@
+"""Bodies and answers of what works on texts and says how the service stands, without generating. Names are SGLang's; vLLM's where
+it has the same route."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+
+from services.gateway.api.document.answer import Answer, Count
+from services.gateway.request.bodies import Body
+from services.shared import limits
+
+_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_IDS = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+Texts = Annotated[Any, WithJsonSchema(_TEXTS)]
+Ids = Annotated[Any, WithJsonSchema(_IDS)]
+_MODEL = "A name that /v1/models lists; may be left out where one model is served."
+
+
+class TokenizeRequest(Body):
+    model: str | None = Field(None, description=_MODEL)
+    prompt: Texts = Field(description="A text, or texts.")
+    add_special_tokens: bool | None = Field(None, description="Default true.")
+
+
+class DetokenizeRequest(Body):
+    model: str | None = Field(None, description=_MODEL)
+    tokens: Ids = Field(description="Ids, or lists of them.")
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+
+
+class ParseCallRequest(Body):
+    text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="An output with its marks.")
+    tools: list[dict[str, Any]] = Field(description="As in chat completions.")
+    tool_call_parser: str = Field(description="A format's name, ours or SGLang's.")
+
+
+class SeparateRequest(Body):
+    text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="An output with its marks.")
+    reasoning_parser: str = Field(description="A format's name, ours or SGLang's.")
+
+
+class Tokens(Answer):
+    """Of several prompts: a list of each."""
+
+    tokens: list[Count] | list[list[Count]]
+    count: Count | list[Count]
+    max_model_len: Count
+
+
+class DetokenizedText(Answer):
+    """Of several lists: their texts."""
+
+    text: str | list[str]
+
+
+class ParsedCall(Answer):
+    tool_index: Count = Field(description="Of the tool in the request.")
+    name: str
+    parameters: str = Field(description="JSON.")
+
+
+class ParsedCalls(Answer):
+    normal_text: str
+    calls: list[ParsedCall]
+
+
+class Separated(Answer):
+    reasoning_text: str
+    text: str
+
+
+class Version(Answer):
+    version: str
+
+
+class WorkerLoad(Answer):
+    worker_id: str
+    num_reqs: Count = Field(description="That are open there.")
+    num_waiting_reqs: Count
+    num_tokens: Count = Field(description="Of KV cache in use.")
+
+
+class ServedModel(Answer):
+    id: str
+    max_model_len: Count
+    vocab_size: Count
+    is_generation: bool
+    embedding_size: Count
+
+
+class ServerInfo(Answer):
+    version: str
+    model_path: str
+    served_model_name: str
+    models: list[ServedModel]
+    loads: list[WorkerLoad]

@@ -1,0 +1,66 @@
+"""What works on texts without generating: token ids, calls and reasoning in outputs, refusals by kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import System, wait_until
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("clock", "weather")]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    with System() as started:
+        yield started
+
+
+def test_ids_and_texts_go_both_ways(system: System) -> None:
+    one = system.post("/tokenize", {"model": MODEL, "prompt": "Hi"}).json()
+    many = system.post("/tokenize", {"prompt": ["Hi", "you"]}).json()
+    assert one["count"] == len(one["tokens"]) and one["max_model_len"] > one["count"]
+    assert many["tokens"][0] == one["tokens"] and many["count"] == [len(ids) for ids in many["tokens"]]
+    assert system.post("/detokenize", {"tokens": [72, 105]}).json() == {"text": "Hi"}
+    assert system.post("/detokenize", {"tokens": [[72], [], [105, 33]]}).json() == {"text": ["H", "", "i!"]}
+
+
+def test_calls_and_reasoning_are_found_in_outputs(system: System) -> None:
+    body: dict[str, Any] = {"text": f"So: {CALL}", "tools": TOOLS, "tool_call_parser": "qwen25"}
+    found = system.post("/parse_function_call", body).json()
+    assert found["normal_text"].strip() == "So:"
+    assert found["calls"] == [{"tool_index": 1, "name": "weather", "parameters": '{"city": "Bonn"}'}]
+    body = {"text": "Hm.</think>Yes.", "reasoning_parser": "deepseek-r1"}
+    assert system.post("/separate_reasoning", body).json() == {"reasoning_text": "Hm.", "text": "Yes."}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/tokenize", {"prompt": []}, "prompt"),
+        ("/detokenize", {"tokens": [1 << 40]}, "tokens"),
+        ("/detokenize", {"tokens": "Hi"}, "tokens"),
+        ("/parse_function_call", {"text": "a", "tools": [], "tool_call_parser": "none"}, "tool_call_parser"),
+        ("/separate_reasoning", {"text": "a", "reasoning_parser": ""}, "reasoning_parser"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "model"),
+    ],
+)
+def test_a_bad_field_is_named(system: System, path: str, body: dict[str, Any], param: str) -> None:
+    answer = system.post(path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_the_service_tells_how_it_stands(system: System) -> None:
+    assert system.get("/ping").status_code == 200 and system.get("/version").json()["version"]
+    system.do(lambda: system.worker.tell(num_open=3, num_waiting=1, used_tokens=70))
+    wait_until(lambda: bool(system.get("/get_load").json()), "a worker's load")
+    info = system.get("/server_info").json()
+    assert info["served_model_name"] == info["models"][0]["id"] == MODEL
+    assert info["loads"] == system.get("/get_load").json() and info["loads"] == [
+        {"worker_id": "worker-0", "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 70}
+    ]
