@@ -97,7 +97,7 @@ PROMPT: Neutral = {
     "functions": ([],),
     "images_config": (),
     "input_ids": (),
-    "lora_path": (),
+    "lora_path": ("",),
     "max_dynamic_patch": (),
     "media_io_kwargs": ({},),
     "min_dynamic_patch": (),
@@ -107,7 +107,6 @@ PROMPT: Neutral = {
     "session_id": (),
     "suffix": ("",),
     "task": (),
-    "truncate_prompt_tokens": (),
     "use_audio_in_video": (False,),
     "web_search_options": (),
 }
@@ -152,6 +151,7 @@ OF_TEMPLATES: Neutral = {
     "tools": ([],),
 }
 
+_CUT: Neutral = {"truncate_prompt_tokens": ()}  # of what generates
 OF_CHAT: Neutral = {"add_special_tokens": (False,), "echo": (False,)}  # a chat template writes its own special tokens
 OF_EMBEDDINGS: Neutral = {
     "activation": (),
@@ -169,8 +169,8 @@ OF_EMBEDDINGS: Neutral = {
 }
 
 STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-CHAT = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_CHAT})
-COMPLETION = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_TEMPLATES})
+CHAT = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_CHAT, **_CUT})
+COMPLETION = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_TEMPLATES, **_CUT})
 EMBEDDING = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_TEMPLATES, **OF_EMBEDDINGS})
 # Of SGLang's GenerateReqInput and EmbeddingReqInput.
 NATIVE = KnownFields(
@@ -180,7 +180,7 @@ NATIVE = KnownFields(
         "background": (False,),
         "image_data": ([],),
         "is_cross_encoder_request": (False,),
-        "lora_path": (),
+        "lora_path": ("",),
         "modalities": ([], ["text"]),
         "need_wait_for_mm_processing": (False,),
         "require_reasoning": (False,),

@@ -111,6 +111,14 @@ def of_ids(ids: list[Any], vocab_size: int, where: str) -> Prompt:
     return Prompt(packed, None)
 
 
+def of_last(prompt: Prompt, most: int, param: str) -> Prompt:
+    """The last `most` tokens. Raises ApiError where there are none."""
+    if not most:
+        raise bad_request(param, f"'{param}' leaves nothing of the input.")
+    cut = max(len(prompt.ids) - most, 0)
+    return replace(prompt, ids=tokenizer_pb2.TokenIds(ids=prompt.ids[-most:]).ids, text=None, num_cut=cut) if cut else prompt
+
+
 async def of_texts(
     call: tokenizer_pb2.EncodeRequest, tokenizer: TokenizerClient, param: str, model: ModelInfo, origin: Origin, room: Room
 ) -> list[Prompt]:

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Body(BaseModel):
     """Unknown fields are ignored, because clients send new ones, unless a subclass forbids them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=(), frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, given: Any) -> Any:
+        """JSON knows no integers: 5.0 is 5 to it, and some clients write that."""
+        if not isinstance(given, dict):
+            return given
+        whole = {
+            name: int(value)
+            for name, value in given.items()
+            if type(value) is float and value.is_integer() and abs(value) < _EXACT
+        }
+        integers = _integers(cls)
+        return {**given, **{name: value for name, value in whole.items() if name in integers}} if whole else given
+
+
+_EXACT = 1 << 53  # below it a double is the number that was written
+
+
+@cache
+def _integers(body: type[BaseModel]) -> frozenset[str]:
+    """Names of its fields that are integers."""
+    return frozenset(name for name, field in body.model_fields.items() if field.annotation in (int, int | None))
 
 
 class AnswerBody(Body):

@@ -106,7 +106,13 @@ class Preparer:
         generation = embedding_generation(request, model.embedding_size)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         room, special = for_a_vector(model), request.add_special_tokens is not False
+        most = request.truncate_prompt_tokens
+        if most is not None:
+            room, root = UNBOUNDED, b""
         checked = await prompts.of_completion(request.input, model, self._tokenizer, origin, "input", room, root, special)
+        if most is not None:
+            most = min(most, model.context_len) if most >= 0 else model.context_len
+            checked = [prompts.of_last(prompt, most, "truncate_prompt_tokens") for prompt in checked]
         return Plan(model, _parts(checked, generation, request, origin))
 
     async def _completion_prompts(

@@ -115,6 +115,12 @@ class EmbeddingRequest(NamedBody):
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
     input: Prompt
     add_special_tokens: bool | None = Field(None, description="Around an input that is text. Default true.")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        le=UINT32_MAX,
+        description="So many of an input's last tokens count; -1: what the context has room for.",
+    )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of little-endian float32. Default float."
     )

@@ -61,6 +61,15 @@ def test_what_the_worker_is_given(shared: System) -> None:
     assert not sampling.embedding.HasField("dimensions") and not sampling.embedding.HasField("normalize")
 
 
+def test_an_input_can_be_cut_to_its_end(shared: System) -> None:
+    for most, kept in ((2, "ld"), (2.0, "ld"), (99, "world"), (-1, "world")):
+        answer = embed(shared, input="world", truncate_prompt_tokens=most).json()
+        assert answer["usage"]["prompt_tokens"] == len(kept), "5.0 is 5 in JSON"
+        assert list(shared.worker.submits[-1].prompt_ids) == ids_of(kept)
+    assert embed(shared, input="x" * (CONTEXT_LEN + 9), truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == CONTEXT_LEN
+    assert embed(shared, truncate_prompt_tokens=0).json()["error"]["param"] == "truncate_prompt_tokens"
+
+
 def test_an_input_may_fill_the_context(shared: System) -> None:
     assert embed(shared, input="x" * CONTEXT_LEN).status_code == 200
 

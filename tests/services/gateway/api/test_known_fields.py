@@ -56,6 +56,7 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     "cache_salt": ({}, "salt"),
     "chat_template_kwargs": ({}, {"a": 1}),
     "continue_final_message": ({}, True),
+    "truncate_prompt_tokens": ({}, 1),
     "dimensions": ({}, 2),
     "documents": ({}, [{"title": "a", "text": "b"}]),
     "ebnf": ({}, 'root ::= "a"'),
