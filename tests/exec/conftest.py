@@ -1,15 +1,19 @@
 """What the executor's tests run on: our C++ kernels, and where a test asks for it (`on_both_kernels`) torch's twins too.
 
 tests/kernels has the twins do what the C++ kernels do, operation by operation. So what an executor makes of them is asked of
-one; on both are the suites that compare with transformers, and of each other suite the cases that bear on most of it.
+one; on both are the suites that compare with transformers, and of each other suite the cases that bear on most of it. By day,
+where there is no GPU, half of the cases of FlashInfer's double run.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from kernels.contracts.sample_ops import SampleKernels
 from tests.exec.sampling import sample_kernels
+from tests.night import wait_for_night
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +26,8 @@ def kernel_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def kernels(kernel_name: str) -> SampleKernels:
     return sample_kernels(kernel_name)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not Path("/dev/nvidiactl").exists():
+        wait_for_night(config, items, lambda item: item.path.name == "test_flashinfer_backend.py")

@@ -4,17 +4,15 @@ half of the cases that differ in their parameters alone, the same ones every tim
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 import torch
 
-from tests.night import NIGHTLY
+from tests.night import wait_for_night
 
 HERE = Path(__file__).parent
-FEW = 4  # cases of a test that all run by day
+SLOW = ("triton", "test_top_n_sigma")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,15 +24,5 @@ def device() -> torch.device:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if NIGHTLY or torch.cuda.is_available():
-        return
-    by_night = _by_night([item for item in items if HERE in item.path.parents and "triton" in item.nodeid])
-    config.hook.pytest_deselected(items=[item for item in items if item in by_night])
-    items[:] = [item for item in items if item not in by_night]
-
-
-def _by_night(items: list[pytest.Item]) -> set[pytest.Item]:
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
-    return {each for cases in tests.values() if len(cases) > FEW for each in cases if crc32(each.nodeid.encode()) % 2}
+    if not torch.cuda.is_available():
+        wait_for_night(config, items, lambda item: HERE in item.path.parents and any(name in item.nodeid for name in SLOW))

@@ -8,9 +8,9 @@ from hashlib import blake2b
 from typing import Any
 
 import orjson
-from pydantic_core import from_json
 
 from services.gateway.api.anthropic.errors import ANTHROPIC
+from services.gateway.api.anthropic.tool_input import ToolInput
 from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.request.choice_output import Ending
@@ -89,6 +89,7 @@ class _Blocks:
     def __init__(self, shows_thinking: bool | None) -> None:
         self._shows_thinking = shows_thinking
         self._texts: list[str] | None = None  # of the block that is open
+        self._input = ToolInput()  # of it
         self.whole: list[Json] = []
         self.called = False
 
@@ -103,9 +104,9 @@ class _Blocks:
             yield from self.close()
             yield from self._open({"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": event.name, "input": {}})
         elif isinstance(event, CallArguments):
-            assert self._texts is not None
-            self._texts.append(event.fragment)
-            yield self._delta({"type": "input_json_delta", "partial_json": event.fragment})
+            let_through = self._input.feed(event.fragment)
+            if let_through:
+                yield self._delta({"type": "input_json_delta", "partial_json": let_through})
         elif isinstance(event, CallEnd):
             yield from self.close()
 
@@ -115,7 +116,7 @@ class _Blocks:
             return
         block, text = self.whole[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = _object(text)
+            block["input"] = orjson.Fragment(self._input.text())
         elif block["type"] == "text":
             block["text"] = text
         else:
@@ -142,7 +143,7 @@ class _Blocks:
 
     def _open(self, block: Json) -> Iterator[Json]:
         self.whole.append(block)
-        self._texts = []
+        self._texts, self._input = [], ToolInput()
         yield {"type": "content_block_start", "index": len(self.whole) - 1, "content_block": dict(block)}
 
     def _said(self, kind: str, text: str) -> Json:
@@ -152,15 +153,6 @@ class _Blocks:
 
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self.whole) - 1, "delta": delta}
-
-
-def _object(text: str) -> Json:
-    """Of a call that was cut off, what there is of its members."""
-    try:
-        found = from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _usage(request: ClientRequest) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -67,7 +67,8 @@ def thinks(request: CountTokensRequest) -> bool:
 def chat_of(request: CountTokensRequest) -> Json:
     messages = _messages(request.messages)
     if request.system is not None:
-        messages.insert(0, {"role": "system", "content": _text(request.system, "system")})
+        text = _text(request.system, "system", _without_billing)
+        messages.insert(0, {"role": "system", "content": text})
     switch = thinks(request)
     chat: Json = {
         "model": request.model,
@@ -138,7 +139,23 @@ def _messages(given: Any) -> list[Json]:
         raise bad_request("messages", "'messages' must be a list with at least one message.")
     if len(given) > limits.MAX_CHAT_MESSAGES:
         raise bad_request("messages", f"'messages' may have at most {limits.MAX_CHAT_MESSAGES} messages.")
-    return [each for index, message in enumerate(given) for each in _message(message, f"messages[{index}]")]
+    return _joined([each for index, message in enumerate(given) for each in _message(message, f"messages[{index}]")])
+
+
+def _joined(messages: Sequence[Json]) -> list[Json]:
+    """What a user says in a row is one message, and so is what the model does: templates take turns."""
+    found: list[Json] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        if message["role"] not in ("user", "assistant") or message["role"] != last.get("role") or "tool_calls" in last:
+            found.append(message)
+            continue
+        texts = [text for text in (last["content"], message["content"]) if text]
+        thoughts = [each["reasoning_content"] for each in (last, message) if each.get("reasoning_content")]
+        found[-1] = {**last, **message, "content": "\n\n".join(texts)}
+        if thoughts:
+            found[-1]["reasoning_content"] = "\n\n".join(thoughts)
+    return found
 
 
 def _message(message: Any, where: str) -> list[Json]:
@@ -175,6 +192,8 @@ def _heard(blocks: Sequence[Json], where: str) -> list[Json]:
         at = f"{where}[{index}]"
         if block["type"] == "tool_result":
             text = _text(block.get("content") or "", f"{at}.content")
+            if block.get("is_error") is True and not text.startswith("Error"):
+                text = f"Error: {text}"
             messages.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": text})
         elif block["type"] == "text":
             if not messages or messages[-1]["role"] != "user":
@@ -214,13 +233,19 @@ def _call(block: Json, where: str) -> Json:
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 
-def _text(content: Any, where: str) -> str:
+def _without_billing(text: str) -> str:
+    """Claude Code's first line of `system` is another one in every request: it says nothing to a model, and would keep prompts
+    from sharing what is cached."""
+    return text.partition("\n")[2] if text.startswith("x-anthropic-billing-header:") else text
+
+
+def _text(content: Any, where: str, shown: Callable[[str], str] = str) -> str:
     """Of a text, or of blocks of text."""
     texts = []
     for index, block in enumerate(_blocks(content, where)):
         if block["type"] != "text":
             raise _unserved(block["type"], f"{where}[{index}]")
-        texts.append(_string(block, "text", f"{where}[{index}]"))
+        texts.append(shown(_string(block, "text", f"{where}[{index}]")))
     return "".join(texts)
 
 

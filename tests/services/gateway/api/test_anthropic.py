@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,9 @@ import anthropic
 import orjson
 import pytest
 from anthropic import Anthropic
+from jiter import from_json
 
+from services.gateway.api.anthropic.tool_input import ToolInput
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System
 
@@ -99,6 +103,17 @@ def test_a_stream_says_what_the_whole_says(
         assert whole.content[0].thinking == ("" if hidden else "Hm.") and whole.content[0].signature
 
 
+def test_arguments_that_are_no_json_reach_no_client(client: Anthropic, says: Any) -> None:
+    """What was complete by then does; and numbers of any size."""
+    arguments = '{"city": "Bonn", "day": 123456789012345678901234567890, "x": nope}'
+    says(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+    whole = ask(client, tools=[WEATHER])
+    body: Any = {"model": MODEL, "max_tokens": 400, "messages": HI, "tools": [WEATHER]}
+    with client.messages.stream(**body) as stream:
+        final = stream.get_final_message()
+    assert plain(final)["content"] == plain(whole)["content"]
+
+
 def test_usage_says_what_was_cached(client: Anthropic) -> None:
     usage = ask(client).usage
     assert usage.cache_read_input_tokens == 3 and usage.cache_creation_input_tokens == 0
@@ -130,6 +145,11 @@ def test_history_reaches_the_template_in_its_own_form(system: System, client: An
     ]
     assert system.tokenizer.calls[-1].continue_final_message and not system.tokenizer.calls[-1].add_generation_prompt
     assert variables == {"enable_thinking": False, "thinking": False}
+    error = {**result, "is_error": True, "content": "none"}
+    users: Any = [{"role": "user", "content": content} for content in ([error], "A", "B")]
+    ask(client, system="x-anthropic-billing-header: 1\nBe brief.", messages=[*messages[:2], *users], tools=[WEATHER])
+    found = shown(system)[0]
+    assert [found[0]["content"], found[-2]["content"], found[-1]["content"]] == ["Be brief.", "Error: none", "A\n\nB"]
     ask(client, **THINKING, output_config={"effort": "high"})
     assert shown(system)[1] == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
 
@@ -207,3 +227,26 @@ def test_errors_are_of_the_clients_types() -> None:
             assert busy.value.status_code == 529 and int(busy.value.response.headers["retry-after"]) > 0
             assert busy.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index, call-overload]
             system.allow(None)
+
+
+def test_inputs_are_what_a_client_makes_of_their_pieces() -> None:
+    """Whatever a model writes and wherever it is cut, the client's own parser takes what is let through, and finds the same."""
+    rng = random.Random(7)
+    for _ in range(3000):
+        text = whole = json.dumps({"a": _value(rng), "b": _value(rng)}, ensure_ascii=rng.random() < 0.5)
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice('"{}[],:\\ x1\n-.') + text[at + rng.randrange(2) :]
+        text = text[: rng.choice((len(text), rng.randrange(len(text) + 1)))]
+        pieces, made, at = "", ToolInput(), 0
+        while at < len(text):
+            end = at + rng.randrange(1, 9)
+            pieces, at = pieces + made.feed(text[at:end]), end
+        theirs = from_json(pieces.encode(), partial_mode=True) if pieces else {}
+        assert json.loads(made.text()) == theirs, text
+        assert text != whole or made.text() == whole
+
+
+def _value(rng: random.Random) -> Any:
+    text = "".join(rng.choice('ab"\\\té😀/') for _ in range(rng.randrange(6)))
+    return rng.choice((rng.randrange(-(10**6), 10**25), rng.random(), True, None, text, [text, 1, {}], {text: {"c": [text]}}))
