@@ -14,7 +14,7 @@ _EVERYWHERE = {"host", "port", "grace_s", "otlp_endpoint"}
 _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_name"}
 DECIDED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
-    | {"health_port", "tokenizers", "detokenizers", "workers", "redis_url", "models", "queue_timeout_s"}
+    | {"health_port", "tokenizers", "detokenizers", "workers", "redis_url", "state_redis_url", "models", "queue_timeout_s"}
     | {"peer_host", "peer_port", "peers"}
     | {"model_name", "api_keys_file", "control_token", "control_token_file"},
     "tokenizer": _CODEC,
@@ -230,6 +230,10 @@ def _redis() -> Schema:
     )
 
 
+def _state() -> Schema:
+    return closed({"externalUrlSecret": SECRET, "externalPort": integer(1, 65535)})
+
+
 def _edge() -> dict[str, Schema]:
     """How traffic comes in and who may go where."""
     host = closed({"host": string(), "path": string("^/")}, ("host",))
@@ -288,6 +292,7 @@ def _top() -> dict[str, Schema]:
         **{component: ref(component) for component in _components()},
         "autoscaling": closed({"engine": choice("hpa", "keda"), "prometheusUrl": string("^https?://"), "adapterRules": BOOLEAN}),
         "redis": _redis(),
+        "state": _state(),
         "modelCache": _model_cache(),
         **_edge(),
         "monitoring": _monitoring(),

@@ -29,7 +29,7 @@ NODE_DNS = Party("dns on the node", ip="169.254.20.10")
 OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
 ANY = "*"  # everybody outside
 SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 8000, 8001, 9101, 9102, 9103, 9104)
-PORTS = (22, 53, 80, 443, 4317, 6379, 6443, *SERVING, 8080, 9090, 9999)
+PORTS = (22, 53, 80, 443, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
 
 REQUEST = {
     (ANY, "gateway", 8000),
@@ -68,8 +68,9 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
     ),
     "no deletion cost": ({"worker": {"deletionCost": False}}, WHOLE - DELETION_COST),
     "Redis elsewhere": (
-        {"redis": {"embedded": False, "externalUrlSecret": "r"}},
-        WHOLE - {("gateway", "redis", 6379), ("worker", "redis", 6379)} | {("gateway", ANY, 6379), ("worker", ANY, 6379)},
+        VARIANTS["redis-elsewhere"],
+        WHOLE - {("gateway", "redis", 6379), ("worker", "redis", 6379)}
+        | {("gateway", ANY, 6379), ("worker", ANY, 6379), ("gateway", ANY, 6380)},
     ),
     "traced": (
         {"tracing": {"otlpEndpoint": "otel.observability.svc:4317"}},

@@ -101,7 +101,10 @@ VARIANTS: dict[str, Values] = {
     "operated": OPERATED,
     "discovery": {"gateway": {"discovery": "k8s"}},
     "monitoring": MONITORING,
-    "redis-elsewhere": {"redis": {"embedded": False, "externalUrlSecret": "llm-redis"}},
+    "redis-elsewhere": {
+        "redis": {"embedded": False, "externalUrlSecret": "llm-redis"},
+        "state": {"externalUrlSecret": "llm-state", "externalPort": 6380},
+    },
     "no-account": {"serviceAccount": {"create": False, "name": "existing"}},
     "open-network": {"networkPolicy": {"enabled": False}},
     "named": {"nameOverride": "inference", "fullnameOverride": "acme-llm", "image": {"registry": "registry.example.com/mirror"}},

@@ -159,6 +159,16 @@ envFrom:
 {{- end }}
 {{- end }}
 
+{{- define "rootstock.stateEnv" -}}
+{{- with .root.Values.state.externalUrlSecret -}}
+- name: ROOTSTOCK_STATE_REDIS_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: url
+{{- end }}
+{{- end }}
+
 {{- define "rootstock.controlEnv" -}}
 {{- with .root.Values.auth.controlTokenSecret -}}
 - name: ROOTSTOCK_CONTROL_TOKEN

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis import exceptions
 
 from services.gateway.state.state_store import Changed, Record, StoreAway
 from services.shared.index.redis_client import redis_client
@@ -88,12 +88,13 @@ return there
 
 
 class RedisStore:
-    """Implements StateStore. ttl_s: seconds that a record lives after its last use. records, record_bytes: of one owner.
-    patience_s: of a call, which is tried again until then."""
+    """Implements StateStore. While it is away only the first call waits for it; later ones try once. ttl_s: seconds that a record
+    lives after its last use. records, record_bytes: of one owner. patience_s: of a call, which is tried again until then."""
 
     def __init__(self, url: str, ttl_s: int, records: int, record_bytes: int, patience_s: float) -> None:
         """Raises ValueError if the URL is none."""
         self._client = redis_client(url, TIMEOUT_S)
+        self._is_away = False
         self._ttl_s, self._records, self._record_bytes, self._patience_s = ttl_s, records, record_bytes, patience_s
 
     async def close(self) -> None:
@@ -122,11 +123,16 @@ class RedisStore:
         """Tries until it has an answer or no patience is left: a try whose answer was lost may have happened, and happens again
         to the same end."""
         keys = [f"state:use:{owner}", f"state:size:{owner}", *(f"state:of:{owner}:{name}" for name in names)]
-        until = time.monotonic() + self._patience_s
+        until = time.monotonic() + (0.0 if self._is_away else self._patience_s)
         while True:
             try:
-                return await self._client.eval(script, len(keys), *keys, self._ttl_s, *arguments)
-            except (RedisError, OSError) as error:
-                if time.monotonic() + PAUSE_S > until:
+                found = await self._client.eval(script, len(keys), *keys, self._ttl_s, *arguments)
+            except (exceptions.RedisError, OSError) as error:
+                passes = isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
+                if not passes or time.monotonic() + PAUSE_S > until:
+                    self._is_away = self._is_away or passes
                     raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
+            else:
+                self._is_away = False
+                return found
             await asyncio.sleep(PAUSE_S)
