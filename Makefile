@@ -16,7 +16,8 @@ PROTOS := rootstock/.ready
 # Two processes, a file to each at a time, in the order of tests/conftest.py.
 SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# Bytecode is kept, whatever the shell says: each process would compile torch anew, which takes longer than to run it.
+# Bytecode is kept, whatever the shell says: each process would compile torch anew, which takes longer than to run it. It is made
+# at once, on all cores; what does not compile (a template, say) is never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help env run test check docs bench bench-front bench-compare gpu-check sim mutants nightly clean
@@ -33,6 +34,7 @@ $(ENV): pyproject.toml
 	@echo "making $(VENV) and installing what pyproject.toml lists (the first time this takes minutes; torch is large)"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --no-compile --disable-pip-version-check --progress-bar on -e '.[dev]'
+	-@$(PY) -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib
 	@touch $@
 
 $(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)

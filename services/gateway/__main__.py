@@ -13,7 +13,7 @@ from services.gateway.admin.listener import admin_listener
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import SERVICE, Gateway
 from services.gateway.http import http_server
-from services.shared import settings
+from services.shared import c_memory, settings
 from services.shared.observe import log
 
 logger = logging.getLogger("services.gateway")
@@ -33,6 +33,7 @@ async def _serve(config: GatewaySettings) -> None:
 def main() -> int:
     config = settings.load(GatewaySettings, "rootstock-gateway")
     log.configure(SERVICE, config.log_level)
+    c_memory.map_large_blocks()
     logging.getLogger("uvicorn.error").setLevel("WARNING")
     logger.info("settings", extra=log.fields(**config.model_dump(exclude={"control_token", "redis_url"})))
     try:

@@ -171,13 +171,18 @@ def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None
                 "owned_by": "rootstock",
                 "max_model_len": model.context_len,
                 "sampling_defaults": model.defaults.as_dict(),
+                "type": "model",
+                "display_name": model.name,
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             }
             for model in served()
         ]
 
     @app.get(openai.MODELS)
     async def models() -> Response:
-        return _json({"object": "list", "data": cards()})
+        data = cards()
+        names = [card["id"] for card in data] or [None]
+        return _json({"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
 
     @app.get(f"{openai.MODELS}/{{model_id:path}}")
     async def model(model_id: str) -> Response:

@@ -101,6 +101,13 @@ SCALARS = (
 
 # What sets the answers to a prompt apart, and ends them.
 N = _integer(_everywhere("n"), "", 1, limits.MAX_N, "Answers to each prompt; on `/generate` the same for all.", 1, (1,))
+BEST_OF = _integer(
+    _on((Api.COMPLETION,), "best_of"),
+    "",
+    1,
+    limits.MAX_N,
+    "So many answers are made to each prompt, of which the `n` with the likeliest tokens come. Default: `n`.",
+)
 SEED = _integer(_renamed("seed", "sampling_seed"), "seed", *INT64, "Answer *i* samples with seed + *i*. Default: random.")
 _LENGTH = "Tokens of an answer at most; never more than the context leaves"
 MAX_NEW_TOKENS = (
@@ -182,14 +189,13 @@ DRY_SEQUENCE_BREAKERS = Parameter(
 
 PARAMETERS = (
     *SCALARS,
-    *(N, SEED, *MAX_NEW_TOKENS),
+    *(N, BEST_OF, SEED, *MAX_NEW_TOKENS),
     *(STOP, STOP_REGEX, STOP_TOKEN_IDS, *KEPT_STOP),
     *(LOGIT_BIAS, ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS),
     *(DRY_MULTIPLIER, DRY_BASE, DRY_ALLOWED_LENGTH, DRY_PENALTY_LAST_N, DRY_SEQUENCE_BREAKERS),
 )
 UNSERVED = (
     UnservedParameter("bad_words", OPENAI, ([],)),
-    UnservedParameter("best_of", OPENAI, (1,)),
     UnservedParameter("custom_logit_processor", OPENAI),
     UnservedParameter("custom_params", tuple(Api)),
     UnservedParameter("early_stopping", OPENAI, (False,)),

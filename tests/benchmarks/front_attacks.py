@@ -164,11 +164,11 @@ def fuzzing(port: int, key: str) -> Answers:
     fuzzer = Fuzzer(f"http://{HOST}:{port}", key)
 
     def send(requests: Sequence[Sent]) -> list[str]:
-        fuzzer.answered["fault"] += len(fuzzer.faults(requests))
+        fuzzer.answered.update(f"fault: {fault}" for fault in fuzzer.faults(requests))
         return []
 
     def connect(data: bytes) -> list[str]:
-        fuzzer.answered["fault"] += len(fuzzer.raw_faults(data))
+        fuzzer.answered.update(f"fault: {fault}" for fault in fuzzer.raw_faults(data))
         return []
 
     rounds(send, connect, Cases(fuzzer.document), random.randrange(1 << 32), FUZZ_EXAMPLES, FUZZ_HEADS)

@@ -152,10 +152,15 @@ OF_TEMPLATES: Neutral = {
 }
 
 _CUT: Neutral = {"truncate_prompt_tokens": ()}  # of what generates
-OF_CHAT: Neutral = {"add_special_tokens": (False,), "echo": (False,)}  # a chat template writes its own special tokens
+OF_CHAT: Neutral = {
+    "add_special_tokens": (False,),  # a chat template writes its own
+    "best_of": (1,),
+    "echo": (False,),
+}
 OF_EMBEDDINGS: Neutral = {
     "activation": (),
     "additional_data": (),
+    "best_of": (1,),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "embed_override_token_id": (),

@@ -53,17 +53,17 @@ class CompletionLogprobs:
     """With echo the prompt's tokens come first; the first of all has no value."""
 
     def __init__(self, generation: Generation, token_texts: ModelTexts) -> None:
-        self._wanted = generation.wants_logprobs
+        self._wanted = generation.wants_logprobs and generation.shows_logprobs
         self._requested = list(generation.sampling.logprobs.token_ids)
         self._slices = _slices(generation, token_texts)
         self._echo = generation.wants_prompt_logprobs
-        self._offsets: dict[int, _Offsets] = {}  # by the choice's index
+        self._offsets: dict[int, TextOffsets] = {}  # by the choice's index
 
     async def of(self, delta: Delta) -> bytes:
         """Raises ApiError."""
         if not self._wanted:
             return b"null"
-        offsets = self._offsets.setdefault(delta.choice.index, _Offsets())
+        offsets = self._offsets.setdefault(delta.choice.index, TextOffsets(delta.choice.part.prefix))
         columns = _Columns(self._requested)
         async for entries, texts in self._slices.of(self._entries(delta)):
             columns.add(entries, texts, offsets)
@@ -84,7 +84,7 @@ class _Columns:
         if requested:
             self._arrays["requested_logprobs"] = bytearray()
 
-    def add(self, entries: Sequence[Entry], texts: Texts, offsets: _Offsets) -> None:
+    def add(self, entries: Sequence[Entry], texts: Texts, offsets: TextOffsets) -> None:
         arrays = self._arrays
         extend(arrays["tokens"], [_name(texts[token]) for token, _ in entries])
         extend(arrays["token_logprobs"], [max(values.value, LOWEST) if values else None for _, values in entries])
@@ -125,14 +125,31 @@ def _prompt_entries(choice: Choice) -> Iterator[Entry]:
     return zip(choice.prompt.ids, chain((None,), values.span(0, len(values))), strict=not was_cut_short)
 
 
-class _Offsets:
-    """Where each token of one choice begins, in characters of the tokens' own texts."""
+class TextOffsets:
+    """Where each token of one choice begins, in characters of the choice's text. prefix: what it begins with (echo), in which the
+    prompt's tokens are looked for: of a special token that the text does not show, the next one begins where it does.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = 0
+        self._prefix = prefix.encode()
+        self._at = 0  # in its bytes
+        self._missed = 0  # bytes of the tokens that were not found since the last one that was
 
     def step(self, text: bytes) -> int:
         begin = self._chars
-        self._chars += len(self._decoder.decode(text))
+        self._chars += len(self._decoder.decode(self._shown(text) if self._at < len(self._prefix) else text))
         return begin
+
+    def _shown(self, text: bytes) -> bytes:
+        """What the prefix has of the token. One that it has in another form (a blank at the start, a normalized character) counts
+        with its own length once a later one is found behind it."""
+        for form in filter(None, (text, text.removeprefix(b" "))):
+            found = self._prefix.find(form, self._at, self._at + 2 * self._missed + len(form))
+            if found >= 0:
+                end = found + len(form)
+                shown, self._at, self._missed = self._prefix[self._at : end], end, 0
+                return shown
+        self._missed += len(text)
+        return b""

@@ -67,7 +67,7 @@ async def read_body(scope: Scope, receive: Receive, held: HeldBytes, max_bytes: 
     await held.grow_to(declared)
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            body = ReceivedBody(await _collect(receive, held, declared, max_bytes, limit))
+            body = ReceivedBody(await _collect(receive, held, declared, max_bytes, limit), held.grow_by)
     except TimeoutError:
         raise ApiError(408, "The request's body did not arrive in time.", code="timeout") from None
     if held.size > SMALL_BODY_BYTES:  # a small one becomes little, whatever it is made of

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from services.gateway.http.body_pool import BodyPool, Stuck
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.errors import ApiError, unavailable
+from services.gateway.request.errors import CLIENT_CLOSED, ApiError, unavailable
 from services.shared.c_memory import return_freed
 from services.shared.limits import MAX_WAITING_BODIES, SMALL_BODY_BYTES, SMALL_BODY_POOL_BYTES
 
@@ -107,6 +107,13 @@ class HeldBytes:
         await budget.take(pool, size, 0, self._gone)
         self._pool.give(self.size)
         self._pool, self.size = pool, size
+
+    async def grow_by(self, size: int) -> None:
+        """For what is fetched to go with the body. Raises ApiError."""
+        try:
+            await self.grow_to(min(self.size + size, self.most))
+        except ClientGone:
+            raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
 
     def close(self) -> None:
         size, self.size = self.size, 0

@@ -85,6 +85,9 @@ class GatewayMetrics:
         )
         for kind in RATE_LIMITS:
             self.rate_limited.labels(kind)
+        self.calls_dropped = self._counter(
+            "tool_calls_dropped", "Calls that a model wrote of a tool that its request has not, or beyond those it allows."
+        )
         self.key_requests = self._counter("key_requests", "Generation requests that began, by API key.", "key")
         self.grace_period = self._gauge("grace_period_seconds", "What requests in flight get when this gateway stops.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")

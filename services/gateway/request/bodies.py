@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
@@ -53,14 +54,23 @@ _SHOWN = tuple(AnswerBody.model_fields)
 TEXT_ALONE = AnswerBody()
 
 
+Hold = Callable[[int], Awaitable[None]]  # returns with so many more bytes held in the budget of bodies; raises ApiError
+
+
+async def _unbounded(size: int) -> None:
+    """Where there is no budget."""
+
+
 class ReceivedBody:
     """Between its last byte and the moment in which it has become something else. Whoever takes its bytes is their one owner, so
-    that they are gone as soon as they are parsed: they may be 64 MiB."""
+    that they are gone as soon as they are parsed: they may be 64 MiB. hold: for what is fetched to go with it, until the request
+    is prepared."""
 
-    __slots__ = ("_content",)
+    __slots__ = ("_content", "hold")
 
-    def __init__(self, content: bytes | bytearray) -> None:
+    def __init__(self, content: bytes | bytearray, hold: Hold = _unbounded) -> None:
         self._content: bytes | bytearray | None = content
+        self.hold = hold
 
     @property
     def num_values(self) -> int:

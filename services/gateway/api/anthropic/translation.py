@@ -19,10 +19,20 @@ Json = dict[str, Any]
 B = TypeVar("B", bound=CountTokensRequest)
 
 KNOWN = KnownFields(
-    frozenset(("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "user_profile_id", "workspace_id")),
+    frozenset(
+        (
+            "cache_control",
+            "context_management",  # no edit is applied, and none is said to have been
+            "diagnostics",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "user_profile_id",
+            "workspace_id",
+        )
+    ),
     {
         "container": (),
-        "context_management": ({},),
         "mcp_servers": ([],),
         "speed": ("standard",),
     },

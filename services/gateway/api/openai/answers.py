@@ -209,11 +209,17 @@ class ModelCard(Answer):
     owned_by: Literal["rootstock"]
     max_model_len: Count = Field(description="Tokens of prompt and answer together.")
     sampling_defaults: SamplingDefaultValues
+    type: Literal["model"] = Field(description="This and what follows are as Anthropic's clients read them.")
+    display_name: str
+    created_at: str = Field(description="The same as created, as RFC 3339 has it.")
 
 
 class ModelList(Answer):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 ChatEvent = ChatCompletionChunk | ErrorBody

@@ -6,6 +6,8 @@ Everything about a stream's chunks that does not change is rendered once per req
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from math import inf
 from typing import Any
 
 import orjson
@@ -156,7 +158,9 @@ class CompletionRenderer:
         return OPENAI.event_of(error, self._request.request_id)
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
-        answer: dict[str, Any] = {**self._envelope.fields, "choices": [await self._choice(delta) for delta in deltas]}
+        shown = best_of(deltas) if self._request.generation.best else deltas
+        choices = [{**await self._choice(delta), "index": index} for index, delta in enumerate(shown)]
+        answer: dict[str, Any] = {**self._envelope.fields, "choices": choices}
         answer["usage"] = usage_of(self._request)
         if self._ids and len(self._request.parts) == 1:
             answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
@@ -168,6 +172,22 @@ class CompletionRenderer:
         if self._ids:
             choice["prompt_token_ids"] = list(delta.choice.prompt.ids)
         return choice
+
+
+def best_of(deltas: Sequence[Delta]) -> list[Delta]:
+    """Of the whole choices of each prompt those whose tokens have the highest mean log probability, as many as it shows, the best
+    one first. Of equal ones the first."""
+    by_prompt = [list(choices) for _, choices in groupby(deltas, key=lambda delta: id(delta.choice.part))]
+    return [
+        delta
+        for choices in by_prompt
+        for delta in sorted(choices, key=_mean_logprob, reverse=True)[: choices[0].choice.generation.best]
+    ]
+
+
+def _mean_logprob(delta: Delta) -> float:
+    values = [row.value for row in delta.logprobs]
+    return sum(values) / len(values) if values else -inf
 
 
 def _choice_fields(delta: Delta, logprobs: bytes, with_ids: bool) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class CompletionRequest(GenerationBody):
     prompt: Prompt
     add_special_tokens: bool | None = Field(None, description="Around a prompt that is text. Default true.")
     max_tokens: int | None = parameter("max_tokens", Api.COMPLETION)
+    best_of: int | None = parameter("best_of", Api.COMPLETION)
     echo: bool | None = Field(None, description="The text begins with the prompt, and logprobs with the prompt's.")
     logprobs: Count = Field(
         None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Log probabilities of the tokens, and of so many likeliest ones."

@@ -84,10 +84,27 @@ def completion_generation(request: CompletionRequest, vocab_size: int) -> Genera
     most = next(value for value in given if value is not None)
     if most == 0 and not request.echo:
         raise bad_request("max_tokens", "'max_tokens' can be 0 with 'echo' only.")
-    logprobs = None
+    logprobs, made = None, _candidates(request)
     if request.logprobs is not None:
         logprobs = pb.Logprobs(top=request.logprobs, prompt_from=0 if request.echo else None)
-    return _generation(request, Api.COMPLETION, vocab_size, most, logprobs, client_fields.COMPLETION)
+    elif made:
+        logprobs = pb.Logprobs()
+    generation = _generation(request, Api.COMPLETION, vocab_size, most, logprobs, client_fields.COMPLETION)
+    if not made:
+        return generation
+    return replace(generation, n=made, best=generation.n, shows_logprobs=request.logprobs is not None)
+
+
+def _candidates(request: CompletionRequest) -> int:
+    """That are made for each prompt, where not all of them are answered; else 0."""
+    n, made = request.n or 1, request.best_of
+    if made is None or made == n:
+        return 0
+    if made < n:
+        raise bad_request("best_of", "'best_of' is less than 'n'.")
+    if request.stream:
+        raise bad_request("best_of", "'best_of' above 'n' cannot be streamed: the best are known at the end.")
+    return made
 
 
 def embedding_generation(request: EmbeddingRequest, embedding_size: int) -> Generation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.gateway.api.chat_preparer import ChatPreparer
@@ -15,7 +16,7 @@ from services.gateway.api.responses.translation import chat_of, own_fields, pars
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.bodies import Hold, ReceivedBody
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
@@ -44,8 +45,9 @@ class ResponsesCall:
     async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
         """Raises ApiError."""
         await self._read(body, origin)
+        before, self._before = self._before.items, replace(self._before, items=[])  # they may be 16 MiB, and are kept already
         try:
-            return own_fields(await self._fitted([*self._before.items, *self._items], origin))
+            return own_fields(await self._fitted([*before, *self._items], origin))
         except ApiError as error:
             raise renamed(error) from None
 
@@ -67,17 +69,15 @@ class ResponsesCall:
         if asked.stream:
             origin.wants_stream()
         items = checked_items([] if asked.input is None else asked.input, "input")
-        self._before = await self._context(asked)
+        self._before = await self._context(asked, body.hold)
         self._items = await self._records.resolved(self._owner, items, self._before)
         self._asked = asked.model_copy(update={"input": None})  # it may be 64 MiB, and the items are its copy
 
-    async def _context(self, asked: ResponsesRequest) -> Context:
+    async def _context(self, asked: ResponsesRequest, hold: Hold) -> Context:
+        conversation = self._conversation(asked)
         if asked.previous_response_id is not None:
-            return await self._records.after(self._owner, asked.previous_response_id)
-        if self._conversation(asked) is not None:
-            found = await self._records.conversation(self._owner, self._conversation(asked) or "", "conversation")
-            return Context(found["items"])
-        return Context()
+            return await self._records.after(self._owner, asked.previous_response_id, hold)
+        return Context() if conversation is None else await self._records.of_conversation(self._owner, conversation, hold)
 
     @staticmethod
     def _conversation(asked: ResponsesRequest) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from services.gateway.api.responses.items import REFERENCE, response_of
+from services.gateway.request.bodies import Hold
 from services.gateway.request.errors import ApiError, bad_request, unavailable
 from services.gateway.state.state_store import Changed, Record, StateStore, StoreAway
 from services.shared import limits
@@ -42,19 +43,26 @@ class Records:
         self._store = store
         self._retry_after_s = retry_after_s
 
-    async def after(self, owner: str, response_id: str) -> Context:
-        """The context of a response that follows this one."""
+    async def after(self, owner: str, response_id: str, hold: Hold) -> Context:
+        """The context of a response that follows this one. hold: called with the bytes that it comes to."""
         last = await self._response(owner, response_id, "previous_response_id")
         names = (*last["chain"], response_id)
         if len(names) > limits.MAX_RESPONSE_CHAIN or last["bytes"] > limits.MAX_CHAIN_BYTES:
             message = "The responses before this one are too many, or too long. Begin anew with what is to be kept of them."
             raise bad_request("previous_response_id", message, "context_length_exceeded")
+        await hold(last["bytes"])
         earlier = [None if found is None else orjson.loads(found.content) for found in await self._get(owner, last["chain"])]
         if None in earlier:
             raise _not_found("previous_response_id", "A response that this one builds on is gone.", "previous_response_not_found")
         turns = [*earlier, last]
         items = [item for turn in turns if turn for item in (*turn["input"], *turn["response"]["output"])]
         return Context(items, names, last["bytes"])
+
+    async def of_conversation(self, owner: str, conversation_id: str, hold: Hold) -> Context:
+        """The context of a response in it. hold: as in after()."""
+        found = await self._conversation_record(owner, conversation_id, "conversation")
+        await hold(len(found.content))
+        return Context(orjson.loads(found.content)["items"])
 
     async def resolved(self, owner: str, items: Sequence[Json], before: Context) -> list[Json]:
         """With what references stand for; those to what is there already are left out."""
@@ -101,8 +109,8 @@ class Records:
             raise _full()
         return conversation
 
-    async def conversation(self, owner: str, conversation_id: str, param: str = "conversation_id") -> Json:
-        return (await self._conversation(owner, conversation_id, param))[0]
+    async def conversation(self, owner: str, conversation_id: str) -> Json:
+        return (await self._conversation(owner, conversation_id, "conversation_id"))[0]
 
     async def update_conversation(self, owner: str, conversation_id: str, metadata: Json) -> Json:
         return await self._change(owner, conversation_id, lambda conversation: conversation.update(metadata=metadata))
@@ -138,10 +146,14 @@ class Records:
         raise ApiError(409, "Others write to this conversation all the time.", param="conversation", code="conversation_locked")
 
     async def _conversation(self, owner: str, conversation_id: str, param: str) -> tuple[Json, int]:
+        found = await self._conversation_record(owner, conversation_id, param)
+        return orjson.loads(found.content), found.version
+
+    async def _conversation_record(self, owner: str, conversation_id: str, param: str) -> Record:
         (found,) = await self._get(owner, [conversation_id]) if conversation_id.startswith("conv_") else [None]
         if found is None:
             raise _not_found(param, "There is no such conversation.", "conversation_not_found")
-        return orjson.loads(found.content), found.version
+        return found
 
     async def _response(self, owner: str, response_id: str, param: str) -> Json:
         (found,) = await self._get(owner, [response_id]) if response_id.startswith("resp_") else [None]

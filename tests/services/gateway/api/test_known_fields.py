@@ -53,6 +53,7 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     "add_generation_prompt": ({}, False),
     "add_special_tokens": ({}, False),
     "allowed_token_ids": ({}, [72, 101]),
+    "best_of": ({}, 2),
     "cache_salt": ({}, "salt"),
     "chat_template_kwargs": ({}, {"a": 1}),
     "continue_final_message": ({}, True),

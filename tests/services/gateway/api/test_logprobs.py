@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from services.gateway.api.logprob_forms import TextOffsets
+from services.gateway.api.openai.render import best_of
+from services.gateway.request.generation import Part, Prompt, one_step
+from services.gateway.request.logprobs import LogprobTable
 from tests.services.gateway.fakes import EOS, MODEL, chosen_of, ids_of, logprob_of, tops_of
 from tests.services.gateway.system import System, chat_body, events, wait_until
 
@@ -121,6 +129,60 @@ class TestCompletion:
         choices = shared.complete(prompt=prompt, echo=True, logprobs=0, max_tokens=1).json()["choices"]
         prompts = [prompt] if isinstance(prompt, str) else prompt
         assert [choice["logprobs"]["tokens"] for choice in choices] == [[*text, "H"] for text in prompts]
+
+    def test_offsets_are_those_of_the_text(self, shared: System) -> None:
+        """The text shows no special token."""
+        choice = shared.complete(prompt=[EOS, *ids_of("ab"), EOS, EOS, *ids_of("c")], echo=True, logprobs=0, max_tokens=2).json()
+        (choice,) = choice["choices"]
+        assert choice["text"] == "abcHe"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 2, 2, 3, 4]
+        names = [name for name in choice["logprobs"]["tokens"] if name != "<eos>"]
+        assert "".join(names) == choice["text"]
+
+    @pytest.mark.parametrize(
+        "prefix, tokens, offsets",
+        [
+            ("Hi you", ["<s>", " Hi", " you"], [0, 0, 2]),
+            ("<s>Hi", ["<s>", "<s>", "Hi"], [0, 3, 3]),
+            ("ﬁt ok", ["fi", "t", " ok"], [0, 0, 2]),
+            ("a世b", ["a", "世".encode()[:1], "世".encode()[1:], "b", "!"], [0, 1, 1, 2, 3]),
+        ],
+        ids=[
+            "a token of the template, a first blank",
+            "one that the text has, behind one that it has not",
+            "normalized",
+            "bytes",
+        ],
+    )
+    def test_where_the_tokens_of_a_prompt_begin(self, prefix: str, tokens: list[str | bytes], offsets: list[int]) -> None:
+        steps = TextOffsets(prefix)
+        assert [steps.step(text if isinstance(text, bytes) else text.encode()) for text in tokens] == offsets
+
+    def test_the_best_of_some(self, shared: System) -> None:
+        answer = shared.complete(n=2, best_of=5, max_tokens=3).json()
+        assert "choices" in answer, answer
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert all(choice["logprobs"] is None for choice in answer["choices"])
+        assert answer["usage"]["completion_tokens"] == 5 * 3
+        (one,) = shared.complete(best_of=2, max_tokens=3, logprobs=1).json()["choices"]
+        assert len(one["logprobs"]["tokens"]) == 3
+
+    def test_the_best_have_the_highest_mean(self) -> None:
+        def delta(part: Part, *values: float) -> Any:
+            table = LogprobTable()
+            table.extend(worker_pb2.LogprobRows(values=values))
+            choice = SimpleNamespace(part=part, generation=part.generation)
+            return SimpleNamespace(choice=choice, logprobs=table.span(0, len(values)))
+
+        first, second = (Part(Prompt([number], None), replace(one_step(pb.SamplingParams(), None), best=2)) for number in (1, 2))
+        deltas = [delta(first, -1.0, -3.0), delta(first, -1.5), delta(first, -9.0), delta(second), delta(second, -8.0)]
+        assert best_of(deltas) == [deltas[1], deltas[0], deltas[4], deltas[3]]
+
+    @pytest.mark.parametrize("body", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}], ids=["fewer than n", "streamed"])
+    def test_what_cannot_be_the_best(self, shared: System, body: dict[str, Any]) -> None:
+        answer = shared.complete(**body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "best_of"
 
     def test_stream_with_echo(self, shared: System) -> None:
         body = {"prompt": "Once", "echo": True, "logprobs": 1, "max_tokens": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
+from anthropic import Anthropic
 
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, chat_text, ids_of
 from tests.services.gateway.system import System
@@ -157,6 +158,8 @@ def test_a_seed_is_made_where_something_is_drawn(shared: System) -> None:
 def test_models(shared: System) -> None:
     client = shared.openai()
     assert [model.id for model in client.models.list()] == [MODEL]
+    theirs = Anthropic(base_url=shared.url(""), api_key="none", max_retries=0).models
+    assert [model.id for model in theirs.list()] == [MODEL] and theirs.retrieve(MODEL).display_name == MODEL
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError) as error:
         client.models.retrieve("another")

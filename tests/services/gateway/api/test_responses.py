@@ -10,6 +10,7 @@ import orjson
 import pytest
 from openai import OpenAI
 
+from services.gateway.http.body_budget import HeldBytes
 from services.shared import limits
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System
@@ -285,6 +286,25 @@ def test_what_is_not_served_is_refused_by_its_name(system: System, body: dict[st
     answer = system.post("/v1/responses", {"model": MODEL, "input": "Hi", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     assert system.post("/v1/responses/resp_a/cancel", {}).status_code == 400
+
+
+def test_what_comes_from_the_store_is_held_with_the_body(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    grow = HeldBytes.grow_by
+
+    async def grow_by(self: HeldBytes, size: int) -> None:
+        held.append(size)
+        await grow(self, size)
+
+    monkeypatch.setattr(HeldBytes, "grow_by", grow_by)
+    client, text = system.openai(), "x" * 200
+    first = client.responses.create(model=MODEL, input=text)
+    second = client.responses.create(model=MODEL, input="On.", previous_response_id=first.id)
+    client.responses.create(model=MODEL, input="And on.", previous_response_id=second.id)
+    conversation = client.conversations.create(items=[{"type": "message", "role": "user", "content": text}])
+    client.responses.create(model=MODEL, input="Well?", conversation=conversation.id)
+    assert len(held) == 3, "an answer that follows none fetches nothing"
+    assert len(text) < held[0] < held[1] and held[2] > len(text)
 
 
 def test_nobody_reads_what_another_key_has_kept(store: RedisServer) -> None:

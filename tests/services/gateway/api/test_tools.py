@@ -158,6 +158,17 @@ def test_one_call_at_most(system: System, says: Any) -> None:
     assert found["calls"] == [["weather", '{"city": "Bonn"}']] and reason == "tool_calls"
 
 
+def test_calls_of_which_nothing_is_seen_are_counted(system: System, says: Any) -> None:
+    def dropped() -> float:
+        return system.metric("rootstock_gateway_tool_calls_dropped_total")
+
+    says(TWO.replace("weather", "wether"))
+    before = dropped()
+    message, _ = whole(system.chat(**TOOLS).json())
+    assert message["calls"] == [["clock", "{}"]], "an unknown name loses only itself"
+    assert dropped() == before + 1
+
+
 def test_calls_that_are_forced_out_of_a_model_without_a_format(shared: System) -> None:
     shared.worker.answer = lambda submit: CALL
     try:
