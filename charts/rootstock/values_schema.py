@@ -231,7 +231,25 @@ def _redis() -> Schema:
 
 
 def _state() -> Schema:
-    return closed({"externalUrlSecret": SECRET, "externalPort": integer(1, 65535)})
+    volume = {
+        "type": choice("pvc", "emptyDir"),
+        "size": ref("quantity"),
+        "storageClass": string(),
+        "existingClaim": string(),
+    }
+    return closed(
+        {
+            "embedded": BOOLEAN,
+            "image": ref("image"),
+            "maxMemory": string("^[0-9]+(kb|mb|gb)$"),
+            "appendfsync": choice("everysec", "always"),
+            "volume": closed(volume),
+            "passwordSecret": SECRET,
+            "resources": ref("resources"),
+            "externalUrlSecret": SECRET,
+            "externalPort": integer(1, 65535),
+        }
+    )
 
 
 def _edge() -> dict[str, Schema]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -18,6 +19,8 @@ from services.shared.observe import log
 
 logger = logging.getLogger("services.gateway")
 
+YOUNG_OBJECTS = 10_000  # between two looks for cycles; a request in flight has hundreds
+
 
 async def _serve(config: GatewaySettings) -> None:
     listener = http_server.bind(config.host, config.port)
@@ -26,6 +29,8 @@ async def _serve(config: GatewaySettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
+    gc.freeze()  # what is imported stays: it is never looked through again
+    gc.set_threshold(YOUNG_OBJECTS)
     async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies):
         await gateway.run(listener, stop)
 

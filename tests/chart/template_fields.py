@@ -380,6 +380,7 @@ WORKERS: dict[str, Case] = {
 
 MODELS = f"{FULL}-models"
 VOLUME = POD + "volumes models= "
+STATE = f"StatefulSet/{FULL}-state"
 BESIDES: dict[str, Case] = {
     "one Redis": ({}, {f"Deployment/{FULL}-redis": {"spec strategy type": "Recreate"}}),
     "Redis elsewhere, its URL in no ConfigMap": (
@@ -391,6 +392,39 @@ BESIDES: dict[str, Case] = {
             WORKER: {container("worker", "env ROOTSTOCK_REDIS_URL= valueFrom secretKeyRef name"): "llm-redis"},
             OF_WORKERS: {"data ROOTSTOCK_REDIS_URL": ABSENT},
         },
+    ),
+    "a store with a volume of its own, its password in no argument": (
+        VARIANTS["kept"],
+        {
+            STATE: {
+                "spec volumeClaimTemplates 0 spec storageClassName": "fast",
+                "spec volumeClaimTemplates 0 spec resources requests storage": "5Gi",
+                container("redis", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
+                container("redis", "volumeMounts data= mountPath"): "/data",
+            },
+            GATEWAY: {
+                container("gateway", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
+                container("gateway", "env ROOTSTOCK_STATE_REDIS_URL= value"): (
+                    f"redis://:$(REDISCLI_AUTH)@{FULL}-state.serving.svc:6379/0"
+                ),
+            },
+            f"Secret/{FULL}-state": {"metadata annotations helm.sh/resource-policy": "keep"},
+        },
+    ),
+    "a store with somebody's volume and password": (
+        VARIANTS["kept-in-a-claim"],
+        {
+            STATE: {
+                "spec volumeClaimTemplates": ABSENT,
+                POD + "volumes data= persistentVolumeClaim claimName": "llm-state",
+                container("redis", "env REDISCLI_AUTH= valueFrom secretKeyRef name"): "llm-state",
+            },
+            GATEWAY: {container("gateway", "env REDISCLI_AUTH= valueFrom secretKeyRef name"): "llm-state"},
+        },
+    ),
+    "a store for a trial": (
+        VARIANTS["kept-for-a-trial"],
+        {STATE: {"spec volumeClaimTemplates": ABSENT, POD + "volumes data= emptyDir": {}}},
     ),
     "a claim that whoever reads it waits for": (
         VARIANTS["shared-cache"],

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         WHOLE - {("gateway", "redis", 6379), ("worker", "redis", 6379)}
         | {("gateway", ANY, 6379), ("worker", ANY, 6379), ("gateway", ANY, 6380)},
     ),
+    "a store of its own": (VARIANTS["kept"], WHOLE | {("gateway", "state", 6379)}),
     "traced": (
         {"tracing": {"otlpEndpoint": "otel.observability.svc:4317"}},
         WHOLE | COLLECTOR | names("tokenizer", "detokenizer"),

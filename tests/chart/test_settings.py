@@ -41,12 +41,13 @@ FOREIGN = {
     "TRITON_CACHE_DIR",
     "XDG_CACHE_HOME",
     "GRPC_VERBOSITY",
+    "REDISCLI_AUTH",
 }
 
 
 class AnySecret(dict[str, dict[str, str]]):
     def __missing__(self, name: str) -> dict[str, str]:
-        return {"url": "redis://:pass@redis.example.com:6379/0", "token": "t"}
+        return {"url": "redis://:pass@redis.example.com:6379/0", "token": "t", "password": "p"}
 
 
 def variables(release: Release, each: PodTemplate) -> dict[str, str]:

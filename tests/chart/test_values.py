@@ -158,6 +158,14 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"redis": {"externalUrlSecret": "r"}},
         "which Redis is meant? Set embedded to false, or remove externalUrlSecret.",
     ),
+    "two stores": (
+        {"state": {"embedded": True, "externalUrlSecret": "s"}},
+        "state.embedded and state.externalUrlSecret are both set: which Redis is meant? Set embedded to false",
+    ),
+    "a claim that is not used": (
+        {"state": {"embedded": True, "volume": {"type": "emptyDir", "existingClaim": "c"}}},
+        "state.volume.type is not pvc. Set type to pvc, or remove existingClaim.",
+    ),
     "ingress of no host": (
         {"ingress": {"enabled": True}},
         "ingress.hosts is empty. Add an entry like {host: llm.example.com, path: /}",

@@ -105,6 +105,16 @@ VARIANTS: dict[str, Values] = {
         "redis": {"embedded": False, "externalUrlSecret": "llm-redis"},
         "state": {"externalUrlSecret": "llm-state", "externalPort": 6380},
     },
+    "kept": {"state": {"embedded": True, "volume": {"storageClass": "fast", "size": "5Gi"}}},
+    "kept-in-a-claim": {
+        "state": {
+            "embedded": True,
+            "volume": {"existingClaim": "llm-state"},
+            "passwordSecret": "llm-state",
+            "appendfsync": "always",
+        }
+    },
+    "kept-for-a-trial": {"state": {"embedded": True, "volume": {"type": "emptyDir"}}},
     "no-account": {"serviceAccount": {"create": False, "name": "existing"}},
     "open-network": {"networkPolicy": {"enabled": False}},
     "named": {"nameOverride": "inference", "fullnameOverride": "acme-llm", "image": {"registry": "registry.example.com/mirror"}},

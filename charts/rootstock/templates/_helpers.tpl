@@ -1,7 +1,7 @@
 {{/*
 Names, labels, images. A "scope" is what most helpers take: a dict of
   root       the chart's own context
-  component  gateway, tokenizer, detokenizer, worker, redis, prefetch or test
+  component  gateway, tokenizer, detokenizer, worker, redis, state, prefetch or test
   values     the component's values, with the model's overrides merged in
   model      an entry of rootstock.models; absent where a component serves all models
   role       what pods are labelled as instead of `component`, where a component has pods of two kinds

@@ -159,14 +159,28 @@ envFrom:
 {{- end }}
 {{- end }}
 
+{{/* Where gateways keep what clients have them keep. The kubelet puts the password into the URL. */}}
 {{- define "rootstock.stateEnv" -}}
-{{- with .root.Values.state.externalUrlSecret -}}
+{{- if .root.Values.state.embedded -}}
+{{ include "rootstock.statePassword" . }}
+- name: ROOTSTOCK_STATE_REDIS_URL
+  value: redis://:$(REDISCLI_AUTH)@{{ include "rootstock.host" (dict "root" .root "component" "state") }}:6379/0
+{{- else if .root.Values.state.externalUrlSecret -}}
 - name: ROOTSTOCK_STATE_REDIS_URL
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
+      name: {{ .root.Values.state.externalUrlSecret }}
       key: url
 {{- end }}
+{{- end }}
+
+{{/* Under the name that redis-cli reads. */}}
+{{- define "rootstock.statePassword" -}}
+- name: REDISCLI_AUTH
+  valueFrom:
+    secretKeyRef:
+      name: {{ default (include "rootstock.componentName" (dict "root" .root "component" "state")) .root.Values.state.passwordSecret }}
+      key: password
 {{- end }}
 
 {{- define "rootstock.controlEnv" -}}

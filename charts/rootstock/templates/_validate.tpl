@@ -152,6 +152,12 @@
 {{- if and .Values.redis.embedded .Values.redis.externalUrlSecret -}}
   {{- fail "redis.embedded and redis.externalUrlSecret are both set: which Redis is meant? Set embedded to false, or remove externalUrlSecret." -}}
 {{- end -}}
+{{- if and .Values.state.embedded .Values.state.externalUrlSecret -}}
+  {{- fail "state.embedded and state.externalUrlSecret are both set: which Redis is meant? Set embedded to false, or remove externalUrlSecret." -}}
+{{- end -}}
+{{- if and .Values.state.volume.existingClaim (ne .Values.state.volume.type "pvc") -}}
+  {{- fail "state.volume.existingClaim is set, but state.volume.type is not pvc. Set type to pvc, or remove existingClaim." -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
   {{- fail "ingress.enabled: ingress.hosts is empty. Add an entry like {host: llm.example.com, path: /}, or set enabled to false." -}}
 {{- end -}}
