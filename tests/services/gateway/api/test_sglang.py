@@ -241,11 +241,14 @@ class Waiting:
 
 class TestAbort:
     def begin(self, system: System, tokens: int, path: str = GENERATE, **body: Any) -> Waiting:
-        system.do(lambda: system.worker.allow(tokens))
+        """A call whose every text has `tokens` tokens; nobody is served before all of its texts are at the worker."""
+        system.do(lambda: system.worker.allow(0))
+        texts = len(body["text"]) if isinstance(body.get("text"), list) else 1
         waiting = Waiting(system, path, {"text": "Hi", **body} if path == GENERATE else body)
-        wait_until(lambda: system.worker.steps_left == 0 and bool(system.worker.running), "the tokens")
+        wait_until(lambda: len(system.worker.running) == texts, "the worker's requests")
+        system.do(lambda: system.worker.allow(tokens))
         placed = system.gateway.dispatcher._placements
-        wait_until(lambda: sum(len(choice.output.ids) for choice in list(placed)) >= tokens, "the ids")
+        wait_until(lambda: [len(choice.output.ids) for choice in list(placed)] == [tokens] * texts, "the ids")
         return waiting
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
