@@ -42,18 +42,16 @@ class Image:
 
 
 class Builder:
-    """skip: RUN instructions that are not to be replayed, by their text. instead: does what an instruction comes to, or says that
-    it is to be replayed."""
+    """instead: does what a RUN instruction comes to, or says that it is to be replayed."""
 
     def __init__(
         self,
         dockerfile: Dockerfile,
         root: Path,
         work: Path,
-        skip: Callable[[str], bool] = lambda text: False,
         instead: Callable[[str, Image], bool] = lambda text, image: False,
     ) -> None:
-        self._dockerfile, self._root, self._work, self._skip, self._instead = dockerfile, root, work, skip, instead
+        self._dockerfile, self._root, self._work, self._instead = dockerfile, root, work, instead
         self._built: dict[str, Image] = {}
         self.skipped: list[str] = []
 
@@ -116,7 +114,7 @@ class Builder:
                 shutil.copy2(self._root / name, place)
 
     def _run(self, text: str, image: Image) -> None:
-        if text.startswith(NOT_REPLAYED) or self._skip(text):
+        if text.startswith(NOT_REPLAYED):
             self.skipped.append(text)
             return
         if self._instead(text, image):

@@ -1,17 +1,15 @@
 """Each image's build is replayed into a folder, and its service runs there: from the files that the image has, and no others.
 
-What installs packages is replayed where ROOTSTOCK_TEST_NIGHTLY is set, the worker's with the build argument TORCH_INDEX_URL of
-ROOTSTOCK_TEST_TORCH_INDEX_URL if that is: a URL, a folder of wheels, or nothing, which asks no index but pip's own. Else the
-front's packages are copied from this environment, and the worker runs in it.
+What installs packages is replayed where ROOTSTOCK_TEST_NIGHTLY is set, as is the worker's whole image, with the build argument
+TORCH_INDEX_URL of ROOTSTOCK_TEST_TORCH_INDEX_URL if that is: a URL, a folder of wheels, or nothing, which asks no index but pip's
+own. Else the front's packages are copied from this environment.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.variants import cpu_features, runnable
 from services.local.ports import HOST, free_ports
 from services.local.reference import SERVICES
 from tests.chart.copied_packages import copy_packages
 from tests.chart.dockerfile import read
 from tests.chart.image_build import Builder, Image
-from tests.kernels.compiled import COMPILED
 from tests.night import NIGHTLY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,16 +38,12 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    """With this environment where an image would have its own, and kernels for this CPU alone, unless it is night."""
     arguments, folder = torch_index(os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL"))
     dockerfile, work = read(ROOT / "docker/Dockerfile.worker", arguments), tmp_path_factory.mktemp("worker")
     with pytest.MonkeyPatch.context() as patch:
         if folder:
             patch.setenv("PIP_FIND_LINKS", folder, prepend=" ")
-        if NIGHTLY:
-            yield Builder(dockerfile, ROOT, work)
-        else:
-            yield Builder(dockerfile, ROOT, work, lambda text: "requirements/worker" in text or "prebuild" in text)
+        yield Builder(dockerfile, ROOT, work)
 
 
 def torch_index(asked: str | None) -> tuple[dict[str, str], str]:
@@ -174,26 +166,11 @@ def test_an_index_for_torch_is_asked_only_if_there_is_one(asked: str | None, opt
     assert said[: len(expected)] == expected
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_the_worker_runs_from_its_image(worker: Builder, tmp_path: Path) -> None:
     image = worker.build("cpu")
     python = image.place("/opt/venv/bin/python")
-    if not NIGHTLY:
-        python = Path(sys.executable)
-        _build_kernels(image)
     with running("worker", image, python, tmp_path, max_total_tokens="4096", num_threads="1") as (probe, env, log):
         healthy([*probe, "--service", "worker"], env, image.place("."), log)
         assert "plain torch" not in log.read_text(), "the image's kernels were not used"
     assert not (tmp_path / ".cache").exists(), "kernels were built at start"
-
-
-def _build_kernels(image: Image) -> None:
-    """The best ones for this CPU, as the image compiles each variant; other tests of these sources share what is compiled."""
-    best = runnable(platform.machine(), cpu_features())[0]
-    COMPILED.mkdir(parents=True, exist_ok=True)
-    code = (
-        "import shutil; from pathlib import Path; from kernels.cpu.build import PREBUILT, prebuild;"
-        "from kernels.cpu.variants import VARIANTS; PREBUILT.mkdir();"
-        f"variant = next(each for each in VARIANTS if each.name == {best.name!r});"
-        f"shutil.copy(prebuild(variant, Path({str(COMPILED)!r})), PREBUILT)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=image.place("."), timeout=300, check=True)
