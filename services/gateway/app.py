@@ -60,7 +60,7 @@ def build(
     metrics: GatewayMetrics,
     retry_after_s: Callable[[], int],
 ) -> ASGIApp:
-    """served: the models that are. retry_after_s: of a 503, by what waits."""
+    """served: the models that are, and those whose workers are still to come. retry_after_s: of a 503, by what waits."""
     settings = generator.settings
     on_http = metrics if settings.metrics_on_http else None
     further = [operation for api in apis for operation in api.operations]
@@ -169,7 +169,7 @@ def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None
                 "object": "model",
                 "created": started,
                 "owned_by": "rootstock",
-                "max_model_len": model.context_len,
+                "max_model_len": model.context_len or None,
                 "sampling_defaults": model.defaults.as_dict(),
                 "type": "model",
                 "display_name": model.name,

@@ -77,10 +77,12 @@ class Gateway:
         self._peers = PeerGateways(settings.peers, self._tenants, self.token, settings.dns_refresh_s)
         self.keys = _keys(settings, self.token, self._peers, metrics)
         self.readiness = readiness = Readiness()
-        self.detoks = DetokPool((), settings.wait_for_detokenizer_s, retry, handles, metrics, readiness.changed)
+        self.detoks = DetokPool((), settings.queue_timeout_s, retry, handles, metrics, readiness.changed)
         self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed, self.keys.weights)
         metrics.registry.register(FleetCollector(self.dispatcher.fleet))
-        self.tokenizer = TokenizerClient((), settings.tokenize_timeout_s, retry, metrics, readiness.changed)
+        self.tokenizer = TokenizerClient(
+            (), settings.tokenize_timeout_s, settings.queue_timeout_s, retry, metrics, readiness.changed
+        )
         refresh_s = settings.dns_refresh_s
         self._discoveries = [
             Discovery(settings.workers, self.dispatcher.fleet.set_endpoints, dns_refresh_s=refresh_s),
@@ -90,7 +92,7 @@ class Gateway:
         readiness.watch(
             {"worker": self.dispatcher.connected, "tokenizer": self.tokenizer.connected, "detokenizer": self.detoks.connected}
         )
-        token_texts = TokenTexts(self.detoks.stubs, settings.wait_for_detokenizer_s, retry)
+        token_texts = TokenTexts(self.detoks.stubs, settings.queue_timeout_s, retry)
         self._tracing = start_tracing(settings, SERVICE)
         self.bodies = BodyBudget(settings.body_budget_bytes, settings.body_wait_s, retry, metrics)
         self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing)
@@ -106,7 +108,7 @@ class Gateway:
         texts = TextsApi(self.generator, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads)
         apis: list[app.ApiRoutes] = [native, responses, MessagesApi(self.generator, preparer), texts]
         retry_after_s = self.dispatcher.pace.retry_after_s
-        self.app = app.build(self.generator, preparer, catalog.models, apis, readiness, metrics, retry_after_s)
+        self.app = app.build(self.generator, preparer, catalog.listed, apis, readiness, metrics, retry_after_s)
         self._registry = metrics.registry
         self._tls = _tls(settings)
         self._http = http_server.build(self.app, _http_options(settings, metrics, self._tls))

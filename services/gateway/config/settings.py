@@ -54,7 +54,8 @@ class GatewaySettings(ServiceSettings):
     )
     model_name: str = Field("", description="Name that clients know the one model by. Empty: what its workers say.")
     models: CommaSeparated = Field(
-        (), description="Models whose requests wait even while no worker has ever named them, as after a scale to zero."
+        (),
+        description="Models that are listed, whose requests wait also before any worker has named them, as from zero workers.",
     )
     routing_policy: RoutingPolicy = Field(RoutingPolicy.PREFIX_AWARE, description="How a worker is picked for a request.")
     routing_imbalance_abs: float = Field(
@@ -114,9 +115,12 @@ class GatewaySettings(ServiceSettings):
     max_waiting_requests: int = Field(
         1024, ge=0, description="Choices of one model that may wait for a worker with room; one more gets 503."
     )
-    queue_timeout_s: float = Field(60.0, ge=0, description="Seconds that a request waits for a worker with room, then 503.")
-    wait_for_detokenizer_s: float = Field(10.0, ge=0, description="Seconds that a request waits for a detokenizer, then 503.")
-    tokenize_timeout_s: float = Field(10.0, gt=0, description="Deadline of tokenizing one request, in seconds, retries included.")
+    queue_timeout_s: float = Field(
+        60.0, ge=0, description="Seconds that a request waits for a worker with room, a tokenizer or a detokenizer, then 503."
+    )
+    tokenize_timeout_s: float = Field(
+        10.0, gt=0, description="Seconds that tokenizing one request may take, retries included, while a tokenizer is there."
+    )
     keep_alive_s: int = Field(
         75,
         ge=1,
@@ -149,6 +153,11 @@ class GatewaySettings(ServiceSettings):
     tls_cert_file: str = Field("", description="PEM file of the HTTP port's certificates, followed as it changes; empty: no TLS.")
     tls_key_file: str = Field("", description="PEM file of their key.")
     max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1, le=MAX_BODY_BYTES, description="Largest body of an HTTP request, in bytes.")
+
+    @property
+    def expected_models(self) -> tuple[str, ...]:
+        """Names of models that are served even while no worker is there."""
+        return (self.model_name,) if self.model_name else tuple(self.models)
 
     @model_validator(mode="after")
     def _certificate_has_a_key(self) -> GatewaySettings:

@@ -69,8 +69,8 @@ class Dispatcher:
         metrics.watch_queue(self.waiting_by_model)
 
     def waiting_by_model(self) -> dict[str, int]:
-        """What waits for a worker, by model; "" for requests whose model no worker has named yet."""
-        return {"": self.catalog.strangers, **{name: pool.num_waiting for name, pool in self.fleet.pools.items()}}
+        """What waits for a worker, by model; "" for requests whose model nobody has named."""
+        return self.catalog.waiting()
 
     def connected(self) -> int:
         return len(self.fleet.usable())

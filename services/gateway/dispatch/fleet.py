@@ -34,7 +34,8 @@ NEEDS_INDEX = (RoutingPolicy.PREFIX_AWARE,)
 
 
 class Fleet:
-    """ticked: called several times a second, when what time alone changes has been brought up to date."""
+    """ticked: called several times a second, when what time alone changes has been brought up to date. expected: names of models
+    that may have no worker."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Fleet:
         self.links: Mapping[str, Link] = self._replicas.by_address
         self.pools: dict[str, Pool] = {}  # by the name that clients know
         self._pool_of: dict[AnyLink, Pool] = {}
+        self.expected = settings.expected_models
         self._settings = settings
         self._events = events
         self._ticked = ticked

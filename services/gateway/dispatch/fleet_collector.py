@@ -19,7 +19,7 @@ INDEX = f"{PREFIX}index_"
 
 
 def _workers(fleet: Fleet) -> Value:
-    out: dict[tuple[str, ...], float] = {}
+    out: dict[tuple[str, ...], float] = {(name, state): 0 for name in fleet.expected for state in ("usable", "unusable")}
     for name, pool in fleet.pools.items():
         usable = len(pool.usable())
         out[name, "usable"], out[name, "unusable"] = usable, len(pool.links) - usable

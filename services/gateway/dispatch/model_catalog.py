@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -17,7 +18,8 @@ LOOK_S = 0.5  # how often a request looks whether its model may still appear
 
 
 class ModelCatalog:
-    """strangers: requests that wait until a worker names their model."""
+    """expected: names of models that may have no worker. strangers: requests that wait until a worker names their model, by these
+    names; "" for others."""
 
     def __init__(
         self, settings: GatewaySettings, pools: Mapping[str, Pool], may_grow: Callable[[], bool], refusals: Refusals
@@ -28,17 +30,33 @@ class ModelCatalog:
         self._may_grow = may_grow
         self._refusals = refusals
         self._grown = asyncio.Event()
-        self.strangers = 0
+        self.expected = settings.expected_models
+        self.strangers: Counter[str] = Counter()
 
     @property
     def default(self) -> ModelInfo | None:
         """The one that is meant where none is named: the first of the setting `models` that is known, else the first by name."""
         known = self._pools
-        name = next((name for name in self._settings.models if name in known), min(known, default=""))
+        name = next((name for name in self.expected if name in known), min(known, default=""))
         return known[name].model if name else None
 
     def models(self) -> list[ModelInfo]:
         return [pool.model for pool in self._pools.values()]
+
+    def names(self) -> list[str]:
+        """Of all that can be asked for: also of those that no worker has named yet."""
+        return list(dict.fromkeys((*self.expected, *self._pools)))
+
+    def listed(self) -> list[ModelInfo]:
+        """The same with what is known of them; the context's length is 0 where nothing is."""
+        return [self._pools[name].model if name in self._pools else ModelInfo(name, 0, 0) for name in self.names()]
+
+    def waiting(self) -> dict[str, int]:
+        """Choices that wait for a worker, by model, 0 for those for which none waits; "" for models that nobody has named."""
+        waiting = {name: self.strangers[name] for name in ("", *self.names())}
+        for name, pool in self._pools.items():
+            waiting[name] += pool.num_waiting
+        return waiting
 
     def workers_of(self, name: str | None = None) -> list[SessionWorker]:
         """A model's connected workers; None: the default model's."""
@@ -63,10 +81,10 @@ class ModelCatalog:
         while (found := self._find(name)) is None:
             if loop.time() >= deadline:
                 raise self._refusals.no_worker()
-            expected = name is None or not self._pools or name in self._settings.models
+            expected = name is None or not self._pools or name in self.expected
             if not expected and not self._may_grow():
                 raise unknown_model()
-            await self._wait(deadline if expected else loop.time() + LOOK_S)
+            await self._wait(name, deadline if expected else loop.time() + LOOK_S)
         return found
 
     def _find(self, name: str | None) -> ModelInfo | None:
@@ -75,15 +93,17 @@ class ModelCatalog:
         pool = self._pools.get(name)
         return None if pool is None else pool.model
 
-    async def _wait(self, until: float) -> None:
+    async def _wait(self, name: str | None, until: float) -> None:
         """For a worker to connect, or that time. Raises ApiError if too many wait already."""
-        if self.strangers >= self._settings.max_waiting_requests:
+        if self.strangers.total() >= self._settings.max_waiting_requests:
             raise self._refusals.full()
-        self.strangers += 1
+        meant = next(iter(self.expected), "") if name is None else name
+        counted = meant if meant in self.expected else ""
+        self.strangers[counted] += 1
         try:
             with suppress(TimeoutError):  # the caller looks at the time
                 async with asyncio.timeout_at(until):
                     self._grown.clear()
                     await self._grown.wait()
         finally:
-            self.strangers -= 1
+            self.strangers[counted] -= 1

@@ -1,10 +1,12 @@
-"""Requests to the tokenizer replicas: in turn over the connected ones, retried elsewhere while the deadline allows."""
+"""Requests to the tokenizer replicas: in turn over the connected ones, retried elsewhere while the deadline allows. While none is
+connected they wait, and that deadline with them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import grpc
 
@@ -36,17 +38,21 @@ class TokenizerClient:
         self,
         addresses: Sequence[str],
         timeout_s: float,
+        wait_s: float,
         retry_after_s: int,
         metrics: GatewayMetrics,
         changed: Callable[[], None],
     ) -> None:
-        """`addresses` until set_endpoints() is called. `changed` is called when connected() may have changed."""
-        self._replicas = Replicas(lambda address: Replica(address, changed))
+        """`addresses` until set_endpoints() is called. timeout_s: of a call while replicas are there. wait_s: for one, in all.
+        `changed` is called when connected() may have changed."""
+        self._replicas = Replicas(lambda address: Replica(address, self._note))
         self._timeout_s = timeout_s
+        self._wait_s = wait_s
         self._retry_after_s = retry_after_s
         self._retries = metrics.retries.labels("tokenizer")
         self._changed = changed
         self._turn = 0
+        self._noted = asyncio.Event()
         metrics.watch_connected("tokenizer", self.connected)
         self.set_endpoints(dict.fromkeys(addresses, True))
 
@@ -68,6 +74,11 @@ class TokenizerClient:
     def set_endpoints(self, endpoints: Endpoints) -> None:
         """New ones are connected to. Those that are gone finish their calls."""
         self._replicas.set_endpoints(endpoints)
+        self._note()
+
+    def _note(self) -> None:
+        """Those that are usable may be others now."""
+        self._noted.set()
         self._changed()
 
     async def run(self) -> None:
@@ -87,31 +98,48 @@ class TokenizerClient:
         return await self._call(request, "messages", model)
 
     async def _call(self, request: EncodeCall, param: str, model: str) -> tokenizer_pb2.EncodeResponse:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
+        clock = asyncio.get_running_loop().time
+        left, patience = self._timeout_s, self._wait_s
         attempt, pause = 0, 0.0
         silent: set[Replica] = set()  # that this call has found so
-        while (left := deadline - loop.time()) > pause:
-            if pause:
-                self._retries.inc()
-                await asyncio.sleep(pause)
-                left -= pause
+        while left > 0 and patience >= 0:
+            begun = clock()
             replica = self._next(model, silent)
-            if replica is not None:
-                limit = self._limit_s(attempt, left, model, silent | {replica})
-                attempt += 1
-                try:
-                    return await self._attempt(request, replica, limit, alone=attempt > 1)
-                except EncodeFailed as error:
-                    unanswered = error.code is grpc.StatusCode.DEADLINE_EXCEEDED and limit < left
-                    if unanswered:
-                        silent.add(replica)
-                    if unanswered or error.code is grpc.StatusCode.UNAVAILABLE:
-                        replica.doubt()
-                    elif error.code not in _LOST:
-                        raise self._translate(error, request, param) from None
+            if replica is None:
+                await self._some(model, patience)
+                patience -= clock() - begun
+                continue
+            limit = self._limit_s(attempt, left, model, silent | {replica})
+            attempt += 1
+            try:
+                return await self._attempt(request, replica, limit, alone=attempt > 1)
+            except EncodeFailed as error:
+                unanswered = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+                if not unanswered and error.code not in _LOST:
+                    raise self._translate(error, request, param) from None
+                if unanswered and limit >= left and await replica.answers():
+                    raise timed_out("Tokenizing took longer than this server allows.") from None
+                if unanswered:
+                    silent.add(replica)
+                if unanswered or error.code is grpc.StatusCode.UNAVAILABLE:
+                    replica.doubt()
+                gone = unanswered and limit >= left
+            self._retries.inc()
             pause = min(max(FIRST_PAUSE_S, 2 * pause), LONGEST_PAUSE_S)
+            await asyncio.sleep(pause)
+            if gone:  # nobody was there in that time
+                patience -= clock() - begun
+            else:
+                left -= clock() - begun
         raise unavailable("No tokenizer is available.", self._retry_after_s)
+
+    async def _some(self, model: str, limit_s: float) -> None:
+        """Returns when a call could go somewhere, or after that time."""
+        with suppress(TimeoutError):  # the caller looks at the time
+            async with asyncio.timeout(limit_s):
+                while not self._usable(model):
+                    self._noted.clear()
+                    await self._noted.wait()
 
     async def _attempt(self, request: EncodeCall, replica: Replica, limit_s: float, alone: bool) -> tokenizer_pb2.EncodeResponse:
         replica.in_flight += 1
@@ -145,8 +173,6 @@ class TokenizerClient:
             return ApiError(413, message, param=param, code="request_too_large")
         if code is grpc.StatusCode.ABORTED:
             return unavailable("The tokenizer has as much text as it can take.", self._retry_after_s)
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return timed_out("Tokenizing took longer than this server allows.")
         logger.error(
             "tokenizer failed", extra=fields(request_id=request.request_id, **trace_fields(request.traceparent), code=code.name)
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -94,6 +94,20 @@ class Replica:
         self._doubted.set()
         self._set_connected(False)
 
+    async def answers(self) -> bool:
+        """Whether it is there: asked of one that has left a call unanswered."""
+        try:
+            await served_model.ask(self._info(), self.address)
+        except StreamBroken:
+            return False
+        return True
+
+    def _info(self) -> Awaitable[tokenizer_pb2.TokenizerInfo]:
+        info: Awaitable[tokenizer_pb2.TokenizerInfo] = self._stub.Info(
+            tokenizer_pb2.TokenizerInfoRequest(), timeout=served_model.INFO_S
+        )
+        return info
+
     async def run(self) -> None:
         """Until cancelled."""
         try:
@@ -114,8 +128,7 @@ class Replica:
         """Returns when the channel is no longer ready, or when the replica has to be asked again."""
         self._doubted.clear()
         try:
-            info = self._stub.Info(tokenizer_pb2.TokenizerInfoRequest(), timeout=served_model.INFO_S)
-            self._learn(await served_model.ask(info, self.address))
+            self._learn(await served_model.ask(self._info(), self.address))
         except StreamBroken as error:
             self._set_connected(False)
             logger.warning("tokenizer does not answer: %s", error, extra=fields(address=self.address))

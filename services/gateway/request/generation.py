@@ -49,8 +49,8 @@ class Models(Protocol):
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:
         """What block hashes of a prompt begin with; empty where nobody needs them."""
 
-    def models(self) -> Sequence[ModelInfo]:
-        """All that are served."""
+    def names(self) -> Sequence[str]:
+        """Of all that can be asked for."""
 
     async def wait_for(self, name: str | None = None) -> ModelInfo:
         """The model of this name, the default one for None. Waits for its first worker. Raises ApiError."""

@@ -65,7 +65,7 @@ class System:
         self._down = down
         self.clients: list[RawClient] = []
         # Fakes tell their load once: silence means something only where a test sets it.
-        waits = {"queue_timeout_s": 10.0, "wait_for_detokenizer_s": 10.0, "worker_silence_s": 60.0}
+        waits = {"queue_timeout_s": 10.0, "worker_silence_s": 60.0}
         self._overrides = {**waits, "grace_s": 0.2, **settings}
         # A connection for each request, and what TLS would need loaded once for all of them.
         self._http = httpx.Client(timeout=WAIT_S, limits=httpx.Limits(max_keepalive_connections=0))

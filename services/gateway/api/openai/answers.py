@@ -207,7 +207,7 @@ class ModelCard(Answer):
     object: Literal["model"]
     created: Count = Field(description="When the gateway began, in Unix seconds.")
     owned_by: Literal["rootstock"]
-    max_model_len: Count = Field(description="Tokens of prompt and answer together.")
+    max_model_len: Count | None = Field(description="Tokens of prompt and answer together; null while no worker has said it.")
     sampling_defaults: SamplingDefaultValues
     type: Literal["model"] = Field(description="This and what follows are as Anthropic's clients read them.")
     display_name: str

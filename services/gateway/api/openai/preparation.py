@@ -138,10 +138,15 @@ class Preparer:
 
     async def model_of(self, name: str | None) -> ModelInfo:
         """The one that is served, for None."""
+        self._require(name)
         model = await self._models.wait_for(name)
-        if name is None and len(self._models.models()) > 1:
-            raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
+        self._require(name)
         return model
+
+    def _require(self, name: str | None) -> None:
+        """Raises ApiError for no name where there are several models, of which some may have come meanwhile."""
+        if name is None and len(self._models.names()) > 1:
+            raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
 
     async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:
         if prompt.text is not None:

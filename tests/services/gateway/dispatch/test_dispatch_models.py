@@ -54,6 +54,35 @@ def test_a_model_that_was_promised_is_waited_for() -> None:
         assert answer_of(system, "a") == "I am a"
 
 
+def test_models_that_nobody_serves_yet_are_listed_and_counted() -> None:
+    """What starts a model's first worker looks at who waits for it, and must find a 0 before."""
+    length, workers = "rootstock_gateway_queue_length", "rootstock_gateway_workers"
+    with System(workers=2, down=("worker",), configure=serving("a", "b"), models="b,a") as system:
+        cards = system.get("/v1/models").json()["data"]
+        assert [(card["id"], card["max_model_len"]) for card in cards] == [("b", None), ("a", None)]
+        assert system.get("/v1/models/a").status_code == 200 and system.get("/readiness").status_code == 503
+        told = system.get("/metrics").text.splitlines()
+        assert {f'{length}{{model="{name}"}} 0.0' for name in ("a", "b", "other")} <= set(told)
+        assert {f'{workers}{{model="{name}",state="usable"}} 0.0' for name in "ab"} <= set(told)
+        assert system.post(CHAT, chat_body()).json()["error"]["code"] == "missing_required_parameter"
+        client = ask(system, "a")
+        wait_until(lambda: system.metric(length, model="a") == 1, "the wait")
+        assert system.metric(length, model="b") == 0
+        system.call(system.workers[0].start())
+        assert status_of(client) == 200
+        assert system.metric(length, model="a") == 0 and system.metric(workers, model="a", state="usable") == 1
+        cards = system.get("/v1/models").json()["data"]
+        assert [(card["id"], card["max_model_len"]) for card in cards] == [("b", None), ("a", CONTEXT_LEN)]
+
+
+def test_a_request_without_a_model_waits_for_the_first_one() -> None:
+    with System(down=("worker",), configure=serving("a"), models="a,b") as system:
+        client = RawClient(system, "/generate", {"text": "Hi", "model": None})
+        wait_until(lambda: system.metric("rootstock_gateway_queue_length", model="a") == 1, "the wait")
+        system.call(system.workers[0].start())
+        assert status_of(client) == 200
+
+
 def test_a_model_appears_while_requests_wait_for_it() -> None:
     """At the start any worker may name any model."""
     for promised in ("a,b", ""):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import grpc
@@ -190,6 +191,11 @@ class TestWorker:
             assert system.workers[1].servicer.submits == []
 
 
+def num_ids(system: System) -> int:
+    """That detokenizers have got; those of several steps may come together."""
+    return sum(len(batch.token_ids) for host in system.detokenizers for batch in host.servicer.batches)
+
+
 class TestDetokenizer:
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_every_character_once_over_a_break(self, replicas: int) -> None:
@@ -198,7 +204,7 @@ class TestDetokenizer:
             system.do(lambda: setattr(system.worker, "answer", lambda submit: ALPHABET))
             system.do(lambda: system.worker.allow(10))
             pending = Pending(system, stream=True, stop=["hijk-no", "zzz"])
-            wait_until(lambda: sum(len(b.handles) for h in system.detokenizers for b in h.servicer.batches) == 10, "ten ids")
+            wait_until(lambda: num_ids(system) == 10, "ten ids")
             used = next(host for host in system.detokenizers if host.servicer.batches)
             system.do(used.servicer.gate.clear)
             system.do(lambda: system.worker.allow(5))
@@ -223,7 +229,7 @@ class TestDetokenizer:
     def test_a_forgotten_handle_is_reopened(self, system: System) -> None:
         system.do(lambda: system.worker.allow(4))
         pending = Pending(system, stream=True)
-        wait_until(lambda: sum(len(b.handles) for b in system.detokenizer.batches) == 4, "four ids")
+        wait_until(lambda: num_ids(system) == 4, "four ids")
         system.do(lambda: setattr(system.detokenizer, "forget", 2))
         system.do(lambda: system.worker.allow(None))
         assert content_of(pending.result().text) == ANSWER
@@ -237,7 +243,7 @@ class TestDetokenizer:
         assert system.chat().status_code == 200
 
     def test_none_for_too_long(self) -> None:
-        with System(down=("detokenizer",), wait_for_detokenizer_s=0.2) as system:
+        with System(down=("detokenizer",), queue_timeout_s=0.2) as system:
             answer = system.chat()
             assert answer.status_code == 503 and "detokenizer" in answer.json()["error"]["message"]
             wait_until(lambda: not system.worker.running, "the abort")
@@ -259,15 +265,19 @@ class TestTokenizer:
             assert system.chat().status_code == 200
             assert system.metric("rootstock_gateway_retries_total", service="tokenizer") >= 1
 
-    def test_comes_back_within_the_deadline(self, system: System) -> None:
-        system.call(system.tokenizers[0].stop())
-        pending = Pending(system)
-        wait_until(lambda: system.metric("rootstock_gateway_retries_total", service="tokenizer") >= 1, "a retry")
-        system.call(system.tokenizers[0].start())
-        assert pending.result().status_code == 200
+    def test_is_waited_for_longer_than_a_call_may_take(self) -> None:
+        with System(tokenize_timeout_s=0.3) as system:
+            system.call(system.tokenizers[0].stop())
+            wait_until(lambda: system.gateway.tokenizer.connected() == 0, "the break")
+            pending = Pending(system)
+            wait_until(lambda: system.metric("rootstock_gateway_requests_in_flight") == 1, "the request")
+            time.sleep(0.6)
+            assert pending.answer is None
+            system.call(system.tokenizers[0].start())
+            assert pending.result().status_code == 200
 
-    def test_none_within_the_deadline(self) -> None:
-        with System(down=("tokenizer",), tokenize_timeout_s=0.3) as system:
+    def test_none_within_the_queues_time(self) -> None:
+        with System(down=("tokenizer",), queue_timeout_s=0.3) as system:
             answer = system.chat()
             assert answer.status_code == 503 and "retry-after" in answer.headers
 

@@ -117,7 +117,7 @@ def stop(system: System) -> None:
 FAILURES: dict[str, tuple[dict[str, Any], Callable[[System], None], str]] = {
     "the worker refuses it": ({}, refused_by_worker, "invalid_request_error"),
     "no worker in time": ({"down": ("worker",), "queue_timeout_s": 0.5}, lambda system: None, "server_error"),
-    "no tokenizer in time": ({"down": ("tokenizer",), "tokenize_timeout_s": 0.5}, lambda system: None, "server_error"),
+    "no tokenizer in time": ({"down": ("tokenizer",), "queue_timeout_s": 0.5}, lambda system: None, "server_error"),
     "its deadline": ({"request_timeout_s": 0.5}, lambda system: None, "timeout_error"),
     "the gateway stops": ({}, stop, "server_error"),
 }

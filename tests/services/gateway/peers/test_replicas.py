@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers import detokenizer_window as detok_window
+from services.gateway.peers import served_model
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
@@ -109,8 +110,8 @@ def detok_pool(wait_s: float = WAIT_S, silence_s: float = WAIT_S) -> DetokPool:
     return DetokPool((), wait_s, 1, itertools.count(1), metrics, lambda: None, silence_s)
 
 
-def tokenizer_client(timeout_s: float = WAIT_S) -> TokenizerClient:
-    return TokenizerClient((), timeout_s, 1, GatewayMetrics(CollectorRegistry()), lambda: None)
+def tokenizer_client(timeout_s: float = WAIT_S, wait_s: float = WAIT_S) -> TokenizerClient:
+    return TokenizerClient((), timeout_s, wait_s, 1, GatewayMetrics(CollectorRegistry()), lambda: None)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -435,11 +436,52 @@ class TestTokenizers:
 
         asyncio.run(test())
 
+    def test_the_only_one_is_dead_and_another_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The time that was lost to it is not the call's."""
+        monkeypatch.setattr(served_model, "INFO_S", 0.2)
+
+        async def test() -> None:
+            async with replicas() as servers:
+                dead, other = Tokenizer(), Tokenizer()
+                addresses = [await servers.start(dead), await servers.start(other)]
+                client = tokenizer_client(timeout_s=0.5)
+                async with running(client.run):
+                    client.set_endpoints({addresses[0]: True})
+                    await eventually(lambda: client.connected() == 1)
+                    dead.gate.clear()
+                    call = asyncio.create_task(encode(client))
+                    await eventually(lambda: client.connected() == 0)
+                    await asyncio.sleep(0.6)
+                    assert not call.done()
+                    client.set_endpoints(dict.fromkeys(addresses, True))
+                    assert await call == ids_of("hi") and len(other.calls) == 1
+                    dead.gate.set()
+
+        asyncio.run(test())
+
+    def test_a_dead_one_uses_up_the_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(served_model, "INFO_S", 0.1)
+
+        async def test() -> None:
+            async with replicas() as servers:
+                dead = Tokenizer()
+                client = tokenizer_client(timeout_s=0.2, wait_s=0.6)
+                async with running(client.run):
+                    client.set_endpoints({(await servers.start(dead)): True})
+                    await eventually(lambda: client.connected() == 1)
+                    dead.gate.clear()
+                    with pytest.raises(ApiError) as raised:
+                        await encode(client)
+                    assert (raised.value.status, len(dead.calls)) == (503, 1)
+                    dead.gate.set()
+
+        asyncio.run(test())
+
     def test_models(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 fakes = [Tokenizer("one"), Tokenizer("two")]
-                client = tokenizer_client(timeout_s=0.5)
+                client = tokenizer_client(wait_s=0.5)
                 async with running(client.run):
                     client.set_endpoints({(await servers.start(fake)): True for fake in fakes})
                     await eventually(lambda: client.connected() == 2)

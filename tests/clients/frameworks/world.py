@@ -1,0 +1,35 @@
+"""What the tools of every framework know, and what an agent has to find out with them."""
+
+import os
+
+URL = os.environ["ROOTSTOCK_URL"]
+MODEL = "demo"
+MAYORS = {"Lima": "Ada", "Oslo": "Hugo"}
+AGES = {"Ada": "52", "Hugo": "37"}
+QUESTIONS = {
+    "What is the age of the mayor of Lima?": ("52", ["get_mayor", "get_age"]),
+    "What is the age of the mayor of Oslo?": ("37", ["get_mayor", "get_age"]),
+    "What is 17 + 25?": ("17 + 25 = 42", []),
+}
+called: list[str] = []
+
+
+def get_mayor(city: str) -> str:
+    """Get the mayor of a city."""
+    called.append("get_mayor")
+    return MAYORS.get(city, "nobody")
+
+
+def get_age(person: str) -> str:
+    """Get the age of a person."""
+    called.append("get_age")
+    return AGES.get(person, "unknown")
+
+
+def check(question: str, answer: str) -> None:
+    """Of the calls since the last check."""
+    expected, names = QUESTIONS[question]
+    assert called == names, (question, called, answer)
+    assert expected in answer, (question, answer)
+    called.clear()
+    print(f"{question} -> {answer}")
