@@ -138,6 +138,8 @@ def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Sch
                 "enabled": BOOLEAN,
                 "minReplicas": integer(0 if service == "worker" else 1),
                 "maxReplicas": integer(1),
+                "scaleDownSeconds": integer(0, 3600),
+                "scaleDownPeriodSeconds": integer(1, 1800),
                 **autoscaling,
             }
         ),
@@ -150,6 +152,7 @@ def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Sch
         "podAnnotations": STRINGS,
         "nodeSelector": STRINGS,
         "tolerations": array(ref("toleration")),
+        "nodeLostSeconds": integer(0),
         "affinity": ANY_OBJECT,
         "topologySpread": BOOLEAN,
         "priorityClassName": string(),
@@ -172,6 +175,8 @@ def _components() -> dict[str, Schema]:
         "runningShare": SHARE,
         "tokenUsage": SHARE,
         "coldStartSeconds": integer(1, 1800),
+        "cooldownSeconds": integer(0),
+        "fallbackReplicas": integer(0),
     }
     worker = {
         "deletionCost": BOOLEAN,

@@ -32,7 +32,7 @@ def _section(name: str, cls: type[BaseSettings]) -> str:
     prefix = cls.model_config.get("env_prefix", "")
     lines = [f"\n## python -m services.{name}\n", "| flag | environment | default | meaning |", "| --- | --- | --- | --- |"]
     for field, info in cls.model_fields.items():
-        default = "" if info.default in ("", None) else f"`{info.default}`"
+        default = "required" if info.is_required() else "" if info.default in ("", None) else f"`{info.default}`"
         lines.append(f"| `--{field.replace('_', '-')}` | `{prefix}{field.upper()}` | {default} | {info.description} |")
     return "\n".join(lines) + "\n"
 

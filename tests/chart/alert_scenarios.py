@@ -10,6 +10,7 @@ GATEWAY = 'namespace="serving",pod="gateway-0"'
 WORKER = 'namespace="serving",pod="worker-0",model_name="demo"'
 ANSWERS = f'rootstock_gateway_requests_total{{{GATEWAY},route="/v1/chat/completions",model="demo",code='
 LATENCY = f"rootstock_gateway_e2e_request_latency_seconds_bucket{{{GATEWAY},le="
+LIMIT = f"rootstock_worker_max_running_requests{{{WORKER}}}"
 HITS, PROMPTS = f"sglang:cached_tokens_total{{{WORKER}}}", f"sglang:prompt_tokens_total{{{WORKER}}}"
 QUEUE = f'rootstock_gateway_queue_length{{{GATEWAY},model="demo"}}'
 USABLE = f'rootstock_gateway_workers{{{GATEWAY},model="demo",state="usable"}}'
@@ -32,7 +33,7 @@ WELL: Mapping[str, str] = {
     QUEUE: "0x600",
     f"sglang:num_queue_reqs{{{WORKER}}}": "0x600",
     f"sglang:num_running_reqs{{{WORKER}}}": "10x600",
-    f"rootstock_worker_max_running_requests{{{WORKER}}}": "64x600",
+    LIMIT: "64x600",
     f"sglang:e2e_request_latency_seconds_count{{{WORKER}}}": "0+60x600",
     f'rootstock_worker_phase{{{WORKER},phase="loading"}}': "0x600",
     USABLE: "1x600",
@@ -91,6 +92,9 @@ SCENARIOS = (
     Scenario(SLOW, {f'{ANSWERS}"500"}}': "0+80x600"}, before="14m"),
     Scenario("RootstockWorkerHung", {HUNG: "0x28 1x600"}, before="27m"),
     Scenario("RootstockTargetDown", {UP: "1x5 0x600"}, before="8m"),
+    Scenario("RootstockMetricsMissing", {QUEUE: "0x5 _x600"}, before="14m"),
+    Scenario("RootstockMetricsMissing", {QUEUE: "0x60 _x600"}, "80m", before="69m"),
+    Scenario("RootstockMetricsMissing", {LIMIT: "64x5 _x600"}, before="14m"),
     Scenario("RootstockGraceExceeded", {f'{MOVES}"begun"}}': "0x20 2x600"}, before="19m"),
     Scenario("RootstockGraceTooShort", {f'{LATENCY}"60"}}': "0+50x600"}, "60m", before="25m"),
     Scenario("RootstockBreakerOpen", {BREAKERS: "0x10 1x600"}, before="11m"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.chart.release import NAME, merged
-from tests.chart.variants import KEDA, VARIANTS, model
+from tests.chart.variants import GPU_RESOURCES, KEDA, VARIANTS, model
 
 
 class Absence:
@@ -50,12 +50,17 @@ FRONT = {"gateway": GATEWAY, "tokenizer": TOKENIZER, "detokenizer": DETOKENIZER}
 EVERY = {**FRONT, "worker": WORKER}
 HEALTH = {"gateway": 7000, "tokenizer": 7001, "detokenizer": 7002, "worker": 7003}
 SCALED = VARIANTS["hpa"]
-GPU: Values = {"worker": {"gpus": 2, "runtimeClassName": "nvidia"}}
+GPU: Values = {"worker": {"gpus": 1, "runtimeClassName": "nvidia", "resources": GPU_RESOURCES}}
 
 
 def of_each(values: Callable[[str], Values], fields: Callable[[str], Fields]) -> Case:
     """All four services given a value at once, each its own: one that takes another's shows it."""
     return {name: values(name) for name in EVERY}, {title: fields(name) for name, title in EVERY.items()}
+
+
+def lost(key: str, seconds: int) -> dict[str, str | int]:
+    """How long a pod stays with a node in that state."""
+    return {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
 
 
 def unasked(name: str) -> Fields:
@@ -65,12 +70,15 @@ def unasked(name: str) -> Fields:
         for probe, service in (("startupProbe", ABSENT), ("livenessProbe", ABSENT), ("readinessProbe", name))
         for key, value in (("port", HEALTH[name]), ("service", service))
     }
+    lost_s = 60 if name == "worker" else 30
     return {
         **probes,
         container(name, "lifecycle preStop exec command"): ["sleep", "5"],
         container(name, "resources limits cpu"): ABSENT,
         POD + "enableServiceLinks": False,
         POD + "topologySpreadConstraints 0 topologyKey": "topology.kubernetes.io/zone",
+        POD + "topologySpreadConstraints 1 matchLabelKeys": ["pod-template-hash"],
+        POD + "tolerations": [lost(f"node.kubernetes.io/{how}", lost_s) for how in ("not-ready", "unreachable")],
         POD + "initContainers": ABSENT,  # the model is in the image
     }
 
@@ -85,7 +93,8 @@ def placed(name: str) -> Values:
         "replicas": 2 + len(name),
         "nodeSelector": {"a": name},
         "priorityClassName": f"{name}-first",
-        "tolerations": [{"key": name, "operator": "Exists"}],
+        "tolerations": [{"key": name, "operator": "Exists"}, lost("node.kubernetes.io/unreachable", 5)],
+        "nodeLostSeconds": 7,
         "affinity": {"podAffinity": {"of": name}},
         "topologySpread": False,
         "podLabels": {"a": name, "app.kubernetes.io/name": "x"},
@@ -101,6 +110,9 @@ def where_it_was_placed(name: str) -> Fields:
         POD + "nodeSelector": {"a": name},
         POD + "priorityClassName": f"{name}-first",
         POD + "tolerations 0 key": name,
+        POD + "tolerations 1": lost("node.kubernetes.io/unreachable", 5),
+        POD + "tolerations 2": lost("node.kubernetes.io/not-ready", 7),
+        POD + "tolerations 3": ABSENT,
         POD + "affinity": {"podAffinity": {"of": name}},
         POD + "topologySpreadConstraints": ABSENT,
         "spec template metadata labels a": name,
@@ -254,6 +266,7 @@ OF_WORKERS, WORKERS_HPA, WORKERS_KEDA = (
     f"{kind}/{FULL}-worker-demo" for kind in ("ConfigMap", "HorizontalPodAutoscaler", "ScaledObject")
 )
 UP, DOWN = "spec behavior scaleUp ", "spec behavior scaleDown "
+KEDA_DOWN = "spec advanced horizontalPodAutoscalerConfig behavior scaleDown "
 WORKERS: dict[str, Case] = {
     "a worker as it is": (
         {},
@@ -278,7 +291,7 @@ WORKERS: dict[str, Case] = {
         GPU,
         {
             WORKER: {
-                container("worker", "resources limits nvidia.com/gpu"): 2,
+                container("worker", "resources limits nvidia.com/gpu"): 1,
                 POD + "tolerations 0 key": "nvidia.com/gpu",  # their nodes are tainted
                 POD + "runtimeClassName": "nvidia",
             },
@@ -334,9 +347,36 @@ WORKERS: dict[str, Case] = {
         {
             WORKERS_KEDA: {
                 "spec minReplicaCount": 0,
+                "spec cooldownPeriod": 600,
+                "spec initialCooldownPeriod": 600,
+                "spec fallback": ABSENT,
                 "spec maxReplicaCount": 6,
                 "spec triggers 0 metadata serverAddress": "http://prometheus.monitoring.svc:9090",
-                "spec advanced horizontalPodAutoscalerConfig behavior scaleDown stabilizationWindowSeconds": 600,
+                KEDA_DOWN + "stabilizationWindowSeconds": 600,
+            }
+        },
+    ),
+    "scaled by KEDA, at its own pace": (
+        merged(
+            KEDA,
+            {
+                "worker": {
+                    "autoscaling": {
+                        "cooldownSeconds": 30,
+                        "fallbackReplicas": 2,
+                        "scaleDownSeconds": 20,
+                        "scaleDownPeriodSeconds": 10,
+                    }
+                }
+            },
+        ),
+        {
+            WORKERS_KEDA: {
+                "spec cooldownPeriod": 30,
+                "spec initialCooldownPeriod": 30,
+                "spec fallback": {"failureThreshold": 3, "replicas": 2},
+                KEDA_DOWN + "stabilizationWindowSeconds": 20,
+                KEDA_DOWN + "policies 0": {"type": "Pods", "value": 1, "periodSeconds": 10},
             }
         },
     ),
@@ -355,7 +395,7 @@ WORKERS: dict[str, Case] = {
         VARIANTS["leader-worker-set"],
         {
             f"LeaderWorkerSet/{FULL}-worker-demo": {
-                "spec leaderWorkerTemplate size": 2,
+                "spec leaderWorkerTemplate size": 1,
                 "spec leaderWorkerTemplate restartPolicy": "RecreateGroupOnPodRestart",
                 "spec rolloutStrategy rollingUpdateConfiguration maxSurge": 0,  # there is no spare group
                 "spec leaderWorkerTemplate workerTemplate metadata labels app.kubernetes.io/component": "worker-member",

@@ -177,14 +177,24 @@ def test_every_recorded_series_is_there_and_no_alert_fires(watched: Watched) -> 
         watched.prometheus.query(rule["expr"])
 
 
-def test_kedas_queries_are_one_number_each_even_where_nothing_is(watched: Watched) -> None:
+def test_kedas_queries_are_one_number_each_and_nothing_where_figures_are_missing(watched: Watched) -> None:
     queries = keda_queries()
     assert set(queries) == {"backlog", "running", "token-usage", "streams"}
     for query in queries.values():
         assert [labels for labels, _ in watched.prometheus.query(query)] == [{}]
         for other in (query.replace(f'"{NAMESPACE}"', '"nowhere"'), query.replace(f'"{MODEL}"', '"nobody"')):
-            assert len(watched.prometheus.query(other)) == 1
-        assert watched.prometheus.query(query.replace(f'"{NAMESPACE}"', '"nowhere"')) == [({}, 0.0)]
+            if other != query:
+                assert watched.prometheus.query(other) == [], "none to ask is no load of 0"
+
+
+def test_keda_is_told_nothing_of_workers_whose_figures_are_missing(watched: Watched) -> None:
+    """0 while there are none; while gateways know of workers that Prometheus does not see, nothing."""
+    queries = keda_queries()
+    for name in ("running", "token-usage"):
+        unseen = queries[name].replace("(sglang:", "(nobody_scrapes:")
+        assert unseen != queries[name] and watched.prometheus.query(unseen) == []
+        without = unseen.replace("rootstock_gateway_workers{", "0 * rootstock_gateway_workers{")
+        assert [value for _, value in watched.prometheus.query(without)] == [0]
 
 
 def adapter_queries(watched: Watched) -> dict[str, str]:

@@ -77,7 +77,9 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"models": [model("Org/a"), model("org-a")]},
         'models: the names "Org/a" and "org-a" both become "org-a" in the names of objects. Rename one of them.',
     ),
-    "hosts without a LeaderWorkerSet": (worker(hosts=2), "needs worker.kind LeaderWorkerSet; it is Deployment. Change kind"),
+    "several hosts": (worker(kind="LeaderWorkerSet", hosts=2), "worker.hosts is 2, and a worker of this version runs on one GPU"),
+    "several GPUs": (worker(gpus=8), "worker.gpus is 8, and a worker of this version runs on one GPU of one host. Set it to 1"),
+    "a GPU with the demo's memory": (worker(gpus=1), "worker.resources are those of the demo model on a CPU"),
     "disk of a Deployment": (worker(cacheSize="10Gi"), "which only worker.kind StatefulSet has; it is Deployment."),
     "disk without a source": (
         worker(kind="StatefulSet", cacheSize="10Gi"),
@@ -196,7 +198,7 @@ def test_the_templates_refuse(case: str) -> None:
 def test_there_is_a_case_for_every_sentence() -> None:
     """Of templates/_validate.tpl: a new check needs a case here."""
     checks = (CHART / "templates" / "_validate.tpl").read_text().count("{{- fail ")
-    assert len(SENTENCES) == checks, "one check has two cases, that of the release's name is below"
+    assert len(SENTENCES) == checks + 1, "two checks have two cases, that of the release's name is below"
 
 
 def test_a_release_whose_name_no_service_can_have_is_refused() -> None:

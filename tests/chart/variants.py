@@ -60,6 +60,7 @@ HPA: Values = {
     "tokenizer": FRONT_SCALED,
     "detokenizer": FRONT_SCALED,
 }
+GPU_RESOURCES: Values = {"requests": {"cpu": "4", "memory": "32Gi"}, "limits": {"memory": "64Gi"}}
 KEDA: Values = merged(
     HPA,
     {
@@ -76,7 +77,9 @@ VARIANTS: dict[str, Values] = {
         SHARED_CACHE,
         {"worker": {"kind": "StatefulSet", "cacheSize": "20Gi", "replicas": 2}, "models": [model(path="/models/demo")]},
     ),
-    "leader-worker-set": {"worker": {"kind": "LeaderWorkerSet", "hosts": 2, "gpus": 8, "runtimeClassName": "nvidia"}},
+    "leader-worker-set": {
+        "worker": {"kind": "LeaderWorkerSet", "hosts": 1, "gpus": 1, "resources": GPU_RESOURCES, "runtimeClassName": "nvidia"}
+    },
     "shared-cache": merged(SHARED_CACHE, {"models": [model(path="/models/demo")]}),
     "existing-claim": {
         "modelCache": {"type": "pvc", "pvc": {"existingClaim": "weights"}},

@@ -67,7 +67,8 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- $gpu := gt (int (default 0 .values.gpus)) 0 }}
-{{- if or .values.tolerations $gpu }}
+{{- $given := list }}
+{{- range .values.tolerations }}{{ $given = append $given (default "" .key) }}{{ end }}
 tolerations:
   {{- with .values.tolerations }}
   {{- toYaml . | nindent 2 }}
@@ -77,8 +78,16 @@ tolerations:
     operator: Exists
     effect: NoSchedule
   {{- end }}
-{{- end }}
+  {{- range $key := list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable" }}
+  {{- if not (has $key $given) }}
+  - key: {{ $key }}
+    operator: Exists
+    effect: NoExecute
+    tolerationSeconds: {{ $.values.nodeLostSeconds }}
+  {{- end }}
+  {{- end }}
 {{- if .values.topologySpread }}
+{{- $kind := default "Deployment" .values.kind }}
 topologySpreadConstraints:
   {{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
   - maxSkew: 1
@@ -87,6 +96,9 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels:
         {{- include "rootstock.selector" $ | nindent 8 }}
+    {{- if ne $kind "LeaderWorkerSet" }}
+    matchLabelKeys: [{{ ternary "pod-template-hash" "controller-revision-hash" (eq $kind "Deployment") }}]  # old pods of a rollout do not count
+    {{- end }}
   {{- end }}
 {{- end }}
 {{- end }}

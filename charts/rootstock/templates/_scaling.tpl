@@ -1,5 +1,20 @@
 {{/* Autoscaling. All take a scope but the trigger; queries come from monitoring/_promql.tpl. */}}
 
+{{/* `replicas:`, unless an autoscaler writes it: then it is what the cluster has, so that nobody is stopped while one takes over.
+Rendered without a cluster it is left out (docs/kubernetes/autoscaling.md). Takes a scope. */}}
+{{- define "rootstock.replicas" -}}
+{{- if not .values.autoscaling.enabled -}}
+replicas: {{ .values.replicas }}
+{{- else -}}
+{{- $target := include "rootstock.scaleTarget" . | fromYaml -}}
+{{- $found := lookup $target.apiVersion $target.kind .root.Release.Namespace $target.name -}}
+{{- $kept := dig "spec" "replicas" "" $found -}}
+{{- if ne (toString $kept) "" -}}
+replicas: {{ int $kept }}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* What is scaled. */}}
 {{- define "rootstock.scaleTarget" -}}
 {{- $kind := default "Deployment" .values.kind -}}
@@ -8,7 +23,7 @@ kind: {{ $kind }}
 name: {{ include "rootstock.componentName" . }}
 {{- end }}
 
-{{/* Services without weights to load follow their load within a minute, and wait five before they shrink. */}}
+{{/* Services without weights to load follow their load within a minute. */}}
 {{- define "rootstock.scaling.front" -}}
 scaleUp:
   stabilizationWindowSeconds: 0
@@ -17,9 +32,9 @@ scaleUp:
     - {type: Pods, value: 1, periodSeconds: 60}
   selectPolicy: Max
 scaleDown:
-  stabilizationWindowSeconds: 300
+  stabilizationWindowSeconds: {{ .values.autoscaling.scaleDownSeconds }}
   policies:
-    - {type: Pods, value: 1, periodSeconds: 60}
+    - {type: Pods, value: 1, periodSeconds: {{ .values.autoscaling.scaleDownPeriodSeconds }}}
 {{- end }}
 
 {{/* Workers at most double in the time that a new one takes to serve, so that one need is not answered twice. */}}
@@ -32,9 +47,9 @@ scaleUp:
     - {type: Pods, value: 1, periodSeconds: {{ $coldStart }}}
   selectPolicy: Max
 scaleDown:
-  stabilizationWindowSeconds: 600
+  stabilizationWindowSeconds: {{ .values.autoscaling.scaleDownSeconds }}
   policies:
-    - {type: Pods, value: 1, periodSeconds: 300}
+    - {type: Pods, value: 1, periodSeconds: {{ .values.autoscaling.scaleDownPeriodSeconds }}}
 {{- end }}
 
 {{/* Requests that a worker should run: its limit times runningShare. */}}

@@ -6,7 +6,7 @@
 {{- end -}}
 {{- $names := dict -}}
 {{- $slugs := dict -}}
-{{- range include "rootstock.models" . | fromJsonArray -}}
+{{- range $model := include "rootstock.models" . | fromJsonArray -}}
   {{- if hasKey $names .name -}}
     {{- fail (printf "models: two entries have the name %q. Names must differ: clients choose a model by its name." .name) -}}
   {{- end -}}
@@ -15,8 +15,13 @@
     {{- fail (printf "models: the names %q and %q both become %q in the names of objects. Rename one of them." (index $slugs .slug) .name .slug) -}}
   {{- end -}}
   {{- $_ := set $slugs .slug .name -}}
-  {{- if and (gt (int .worker.hosts) 1) (ne .worker.kind "LeaderWorkerSet") -}}
-    {{- fail (printf "model %s: a worker over %d hosts needs worker.kind LeaderWorkerSet; it is %s. Change kind, or set worker.hosts to 1." .name (int .worker.hosts) .worker.kind) -}}
+  {{- range $size := list "hosts" "gpus" -}}
+    {{- if gt (int (index $model.worker $size)) 1 -}}
+      {{- fail (printf "model %s: worker.%s is %d, and a worker of this version runs on one GPU of one host. Set it to 1; more workers (worker.replicas) share the load." $model.name $size (int (index $model.worker $size))) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if and (gt (int .worker.gpus) 0) (eq (dig "limits" "memory" "" .worker.resources | toString) "4Gi") -}}
+    {{- fail (printf "model %s: worker.resources are those of the demo model on a CPU. Say what a worker with a GPU gets, e.g. requests {cpu: \"4\", memory: 32Gi} and limits {memory: 64Gi} (docs/kubernetes/sizing.md)." .name) -}}
   {{- end -}}
   {{- if ne (toString .worker.cacheSize) "0" -}}
     {{- if ne .worker.kind "StatefulSet" -}}

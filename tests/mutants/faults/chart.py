@@ -18,7 +18,8 @@ CHART = (
         f"{TEMPLATES}/_pod.tpl",
         ("add .root.Values.drainSeconds 15", "add .root.Values.drainSeconds 10"),
         ("{{- with .values.nodeSelector }}", "{{- with .root.Values.gateway.nodeSelector }}"),
-        ("{{- if or .values.tolerations $gpu }}", "{{- if $gpu }}"),
+        ("{{- if not (has $key $given) }}", "{{- if true }}"),
+        ('(eq $kind "Deployment")', '(ne $kind "Deployment")'),
         only="test_templates",
     ),
     *of(
@@ -90,8 +91,8 @@ CHART = (
     ),
     *of(
         "chart",
-        f"{TEMPLATES}/tokenizer/deployment.yaml",
-        ("{{- if not .tokenizer.autoscaling.enabled }}", "{{- if true }}"),
+        f"{TEMPLATES}/_scaling.tpl",
+        ("{{- if not .values.autoscaling.enabled -}}", "{{- if true -}}"),
         only="test_objects",
     ),
 )
