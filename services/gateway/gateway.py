@@ -44,7 +44,8 @@ from services.gateway.observe.counting_parser import counting
 from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.parsers.formats.families import output_parser
-from services.gateway.peers.detokenizer_link import DetokPool
+from services.gateway.peers.detokenizer_link import SILENCE_S, DetokPool
+from services.gateway.peers.silence import Patience
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter
@@ -77,11 +78,18 @@ class Gateway:
         self._peers = PeerGateways(settings.peers, self._tenants, self.token, settings.dns_refresh_s)
         self.keys = _keys(settings, self.token, self._peers, metrics)
         self.readiness = readiness = Readiness()
-        self.detoks = DetokPool((), settings.queue_timeout_s, retry, handles, metrics, readiness.changed)
+        patience = Patience(SILENCE_S, settings.unreachable_s)
+        self.detoks = DetokPool((), settings.queue_timeout_s, retry, handles, metrics, readiness.changed, patience)
         self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed, self.keys.weights)
         metrics.registry.register(FleetCollector(self.dispatcher.fleet))
         self.tokenizer = TokenizerClient(
-            (), settings.tokenize_timeout_s, settings.queue_timeout_s, retry, metrics, readiness.changed
+            (),
+            settings.tokenize_timeout_s,
+            settings.queue_timeout_s,
+            settings.unreachable_s,
+            retry,
+            metrics,
+            readiness.changed,
         )
         refresh_s = settings.dns_refresh_s
         self._discoveries = [

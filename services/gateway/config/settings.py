@@ -77,6 +77,12 @@ class GatewaySettings(ServiceSettings):
         0.25, ge=0, description="Requests that a worker gets beyond those that it can run, as a share of these; more wait here."
     )
     worker_silence_s: float = Field(5.0, gt=0, description="Seconds without a word after which a worker is taken for lost.")
+    unreachable_s: float = Field(
+        1.5,
+        ge=0,
+        description="Seconds without a word that is waited for, and without a connection to its machine, after which a worker, a"
+        " tokenizer or a detokenizer is taken for lost. 0: connections are not tried.",
+    )
     breaker_faults: int = Field(5, ge=1, description="Faults of a worker in a row after which it is left alone for a while.")
     breaker_cooldown_s: float = Field(5.0, gt=0, description="Seconds of that while; then one request tries.")
     hedge_after_s: float = Field(

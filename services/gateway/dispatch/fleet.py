@@ -15,6 +15,7 @@ from services.gateway.dispatch.model_pool import AnyLink, ModelPool
 from services.gateway.dispatch.placement import Link, Placement, Pool
 from services.gateway.index.mirror import IndexMirror
 from services.gateway.peers.replicas import Replicas
+from services.gateway.peers.silence import Patience
 from services.gateway.peers.weights import Weights
 from services.gateway.peers.worker_link import LinkEvents, WorkerLink
 from services.gateway.request.generation import ModelInfo
@@ -221,7 +222,7 @@ class Fleet:
         settings = self._settings
         cooldown_s = settings.breaker_cooldown_s  # also for a probe without a result, as when its client has gone
         breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
-        return WorkerLink(address, self._events, settings.worker_silence_s, breaker)
+        return WorkerLink(address, self._events, Patience(settings.worker_silence_s, settings.unreachable_s), breaker)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

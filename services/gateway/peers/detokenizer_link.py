@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
@@ -19,7 +20,7 @@ from services.gateway.peers import served_model
 from services.gateway.peers.detokenizer_window import DecodeWindow
 from services.gateway.peers.reconnect import Duplex, StreamBroken, keep_connected
 from services.gateway.peers.replicas import Replicas
-from services.gateway.peers.silence import until_silent
+from services.gateway.peers.silence import Patience, until_lost
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import internal, unavailable
 from services.shared.observe.log import fields
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_BREAKS = 16  # batches of one decoding whose stream broke, without a text between
 MAX_LOST = 3  # reopenings of one decoding: one that can never be decoded does not go round for ever
 SILENCE_S = 5.0  # without an answer while batches are unanswered: every batch is answered at once, so nobody is there
+T = TypeVar("T")
 
 Call = Duplex[detokenizer_pb2.DecodeBatch, detokenizer_pb2.TextBatch]
 
@@ -43,7 +45,7 @@ class DetokLink:
     def __init__(
         self,
         address: str,
-        silence_s: float,
+        patience: Patience,
         on_up: Callable[[DetokLink], None],
         on_down: Callable[[list[Decoding]], None],
         on_idle: Callable[[DetokLink], None],
@@ -55,7 +57,7 @@ class DetokLink:
         self.retiring = False
         self.model = served_model.ANY  # of the stream that is up
         self.stub: detokenizer_pb2_grpc.DetokenizerStub | None = None  # while run() runs
-        self._silence_s = silence_s
+        self._patience = patience
         self._on_up = on_up
         self._on_down = on_down
         self._on_idle = on_idle
@@ -87,11 +89,11 @@ class DetokLink:
 
     async def _session(self, stub: detokenizer_pb2_grpc.DetokenizerStub) -> None:
         call: Call = stub.Decode(wait_for_ready=True)
-        helpers: list[asyncio.Task[None]] = []
-        silence: asyncio.Task[None] | None = None
+        helpers: list[asyncio.Task[Any]] = []
+        silence: asyncio.Task[str] | None = None
         try:
             await call.write(self.window.greeting())
-            silence = self._helper(call, until_silent(self._silence_s, self._answers_due))
+            silence = self._helper(call, until_lost(self.address, self._patience, self._answers_due))
             helpers.append(silence)
             await self._receive(call)
             info = stub.Info(detokenizer_pb2.DetokenizerInfoRequest(), timeout=served_model.INFO_S)
@@ -107,7 +109,7 @@ class DetokLink:
             task = asyncio.current_task()
             if silence is None or not silence.done() or task is None or task.cancelling():
                 raise
-            raise StreamBroken(f"unanswered for {self._silence_s:g} s") from None
+            raise StreamBroken(silence.result()) from None
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -117,7 +119,7 @@ class DetokLink:
             self._changed()
 
     @staticmethod
-    def _helper(call: Call, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _helper(call: Call, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """A task of the session. Its end is the call's end."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: call.cancel())
@@ -155,7 +157,7 @@ class DetokPool:
         handles: Iterator[int],
         metrics: GatewayMetrics,
         changed: Callable[[], None],
-        silence_s: float = SILENCE_S,
+        patience: Patience,
     ) -> None:
         """`addresses` until set_endpoints() is called. `changed` is called when connected() may have changed."""
         self._replicas = Replicas(self._make)
@@ -164,13 +166,13 @@ class DetokPool:
         self._handles = handles
         self._retries = metrics.retries.labels("detokenizer")
         self._changed = changed
-        self._silence_s = silence_s
+        self._patience = patience
         self._homeless: dict[Decoding, None] = {}
         metrics.watch_connected("detokenizer", self.connected)
         self.set_endpoints(dict.fromkeys(addresses, True))
 
     def _make(self, address: str) -> DetokLink:
-        return DetokLink(address, self._silence_s, self._up, self._down, self._replicas.retire)
+        return DetokLink(address, self._patience, self._up, self._down, self._replicas.retire)
 
     @property
     def links(self) -> list[DetokLink]:

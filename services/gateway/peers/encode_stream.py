@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from typing import Any
 
 import grpc
 
 from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.peers.reconnect import Duplex, StreamBroken
+from services.gateway.peers.silence import until_unreachable
 from services.gateway.request.trace import EncodeCall
 from services.shared import limits
 from services.shared.observe.log import fields
@@ -42,8 +44,10 @@ class NotServed(StreamBroken):
 class EncodeStream:
     """retire(): it takes nothing new and ends with its last answer."""
 
-    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerStub, address: str) -> None:
+    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerStub, address: str, unreachable_s: float) -> None:
         self._address = address
+        self._unreachable_s = unreachable_s
+        self._answered = 0
         self._call: Call = stub.EncodeMany()
         self._handles = itertools.count(1)
         self._unanswered: dict[int, asyncio.Future[tokenizer_pb2.EncodeResponse]] = {}  # by handle
@@ -79,13 +83,15 @@ class EncodeStream:
 
     async def run(self) -> None:
         """Until it ends, cancelled where it is retired. Once. Raises StreamBroken."""
-        writer: asyncio.Task[None] | None = None
+        helpers: list[asyncio.Task[Any]] = []
         try:
             await self._call.write(tokenizer_pb2.EncodeBatch())
             await self._receive()
             self._up = True
-            writer = asyncio.create_task(self._write())
-            writer.add_done_callback(lambda _: self._call.cancel())
+            watcher = until_unreachable(self._address, self._unreachable_s, self._answers_due)
+            helpers += [asyncio.create_task(work) for work in (self._write(), watcher)]
+            for helper in helpers:
+                helper.add_done_callback(lambda _: self._call.cancel())
             while True:
                 await self._receive()
         except grpc.aio.AioRpcError as error:
@@ -100,11 +106,14 @@ class EncodeStream:
                 raise
             raise StreamBroken("cancelled") from None
         finally:
-            if writer is not None:
-                writer.cancel()
+            for helper in helpers:
+                helper.cancel()
             self._call.cancel()
             self._up = False
             self._fail_all()
+
+    def _answers_due(self) -> int | None:
+        return self._answered if self._unanswered else None
 
     def _forget(self, handle: int) -> None:
         if self._unanswered.pop(handle, None) is not None and self._opens.pop(handle, None) is None:
@@ -123,6 +132,7 @@ class EncodeStream:
         message = await self._call.read()
         if not isinstance(message, tokenizer_pb2.EncodedBatch):
             raise StreamBroken("ended by peer")
+        self._answered += 1
         for row in message.rows:
             answer = self._unanswered.pop(row.handle, None)
             if answer is None or answer.done():

@@ -39,13 +39,14 @@ class TokenizerClient:
         addresses: Sequence[str],
         timeout_s: float,
         wait_s: float,
+        unreachable_s: float,
         retry_after_s: int,
         metrics: GatewayMetrics,
         changed: Callable[[], None],
     ) -> None:
         """`addresses` until set_endpoints() is called. timeout_s: of a call while replicas are there. wait_s: for one, in all.
-        `changed` is called when connected() may have changed."""
-        self._replicas = Replicas(lambda address: Replica(address, self._note))
+        unreachable_s: as Patience.unreachable. `changed` is called when connected() may have changed."""
+        self._replicas = Replicas(lambda address: Replica(address, unreachable_s, self._note))
         self._timeout_s = timeout_s
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s

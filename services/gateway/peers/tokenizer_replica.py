@@ -33,8 +33,8 @@ class Replica:
     ready: it may be given new calls. retiring: it ends with its last call in flight.
     """
 
-    def __init__(self, address: str, changed: Callable[[], None]) -> None:
-        """`changed` is called when `connected` has changed."""
+    def __init__(self, address: str, unreachable_s: float, changed: Callable[[], None]) -> None:
+        """unreachable_s: as Patience.unreachable. `changed` is called when `connected` has changed."""
         self.address = address
         self.connected = False
         self.ready = True
@@ -43,6 +43,7 @@ class Replica:
         self.model = served_model.ANY  # as it said when it connected
         self.formats = OutputFormats()  # likewise
         self.reasoning_marks: tuple[int, ...] = ()  # likewise; ids of the opening and the closing mark
+        self._unreachable_s = unreachable_s
         self._changed = changed
         self._doubted = asyncio.Event()
         self._channel = grpc_server.channel(address)
@@ -137,7 +138,7 @@ class Replica:
         self._set_connected(True)
         left = asyncio.create_task(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
         doubted = asyncio.create_task(self._doubted.wait())
-        stream = self._stream = EncodeStream(self._stub, self.address)
+        stream = self._stream = EncodeStream(self._stub, self.address, self._unreachable_s)
         streaming = asyncio.create_task(self._while_streaming(stream))
         self._streams.add(streaming)
         streaming.add_done_callback(self._streams.discard)

@@ -18,7 +18,7 @@ import grpc
 
 from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.gateway.peers.reconnect import Duplex, StreamBroken, keep_connected
-from services.gateway.peers.silence import until_silent
+from services.gateway.peers.silence import Patience, until_lost
 from services.gateway.peers.weights import Weights, weights_of
 from services.gateway.routing.breaker import CircuitBreaker
 from services.shared.observe.log import fields
@@ -72,7 +72,7 @@ class LinkEvents(Protocol[Open]):
 
 
 class WorkerLink(Generic[Open]):
-    def __init__(self, address: str, events: LinkEvents[Open], silence_s: float, breaker: CircuitBreaker) -> None:
+    def __init__(self, address: str, events: LinkEvents[Open], patience: Patience, breaker: CircuitBreaker) -> None:
         self.address = address
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
@@ -87,7 +87,7 @@ class WorkerLink(Generic[Open]):
         self.met = False  # it has been connected once
         self.open: dict[int, Open] = {}  # by handle
         self.open_tokens = 0  # prompt and output of what is open, as far as it is known here
-        self._silence_s = silence_s
+        self._patience = patience
         self._heard = 0  # messages
         self._events = events
         self._submits: dict[int, worker_pb2.Submit] = {}  # without what Occupant gives
@@ -187,10 +187,16 @@ class WorkerLink(Generic[Open]):
         self._aborts.clear()
         self._events.on_down(self, orphans)
 
+    def _words_due(self) -> int | None:
+        """Of a worker that tells its load they are due all the time."""
+        return self._heard if self.load is not None else None
+
+    def _steps_due(self) -> int | None:
+        return self._words_due() if self.open else None
+
     async def _end_when_silent(self, call: Call) -> None:
-        """Of a worker that tells its load messages are due all the time."""
-        await until_silent(self._silence_s, lambda: self._heard if self.load is not None else None)
-        logger.warning("worker is silent", extra=fields(address=self.address, seconds=self._silence_s))
+        why = await until_lost(self.address, self._patience, self._words_due, self._steps_due)
+        logger.warning("worker is lost: %s", why, extra=fields(address=self.address))
         call.cancel()
 
     @staticmethod

@@ -18,6 +18,7 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers import detokenizer_window as detok_window
 from services.gateway.peers import served_model
 from services.gateway.peers.detokenizer_link import DetokPool
+from services.gateway.peers.silence import Patience
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.decoding import Decoding
@@ -107,11 +108,11 @@ async def running(run: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
 
 def detok_pool(wait_s: float = WAIT_S, silence_s: float = WAIT_S) -> DetokPool:
     metrics = GatewayMetrics(CollectorRegistry())
-    return DetokPool((), wait_s, 1, itertools.count(1), metrics, lambda: None, silence_s)
+    return DetokPool((), wait_s, 1, itertools.count(1), metrics, lambda: None, Patience(silence_s, 0.0))
 
 
 def tokenizer_client(timeout_s: float = WAIT_S, wait_s: float = WAIT_S) -> TokenizerClient:
-    return TokenizerClient((), timeout_s, wait_s, 1, GatewayMetrics(CollectorRegistry()), lambda: None)
+    return TokenizerClient((), timeout_s, wait_s, 0.0, 1, GatewayMetrics(CollectorRegistry()), lambda: None)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rootstock.v1 import common_pb2, worker_pb2
+from services.gateway.peers.silence import Patience
 from services.gateway.peers.worker_link import MESSAGE_BYTES, WorkerLink
 from services.gateway.routing.breaker import CircuitBreaker
 from services.shared.limits import MAX_MESSAGE_BYTES
@@ -30,7 +31,7 @@ class Asked:
 def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
     async def run() -> list[worker_pb2.GenerateRequest]:
         occupant: Any = Asked()
-        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", occupant, 5.0, CircuitBreaker())
+        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", occupant, Patience(5.0, 0.0), CircuitBreaker())
         for handle in range(BURST):
             link.submit(occupant, worker_pb2.Submit(handle=handle))
         link.abort(3)
