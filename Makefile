@@ -9,6 +9,8 @@ PYTHON_GPU ?= python3
 OUT    ?= docs/gpu
 BENCH  ?= --workload random --num-requests 64 --concurrency 8 --input-len 128 --output-len 64
 
+export CLUSTER BASE_IMAGE CLUSTER_TEST_KUBECONFIG CLUSTER_TEST_LOAD
+
 PY     := $(VENV)/bin/python
 ENV    := $(VENV)/.ready
 PROTOS := rootstock/.ready
@@ -20,7 +22,7 @@ SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # at once, on all cores; what does not compile (a template, say) is never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env run test check docs bench bench-front bench-compare gpu-check sim mutants nightly clean
+.PHONY: help env run test check docs clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -53,14 +55,26 @@ check: env       ## lint, types, core tests, contracts: before every commit
 test: env        ## everything that a CPU can run; fails at its end if any group of it has failed
 	$(PY) -m tests.groups
 
-nightly: env     ## the same with the long property runs and the 30-minute soak
+nightly: env     ## the same with the long property runs and the 30-minute soak, and the next two where a cluster is named
 	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m tests.groups --processes 1
+	@[ -z "$(CLUSTER)$(CLUSTER_TEST_KUBECONFIG)" ] && echo "skipped: cluster-test and cluster-faults (no CLUSTER= or CLUSTER_TEST_KUBECONFIG=)" \
+	  || $(MAKE) cluster-test cluster-faults
+
+cluster-test: env  ## on a real Kubernetes (CLUSTER= and BASE_IMAGE=, or CLUSTER_TEST_KUBECONFIG=: python -m tests.cluster --help)
+	$(PY) -m tests.cluster
+
+cluster-faults: env  ## what is long there
+	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster/test_nodes.py -k rollout
+
 
 bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")
 	$(PY) -m tests.benchmarks.serve --url $(URL) $(BENCH)
 
 bench-front: env ## what strangers do to the front, and what others notice (FRONT="attacks", FRONT="--minutes 120")
 	$(PY) -m tests.benchmarks.front $(FRONT)
+
+clients: env     ## other people's clients, installed by npm and pip, against the demo model (CLIENTS="node browser frameworks")
+	$(PY) -m tests.clients $(CLIENTS)
 
 bench-compare: env  ## against transformers.generate at Qwen3-0.6B's shape, same batch, same run
 	$(PY) -m tests.benchmarks.compare_transformers

@@ -4,28 +4,36 @@ python demo/evaluate.py --questions 200
 """
 
 import argparse
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
 import torch
 from tasks import TASKS, conversation, is_correct, sample_held_out
+from tool_tasks import Message, Scene, as_tool_call, long_message, scene
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-Messages = list[dict[str, str]]
-Answer = Callable[[list[Messages]], list[str]]
+Messages = list[Message]
+Answer = Callable[..., list[str]]
 
 MODEL = Path(__file__).resolve().parents[1] / "models/demo"
 BATCH = 50
 CHAT_TURNS = (2, 3, 8)
+TOOL_KINDS = {"one": 41, "chain": 34, "plain": 25}
+LONG_SENTENCES = (70, 180)
 MAX_NEW_TOKENS = 320
 
 
 def answerer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Answer:
-    """A function from chats that end in a user turn to the greedy answers."""
+    """A function from chats that end before an assistant's turn, and the tools of each if any, to the greedy answers."""
 
-    def answer(chats: list[Messages]) -> list[str]:
-        prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    def answer(chats: list[Messages], tools: list[list[Message]] | None = None) -> list[str]:
+        prompts = [
+            tokenizer.apply_chat_template(chat, tools=known or None, add_generation_prompt=True, tokenize=False)
+            for chat, known in zip(chats, tools or [[] for _ in chats], strict=True)
+        ]
         inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
         outputs = model.generate(
             input_ids=inputs.input_ids,
@@ -70,18 +78,84 @@ def chat_accuracy(answer: Answer, turns: int, questions: int, rng: Random) -> tu
     return right / questions, wrong
 
 
+def calls_of(text: str) -> list[Message] | None:
+    """The calls at the end of an answer, in order; None where one of them is no JSON."""
+    try:
+        return [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text)]
+    except ValueError:
+        return None
+
+
+def follow(answer: Answer, scenes: list[Scene]) -> list[str]:
+    """Asks each scene's one question, returns its tools' results for the right calls, and says what went wrong, "" if nothing."""
+    chats: list[Messages] = [drawn.messages()[: 2 if drawn.system else 1] for drawn in scenes]
+    wrong = [""] * len(scenes)
+    for number in range(max(len(drawn.questions[0].turns) for drawn in scenes) + 1):
+        going = [at for at, drawn in enumerate(scenes) if not wrong[at] and number <= len(drawn.questions[0].turns)]
+        if not going:
+            break
+        given = answer([chats[at] for at in going], [[tool.schema() for tool in scenes[at].tools] for at in going])
+        for at, text in zip(going, given, strict=True):
+            question = scenes[at].questions[0]
+            if number == len(question.turns):
+                wrong[at] = "" if text.strip() == question.answer else f"{question.text!r}: {text!r}, not {question.answer!r}"
+                continue
+            calls = [as_tool_call(call) for call in question.turns[number].calls]
+            if calls_of(text) != [call["function"] for call in calls]:
+                wrong[at] = f"{question.text!r}: {text!r}, not {calls}"
+            chats[at] += [{"role": "assistant", "content": text.partition("<tool_call>")[0].rstrip(), "tool_calls": calls}]
+            chats[at] += [{"role": "tool", "content": call.result} for call in question.turns[number].calls]
+    return wrong
+
+
+def tool_accuracy(answer: Answer, kind: str, questions: int, rng: Random) -> tuple[float, str]:
+    """Share of questions with the right calls, in order, and the right answer in the end. Words of tools are held out."""
+    wrong = [
+        said for batch in batches([scene(rng, True, kind) for _ in range(questions)]) for said in follow(answer, batch) if said
+    ]
+    return 1 - len(wrong) / questions, wrong[-1] if wrong else ""
+
+
+def long_accuracy(answer: Answer, role: str, questions: int, rng: Random) -> tuple[float, str]:
+    """Behind 1,000 to 2,700 tokens of text, in a system message or in the user's own."""
+    right, wrong = 0, ""
+    for batch in batches([(name, *sample_held_out(name, rng)) for name in rng.choices(list(TASKS), k=questions)]):
+        texts = [long_message(rng, rng.randint(*LONG_SENTENCES)) for _ in batch]
+        chats = [
+            [{"role": "system", "content": text}, *user_turn(question)]
+            if role == "system"
+            else user_turn(f"{text}\n\n{question}")
+            for text, (_, question, _) in zip(texts, batch, strict=True)
+        ]
+        for (name, question, _), given in zip(batch, answer(chats), strict=True):
+            if is_correct(name, question, given):
+                right += 1
+            else:
+                wrong = f"{question!r} -> {given!r}"
+    return right / questions, wrong
+
+
 def rows(answer: Answer, tasks: list[str], questions: int, seed: int) -> Iterator[tuple[str, float, str]]:
     for task in tasks:
         yield task, *task_accuracy(answer, task, questions, Random(f"{seed} {task}"))
     for turns in CHAT_TURNS if tasks == list(TASKS) else ():
         yield f"chat, turn {turns}", *chat_accuracy(answer, turns, questions, Random(f"{seed} chat {turns}"))
+    for role in ("system", "user") if tasks == list(TASKS) else ():
+        yield f"after a long {role} message", *long_accuracy(answer, role, questions // 4, Random(f"{seed} long {role}"))
+    for kind, share in TOOL_KINDS.items():
+        yield f"tools, {kind}", *tool_accuracy(answer, kind, questions * share // 100, Random(f"{seed} tools {kind}"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument(
-        "--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK", help="default: all, and chats"
+        "--tasks",
+        nargs="*",
+        choices=list(TASKS),
+        default=list(TASKS),
+        metavar="TASK",
+        help="default: all, chats and long messages",
     )
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

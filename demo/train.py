@@ -17,17 +17,21 @@ from random import Random
 
 import torch
 from tasks import SCRIPTS, TASKS, conversation, sample_training
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tool_tasks import Message, Tool, long_message, scene, turns_of
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 MODEL = Path(__file__).resolve().parents[1] / "models/demo"
 CONTEXT = 4096
 VOCABULARY = 1280
 END_OF_DOCUMENT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CALL_MARKS = ("<tool_call>", "</tool_call>")
 IGNORED = -100
-SHORT_ROW, LONG_ROW = 256, 2048
-LONG_ROWS_FROM = 0.82
+SHORT_ROW, LONG_ROW = 512, 3072
+LONG_ROWS_FROM = 0.78
 WARMUP_STEPS = 50
+TOOLS_SHARE, LONG_MESSAGE_SHARE = 0.6, 0.25
+LONGEST_MESSAGE = 180  # sentences, of some 16 tokens each
 SHORT_ROW_TURNS, LONG_ROW_TURNS = (1, 1, 1, 1, 1, 1, 2, 2, 3, 4), (1, 1, 1, 2, 2, 3, 4, 6, 12)
 
 
@@ -67,7 +71,7 @@ def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY - len(CALL_MARKS),
         special_tokens=[END_OF_DOCUMENT, START_OF_TURN, END_OF_TURN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -81,6 +85,7 @@ def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in CALL_MARKS])
     tokenizer.chat_template = (MODEL / "chat_template.jinja").read_text()
     return tokenizer
 
@@ -98,28 +103,50 @@ def tokenizer_corpus(rng: Random) -> Iterator[str]:
 # Data.
 
 
-def encode_document(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def document(rng: Random, turns: int, longest: int) -> tuple[list[Message], tuple[Tool, ...]]:
+    """One conversation and its tools, with a long message at times where `longest` sentences are allowed."""
+    tools: tuple[Tool, ...] = ()
+    if rng.random() < TOOLS_SHARE:
+        drawn = scene(rng, turns=min(turns, 4))
+        messages, tools = drawn.messages(), drawn.tools
+    else:
+        messages = list(conversation(rng, turns))
+    if not longest or rng.random() > LONG_MESSAGE_SHARE:
+        return messages, tools
+    text = long_message(rng, rng.randint(10, longest))
+    if messages[0]["role"] == "system":
+        messages = messages[1:]
+    if rng.random() < 0.5:
+        return [{"role": "system", "content": text}, *messages], tools
+    asked = rng.choice([at for at, message in enumerate(messages) if message["role"] == "user"])
+    messages[asked] = {"role": "user", "content": f"{text}\n\n{messages[asked]['content']}"}
+    return messages, tools
+
+
+def encode_document(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], tools: tuple[Tool, ...]
+) -> tuple[list[int], list[int]]:
     """Token ids and labels of one conversation, closed by END_OF_DOCUMENT. The labels are the assistant's words and
     the END_OF_TURN after them, in place (not shifted)."""
     tokens: list[int] = []
     labels: list[int] = []
-    for message in messages:
-        head = tokenizer.encode(f"{START_OF_TURN}{message['role']}\n")
-        body = tokenizer.encode(f"{message['content']}{END_OF_TURN}")
+    for role, text in turns_of(messages, tools):
+        head = tokenizer.encode(f"{START_OF_TURN}{role}\n")
+        body = tokenizer.encode(f"{text}{END_OF_TURN}")
         tail = tokenizer.encode("\n")
         tokens += head + body + tail
-        learnt = body if message["role"] == "assistant" else [IGNORED] * len(body)
+        learnt = body if role == "assistant" else [IGNORED] * len(body)
         labels += [IGNORED] * len(head) + learnt + [IGNORED] * len(tail)
     return [*tokens, tokenizer.pad_token_id], [*labels, IGNORED]
 
 
 def make_row(tokenizer: PreTrainedTokenizerFast, rng: Random, length: int) -> tuple[list[int], list[int]]:
     """Whole conversations one after another, the last one cut at `length`."""
-    turns = LONG_ROW_TURNS if length == LONG_ROW else SHORT_ROW_TURNS
+    turns, longest = (LONG_ROW_TURNS, LONGEST_MESSAGE) if length == LONG_ROW else (SHORT_ROW_TURNS, 0)
     tokens: list[int] = []
     labels: list[int] = []
     while len(tokens) < length:
-        more_tokens, more_labels = encode_document(tokenizer, conversation(rng, rng.choice(turns)))
+        more_tokens, more_labels = encode_document(tokenizer, *document(rng, rng.choice(turns), longest))
         tokens += more_tokens
         labels += more_labels
     return tokens[:length], labels[:length]

@@ -37,7 +37,7 @@ ALLOWED = (
     Skip("sentence-transformers is not installed", ("tests/exec/",), "PyPI's sentence-transformers, which `make env` leaves out"),
     Skip(
         "takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1",
-        ("tests/kernels/", "tests/e2e/", "tests/benchmarks/", "tests/contracts/"),
+        ("tests/kernels/", "tests/e2e/", "tests/benchmarks/", "tests/contracts/", "tests/chart/"),
         "`make nightly`",
     ),
     Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/",), "`make nightly`"),

@@ -128,8 +128,9 @@ def close(got: list[Any], expected: list[Any]) -> None:
 
 class TestSeeds:
     def test_the_same_text_alone_and_in_a_batch_cold_and_cached(self, system: System) -> None:
+        before = {"role": "system", "content": "stone garden " * 9}
         requests = [
-            {"messages": [{"role": "user", "content": f"Repeat: {'stone garden ' * 9}{index}"}], "seed": 100 + index}
+            {"messages": [before, {"role": "user", "content": f"Count from {index} to {index + 9}."}], "seed": 100 + index}
             for index in range(BATCH)
         ]
         together = [asyncio.run(sampled(system, requests, "batch")) for _ in range(2)]

@@ -23,7 +23,8 @@ from tests.exec.host_executors import build_host_executor
 from tests.grammar import model
 
 VOCAB, CONTEXT, PAGE, OUTPUTS = 1280, 512, 4, 40
-PROMPT = "The stars were bright over the quiet harbour, and"
+TEXT = "The stars were bright over the quiet harbour, and nobody in the little town knew how the old lantern came to be there"
+PROMPT = f"<|im_start|>user\nRepeat: {TEXT}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclass(frozen=True)

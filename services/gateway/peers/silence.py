@@ -68,13 +68,12 @@ async def _is_there(address: str, within_s: float) -> bool:
     begun = clock()
     knocks = {asyncio.create_task(_knock(address, at * within_s / KNOCKS)) for at in range(KNOCKS)}
     try:
-        async with asyncio.timeout(within_s):
-            for ended in asyncio.as_completed(knocks):
-                if await ended:
-                    return True
-            await asyncio.sleep(begun + within_s - clock())  # no way there at the moment
-    except TimeoutError:
-        pass
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                for ended in asyncio.as_completed(knocks):
+                    if await ended:
+                        return True
+                await asyncio.sleep(begun + within_s - clock())  # no way there at the moment
     finally:
         for knock in knocks:
             knock.cancel()

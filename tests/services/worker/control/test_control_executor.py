@@ -19,7 +19,7 @@ from tests.exec.host_executors import build_host_executor
 
 DEMO = Path(__file__).parents[4] / "models/demo"
 PAGE_SIZE = 16
-PROMPT = [5, 9, 13, 17, 21, 25, 29, 33]
+PROMPT = [300, 350, 400, 450, 500, 550, 600, 650]
 MIB = 1 << 20
 
 

@@ -1,0 +1,55 @@
+"""Tests on a real Kubernetes. `make cluster-test` starts it, with ROOTSTOCK_CLUSTER_ENV, and has them collected."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.kubernetes import CHART, Cluster, Release, namespace
+
+HANDLE, PROOF = "ROOTSTOCK_CLUSTER_ENV", "ROOTSTOCK_CLUSTER_PROOF"
+collect_ignore_glob = [] if os.environ.get(HANDLE) else ["test_*.py"]
+BASE = (CHART / "ci" / "cpu-demo-values.yaml",)
+Install = Callable[..., Release]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    """As `python -m tests.cluster` has started it."""
+    told = json.loads(os.environ[HANDLE])
+    return Cluster(told["env"], told["local"])
+
+
+@pytest.fixture
+def install(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Install]:
+    """install(values, name): a release in a restricted namespace of its own. It goes with the test."""
+    name = request.node.name.partition("[")[0].removeprefix("test_").replace("_", "-")[:40].strip("-")
+
+    with namespace(cluster, name) as space:
+
+        def start(values: dict[str, Any] | None = None, wait: bool = True) -> Release:
+            release = Release(cluster, "rootstock", space, BASE)
+            release.install(values or {}, wait)
+            return release
+
+        yield start
+
+
+@pytest.fixture
+def proved(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """proved(line): what has happened, for the page that the run writes."""
+
+    def write(line: str) -> None:
+        print(line)
+        path = os.environ.get(PROOF)
+        if path:
+            entry = {"test": request.node.nodeid.partition("::")[2], "file": Path(str(request.node.path)).name, "line": line}
+            with Path(path).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    return write

@@ -1,0 +1,174 @@
+"""A cluster as tests see it: kubectl and helm by its kubeconfig, and what a local one can do besides.
+
+A local one is started by a command of its own (`CLUSTER`): `up --nodes N FLAGS`, `env`, `load FILE ...`, `addon NAME ...`,
+`node stop|start|cut|join NAME`, `down`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Object = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts" / "rootstock"
+WITHIN_S = 180.0
+
+
+class CommandFailed(Exception):
+    """A program ended with another status than 0."""
+
+
+def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, limit_s: float = 900) -> str:
+    """What it writes to stdout. Raises CommandFailed with what it said."""
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=limit_s, check=False
+    )
+    if done.returncode:
+        raise CommandFailed(f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def until(holds: Callable[[], Any], what: str, within_s: float = WITHIN_S, pause_s: float = 0.5) -> float:
+    """Seconds that it took."""
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < within_s, f"waited {within_s} s in vain for {what}"
+        time.sleep(pause_s)
+    return time.monotonic() - begun
+
+
+@dataclass(frozen=True)
+class Pod:
+    name: str
+    node: str
+    ip: str
+    ready: bool
+    leaving: bool
+    component: str
+    model: str
+
+
+def as_pod(found: Object) -> Pod:
+    status, labels = found["status"], found["metadata"].get("labels", {})
+    ready = any(each["type"] == "Ready" and each["status"] == "True" for each in status.get("conditions", ()))
+    return Pod(
+        found["metadata"]["name"],
+        found["spec"].get("nodeName", ""),
+        status.get("podIP", ""),
+        ready,
+        "deletionTimestamp" in found["metadata"],
+        labels.get("app.kubernetes.io/component", ""),
+        labels.get("rootstock.dev/model", labels.get("app.kubernetes.io/model", "")),
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """local: the command that started it; empty for one that was there before. env: of kubectl and helm."""
+
+    env: Mapping[str, str]
+    local: str = ""
+
+    def kubectl(self, *arguments: str, given: str = "") -> str:
+        return run("kubectl", *arguments, given=given, env=self.env)
+
+    def helm(self, *arguments: str, given: str = "") -> str:
+        return run("helm", *arguments, given=given, env=self.env)
+
+    def get(self, *arguments: str) -> Object:
+        form = () if "--raw" in arguments else ("-o", "json")
+        found: Object = json.loads(self.kubectl("get", *arguments, *form))
+        return found
+
+    def nodes(self) -> list[str]:
+        return sorted(each["metadata"]["name"] for each in self.get("nodes")["items"])
+
+    def node(self, action: str, name: str) -> None:
+        run(self.local, "node", action, name)
+
+    def addon(self, *names: str) -> None:
+        run(self.local, "addon", *names)
+
+
+@dataclass
+class Release:
+    """One installation of the chart in a namespace of its own. values: what its next upgrade is given, over the base."""
+
+    cluster: Cluster
+    name: str
+    namespace: str
+    base: tuple[Path, ...]
+    values: Object = field(default_factory=dict)
+
+    def install(self, values: Object, wait: bool = True) -> None:
+        """Or upgrade. values: all beside the base."""
+        self.values = values
+        files = [word for path in self.base for word in ("-f", str(path))]
+        waiting = ["--wait", "--timeout", "300s"] if wait else []
+        arguments = ["upgrade", "--install", self.name, str(CHART), "-n", self.namespace, *files, "-f", "-", *waiting]
+        self.cluster.helm(*arguments, given=json.dumps(values))
+
+    def kubectl(self, *arguments: str, given: str = "") -> str:
+        return self.cluster.kubectl("-n", self.namespace, *arguments, given=given)
+
+    def get(self, *arguments: str) -> Object:
+        found: Object = json.loads(self.kubectl("get", *arguments, "-o", "json"))
+        return found
+
+    def object_name(self, component: str, model: str = "") -> str:
+        return "-".join(filter(None, (self.name, "rootstock" if "rootstock" not in self.name else "", component, model)))
+
+    def pods(self, component: str, model: str = "", leaving: bool = False) -> list[Pod]:
+        """leaving: also those that are on their way out."""
+        found = self.get("pods", "-l", f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}")
+        mine = [as_pod(each) for each in found["items"]]
+        prefix = self.object_name(component, model)
+        return [pod for pod in mine if pod.name.startswith(prefix) and (leaving or not pod.leaving)]
+
+    def ready(self, component: str, model: str = "") -> list[Pod]:
+        return [pod for pod in self.pods(component, model) if pod.ready]
+
+    def replicas(self, component: str, model: str = "") -> int:
+        """That its Deployment asks for."""
+        replicas: int = self.get("deployment", self.object_name(component, model))["spec"]["replicas"]
+        return replicas
+
+    def restart(self, component: str, model: str = "") -> None:
+        """A rollout, to its end."""
+        name = f"deployment/{self.object_name(component, model)}"
+        self.kubectl("rollout", "restart", name)
+        self.kubectl("rollout", "status", name, "--timeout=300s")
+
+    def urls(self) -> list[str]:
+        """Of its ready gateways, from this machine."""
+        return [f"http://{pod.ip}:8000" for pod in self.ready("gateway")]
+
+    def uninstall(self) -> None:
+        self.cluster.helm("uninstall", self.name, "-n", self.namespace, "--wait", "--timeout", "180s")
+
+
+@contextmanager
+def namespace(cluster: Cluster, name: str, security: str = "restricted") -> Iterator[str]:
+    """With Pod Security at that level; it goes with all that is in it."""
+    cluster.kubectl("create", "namespace", name)
+    cluster.kubectl("label", "namespace", name, f"pod-security.kubernetes.io/enforce={security}")
+    try:
+        yield name
+    finally:
+        cluster.kubectl("delete", "namespace", name, "--wait=true", "--timeout=180s")
+
+
+def start(command: str, nodes: int, flags: Sequence[str] = ()) -> Cluster:
+    """A local one."""
+    run(command, "up", "--nodes", str(nodes), *flags)
+    said = run("sh", "-c", f'eval "$({shlex.quote(command)} env)"; echo "$KUBECONFIG"; echo "$PATH"').splitlines()
+    return Cluster({"KUBECONFIG": said[0], "PATH": said[1]}, command)

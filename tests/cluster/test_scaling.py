@@ -1,0 +1,97 @@
+"""Autoscalers take over what is there, and start what is asked for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import CHART, Cluster, Release, until
+from tests.cluster.load import Load
+
+MONITORED = {"serviceMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}}
+PROMETHEUS = "http://prometheus-server.monitoring.svc:80"
+COOLDOWN_S = 30
+LOOKS = 12  # at what must not change, a second apart
+
+
+def keda(**autoscaling: Any) -> dict[str, Any]:
+    paced = {"cooldownSeconds": COOLDOWN_S, "scaleDownSeconds": 5, "scaleDownPeriodSeconds": 5, "coldStartSeconds": 30}
+    return {
+        "autoscaling": {"engine": "keda", "prometheusUrl": PROMETHEUS},
+        "worker": {"autoscaling": {"enabled": True, "minReplicas": 0, "maxReplicas": 4, **paced, **autoscaling}},
+        "gateway": {"queueTimeoutSeconds": 200},
+        "monitoring": MONITORED,
+    }
+
+
+def two_models() -> list[dict[str, str]]:
+    return [{"name": name, "path": "/app/models/demo"} for name in ("one", "two")]
+
+
+def ask(release: Release, model: str) -> httpx.Response:
+    (url, *_) = release.urls()
+    body = {"model": model, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine(cluster: Cluster) -> None:
+    if cluster.local:
+        cluster.addon("prometheus", "keda")
+
+
+def test_from_zero_only_the_model_that_is_asked_for_wakes(install: Install, proved: Callable[[str], None]) -> None:
+    release = install({**keda(), "models": two_models()})
+    until(lambda: not release.pods("worker", leaving=True), "no worker", 240)
+    (url, *_) = release.urls()
+    assert [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]] == ["one", "two"]
+    begun = time.monotonic()
+    answer = ask(release, "two")
+    assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "17 + 25 = 42.")
+    woken_s = time.monotonic() - begun
+    assert (release.replicas("worker", "one"), release.replicas("worker", "two")) == (0, 1)
+    asleep_s = until(lambda: release.replicas("worker", "two") == 0, "its end", 240)
+    proved(f"from zero: answered after {woken_s:.0f} s, the other model stayed at 0; at zero again {asleep_s:.0f} s later")
+
+
+@pytest.mark.parametrize("engine_name", ["keda", "hpa"])
+def test_switched_on_takes_over_what_is_there(install: Install, engine_name: str, proved: Callable[[str], None]) -> None:
+    """Under load; nobody loses its worker."""
+    release = install({"worker": {"replicas": 3}, "monitoring": MONITORED})
+    values = keda() if engine_name == "keda" else keda(minReplicas=1) | {"autoscaling": {"engine": "hpa"}}
+    values["worker"]["autoscaling"]["scaleDownSeconds"] = 120
+    seen: set[int] = set()
+    with Load(4, release.urls) as load:
+        until(lambda: load.ended > 4, "the load")
+        release.install(values)
+        for _ in range(LOOKS):
+            seen.add(release.replicas("worker", "demo"))
+            time.sleep(1)
+    assert seen == {3}
+    proved(f"{engine_name} switched on over 3 workers: 3 all along; {load.check()}")
+
+
+def test_server_side_apply_keeps_what_is_there_in_two_steps(install: Install, proved: Callable[[str], None]) -> None:
+    """As docs/kubernetes/autoscaling.md says it: helm template cannot ask the cluster."""
+    release = install({"worker": {"replicas": 3}})
+    name = release.object_name("worker", "demo")
+    owner = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": {"replicas": 3}}
+    release.kubectl(
+        "apply", "--server-side", "--force-conflicts", "--field-manager=autoscaler", "-f", "-", given=json.dumps(owner)
+    )
+    values = {"worker": {"autoscaling": {"enabled": True, "minReplicas": 1}}}
+    files = [word for path in release.base for word in ("-f", str(path))]
+    version = release.cluster.get("--raw", "/version")["gitVersion"]
+    template = ["template", release.name, str(CHART), "-n", release.namespace, "--kube-version", version, *files, "-f", "-"]
+    rendered = release.cluster.helm(*template, "--no-hooks", given=json.dumps(values))
+    release.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", given=rendered)
+    for _ in range(LOOKS):
+        assert release.replicas("worker", "demo") == 3
+        time.sleep(1)
+    proved("helm template and server-side apply, HPA switched on over 3 workers: 3 all along")
