@@ -77,7 +77,7 @@ async def _is_there(address: str, within_s: float) -> bool:
     finally:
         for knock in knocks:
             knock.cancel()
-    return clock() - begun > 1.5 * within_s
+    return clock() - begun > 1.1 * within_s
 
 
 async def _knock(address: str, after_s: float) -> bool:
