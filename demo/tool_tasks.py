@@ -25,59 +25,14 @@ from tasks import (
     system_message,
 )
 from tasks import TASKS as PLAIN_TASKS
+from tool_words import ASKS, ATTRIBUTES, DESCRIPTIONS, KINDS, NAME_FORMS, RESULT_WORDS, UNITS
 
 Message = dict[str, Any]
 
-ATTRIBUTES = tuple(
-    """
-    address age altitude area author balance birthday boss budget capital capacity captain career climate color
-    continent cost country currency date deadline director distance doctor duration email employer forecast friend
-    grade height hobby humidity job language leader length level location manager mayor name nickname number owner
-    password phone population position president price profession rating salary score size speed stock street
-    teacher team temperature time title value weather weight winner year
-    """.split()  # noqa: SIM905
-)
-KINDS = tuple(
-    """
-    account animal author book building bridge city client company country course customer employee event film
-    flight game hotel island item lake manager member mountain movie museum order park patient person place planet
-    player product project restaurant river room school shop song station student team town train user village
-    """.split()  # noqa: SIM905
-)
 HELD_OUT_ONE_IN = 6
 MOST_TOOLS = 5
 
-NAME_FORMS = ("get_{}", "get_{}", "get_{}", "find_{}", "lookup_{}", "{}_of", "fetch_{}", "{}", "query_{}", "read_{}", "{}_lookup")
-DESCRIPTIONS = (
-    "Get the {a} of a {k}.",
-    "Get the {a} of a {k}.",
-    "Get the {a} in a {k}.",
-    "Get the current {a} for a {k}.",
-    "Returns the {a} of the given {k}.",
-    "The {a} of a {k}.",
-    "Look up the {a} of a {k}",
-    "Look up a {k}'s {a}.",
-    "Find the {a} for a {k}.",
-    "Tells the {a} of one {k}.",
-    "{a} of a {k}",
-)
-ASKS = (
-    "What is {}?",
-    "What is {}?",
-    "What is {}?",
-    "What's {}?",
-    "what is {}?",
-    "Tell me {}.",
-    "Give me {}.",
-    "Find {}.",
-    "Look up {}.",
-    "I need {}.",
-    "Please tell me {}.",
-    "Can you tell me {}?",
-)
 LOOK_UP = "I look up {what}.\nTool: {tool}"
-RESULT_WORDS = ("sunny", "cloudy", "rainy", "cold", "warm", "open", "closed", "high", "low", "unknown", "yes", "no")
-UNITS = ("degrees", "km", "C", "euros", "percent", "points")
 
 
 @dataclass(frozen=True)
@@ -246,9 +201,7 @@ def result_value(rng: Random) -> str:
     if kind < 0.6:
         return entity(rng)
     if kind < 0.75:
-        return (
-            f"{rng.choice(RESULT_WORDS)}, {rng.randint(0, 99)} {rng.choice(('degrees', 'km', 'C', 'euros', 'percent', 'points'))}"
-        )
+        return f"{rng.choice(RESULT_WORDS)}, {rng.randint(0, 99)} {rng.choice(UNITS)}"
     if kind < 0.85:
         return f"{rng.randint(0, 99)} {any_word(rng)}"
     return " ".join(any_word(rng) for _ in range(rng.randint(1, 4)))

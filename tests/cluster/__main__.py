@@ -3,11 +3,12 @@
 CLUSTER names a command that starts one on this machine (tests/cluster/kubernetes.py says what it must do), BASE_IMAGE another one
 that is run where no image registry is reached. Images are built from the Dockerfiles by buildah. Or CLUSTER_TEST_KUBECONFIG names
 the kubeconfig of one that is there, and CLUSTER_TEST_LOAD a command that gives it an archive; no node of it is touched.
-Writes docs/kubernetes/proof.md and proof.json beside it.
+Of a whole run it writes docs/kubernetes/proof.md, and proof.json beside it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -26,6 +27,9 @@ PROGRAMS = ("buildah", "redis-server")
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("asked", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of pytest; none: all tests, and their page")
+    asked: list[str] = parser.parse_args().asked
     local, base_image = os.environ.get("CLUSTER", ""), os.environ.get("BASE_IMAGE", "")
     kubeconfig = os.environ.get("CLUSTER_TEST_KUBECONFIG", "")
     if not local and not kubeconfig:
@@ -45,11 +49,12 @@ def main() -> int:
         cluster = _local(local, folder, archives) if local else _other(kubeconfig, archives)
         try:
             told.versions(cluster)
-            status = _test(cluster, folder / "proof.jsonl")
+            status = _test(cluster, asked or ["tests/cluster"], folder / "proof.jsonl")
         finally:
             if local:
                 run(local, "down")
-        told.write(ROOT / "docs" / "kubernetes", folder / "proof.jsonl", time.monotonic() - begun, status)
+        if not asked:
+            told.write(ROOT / "docs" / "kubernetes", folder / "proof.jsonl", time.monotonic() - begun, status)
     return status
 
 
@@ -67,9 +72,8 @@ def _other(kubeconfig: str, archives: list[Path]) -> Cluster:
     return Cluster({"KUBECONFIG": kubeconfig, "PATH": os.environ["PATH"]})
 
 
-def _test(cluster: Cluster, lines: Path) -> int:
+def _test(cluster: Cluster, asked: list[str], lines: Path) -> int:
     env = {HANDLE: json.dumps({"env": dict(cluster.env), "local": cluster.local}), PROOF: str(lines)}
-    asked = sys.argv[1:] or ["tests/cluster"]
     return subprocess.run([sys.executable, "-m", "pytest", *asked], cwd=ROOT, env={**os.environ, **env}, check=False).returncode
 
 

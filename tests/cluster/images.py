@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,7 @@ def _build(service: str, arguments: list[str], folder: Path) -> tuple[str, Path,
 def _wheel_folders() -> list[str]:
     """Where pip of this machine takes wheels from folders, builds see them too."""
     done = subprocess.run(
-        ["pip", "config", "get", "global.find-links"], capture_output=True, text=True, env={**os.environ}, check=False
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True, check=False
     )
     folders = [word for word in done.stdout.split() if os.path.isdir(word)]
     return [word for folder in folders for word in ("--volume", f"{folder}:{folder}:ro")]

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,10 @@ class Pod:
     ip: str
     ready: bool
     leaving: bool
-    component: str
-    model: str
 
 
 def as_pod(found: Object) -> Pod:
-    status, labels = found["status"], found["metadata"].get("labels", {})
+    status = found["status"]
     ready = any(each["type"] == "Ready" and each["status"] == "True" for each in status.get("conditions", ()))
     return Pod(
         found["metadata"]["name"],
@@ -66,8 +64,6 @@ def as_pod(found: Object) -> Pod:
         status.get("podIP", ""),
         ready,
         "deletionTimestamp" in found["metadata"],
-        labels.get("app.kubernetes.io/component", ""),
-        labels.get("rootstock.dev/model", labels.get("app.kubernetes.io/model", "")),
     )
 
 
@@ -99,19 +95,17 @@ class Cluster:
         run(self.local, "addon", *names)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Release:
-    """One installation of the chart in a namespace of its own. values: what its next upgrade is given, over the base."""
+    """One installation of the chart in a namespace of its own. name: one that the names of its objects begin with as it is."""
 
     cluster: Cluster
     name: str
     namespace: str
     base: tuple[Path, ...]
-    values: Object = field(default_factory=dict)
 
     def install(self, values: Object, wait: bool = True) -> None:
         """Or upgrade. values: all beside the base."""
-        self.values = values
         files = [word for path in self.base for word in ("-f", str(path))]
         waiting = ["--wait", "--timeout", "300s"] if wait else []
         arguments = ["upgrade", "--install", self.name, str(CHART), "-n", self.namespace, *files, "-f", "-", *waiting]
@@ -125,7 +119,7 @@ class Release:
         return found
 
     def object_name(self, component: str, model: str = "") -> str:
-        return "-".join(filter(None, (self.name, "rootstock" if "rootstock" not in self.name else "", component, model)))
+        return "-".join(filter(None, (self.name, component, model)))
 
     def pods(self, component: str, model: str = "", leaving: bool = False) -> list[Pod]:
         """leaving: also those that are on their way out."""
@@ -157,10 +151,10 @@ class Release:
 
 
 @contextmanager
-def namespace(cluster: Cluster, name: str, security: str = "restricted") -> Iterator[str]:
-    """With Pod Security at that level; it goes with all that is in it."""
+def namespace(cluster: Cluster, name: str) -> Iterator[str]:
+    """With restricted Pod Security; it goes with all that is in it."""
     cluster.kubectl("create", "namespace", name)
-    cluster.kubectl("label", "namespace", name, f"pod-security.kubernetes.io/enforce={security}")
+    cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
     try:
         yield name
     finally:

@@ -25,7 +25,6 @@ class Load:
     urls: Callable[[], Sequence[str]]
     model: str = "demo"
     ended: int = 0
-    begun: int = 0
     longest_pause_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
     texts: dict[str, set[str]] = field(default_factory=dict)
@@ -63,7 +62,6 @@ class Load:
                 self.failures["no gateway"] += 1
                 return
             question = QUESTIONS[number % len(QUESTIONS)]
-            self.begun += 1
             try:
                 text = await self._ask(session, urls[number % len(urls)], question)
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:

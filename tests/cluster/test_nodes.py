@@ -22,9 +22,10 @@ def test_installed_it_answers_and_holds_to_the_restricted_standard(install: Inst
     took = time.monotonic() - begun
     with Load(4, release.urls) as load:
         until(lambda: load.ended >= 8, "answers")
-    release.cluster.helm("test", release.name, "-n", release.namespace, "--timeout", "120s")
+    release.cluster.helm("test", release.name, "-n", release.namespace, "--logs", "--timeout", "120s")
     line = load.check()
     release.uninstall()
+    release.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=test")
     until(lambda: not release.kubectl("get", "all", "-o", "name").split(), "the end of all pods")
     proved(f"cpu-demo installed in {took:.0f} s; {line}; helm test passed; uninstalled, nothing is left")
 

@@ -26,14 +26,15 @@ async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Sig
     """Why the peer is lost, as soon as it is. urgent: signs that are due only while somebody waits for them, for connections are
     tried for no others; those of `signs` unless given."""
     silent = asyncio.create_task(until_silent(patience.silence, signs))
-    tasks = {silent}
-    tasks.add(asyncio.create_task(until_unreachable(address, patience.unreachable, urgent or signs)))
+    tasks = {silent, asyncio.create_task(until_unreachable(address, patience.unreachable, urgent or signs))}
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
-    if silent.done():
+    for task in done:
+        task.result()  # a fault of ours is no loss of the peer
+    if silent in done:
         return f"silent for {patience.silence:g} s"
     return f"silent for {patience.unreachable:g} s, and takes no connection"
 

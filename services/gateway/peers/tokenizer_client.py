@@ -112,6 +112,8 @@ class TokenizerClient:
                 continue
             limit = self._limit_s(attempt, left, model, silent | {replica})
             attempt += 1
+            if attempt > 1:
+                self._retries.inc()
             try:
                 return await self._attempt(request, replica, limit, alone=attempt > 1)
             except EncodeFailed as error:
@@ -125,7 +127,6 @@ class TokenizerClient:
                 if unanswered or error.code is grpc.StatusCode.UNAVAILABLE:
                     replica.doubt()
                 gone = unanswered and limit >= left
-            self._retries.inc()
             pause = min(max(FIRST_PAUSE_S, 2 * pause), LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
             if gone:  # nobody was there in that time

@@ -9,7 +9,7 @@ metadata:
     {{- include "rootstock.labels" $scope | nindent 4 }}
   annotations:
     helm.sh/hook: test
-    helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+    helm.sh/hook-delete-policy: before-hook-creation
 spec:
   {{- include "rootstock.pod.common" $scope | nindent 2 }}
   restartPolicy: Never
