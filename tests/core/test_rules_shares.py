@@ -127,6 +127,20 @@ class TestWhoComesNext:
         assert chunks_until_first_token(engine, 1) >= 3
         engine.drain()
 
+    def test_the_rest_of_a_step_is_for_whose_turn_it_is_not_for_what_has_begun(self) -> None:
+        """A tenant of many small prompts, each a little over a chunk: what one leaves of a step is for its next."""
+        engine = Engine(config_of(), checked=False)
+        shares = engine.core.table.shares
+        for handle in range(30):
+            engine.submit(handle, prompt(handle, CHUNK + 4), payer=(b"small", 0, 4.0), max_new_tokens=1)
+        for handle in range(100, 104):
+            engine.submit(handle, prompt(handle, 900), payer=(b"long", handle, 1.0), max_new_tokens=1)
+        for _ in range(30):
+            engine.turn()
+            starts = {each.name: each.start for each in shares._tenants.values()}
+            assert abs(starts[b"long"] - starts[b"small"]) <= CHUNK
+        engine.drain(400)
+
     def test_a_full_batch_is_looked_at_again_for_who_is_new(self) -> None:
         """Its turn is next, and it is small: what the one before it has no room for is room enough."""
         engine = Engine(config_of(max_running_requests=8))
@@ -146,7 +160,7 @@ class TestWhoComesNext:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_backlogged_tenants_are_never_far_from_their_shares(seed: int, overlap: bool) -> None:
-    """By more than a chunk and what a chunk may be late by, whatever lengths, batches and weights."""
+    """By more than a chunk and a page, whatever lengths, batches and weights: who is served has the least start."""
     rng = random.Random(seed)
     engine = Engine(config_of(max_running_requests=32), overlap, checked=False)
     weights = {b"a": rng.choice((0.5, 1.0, 2.0)), b"b": 1.0, b"c": rng.choice((1.0, 4.0))}
@@ -160,7 +174,7 @@ def test_backlogged_tenants_are_never_far_from_their_shares(seed: int, overlap: 
                 engine.submit(handle, prompt(handle, rng.randrange(1, 300)), payer=payer, max_new_tokens=1)
         engine.turn()
         starts = [each.start for each in shares._tenants.values()]
-        assert max(starts) - min(starts) <= 2 * CHUNK / min(weights.values())
+        assert max(starts) - min(starts) <= (CHUNK + engine.core.config.page_size) / min(weights.values())
     engine.drain()
 
 

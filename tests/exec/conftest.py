@@ -2,7 +2,7 @@
 
 tests/kernels has the twins do what the C++ kernels do, operation by operation. So what an executor makes of them is asked of
 one; on both are the suites that compare with transformers, and of each other suite the cases that bear on most of it. By day,
-where there is no GPU, half of the cases of FlashInfer's double run.
+where there is no GPU, half of the cases of FlashInfer's double run, and of what differs in lengths and seeds alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pytest
 from kernels.contracts.sample_ops import SampleKernels
 from tests.exec.sampling import sample_kernels
 from tests.night import wait_for_night
+
+SLOW = ("test_flashinfer_backend.py", "test_flashinfer_library.py", "test_penalties.py", "test_token_sets.py")
 
 
 @pytest.fixture(scope="module")
@@ -30,4 +32,4 @@ def kernels(kernel_name: str) -> SampleKernels:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not Path("/dev/nvidiactl").exists():
-        wait_for_night(config, items, lambda item: item.path.name == "test_flashinfer_backend.py")
+        wait_for_night(config, items, lambda item: item.path.name in SLOW)

@@ -1,5 +1,6 @@
-"""Where there is no GPU, Triton's interpreter runs the kernels: it has to be chosen before triton is imported. By day it is given
-half of the cases that differ in their parameters alone, the same ones every time; all of them by night, and on a GPU."""
+"""Where there is no GPU, Triton's interpreter runs the kernels: it has to be chosen before triton is imported. By day it and the
+C++ kernels are given half of the cases that differ in their parameters alone, the same ones every time; all of them by night, and
+on a GPU. By day tests/exec holds the C++ kernels as well: every executor there that says nothing else computes with them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from tests.night import wait_for_night
 
 HERE = Path(__file__).parent
-SLOW = ("triton", "test_top_n_sigma")
+SLOW = ("triton", "test_top_n_sigma", "test_cpu_kernels")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

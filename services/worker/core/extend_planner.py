@@ -52,14 +52,21 @@ class ExtendPlanner:
         may_admit &= not table.batch_is_full
         several = table.shares.num_flows > 1
         started = sorted(table.extending, key=_fair_turn if several else _turn)
-        if may_admit and started and (self._prefixes.concerns_anybody or several):
+        before = may_admit and bool(started) and (self._prefixes.concerns_anybody or several)
+        if before:
             self._prefixes.begin(_extending(flight) + started)
             self._admit_before(started, adder, rows, now, step_id)
+            started.sort(key=_fair_turn if several else _turn)  # who began has moved its flow's turn
         held = self._strides(num_decode_rows, may_admit) if started and not rows.requests else {}
-        for request in started:
+        while started:
+            request = started.pop(0)
             going = request.lease is None or self._continue(request, adder, rows, held.get(request.seq))
             if not going and not rows.requests and flight is None:
                 self._relieve(request, now, step_id)
+            if several and rows.requests and not adder.exhausted:
+                started = self._fairly_again(started, adder, rows, now, step_id, may_admit)
+        if before:
+            self._prefixes.end_pass()
         if may_admit and not table.extending:
             self._prefixes.begin(_extending(flight) + rows.requests)
             order = service_order(table.config, table.waiting, table.decoding, table.memory, self._random, several)
@@ -186,10 +193,25 @@ class ExtendPlanner:
         turn = max(map(_turn, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
         order = chain(sorted(overtaken, key=_turn), self._due_before(started[0]))
+        self._admit_beside(order, started, adder, rows, now, step_id)
+
+    def _fairly_again(
+        self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int, may_admit: bool
+    ) -> list[Request]:
+        """What was planned has moved turns, and the step has room: who begins before the next of the started extends that are
+        left; and these, in the order of their turns."""
+        left = sorted((request for request in started if request.lease is not None), key=_fair_turn)
+        if left and may_admit:
+            self._admit_beside(self._due_before(left[0]), left, adder, rows, now, step_id)
+            left.sort(key=_fair_turn)
+        return left
+
+    def _admit_beside(
+        self, order: Iterable[Request], started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int
+    ) -> None:
         adder.set_aside = sum(self._most_kv(request, self._num_left(request)) for request in started)
         self._admit_waiting(order, adder, rows, now, step_id)
         adder.set_aside = 0
-        self._prefixes.end_pass()
 
     def _due_before(self, first: Request) -> Iterator[Request]:
         """first: of the started extends the next one."""
