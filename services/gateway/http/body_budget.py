@@ -7,6 +7,7 @@ client is held by TCP's flow control. After `wait_s`, or where too many wait alr
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 from services.gateway.http.body_pool import BodyPool, Stuck
@@ -17,6 +18,8 @@ from services.shared.limits import MAX_WAITING_BODIES, SMALL_BODY_BYTES, SMALL_B
 
 TRIM_BYTES = 1 << 20  # what was made of a smaller body is reused by the next one
 TRIM_S = 1.0  # from its end, so that one trim does for several
+QUIET_S = 15.0  # from the last one's end
+YOUNG, OLDEST = 1, 2  # generations of the garbage collector
 
 Gone = Callable[[], Awaitable[object]]  # returns when the client has closed its connection
 
@@ -122,15 +125,26 @@ class HeldBytes:
 
 
 class MemoryTrimmer:
-    """Gives what the allocator keeps for later back to the system: glibc holds on to the pages of large bodies for ever."""
+    """Gives what the allocator keeps for later back to the system: glibc holds on to the pages of large bodies for ever. A request
+    that was refused is in a cycle with its traceback, and its body with it: such cycles are looked for first, among young objects
+    while bodies come, among all once none has come for a while."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
+        self._last: asyncio.TimerHandle | None = None
 
     def soon(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._last is not None:
+            self._last.cancel()
+        self._last = loop.call_later(QUIET_S, self._return, OLDEST)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TRIM_S, self._now)
+            self._timer = loop.call_later(TRIM_S, self._now)
 
     def _now(self) -> None:
         self._timer = None
+        self._return(YOUNG)
+
+    def _return(self, generation: int) -> None:
+        gc.collect(generation)
         return_freed()
