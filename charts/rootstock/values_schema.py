@@ -272,7 +272,6 @@ def _edge() -> dict[str, Schema]:
             }
         ),
         "httpRoute": closed({"enabled": BOOLEAN, "parentRefs": array(ANY_OBJECT), "hostnames": array(string())}),
-        "inferencePool": closed({"enabled": BOOLEAN}),
         "serviceAccount": closed({"create": BOOLEAN, "name": string(), "annotations": STRINGS}),
         "networkPolicy": closed(policy),
     }

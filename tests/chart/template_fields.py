@@ -298,17 +298,15 @@ WORKERS: dict[str, Case] = {
             OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
         },
     ),
-    "memory, loading, rights and pool": (
+    "memory, loading and rights": (
         {
             "worker": {"sharedMemory": "8Gi", "startupSeconds": 1200, "deletionCost": False},
-            "inferencePool": {"enabled": True},
         },
         {
             WORKER: {
                 POD + "volumes shm= emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"},
                 container("worker", "startupProbe failureThreshold"): 240,
                 POD + "automountServiceAccountToken": False,  # no rights, no token
-                "spec template metadata labels rootstock.io/inference-pool": "demo",
             }
         },
     ),

@@ -30,4 +30,4 @@ def test_an_object_that_is_looked_for_in_vain_hides_no_offender() -> None:
 
 
 def test_who_keeps_it_is_not_named() -> None:
-    assert offences(lambda name, _: [name] if name == "pool" else [], ["defaults", "pool"]) == {"pool": ["pool"]}
+    assert offences(lambda name, _: [name] if name == "access" else [], ["defaults", "access"]) == {"access": ["access"]}

@@ -29,7 +29,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "discovery": {"gateway": {"discovery": "k8s"}},
     "monitoring": VARIANTS["monitoring"],
     "access": VARIANTS["access"],
-    "pool": VARIANTS["pool"],
 }
 STARTS = ("defaults", "stateful-set", "prefetch", "leader-worker-set", "two-models")
 

@@ -124,7 +124,6 @@ VARIANTS: dict[str, Values] = {
     "long-names": {
         "models": [model("an-organisation-with-a-name/a-model-whose-name-is-longer-than-any-label-may-be-v2.5-instruct-awq")]
     },
-    "pool": {"inferencePool": {"enabled": True}},
     "everything": merged(merged(merged(merged(TWO_MODELS, HPA), MONITORING), ACCESS), TUNED),
 }
 ALL = [*ci_names(), *VARIANTS]

@@ -26,18 +26,23 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def install(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Install]:
-    """install(values, name): a release in a restricted namespace of its own. It goes with the test."""
+def space(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A restricted namespace of the test's own. It goes with the test."""
     name = request.node.name.partition("[")[0].removeprefix("test_").replace("_", "-")[:40].strip("-")
+    with namespace(cluster, name) as made:
+        yield made
 
-    with namespace(cluster, name) as space:
 
-        def start(values: dict[str, Any] | None = None, wait: bool = True) -> Release:
-            release = Release(cluster, "rootstock", space, BASE)
-            release.install(values or {}, wait)
-            return release
+@pytest.fixture
+def install(cluster: Cluster, space: str) -> Install:
+    """install(values): a release of the demo model in the test's namespace."""
 
-        yield start
+    def start(values: dict[str, Any] | None = None, wait: bool = True) -> Release:
+        release = Release(cluster, "rootstock", space, BASE)
+        release.install(values or {}, wait)
+        return release
+
+    return start
 
 
 @pytest.fixture

@@ -4,9 +4,6 @@
 {{- define "rootstock.pod.metadata" -}}
 labels:
   {{- $own := include "rootstock.labels" . | fromYaml }}
-  {{- if and (eq .component "worker") (not .role) .root.Values.inferencePool.enabled }}
-  {{- $_ := set $own "rootstock.io/inference-pool" .model.slug }}
-  {{- end }}
   {{- mergeOverwrite (deepCopy .values.podLabels) (omit $own "helm.sh/chart" "app.kubernetes.io/managed-by") | toYaml | nindent 2 }}
 annotations:
   checksum/config: {{ include "rootstock.config" . | sha256sum }}

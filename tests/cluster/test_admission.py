@@ -1,0 +1,202 @@
+"""Every values file of ci/: its objects pass the API server's own validation, and start where they get what the machine has."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+import yaml
+
+from tests.chart.crd_schemas import HTTP_ROUTE, Schema
+from tests.cluster.kubernetes import CHART, Cluster, Object, Release, namespace
+
+CI = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
+DEMO = "/app/models/demo"
+SMALL: Object = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
+FEW: Object = {"max_total_tokens": 16384, "max_running_requests": 8, "grammar_workers": 1}
+REDIS = "docker.io/library/redis:7.4.2-alpine"
+OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes, GPUs and the hub are not those of the file
+    "air-gapped": {"image": {"registry": "", "pullSecrets": []}, "worker": {"affinity": None}},
+    "eight-gpus-two-models": {
+        "gateway": {"replicas": 1, "autoscaling": {"minReplicas": 1}, "settings": {"max_concurrent_requests": 64}},
+        "worker": {"priorityClassName": ""},
+        "networkPolicy": {"clients": [], "apiServer": []},  # the tests are no ingress
+        "tracing": {"otlpEndpoint": ""},
+    },
+    "scale-from-zero": {
+        "gateway": {"autoscaling": {"minReplicas": 1}},
+        "autoscaling": {"prometheusUrl": "http://prometheus-server.monitoring.svc:80"},
+    },
+}
+KEY = "sk-of-the-cluster-tests"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def definitions(cluster: Cluster) -> None:
+    """Of what the chart renders besides Kubernetes' own kinds."""
+    if cluster.local:
+        cluster.addon("prometheus", "keda", "lws")
+        cluster.kubectl("apply", "--server-side", "-f", "-", given=json.dumps(definition("httproutes", HTTP_ROUTE)))
+        cluster.kubectl("wait", "--for=condition=Established", "crd/httproutes.gateway.networking.k8s.io", "--timeout=30s")
+
+
+def definition(plural: str, schema: Schema) -> Object:
+    """A CustomResourceDefinition of what a schema of tests/chart says."""
+    properties = schema["properties"]
+    group, _, version = properties["apiVersion"]["const"].partition("/")
+    kind = properties["kind"]["const"]
+    named = {"name": version, "served": True, "storage": True}
+    spec = {"type": "object", "properties": {"spec": structural(properties["spec"])}}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{plural}.{group}",
+            "annotations": {"api-approved.kubernetes.io": "unapproved, of the chart's tests"},
+        },
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
+            "versions": [{**named, "schema": {"openAPIV3Schema": spec}}],
+        },
+    }
+
+
+def structural(schema: Schema) -> Schema:
+    """As a CRD's schema must be: each part says its type, and fields that are not named are refused by strict decoding."""
+    out = {key: value for key, value in schema.items() if key not in ("$schema", "additionalProperties", "properties", "items")}
+    if "enum" in out:
+        out["type"] = "string"
+    if "properties" in schema:
+        out["properties"] = {name: structural(part) for name, part in schema["properties"].items()}
+    if "items" in schema:
+        out["items"] = structural(schema["items"])
+    return out
+
+
+@pytest.mark.parametrize("name", CI)
+def test_the_api_server_admits_it(cluster: Cluster, name: str, proved: Callable[[str], None]) -> None:
+    """Without a warning: also of restricted Pod Security, of pod templates."""
+    with namespace(cluster, f"admitted-{name}") as space:
+        cluster.kubectl("label", "namespace", space, "pod-security.kubernetes.io/warn=restricted")
+        values = yaml.safe_load(CI[name].read_text())
+        prepare(Release(cluster, "rootstock", space, (CI[name],)), values)
+        if values.get("serviceAccount", {}).get("create", True):  # of helm test's pods, which a dry run does not make
+            cluster.kubectl("-n", space, "create", "serviceaccount", "rootstock")
+        version = cluster.get("--raw", "/version")["gitVersion"]
+        rendered = cluster.helm("template", "rootstock", str(CHART), "-n", space, "--kube-version", version, "-f", str(CI[name]))
+        said = cluster.kubectl(
+            "-n", space, "apply", "--server-side", "--dry-run=server", "--validate=strict", "--warnings-as-errors", "-f", "-",
+            given=rendered,
+        )  # fmt: skip
+    kinds = sorted({line.partition("/")[0].partition(".")[0] for line in said.splitlines() if "serverside-applied" in line})
+    assert len(said.splitlines()) == sum(each is not None for each in yaml.safe_load_all(rendered)), said
+    proved(f"{name}: {len(said.splitlines())} objects admitted without a warning ({', '.join(kinds)})")
+
+
+@pytest.mark.parametrize("name", [each for each in CI if each != "cpu-demo"])
+def test_it_starts_with_what_the_machine_has(cluster: Cluster, space: str, name: str, proved: Callable[[str], None]) -> None:
+    """Everything of the file but GPUs, its images' registry, its volumes and its models, which are the demo model."""
+    values = yaml.safe_load(CI[name].read_text())
+    release = Release(cluster, "rootstock", space, (CI[name],))
+    prepare(release, values)
+    begun = time.monotonic()
+    release.install(overlay(name, values))
+    took = time.monotonic() - begun
+    models = [each["name"] for each in values["models"]]
+    for model in models:
+        answer = ask(release, model, bool(values.get("auth", {}).get("apiKeysSecret")))
+        assert answer == "17 + 25 = 42.", (model, answer)
+    proved(f"{name}: up after {took:.0f} s, {' and '.join(models)} answered")
+
+
+def overlay(name: str, values: Object) -> Object:
+    models = []
+    for each in values["models"]:
+        worker = {**each.get("worker", {}), "settings": FEW, "replicas": 1, "cacheSize": 0, "cacheStorageClass": ""}
+        if scaled := worker.get("autoscaling"):
+            worker["autoscaling"] = {**scaled, "minReplicas": 1, "maxReplicas": 2}
+        models.append({"name": each["name"], "path": DEMO, "worker": worker, "tokenizer": {"replicas": 1}})
+    few: Object = dict.fromkeys(values["worker"].get("settings", {}))  # none of the file's own: they are a GPU's
+    worker = {"gpus": 0, "runtimeClassName": "", "nodeSelector": None, "resources": SMALL, "sharedMemory": "64Mi", "replicas": 1}
+    common: Object = {
+        "models": models,
+        "modelCache": {"type": "none", "prefetch": {"enabled": False, "tokenSecret": ""}},
+        "worker": {**worker, "settings": {**few, **FEW}},
+        "gateway": {"resources": SMALL, "replicas": 1},
+        "tokenizer": {"resources": SMALL, "replicas": 1, "autoscaling": {"enabled": False}},
+        "detokenizer": {"resources": SMALL, "replicas": 1},
+        "drainSeconds": 10,
+    }
+    return _merged(common, OWN.get(name, {}))
+
+
+def _merged(values: Object, over: Object) -> Object:
+    out = dict(values)
+    for key, value in over.items():
+        mine = out.get(key)
+        out[key] = _merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return out
+
+
+def prepare(release: Release, values: Object) -> None:
+    """What a file takes for granted: its Secrets, its account, its Redis."""
+    auth = values.get("auth", {})
+    if auth.get("apiKeysSecret"):
+        secret(release, auth["apiKeysSecret"], {"keys.json": json.dumps({"keys": [{"name": "tests", "key": KEY}]})})
+    if auth.get("controlTokenSecret"):
+        secret(release, auth["controlTokenSecret"], {"token": "a token of the tests, thirty-two long"})
+    account = values.get("serviceAccount", {})
+    if not account.get("create", True):
+        release.kubectl("create", "serviceaccount", account["name"])
+    redis = values.get("redis", {})
+    if redis.get("externalUrlSecret"):
+        port = redis["externalPort"]
+        secret(release, redis["externalUrlSecret"], {"url": f"redis://elsewhere:{port}/0"})
+        release.kubectl("apply", "-f", "-", given=json.dumps(redis_elsewhere(port)))
+
+
+def secret(release: Release, name: str, data: dict[str, str]) -> None:
+    body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data}
+    release.kubectl("apply", "-f", "-", given=json.dumps(body))
+
+
+def redis_elsewhere(port: int) -> Object:
+    labels = {"app": "elsewhere"}
+    container = {
+        "name": "redis",
+        "image": REDIS,
+        "command": ["redis-server", "--port", str(port), "--save", "", "--protected-mode", "no"],
+        "securityContext": {
+            "runAsNonRoot": True, "runAsUser": 10002, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }  # fmt: skip
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "elsewhere", "labels": labels},
+        "spec": {"containers": [container]},
+    }
+    ports = [{"port": port, "targetPort": port}]
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "elsewhere"},
+        "spec": {"selector": labels, "ports": ports},
+    }
+    return {"apiVersion": "v1", "kind": "List", "items": [pod, service]}
+
+
+def ask(release: Release, model: str, keyed: bool) -> str:
+    (url, *_) = release.urls()
+    body = {"model": model, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
+    headers = {"Authorization": f"Bearer {KEY}"} if keyed else {}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text

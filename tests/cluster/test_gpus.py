@@ -1,0 +1,36 @@
+"""Workers that ask for GPUs stand where there are some. The GPUs are a number that a node announces: nothing computes on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import Cluster, run, until
+
+GPUS = 2
+
+
+@pytest.fixture
+def node_with_gpus(cluster: Cluster) -> str:
+    if not cluster.local:
+        pytest.fail("a node announces GPUs for the tests only where the tests have started it")
+    node = cluster.nodes()[-1]
+    run(cluster.local, "gpus", node, str(GPUS))
+    return node
+
+
+def test_a_worker_waits_for_a_gpu(install: Install, node_with_gpus: str, proved: Callable[[str], None]) -> None:
+    small = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
+    models = [{"name": "demo", "path": "/app/models/demo"}]
+    worker = {"gpus": 1, "replicas": GPUS + 1, "resources": small, "topologySpread": True}
+    release = install({"models": models, "worker": worker}, wait=False)
+    until(lambda: len(release.pods("worker", "demo")) == GPUS + 1, "the workers' pods")
+    until(lambda: sum(bool(pod.node) for pod in release.pods("worker", "demo")) == GPUS, "as many placed as there are GPUs")
+    pods = release.pods("worker", "demo")
+    assert {pod.node for pod in pods} == {node_with_gpus, ""}
+    (left,) = [pod.name for pod in pods if not pod.node]
+    conditions = release.get("pod", left)["status"]["conditions"]
+    assert any("Insufficient nvidia.com/gpu" in each.get("message", "") for each in conditions), conditions
+    proved(f"{GPUS + 1} workers with a GPU each, a node with {GPUS}: that many placed there, one waits for a GPU")

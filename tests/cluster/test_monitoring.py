@@ -1,0 +1,123 @@
+"""Monitors, rules and alerts as the operator and a real Prometheus take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import Cluster, Release, until
+from tests.cluster.load import Load
+
+MONITORED = {"serviceMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}}
+SERVICES = ("gateway", "tokenizer", "detokenizer", "worker")
+SOON_S = 240.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator(cluster: Cluster) -> None:
+    if cluster.local:
+        cluster.addon("prometheus")
+
+
+class Prometheus:
+    """The one that answers in the namespace `monitoring`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        pods = cluster.get("-n", "monitoring", "pods", "-l", "app.kubernetes.io/name=prometheus")["items"]
+        self._url = f"http://{pods[0]['status']['podIP']}:9090/api/v1"
+
+    def get(self, path: str, **parameters: str) -> Any:
+        answer = httpx.get(f"{self._url}/{path}", params=parameters, timeout=30)
+        answer.raise_for_status()
+        return answer.json()["data"]
+
+    def targets(self, space: str) -> dict[str, str]:
+        """Health by pod and port, of a namespace's."""
+        found = [
+            each for each in self.get("targets", state="active")["activeTargets"] if each["labels"].get("namespace") == space
+        ]
+        return {f"{each['labels']['pod']} {each['scrapeUrl']}": each["health"] for each in found}
+
+    def all_up(self, space: str) -> bool:
+        """Each service has one at least, and all of them answer."""
+        targets = self.targets(space)
+        return len(targets) >= len(SERVICES) and set(targets.values()) == {"up"}
+
+    def rules(self, space: str) -> list[dict[str, Any]]:
+        groups = [each for each in self.get("rules")["groups"] if f"/{space}-" in each["file"]]
+        return [rule for group in groups for rule in group["rules"]]
+
+    def firing(self, space: str) -> set[str]:
+        alerts = self.get("alerts")["alerts"]
+        return {
+            each["labels"]["alertname"]
+            for each in alerts
+            if each["state"] == "firing" and each["labels"].get("namespace") == space
+        }
+
+
+def hurry(release: Release) -> None:
+    """Alerts fire after five seconds in place of minutes; what they ask stays."""
+    found = release.get("prometheusrule", release.object_name("").rstrip("-"))
+    groups = found["spec"]["groups"]
+    for rule in (rule for group in groups for rule in group["rules"] if "for" in rule):
+        rule["for"] = "5s"
+    release.kubectl("patch", "prometheusrule", release.name, "--type=merge", "-p", json.dumps({"spec": {"groups": groups}}))
+
+
+def test_a_real_prometheus_takes_everything(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
+    release = install({"worker": {"replicas": 1}, "monitoring": MONITORED})
+    prometheus, space = Prometheus(cluster), release.namespace
+
+    with Load(2, release.urls) as load:
+        until(lambda: prometheus.all_up(space), "every target", SOON_S)
+        until(lambda: prometheus.rules(space), "the rules", SOON_S)
+        until(lambda: all(rule["lastEvaluation"] > "2" for rule in prometheus.rules(space)), "each rule's evaluation", SOON_S)
+    load.check()
+    rules = prometheus.rules(space)
+    assert [rule for rule in rules if rule["health"] == "err"] == []
+    boards = release.get("configmaps", "-l", "grafana_dashboard=1")["items"]
+    assert boards and all(json.loads(text)["panels"] for board in boards for text in board["data"].values())
+    alerts = sum(rule["type"] == "alerting" for rule in rules)
+    targets = len(prometheus.targets(space))
+    proved(f"{targets} targets up, {len(rules)} rules without an error, {alerts} of them alerts, {len(boards)} dashboards")
+
+
+def test_no_ready_worker_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
+    """Who asked meanwhile is answered."""
+    release = install({"worker": {"replicas": 1}, "gateway": {"queueTimeoutSeconds": 300}, "monitoring": MONITORED})
+    prometheus, space = Prometheus(cluster), release.namespace
+    until(lambda: prometheus.all_up(space), "every target", SOON_S)
+    hurry(release)
+    name = f"deployment/{release.object_name('worker', 'demo')}"
+    fired = "RootstockNoReadyWorker"
+    with Load(2, release.urls) as load:
+        until(lambda: load.ended >= 2, "the load")
+        assert fired not in prometheus.firing(space)
+        release.kubectl("scale", name, "--replicas=0")
+        fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
+        release.kubectl("scale", name, "--replicas=1")
+        clears = until(lambda: fired not in prometheus.firing(space), "its end", SOON_S)
+    proved(f"no worker: {fired} after {fires:.0f} s, gone {clears:.0f} s after one was asked for (`for` of 5 s); {load.check()}")
+
+
+def test_target_down_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
+    """A policy that shuts Prometheus out, and everybody else: gateways are not asked meanwhile."""
+    release = install({"worker": {"replicas": 1}, "monitoring": MONITORED})
+    prometheus, space = Prometheus(cluster), release.namespace
+    until(lambda: prometheus.all_up(space), "every target", SOON_S)
+    hurry(release)
+    fired = "RootstockTargetDown"
+    policy = release.get("networkpolicy", release.object_name("tokenizer"))
+    closed = {**policy["spec"], "ingress": []}
+    release.kubectl("patch", "networkpolicy", policy["metadata"]["name"], "--type=merge", "-p", json.dumps({"spec": closed}))
+    fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
+    opened = json.dumps({"spec": {"ingress": policy["spec"]["ingress"]}})
+    release.kubectl("patch", "networkpolicy", policy["metadata"]["name"], "--type=merge", "-p", opened)
+    clears = until(lambda: fired not in prometheus.firing(space), "its end", SOON_S)
+    proved(f"tokenizers cut off from Prometheus: {fired} after {fires:.0f} s, gone after {clears:.0f} s (`for` of 5 s)")

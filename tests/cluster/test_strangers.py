@@ -1,0 +1,91 @@
+"""What a pod of nobody's reaches, with NetworkPolicies enforced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import Cluster, Object, Release, namespace, until
+from tests.cluster.load import Load
+
+LOOK = """
+import json, socket, sys
+reached = []
+for name, host, port in json.loads(sys.argv[1]):
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        if probe.connect_ex((host, port)) == 0:
+            reached.append(name)
+print(json.dumps(reached))
+"""
+
+
+def ports_of(release: Release) -> list[tuple[str, str, int]]:
+    """(component and port's name, address, port) of every port that a pod of the release names."""
+    out = []
+    for pod in release.get("pods", "-l", f"app.kubernetes.io/instance={release.name}")["items"]:
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        for container in pod["spec"]["containers"]:
+            out += [
+                (f"{component} {port['name']}", pod["status"]["podIP"], port["containerPort"])
+                for port in container.get("ports", ())
+            ]
+    return out
+
+
+def stranger(image: str, targets: list[tuple[str, str, int]]) -> Object:
+    container = {
+        "name": "stranger",
+        "image": image,
+        "command": ["python", "-c", LOOK, json.dumps(targets)],
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 10099,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    metadata = {"name": "stranger", "labels": {"app": "stranger"}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": {"restartPolicy": "Never", "containers": [container]},
+    }
+
+
+def reached_from(cluster: Cluster, space: str, image: str, targets: list[tuple[str, str, int]]) -> set[str]:
+    cluster.kubectl("-n", space, "apply", "-f", "-", given=json.dumps(stranger(image, targets)))
+
+    def ended() -> bool:
+        phase: str = cluster.get("-n", space, "pod", "stranger")["status"]["phase"]
+        return phase in ("Succeeded", "Failed")
+
+    until(ended, "what the stranger finds")
+    said = cluster.kubectl("-n", space, "logs", "stranger")
+    cluster.kubectl("-n", space, "delete", "pod", "stranger", "--wait=true", "--timeout=60s")
+    return set(json.loads(said))
+
+
+@pytest.mark.parametrize("where", ["the same namespace", "another namespace"])
+def test_a_stranger_reaches_the_gateways_port_and_nothing_else(
+    install: Install, cluster: Cluster, where: str, proved: Callable[[str], None]
+) -> None:
+    release = install()
+    with Load(2, release.urls) as load:
+        until(lambda: load.ended >= 2, "answers: what must pass passes")
+    load.check()
+    targets = ports_of(release)
+    (gateway,) = release.get("deployment", release.object_name("gateway"))["spec"]["template"]["spec"]["containers"]
+    if where == "the same namespace":
+        reached = reached_from(cluster, release.namespace, gateway["image"], targets)
+    else:
+        with namespace(cluster, "strangers") as space:
+            reached = reached_from(cluster, space, gateway["image"], targets)
+    assert reached == {"gateway http"}
+    assert len({name for name, _, _ in targets}) > 8, targets
+    proved(f"from {where} a pod reaches 1 of {len({name for name, _, _ in targets})} kinds of port: the gateway's")
