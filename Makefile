@@ -64,7 +64,7 @@ cluster-test: env  ## on a real Kubernetes (CLUSTER= and BASE_IMAGE=, or CLUSTER
 	$(PY) -m tests.cluster
 
 cluster-faults: env  ## what is long there
-	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster/test_nodes.py -k rollout
+	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster -k "rollout or test_long"
 
 
 bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")

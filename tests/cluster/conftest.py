@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.kubernetes import CHART, Cluster, Release, namespace
+from tests.cluster.kubernetes import CHART, BrokenNodes, Cluster, Release, namespace
 
 HANDLE, PROOF = "ROOTSTOCK_CLUSTER_ENV", "ROOTSTOCK_CLUSTER_PROOF"
 collect_ignore_glob = [] if os.environ.get(HANDLE) else ["test_*.py"]
@@ -43,6 +43,16 @@ def install(cluster: Cluster, space: str) -> Install:
         return release
 
     return start
+
+
+@pytest.fixture
+def broken_nodes(cluster: Cluster) -> Iterator[BrokenNodes]:
+    """They are whole again after the test."""
+    if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):
+        pytest.fail("a cluster that is somebody's is broken only with CLUSTER_TEST_DISRUPT=1")
+    nodes = BrokenNodes(cluster)
+    yield nodes
+    nodes.mend()
 
 
 @pytest.fixture

@@ -150,6 +150,33 @@ class Release:
         self.cluster.helm("uninstall", self.name, "-n", self.namespace, "--wait", "--timeout", "180s")
 
 
+class BrokenNodes:
+    """Nodes of a local cluster that something was done to, and what undoes it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._remedies: dict[str, str] = {}
+
+    def names(self) -> list[str]:
+        """Of all nodes."""
+        return self._cluster.nodes()
+
+    def take(self, action: str, node: str, remedy: str) -> None:
+        self._cluster.node(action, node)
+        self._remedies[node] = remedy
+
+    def mend(self) -> None:
+        """All of them, until they are ready."""
+        while self._remedies:
+            node, remedy = self._remedies.popitem()
+            self._cluster.node(remedy, node)
+            until(lambda: self._is_ready(node), f"{node} again")  # noqa: B023
+
+    def _is_ready(self, name: str) -> bool:
+        conditions = self._cluster.get("node", name)["status"]["conditions"]
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
 @contextmanager
 def namespace(cluster: Cluster, name: str) -> Iterator[str]:
     """With restricted Pod Security; it goes with all that is in it."""

@@ -19,11 +19,13 @@ REQUEST_S = 330.0
 
 @dataclass
 class Load:
-    """streams: at once. urls: those of gateways at the moment. texts: by question, all that were said."""
+    """streams: at once. urls: those of gateways at the moment. longest_pause_s: since it was last set to 0. texts: by question,
+    all that were said."""
 
     streams: int
     urls: Callable[[], Sequence[str]]
     model: str = "demo"
+    questions: Sequence[str] = QUESTIONS
     ended: int = 0
     longest_pause_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
@@ -61,7 +63,7 @@ class Load:
             if not urls:
                 self.failures["no gateway"] += 1
                 return
-            question = QUESTIONS[number % len(QUESTIONS)]
+            question = self.questions[number % len(self.questions)]
             try:
                 text = await self._ask(session, urls[number % len(urls)], question)
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:

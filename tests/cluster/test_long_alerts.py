@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,9 @@ from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import Cluster, until
 from tests.cluster.load import Load
 from tests.cluster.test_monitoring import MONITORED, SOON_S, Prometheus, hurry
+from tests.cluster.test_scaling import keda
+
+BLIND_LOOKS = 30  # five seconds apart
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,3 +40,32 @@ def test_queue_refused_fires_and_clears(install: Install, cluster: Cluster, prov
     assert load.failures and all(said.startswith("ValueError: 503") for said in load.failures), load.failures
     clears = until(lambda: fired not in prometheus.firing(space), "its end", 2 * SOON_S)
     proved(f"a full queue: {fired} after {fires:.0f} s, gone {clears:.0f} s after the last request (`for` of 5 s)")
+
+
+def test_nobody_is_stopped_because_prometheus_sees_nothing(
+    install: Install, cluster: Cluster, proved: Callable[[str], None]
+) -> None:
+    """Scraping breaks under load: KEDA leaves the workers as they are, and an alert says that it is blind."""
+    if cluster.local:
+        cluster.addon("keda")
+    settings = {"max_total_tokens": 16384, "max_running_requests": 2, "grammar_workers": 1}
+    values = keda(minReplicas=1, maxReplicas=3, scaleDownSeconds=60, scaleDownPeriodSeconds=15)
+    values["worker"] |= {"settings": settings}
+    release = install(values)
+    prometheus, space = Prometheus(cluster), release.namespace
+    fired, seen = "RootstockMetricsMissing", set[int]()
+    with Load(12, release.urls) as load:
+        until(lambda: len(release.ready("worker", "demo")) == 3, "three workers", SOON_S)
+        hurry(release)
+        release.kubectl("delete", "podmonitor", "--all")
+        fires = until(lambda: fired in prometheus.alerts(), "the alert", SOON_S)
+        for _ in range(BLIND_LOOKS):
+            seen.add(release.replicas("worker", "demo"))
+            time.sleep(5)
+    assert seen == {3}
+    release.install(values)
+    clears = until(lambda: fired not in prometheus.alerts() and prometheus.all_up(space), "its end", SOON_S)
+    proved(
+        f"no figures for {BLIND_LOOKS * 5} s under 12 streams: 3 workers all along; {fired} after {fires:.0f} s,"
+        f" gone {clears:.0f} s after the monitors came back; {load.check()}"
+    )

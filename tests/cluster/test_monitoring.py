@@ -52,6 +52,10 @@ class Prometheus:
         groups = [each for each in self.get("rules")["groups"] if f"/{space}-" in each["file"]]
         return [rule for group in groups for rule in group["rules"]]
 
+    def alerts(self) -> set[str]:
+        """That fire, of everybody."""
+        return {each["labels"]["alertname"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"}
+
     def firing(self, space: str) -> set[str]:
         alerts = self.get("alerts")["alerts"]
         return {

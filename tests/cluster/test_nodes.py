@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.cluster.conftest import Install
-from tests.cluster.kubernetes import Cluster, until
+from tests.cluster.kubernetes import BrokenNodes, until
 from tests.cluster.load import Load
 
 STREAMS = 12
@@ -53,31 +53,9 @@ def test_requests_wait_for_the_only_tokenizer_and_detokenizer(install: Install, 
     proved(f"the only tokenizer and the only detokenizer killed by force under 6 streams: {load.check()}")
 
 
-@pytest.fixture
-def breakable(cluster: Cluster) -> Iterator[Callable[[str, str, str], None]]:
-    """breakable(action, node, remedy): what is done to a node, and undone in the end."""
-    if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):
-        pytest.fail("a cluster that is somebody's is broken only with CLUSTER_TEST_DISRUPT=1")
-    undo: list[tuple[str, str]] = []
-
-    def do(action: str, node: str, remedy: str) -> None:
-        cluster.node(action, node)
-        undo.append((remedy, node))
-
-    yield do
-    for remedy, node in undo:
-        cluster.node(remedy, node)
-        until(lambda: node_is_ready(cluster, node), f"{node} again")  # noqa: B023
-
-
-def node_is_ready(cluster: Cluster, name: str) -> bool:
-    conditions = cluster.get("node", name)["status"]["conditions"]
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
 @pytest.mark.parametrize(("action", "remedy"), [("stop", "start"), ("cut", "join")], ids=["power", "network"])
 def test_a_node_goes(
-    install: Install, breakable: Callable[[str, str, str], None], proved: Callable[[str], None], action: str, remedy: str
+    install: Install, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
 ) -> None:
     """Not the one of the gateway that is asked, nor that of the Redis."""
     release = install(
@@ -92,7 +70,7 @@ def test_a_node_goes(
         until(lambda: quiet.ended >= 3 * STREAMS, "the quiet run")
     with Load(STREAMS, lambda: [f"http://{gateway.ip}:8000"]) as load:
         until(lambda: load.ended >= STREAMS, "the load")
-        breakable(action, node, remedy)
+        broken_nodes.take(action, node, remedy)
         before = load.ended
         until(lambda: load.ended >= before + 3 * STREAMS, "answers afterwards")
     line = load.check()

@@ -1,0 +1,63 @@
+"""Half an hour of prompts of 16,000 tokens on a machine that has more to do than it can: nobody is taken for lost.
+
+ROOTSTOCK_CLUSTER_MINUTES_OF_PROMPTS (30) says how long.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+
+import httpx
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import Release, until
+from tests.cluster.load import Load
+
+MINUTES = float(os.environ.get("ROOTSTOCK_CLUSTER_MINUTES_OF_PROMPTS", "30"))
+WORDS = 16_000
+MOVES = re.compile(r"^rootstock_gateway_moves_total\{(.*)\} (\S+)$", re.MULTILINE)
+
+
+def moves(release: Release) -> dict[str, float]:
+    """Of all gateways, those that have happened."""
+    out: dict[str, float] = {}
+    for pod in release.ready("gateway"):
+        text = httpx.get(f"http://{pod.ip}:9104/metrics", timeout=10).text
+        for labels, count in MOVES.findall(text):
+            if float(count):
+                out[labels] = out.get(labels, 0.0) + float(count)
+    return out
+
+
+def restarts(release: Release) -> int:
+    pods = release.get("pods", "-l", f"app.kubernetes.io/instance={release.name}")["items"]
+    return sum(each["restartCount"] for pod in pods for each in pod["status"].get("containerStatuses", ()))
+
+
+def test_nobody_is_taken_for_lost(install: Install, proved: Callable[[str], None]) -> None:
+    settings = {"context_len": 20_000, "max_total_tokens": 100_000, "max_running_requests": 16, "grammar_workers": 1}
+    two = {"replicas": 2}
+    open_network = {"enabled": False}  # the tests look at the gateways' metrics
+    release = install(
+        {
+            "worker": {**two, "settings": settings},
+            "tokenizer": two,
+            "detokenizer": two,
+            "gateway": two,
+            "networkPolicy": open_network,
+        }
+    )
+    long = [
+        " ".join(f"{'abcdefghij'[number % 10]}" for number in range(WORDS)) + f" Count from {first} to 20." for first in range(8)
+    ]
+    urls = release.urls()
+    with Load(8, lambda: urls) as short, Load(4, lambda: urls, questions=long) as load:
+        until(lambda: load.ended >= 1, "a long prompt's answer", 600)
+        time.sleep(MINUTES * 60)
+    assert not load.failures, load.failures
+    line = short.check()
+    assert (moves(release), restarts(release)) == ({}, 0)
+    proved(f"{MINUTES:.0f} minutes, {load.ended} prompts of {WORDS:,} words and more tokens beside {line}: no move, no restart")
