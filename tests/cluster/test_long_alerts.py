@@ -13,6 +13,7 @@ from tests.cluster.load import Load
 from tests.cluster.test_monitoring import MONITORED, SOON_S, Prometheus, hurry
 from tests.cluster.test_scaling import keda
 
+pytestmark = pytest.mark.timeout(1500)
 BLIND_LOOKS = 30  # five seconds apart
 
 

@@ -19,6 +19,7 @@ from tests.cluster.load import Load
 FIRST, _, LAST = os.environ.get("ROOTSTOCK_CLUSTER_SEEDS", "0:10").partition(":")
 MINUTES = float(os.environ.get("ROOTSTOCK_CLUSTER_MINUTES", "5"))
 STREAMS = 24
+pytestmark = pytest.mark.timeout(MINUTES * 60 + 900)
 TOKENIZERS, DETOKENIZERS, WORKERS = "tokenizer", "detokenizer", "worker"
 FAULTS = ("power", "network", "kill", "kill", "delete", "restart")
 BEYOND_QUIET_S, WITH_REDIS_S = 2.0, 3.0

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 import httpx
+import pytest
 
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import Release, until
@@ -18,6 +19,7 @@ from tests.cluster.load import Load
 
 MINUTES = float(os.environ.get("ROOTSTOCK_CLUSTER_MINUTES_OF_PROMPTS", "30"))
 WORDS = 16_000
+pytestmark = pytest.mark.timeout(MINUTES * 60 + 1200)
 MOVES = re.compile(r"^rootstock_gateway_moves_total\{(.*)\} (\S+)$", re.MULTILINE)
 
 
