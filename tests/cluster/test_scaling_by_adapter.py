@@ -50,9 +50,8 @@ def test_workers_with_what_runs_and_back(install: Install, proved: Callable[[str
     with Load(16, release.urls) as load:
         up = until(lambda: len(release.ready("worker", "demo")) >= 2, "a second worker", WITHIN_S)
     down = until(lambda: release.replicas("worker", "demo") == 1, "one worker again", WITHIN_S)
-    proved(
-        f"HPA by prometheus-adapter, 16 streams on workers of two: a second after {up:.0f} s, one {down:.0f} s later; {load.check()}"
-    )
+    line = load.check()
+    proved(f"HPA by prometheus-adapter, 16 streams on workers of two: a second after {up:.0f} s, one {down:.0f} s later; {line}")
 
 
 def test_gateways_by_their_streams(install: Install, proved: Callable[[str], None]) -> None:
