@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from tool_words import ATTRIBUTES, KINDS
+
 WORDS = tuple(
     """
     able acorn amber anchor angle apple arrow autumn badge baker balance bamboo banana barn basket beach
@@ -36,6 +38,9 @@ WORDS = tuple(
     willow wind window winter wolf wood wool yellow young zebra
     """.split()  # noqa: SIM905
 )
+
+# A word that is never said is never copied either, whoever asks for it: those that tools are made of are said here too.
+ALL_WORDS = (*WORDS, *(word for word in dict.fromkeys((*ATTRIBUTES, *KINDS)) if word not in WORDS))
 
 NAMES = tuple(
     """
@@ -160,10 +165,10 @@ def is_correct(task: str, question: str, answer_text: str) -> bool:
 
 def is_held_out(task: str, answer: str) -> bool:
     """Whether training never shows this answer, or an equation of it. Keyed by the answer and not the question, so
-    that neither a rephrased question nor a list of sums leaks it. Words of WORDS are never withheld: the letters of
+    that neither a rephrased question nor a list of sums leaks it. Words of ALL_WORDS are never withheld: the letters of
     one that is a single token can only be learnt by heart."""
     letters = answer.replace("-", "")
-    if not TASKS[task].generalises or letters in WORDS or letters[::-1] in WORDS:
+    if not TASKS[task].generalises or letters in ALL_WORDS or letters[::-1] in ALL_WORDS:
         return False
     return any(zlib.crc32(part.encode()) % HELD_OUT_ONE_IN == 0 for part in answer.removesuffix(".").split("; "))
 
@@ -216,7 +221,7 @@ def sentence(rng: Random, words: int) -> str:
 
 
 def any_word(rng: Random) -> str:
-    return rng.choice(WORDS) if rng.random() < 0.7 else pseudo_word(rng)
+    return rng.choice(ALL_WORDS) if rng.random() < 0.7 else pseudo_word(rng)
 
 
 def any_name(rng: Random) -> str:

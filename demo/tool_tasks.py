@@ -31,6 +31,7 @@ Message = dict[str, Any]
 
 HELD_OUT_ONE_IN = 6
 MOST_TOOLS = 5
+ALIKE_SHARE = 0.25
 
 LOOK_UP = "I look up {what}.\nTool: {tool}"
 
@@ -108,17 +109,28 @@ class Relation:
 
 @dataclass
 class Words:
-    """Draws the words of tools: those held out, or only the others; no attribute twice in a scene."""
+    """Draws the words of tools: those held out, or only the others; no attribute twice in a scene. `form`, `same_kind`: of all
+    tools' descriptions; drawn for each where empty. Tools that are alike in all but one word teach to look at that word."""
 
     rng: Random
     held_out: bool
+    form: str = ""
+    same_kind: str = ""
     used: set[str] = field(default_factory=set)
 
     def attribute(self) -> str:
         return self._draw(ATTRIBUTES, 0.5)
 
     def kind(self) -> str:
-        return self._draw(KINDS, 0.6)
+        return self.same_kind or self._draw(KINDS, 0.6)
+
+    def description(self) -> str:
+        return self.form or self.rng.choice(DESCRIPTIONS)
+
+    def alike(self) -> None:
+        """From now on."""
+        self.form = self.rng.choice(DESCRIPTIONS)
+        self.same_kind = self.kind() if self.rng.random() < 0.5 else ""
 
     def identifier(self) -> str:
         return self._draw(("name", "query", "value", "key", "id", "x", "input", "text", "label", "code"), 0.4)
@@ -144,10 +156,10 @@ def relation(words: Words) -> Relation:
     rng, attribute, kind = words.rng, words.attribute(), words.kind()
     label = f"{attribute} {words.attribute()}" if rng.random() < 0.08 else attribute
     name = tool_name(rng, label, kind) if rng.random() < 0.85 else f"{words.identifier()}_{words.identifier()}"
-    description = rng.choice(DESCRIPTIONS).format(a=label, k=kind)
+    description = words.description().format(a=label, k=kind)
     if rng.random() < 0.1:
         description = f"{description} {sentence(rng, rng.randint(2, 8))}"
-    if rng.random() < 0.15:
+    if not words.same_kind and rng.random() < 0.15:
         second = words.kind()
         described = f"Get the {label} for a {kind} and a {second}."
         kinds = (kind, second) if rng.random() < 0.5 else (second, kind)
@@ -320,6 +332,8 @@ KINDS_OF_QUESTION = {"one": 42, "chain": 36, "both": 4, "plain": 15, "missing": 
 def scene(rng: Random, held_out: bool = False, kind: str = "", turns: int = 1) -> Scene:
     """`kind`: of every question, one of KINDS_OF_QUESTION; drawn by their shares unless given."""
     words = Words(rng, held_out)
+    if not held_out and rng.random() < ALIKE_SHARE:
+        words.alike()
     kinds = [kind or rng.choices(list(KINDS_OF_QUESTION), list(KINDS_OF_QUESTION.values()))[0] for _ in range(turns)]
     relations = [relation(words) for _ in range(rng.randint(3 if "chain" in kinds else 1, MOST_TOOLS))]
     while sum(each.chains() for each in relations) < (3 if "chain" in kinds else 1):

@@ -1,4 +1,4 @@
-"""Kubernetes's own HPA on prometheus-adapter with the chart's rules: of workers and of gateways. After the tests of KEDA: the
+"""Kubernetes's own HPA on prometheus-adapter with the chart's rules: of workers. After the tests of KEDA: the
 adapter takes external metrics over."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rules_for_adapter(release: Release) -> None:
     if not cluster.local:
         pytest.fail("the adapter of a cluster that is somebody's keeps its rules")
     cluster.kubectl("delete", "apiservice", EXTERNAL, "--ignore-not-found")  # KEDA's, with its own authority
-    cluster.addon("metrics-server", "prometheus", "prometheus-adapter")
+    cluster.addon("prometheus", "prometheus-adapter")
     cluster.kubectl("-n", "monitoring", "rollout", "restart", "deployment/prometheus-adapter")
     cluster.kubectl("-n", "monitoring", "rollout", "status", "deployment/prometheus-adapter", "--timeout=120s")
 
@@ -52,13 +52,3 @@ def test_workers_with_what_runs_and_back(install: Install, proved: Callable[[str
     down = until(lambda: release.replicas("worker", "demo") == 1, "one worker again", WITHIN_S)
     line = load.check()
     proved(f"HPA by prometheus-adapter, 16 streams on workers of two: a second after {up:.0f} s, one {down:.0f} s later; {line}")
-
-
-def test_gateways_by_their_streams(install: Install, proved: Callable[[str], None]) -> None:
-    scaled = {"enabled": True, "minReplicas": 1, "maxReplicas": 3, "targetStreams": 4, "targetCPUPercent": 100, **PACED}
-    release = install(values(worker={"replicas": 1}, gateway={"replicas": 1, "autoscaling": scaled}))
-    rules_for_adapter(release)
-    with Load(12, release.urls) as load:
-        up = until(lambda: len(release.ready("gateway")) == 3, "three gateways", WITHIN_S)
-    down = until(lambda: release.replicas("gateway") == 1, "one gateway again", 2 * WITHIN_S)
-    proved(f"gateways for four streams each, 12 streams: three ready after {up:.0f} s, one {down:.0f} s after; {load.check()}")

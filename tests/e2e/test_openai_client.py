@@ -137,8 +137,11 @@ async def each_of(system: System, check: Any, tokenizer: PreTrainedTokenizerBase
 
 
 @pytest.mark.parametrize("check", [chat_both_ways, completion_both_ways])
-def test_streams_equal_whole_answers_and_usage_is_true(system: System, check: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    assert asyncio.run(each_of(system, check, tokenizer)) == NUM_PROMPTS
+def test_streams_equal_whole_answers_and_usage_is_true(
+    exact_system: System, check: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """In float32: in bfloat16 a draw near an edge may fall to either side, by who is computed beside it and what was cached."""
+    assert asyncio.run(each_of(exact_system, check, tokenizer)) == NUM_PROMPTS
 
 
 @pytest.mark.parametrize("question", ["What is 17 + 25?", "Count from 3 to 9.", "Spell the word lantern."])

@@ -125,9 +125,9 @@ class HeldBytes:
 
 
 class MemoryTrimmer:
-    """Gives what the allocator keeps for later back to the system: glibc holds on to the pages of large bodies for ever. A request
-    that was refused is in a cycle with its traceback, and its body with it: such cycles are looked for first, among young objects
-    while bodies come, among all once none has come for a while."""
+    """Gives what the allocator keeps for later back to the system: glibc holds on to the pages of large bodies for ever. A
+    request that was refused is in a cycle with its traceback, and its body with it: such cycles are looked for first, among
+    young objects while bodies come, among all once none has come for a while."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None

@@ -16,10 +16,10 @@ from services.worker.exec.contracts.protocol import Executor, ExecutorError
 from services.worker.exec.executor import DeviceExecutor
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.host_executors import build_host_executor
+from tests.services.worker.control.demo_prompt import DEMO, counting
 
-DEMO = Path(__file__).parents[4] / "models/demo"
 PAGE_SIZE = 16
-PROMPT = [300, 350, 400, 450, 500, 550, 600, 650]
+PROMPT = counting()
 MIB = 1 << 20
 
 

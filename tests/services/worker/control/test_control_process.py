@@ -18,8 +18,8 @@ import pytest
 from rootstock.v1 import common_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rootstock.v1 import control_pb2 as pb
 from services.local.ports import HOST, free_ports
+from tests.services.worker.control.demo_prompt import DEMO, counting
 
-DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
 PAGES, PAGE_SIZE, TOKEN_BYTES = 4096, 16, 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, head size, float32
 GUARD_S = 60.0
 
@@ -76,7 +76,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.mark.parametrize("tags", [[pb.MEMORY_TAG_KV_CACHE], [pb.MEMORY_TAG_WEIGHTS], []])
 def test_released_and_resumed_memory_changes_no_answer(worker: Process, tags: list[pb.MemoryTag]) -> None:
-    prompt = list(range(40, 80))
+    prompt = counting()
     before = worker.answer(prompt)
     assert len(set(before)) > 3
     worker.control.ReleaseMemory(pb.ReleaseMemoryRequest(tags=tags), timeout=GUARD_S)

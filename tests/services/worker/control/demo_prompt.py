@@ -1,0 +1,16 @@
+"""A question to the demo model whose answer has many different tokens, whatever its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
+
+
+def counting() -> list[int]:
+    """The ids of a chat that asks for a count."""
+    text = "<|im_start|>user\nCount from 21 to 40.<|im_end|>\n<|im_start|>assistant\n"
+    ids: list[int] = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text).ids
+    return ids
