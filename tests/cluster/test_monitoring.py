@@ -117,6 +117,7 @@ def test_target_down_fires_and_clears(install: Install, cluster: Cluster, proved
     until(lambda: prometheus.all_up(space), "every target", SOON_S)
     hurry(release)
     fired = "RootstockTargetDown"
+    assert fired not in prometheus.firing(space)
     policy = release.get("networkpolicy", release.object_name("tokenizer"))
     closed = {**policy["spec"], "ingress": []}
     release.kubectl("patch", "networkpolicy", policy["metadata"]["name"], "--type=merge", "-p", json.dumps({"spec": closed}))
