@@ -17,6 +17,7 @@ from hypothesis import settings
 from tests.skips import allowed, missing_program
 
 LONG_FILES = {
+    "test_fuzz.py",
     "test_images_replay.py",
     "test_everything_on.py",
     "test_long_runs.py",

@@ -18,12 +18,13 @@ CROWDED = (
 
 
 def groups(processes: int) -> dict[str, list[str]]:
-    """Arguments of pytest by group's name. processes: each with a file at a time, in the order of tests/conftest.py; the parts,
-    which wait for something for a quarter of their time, have one more."""
+    """Arguments of pytest by group's name. processes: each with a file at a time, in the order of tests/conftest.py; one more of
+    them than that where tests wait for something for a quarter of their time."""
+    more = processes + 1 if processes > 1 else 1
     return {
-        "by parts": ["tests", "--ignore", "tests/e2e", *_spread(processes + 1 if processes > 1 else 1)],
+        "by parts": ["tests", "--ignore", "tests/e2e", *_spread(more)],
         "end to end, one at a time": [*CROWDED],
-        "end to end": ["tests/e2e", *(word for path in CROWDED for word in ("--ignore", path)), *_spread(processes)],
+        "end to end": ["tests/e2e", *(word for path in CROWDED for word in ("--ignore", path)), *_spread(more)],
     }
 
 

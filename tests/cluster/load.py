@@ -15,12 +15,13 @@ import aiohttp
 
 QUESTIONS = tuple(f"Count from {first} to {first + 24}." for first in range(1, 9))
 REQUEST_S = 330.0
+LOOK_S = 0.5  # whether clients are to go
 
 
 @dataclass
 class Load:
     """streams: at once. urls: those of gateways at the moment. longest_pause_s: since it was last set to 0. texts: by question,
-    all that were said."""
+    all that were said. max_tokens: of an answer."""
 
     streams: int
     urls: Callable[[], Sequence[str]]
@@ -30,6 +31,8 @@ class Load:
     longest_pause_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
     texts: dict[str, set[str]] = field(default_factory=dict)
+    max_tokens: int = 200
+    _left: threading.Event = field(default_factory=threading.Event)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -44,6 +47,11 @@ class Load:
         assert self._thread is not None
         self._thread.join(REQUEST_S)
 
+    def leave(self) -> None:
+        """All clients go away, whatever they wait for."""
+        self._stop.set()
+        self._left.set()
+
     def check(self) -> str:
         """A line about it. AssertionError where a request has failed, or texts differ."""
         assert not self.failures, dict(self.failures)
@@ -55,7 +63,15 @@ class Load:
     async def _run(self) -> None:
         turn = itertools.count()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as session:
-            await asyncio.gather(*(self._client(session, turn) for _ in range(self.streams)))
+            clients = [asyncio.create_task(self._client(session, turn)) for _ in range(self.streams)]
+            there = set(clients)
+            while there:
+                _, there = await asyncio.wait(there, timeout=LOOK_S)
+                for client in there if self._left.is_set() else ():
+                    client.cancel()
+            for client in clients:
+                if not client.cancelled():
+                    client.result()
 
     async def _client(self, session: aiohttp.ClientSession, turn: itertools.count[int]) -> None:
         while not self._stop.is_set():
@@ -76,7 +92,7 @@ class Load:
     async def _ask(self, session: aiohttp.ClientSession, url: str, question: str) -> str:
         """Raises ValueError for an error, whole or in mid-stream."""
         messages = [{"role": "user", "content": question}]
-        body = {"model": self.model, "messages": messages, "temperature": 0, "stream": True, "max_tokens": 200}
+        body = {"model": self.model, "messages": messages, "temperature": 0, "stream": True, "max_tokens": self.max_tokens}
         text, last = "", time.monotonic()
         async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
             if answer.status != 200:

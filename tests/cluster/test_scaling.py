@@ -18,6 +18,10 @@ MONITORED = {"serviceMonitor": {"enabled": True, "interval": "5s"}, "rules": {"e
 PROMETHEUS = "http://prometheus-server.monitoring.svc:80"
 COOLDOWN_S = 30
 LOOKS = 12  # at what must not change, a second apart
+SLOW = {"executor": "fake", "fake_step_s": 0.1, "max_running_requests": 1, "max_total_tokens": 16384}  # an answer in ten seconds
+ANSWER_TOKENS = 100
+CLIENTS = 100
+WITHIN_S = 300.0
 
 
 def keda(**autoscaling: Any) -> dict[str, Any]:
@@ -58,6 +62,21 @@ def test_from_zero_only_the_model_that_is_asked_for_wakes(install: Install, prov
     assert (release.replicas("worker", "one"), release.replicas("worker", "two")) == (0, 1)
     asleep_s = until(lambda: release.replicas("worker", "two") == 0, "its end", 240)
     proved(f"from zero: answered after {woken_s:.0f} s, the other model stayed at 0; at zero again {asleep_s:.0f} s later")
+
+
+@pytest.mark.timeout(1200)
+def test_from_none_to_one_to_four_to_none(install: Install, proved: Callable[[str], None]) -> None:
+    values = keda(coldStartSeconds=15)
+    values["worker"]["settings"] = SLOW
+    release = install(values)
+    until(lambda: not release.pods("worker", leaving=True), "no worker", WITHIN_S)
+    with Load(CLIENTS, release.urls, max_tokens=ANSWER_TOKENS) as load:
+        first_s = until(lambda: release.ready("worker", "demo"), "a first worker", WITHIN_S)
+        four_s = until(lambda: len(release.ready("worker", "demo")) == 4, "four workers", WITHIN_S)
+        load.leave()
+    none_s = until(lambda: release.replicas("worker", "demo") == 0, "no worker", WITHIN_S)
+    line = f"KEDA: a first worker after {first_s:.0f} s, four {four_s:.0f} s later, none {none_s:.0f} s after the clients went"
+    proved(f"{line}; {load.check()}")
 
 
 @pytest.mark.parametrize("engine_name", ["keda", "hpa"])

@@ -1,4 +1,4 @@
-"""Kubernetes's own HPA on prometheus-adapter with the chart's rules: of workers. After the tests of KEDA: the
+"""Kubernetes's own HPA on prometheus-adapter with the chart's rules: of workers and of gateways. After the tests of KEDA: the
 adapter takes external metrics over."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.cluster.load import Load
 MONITORED = {"serviceMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}}
 PACED = {"scaleDownSeconds": 15, "scaleDownPeriodSeconds": 15}
 FEW = {"max_total_tokens": 16384, "max_running_requests": 2, "grammar_workers": 1}
+SLOW = {"executor": "fake", "fake_step_s": 0.1, "max_total_tokens": 16384}  # an answer in twenty seconds
 WITHIN_S = 300.0
 pytestmark = pytest.mark.timeout(1200)  # up, and down again at the pace of HPAs
 EXTERNAL = "v1beta1.external.metrics.k8s.io"
@@ -52,3 +53,17 @@ def test_workers_with_what_runs_and_back(install: Install, proved: Callable[[str
     down = until(lambda: release.replicas("worker", "demo") == 1, "one worker again", WITHIN_S)
     line = load.check()
     proved(f"HPA by prometheus-adapter, 16 streams on workers of two: a second after {up:.0f} s, one {down:.0f} s later; {line}")
+
+
+def test_gateways_with_their_streams(install: Install, proved: Callable[[str], None]) -> None:
+    """Twelve streams are three gateways' at four each."""
+    scaled = {"enabled": True, "minReplicas": 1, "maxReplicas": 4, "targetStreams": 4, **PACED}
+    release = install(values(worker={"replicas": 1, "settings": SLOW}, gateway={"replicas": 1, "autoscaling": scaled}))
+    release.cluster.addon("metrics-server")
+    rules_for_adapter(release)
+    with Load(12, release.urls) as load:
+        up = until(lambda: len(release.ready("gateway")) == 3, "three gateways", WITHIN_S)
+    down = until(lambda: release.replicas("gateway") == 1, "one gateway again", WITHIN_S)
+    proved(
+        f"HPA by prometheus-adapter, 12 streams at 4 a gateway: three after {up:.0f} s, one {down:.0f} s later; {load.check()}"
+    )

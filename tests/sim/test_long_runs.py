@@ -1,4 +1,4 @@
-"""The property tests' workload: 9,000 steps over every policy and flag; twenty times 50,000 with ROOTSTOCK_TEST_NIGHTLY=1."""
+"""The property tests' workload: 6,000 steps over every policy and flag; twenty times 50,000 with ROOTSTOCK_TEST_NIGHTLY=1."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, 
 from tests.night import NIGHTLY
 
 ROUNDS = range(20) if NIGHTLY else range(1)
-PATIENCE = 4 if NIGHTLY else 10  # times its share of steps that a run may take to meet all that it claims to test
-STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 9_000
+PATIENCE = 4 if NIGHTLY else 15  # times its share of steps that a run may take to meet all that it claims to test
+STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 6_000
 TURNS_OF_A_DRIVE = 250
 
 LRU, LFU, FIFO, PRIORITY = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.FIFO, EvictionPolicy.PRIORITY
