@@ -49,6 +49,10 @@ class RaggedRows:
 
 
 class Kernels(Protocol):
+    """Deterministic kernels keep a second contract: what a row of linear(), of a norm or of an activation gets, and a token of
+    paged_attention(), is a function of that row, or of the tokens before it, alone, to the last bit: not of how many others there
+    are, where a prompt is cut, which pages hold it. For one build and one CPU's instruction sets. CpuKernels says how."""
+
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a key or value pool. Contents undefined, committed by the system as pages are first written."""
 

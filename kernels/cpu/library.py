@@ -1,7 +1,8 @@
 """The C++ kernels as a kernels.contracts.ops.Kernels and a kernels.contracts.step_ops.StepKernels: checks shapes, then passes
 addresses. For float32 and bfloat16 tensors.
 
-Linear layers take the packed path only for bfloat16 where the CPU has dot products for it; torch does the others.
+Linear layers of bfloat16 take dot products where the CPU has them, those of float32 plain sums in order; torch does the others,
+where the sums of a row depend on how many rows there are, so a deterministic instance puts those in order too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ SIGNATURES: dict[str, list[type]] = {
     "rope_write_kv": [POINTER] * 8 + [INT64] * 5 + [FLOAT, INT, INT],
     "update_page_table": [POINTER] * 6 + [INT64] * 2 + [INT],
     "resolve_tokens": [POINTER] * 12 + [INT64] * 5 + [INT],
-    "paged_attention": [POINTER] * 9 + [INT64] * 7 + [FLOAT, INT, INT],
+    "paged_attention": [POINTER] * 9 + [INT64] * 7 + [FLOAT, INT, INT, INT],
     "pack_linear": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
     "linear": [POINTER] * 4 + [INT64] * 3 + [INT, INT, INT],
+    "pack_ordered": [POINTER] * 2 + [INT64] * 2 + [INT, INT],
+    "linear_ordered": [POINTER] * 4 + [INT64] * 3 + [INT, INT, INT],
     "prefer_huge_pages": [POINTER, INT64],
     "has_packed_linear": [POINTER],
 }
@@ -38,15 +41,16 @@ def _is_bfloat16(tensor: Tensor) -> bool:
 
 
 class CpuKernels:
-    """Loads the library at path. threads: size of the OpenMP team of each call. Raises OSError if it cannot be loaded."""
+    """Loads the library at path. threads: size of the OpenMP team of each call. deterministic: what a row gets is a function of
+    that row alone (kernels.contracts.ops). Raises OSError if the library cannot be loaded."""
 
     write_kv = staticmethod(layers.write_kv)
     general_attention = staticmethod(layers.general_attention)
     page_indices = staticmethod(layers.page_indices)
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, deterministic: bool = False) -> None:
         self._functions = bound(path, SIGNATURES)
-        self._threads = threads
+        self._threads, self._deterministic = threads, deterministic
         packs = torch.zeros(1, dtype=torch.int32)
         self._functions["has_packed_linear"](packs.data_ptr())
         self._packs = bool(packs)
@@ -68,26 +72,47 @@ class CpuKernels:
     def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool) -> PackedLinear:
         rows, depth = weight.shape
         if not self._packs or not _is_bfloat16(weight) or depth % 2:
-            return layers.pack_linear(weight, bias)
+            ordered = weight.dtype == torch.float32 or self._deterministic
+            return self._pack_ordered(weight, bias) if ordered else layers.pack_linear(weight, bias)
         columns = _packed_columns(rows, gated)
         data, source = torch.empty(len(columns) * depth, dtype=weight.dtype), weight.contiguous()
         self._call("pack_linear", data.data_ptr(), source.data_ptr(), rows, depth, gated)
         padded = None if bias is None else torch.cat((bias, bias.new_zeros(1)))[columns]
         return PackedLinear(data, padded, depth, rows, True)
 
+    def _pack_ordered(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        rows, depth = weight.shape
+        data = torch.empty(-(-rows // BLOCK), depth, BLOCK, dtype=weight.dtype)
+        source = weight.contiguous()
+        self._call("pack_ordered", data.data_ptr(), source.data_ptr(), rows, depth, _is_bfloat16(weight))
+        return PackedLinear(data, None if bias is None else bias.contiguous(), depth, rows, True)
+
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        if weight.packed:
-            self._linear_packed(out, x, weight, weight.out_features, gated=False)
-        else:
+        if not weight.packed:
             layers.linear(out, x, weight)
+        elif _is_ordered(weight):
+            self._linear_ordered(out, x, weight)
+        else:
+            self._linear_packed(out, x, weight, weight.out_features, gated=False)
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        if weight.packed:
+        if weight.packed and not _is_ordered(weight):
             self._linear_packed(out, x, weight, weight.out_features // 2, gated=True)
         else:
             both = torch.empty((len(x), weight.out_features), dtype=x.dtype)
-            layers.linear(both, x, weight)
+            self.linear(both, x, weight)
             self.silu_and_mul(out, both)
+
+    def _linear_ordered(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
+        require_contiguous(out, x)
+        rows, depth = x.shape
+        wide = out.dtype == torch.float32
+        if depth != weight.in_features or out.shape != (rows, weight.out_features) or x.dtype != weight.data.dtype:
+            raise misfit(out, x)
+        bias = None if weight.bias is None else weight.bias.data_ptr()
+        sizes = (rows, weight.out_features, depth)
+        places = (out.data_ptr(), x.data_ptr(), weight.data.data_ptr(), bias)
+        self._call("linear_ordered", *places, *sizes, wide, _is_bfloat16(x))
 
     def _linear_packed(self, out: Tensor, x: Tensor, weight: PackedLinear, width: int, gated: bool) -> None:
         require_contiguous(out, x)
@@ -151,7 +176,7 @@ class CpuKernels:
         columns = (rows.page_table, rows.slots, rows.starts, rows.num_tokens, rows.offsets)
         places = [tensor.data_ptr() for tensor in (out, qkv, k_pool, v_pool, *columns)]
         sizes = (len(rows.slots), width, heads, kv_heads, head_dim, page_size, window)
-        self._call("paged_attention", *places, *sizes, scale, _is_bfloat16(qkv))
+        self._call("paged_attention", *places, *sizes, scale, self._deterministic, _is_bfloat16(qkv))
 
     def update_page_table(self, table: Tensor, updates: TableUpdates) -> None:
         """See kernels.contracts.step_ops. Raises ValueError for what does not fit."""
@@ -184,6 +209,11 @@ class CpuKernels:
         places = [tensor.data_ptr() for tensor in (input_ids, rows.positions, rows.locations, *columns)]
         places += [0 if tensor is None else tensor.data_ptr() for tensor in (known, unwritten)]
         self._call("resolve_tokens", *places, len(rows.slots), num_extend, page_size, vocab_size, rows.page_table.shape[1])
+
+
+def _is_ordered(weight: PackedLinear) -> bool:
+    """Whether it is packed as [ceil(N / 64), K, 64]."""
+    return weight.data.dim() == 3
 
 
 def _packed_columns(rows: int, gated: bool) -> Tensor:

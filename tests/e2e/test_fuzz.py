@@ -70,5 +70,8 @@ def test_strangers_break_nothing_and_leave_nothing(fuzzed: System) -> None:
         after.update({name: fuzzed.resident_mb(name) for name in pids})
         return all(after[name] <= before[name] + SPARE_MB for name in pids)
 
-    wait_until(settled, SETTLE_S, f"memory to be as before: {before}, {after}")
+    try:
+        wait_until(settled, SETTLE_S, "memory to be as before")
+    finally:
+        print(after)
     assert fuzzed.status("/health_generate") == 200

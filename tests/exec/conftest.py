@@ -2,7 +2,8 @@
 
 tests/kernels has the twins do what the C++ kernels do, operation by operation. So what an executor makes of them is asked of
 one; on both are the suites that compare with transformers, and of each other suite the cases that bear on most of it. By day,
-where there is no GPU, half of the cases of FlashInfer's double run, and of what differs in lengths and seeds alone.
+where there is no GPU, half of the cases of FlashInfer's double run, of models that transformers computes, and of what differs in
+lengths and seeds alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from kernels.contracts.sample_ops import SampleKernels
 from tests.exec.sampling import sample_kernels
 from tests.night import wait_for_night
 
-SLOW = ("test_flashinfer_backend.py", "test_flashinfer_library.py", "test_penalties.py", "test_token_sets.py")
+SLOW = (
+    "test_flashinfer_backend.py",
+    "test_flashinfer_library.py",
+    "test_penalties.py",
+    "test_token_sets.py",
+    "test_transformers_model.py",
+)
 
 
 @pytest.fixture(scope="module")

@@ -75,10 +75,17 @@ def test_extremes_survive_activation(kernels: CpuKernels) -> None:
     assert torch.isnan(found[0, 6])
 
 
-# Of float32 the twin itself is called. In bfloat16: tiles of 1 to 6 rows, blocks with and without a tail, each with and without
-# a bias, rows in one part, in several, and in more than there are rows for.
+# In each type: tiles of 1 to 6 rows, blocks with and without a tail, each with and without a bias, rows in one part, in several,
+# and in more than there are rows for. An odd depth has no pairs.
 LINEAR = [
-    (torch.float32, 7, (65, 64), True),
+    (torch.float32, 1, (65, 64), False),
+    (torch.float32, 2, (64, 33), True),
+    (torch.float32, 3, (1, 200), True),
+    (torch.float32, 4, (130, 1), False),
+    (torch.float32, 5, (16, 64), True),
+    (torch.float32, 13, (65, 64), True),
+    (torch.float32, 70, (16, 2), False),
+    (torch.bfloat16, 3, (65, 33), True),
     (torch.bfloat16, 1, (65, 64), True),
     (torch.bfloat16, 2, (200, 66), False),
     (torch.bfloat16, 5, (16, 2), True),
@@ -185,7 +192,7 @@ BATCHES = {
 
 
 # Plain loops take float32 and sizes of a head that no dot product suits: each batch, page and window once. In bfloat16 a row of
-# few queries (tokens times heads of a group, below 8) reads the pool directly, others go by tiles: both with each size of a head.
+# few queries (tokens times heads of a group, below 8) reads keys as they lie, others pack them: both with each size of a head.
 ATTENTION = [
     (torch.float32, "one-decode", (4, 2, 64), (1, 0)),
     (torch.float32, "first-token", (7, 1, 128), (16, 24)),

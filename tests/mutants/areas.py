@@ -10,7 +10,14 @@ from tests.mutants.faults.grammar import GRAMMAR
 from tests.mutants.faults.kernels import KERNELS
 from tests.mutants.faults.worker import WORKER
 
-KERNELS_TOO = ("top_n_sigma", "triton_select_tokens", "triton_attention", "triton_measure_logprobs")
+KERNELS_TOO = (
+    "triton_step",
+    "triton_layers",
+    "top_n_sigma",
+    "triton_select_tokens",
+    "triton_attention",
+    "triton_measure_logprobs",
+)
 AREAS: dict[str, tuple[str, ...]] = {
     "chart": (
         *(
@@ -28,7 +35,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         ),
         "tests/contracts/test_chart_schema.py",
     ),
-    "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "triton_step", "triton_layers", *KERNELS_TOO)),
+    "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "deterministic_kernels", *KERNELS_TOO)),
     "core": (
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
         *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares")),

@@ -74,19 +74,20 @@ extern "C" void rootstock_paged_attention(void* out, const void* qkv, const void
                                           const int32_t* page_table, const int32_t* slots, const int32_t* starts,
                                           const int32_t* num_tokens, const int32_t* offsets, int64_t rows,
                                           int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                          int64_t page_size, int64_t window, float scale, int bfloat16, int threads) {
+                                          int64_t page_size, int64_t window, float scale, int ordered, int bfloat16,
+                                          int threads) {
     using rootstock::bf16;
     if (bfloat16) {
         const rootstock::Attention<bf16> job{static_cast<bf16*>(out), static_cast<const bf16*>(qkv),
                                              static_cast<const bf16*>(keys), static_cast<const bf16*>(values),
                                              page_table, slots, starts, num_tokens, offsets, rows, table_width, heads,
-                                             kv_heads, head_dim, page_size, window, scale};
+                                             kv_heads, head_dim, page_size, window, scale, ordered != 0};
         if (!rootstock::attend_bf16(job, threads)) rootstock::attend(job, threads);
     } else {
         const rootstock::Attention<float> job{static_cast<float*>(out), static_cast<const float*>(qkv),
                                               static_cast<const float*>(keys), static_cast<const float*>(values),
                                               page_table, slots, starts, num_tokens, offsets, rows, table_width, heads,
-                                              kv_heads, head_dim, page_size, window, scale};
+                                              kv_heads, head_dim, page_size, window, scale, ordered != 0};
         rootstock::attend(job, threads);
     }
 }

@@ -19,6 +19,7 @@ template <typename T> struct Attention {
     const int32_t* offsets;
     int64_t rows, table_width, heads, kv_heads, head_dim, page_size, window;
     float scale;
+    bool ordered;  // a token's result is the same alone and among others, to the last bit
 
     int64_t group() const { return heads / kv_heads; }
     const T* query(int64_t token, int64_t head) const {

@@ -1,17 +1,14 @@
-// Which bfloat16 attention kernel takes which rows: few queries read the pool directly, many go tile by tile.
-
-#include "attention_bf16.h"
+// Which tile of which row each thread takes.
 
 #include <vector>
 
+#include "attention_tile.h"
 #include "schedule.h"
 
 namespace rootstock {
 
 #if ROOTSTOCK_DOT_BF16
 namespace {
-
-constexpr int64_t kDirectQueries = 8;  // queries of one key/value head from which tiles pay for their packing
 
 struct Task {
     int32_t row, first, count;  // tokens of the row
@@ -22,10 +19,8 @@ std::vector<Task> split(const Attention<bf16>& job) {
     const int32_t most = static_cast<int32_t>(std::max<int64_t>(1, kTileQueries / job.group()));
     std::vector<Task> tasks;
     for (int32_t row = 0; row < job.rows; ++row) {
-        const bool direct = job.num_tokens[row] * job.group() < kDirectQueries;
-        const int32_t step = direct ? 1 : most;
-        for (int32_t first = 0; first < job.num_tokens[row]; first += step) {
-            tasks.push_back({row, first, std::min(step, job.num_tokens[row] - first)});
+        for (int32_t first = 0; first < job.num_tokens[row]; first += most) {
+            tasks.push_back({row, first, std::min(most, job.num_tokens[row] - first)});
         }
     }
     const auto cost = [&](const Task& t) { return int64_t{t.count} * (job.starts[t.row] + t.first + t.count); };
@@ -43,12 +38,7 @@ bool attend_bf16(const Attention<bf16>& job, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (pieces > 1)
     for (int64_t piece = 0; piece < pieces; ++piece) {
         const Task& task = tasks[piece / job.kv_heads];
-        const int64_t kv_head = piece % job.kv_heads;
-        if (job.num_tokens[task.row] * job.group() < kDirectQueries) {
-            attend_direct(job, task.row, task.first, kv_head);
-        } else {
-            attend_tile(job, task.row, task.first, task.count, kv_head);
-        }
+        attend_tile(job, task.row, task.first, task.count, piece % job.kv_heads);
     }
     return true;
 }

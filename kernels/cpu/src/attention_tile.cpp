@@ -1,12 +1,12 @@
 // Attention of many tokens of a row, as in a prefill: flash style (arXiv 2205.14135), both products in bfloat16 tiles.
 //
-// A tile of queries walks over its keys 64 at a time. Keys and values are packed once per tile; scores, weights and sums stay
-// in the second-level cache.
+// A tile of queries walks over its keys 64 at a time. Keys and values are packed once per tile, unless it has few queries
+// (attention_few.cpp); scores, weights and sums stay in the second-level cache. Blocks of keys begin at multiples of 64, and what a
+// query does not see adds nothing, so that in ordered jobs a query's result does not depend on which others share its tile.
 
 #include <vector>
 
-#include "attention_bf16.h"
-#include "tile_bf16.h"
+#include "attention_tile.h"
 #include "vector16.h"
 
 #if ROOTSTOCK_DOT_BF16
@@ -14,8 +14,7 @@
 namespace rootstock {
 namespace {
 
-constexpr int64_t kKeys = kTileCols;
-constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr int64_t kRowsOfParts = 3;  // sums and totals of 3 x 4 vectors fit the registers
 
 template <typename T> struct Buffer {
     std::vector<T> storage;
@@ -32,15 +31,6 @@ struct Scratch {
     Buffer<float> scores, sums, peaks, totals;
 };
 
-struct Tile {
-    const Attention<bf16>& job;
-    int64_t row, kv_head, first_token, start, queries, wide;  // wide: head_dim rounded up to 64
-    bf16 *q, *k, *v, *p;
-    float *s, *o, *peak, *total;
-
-    int64_t position(int64_t query) const { return start + query / job.group(); }
-};
-
 void gather_queries(const Tile& tile) {
     const int64_t group = tile.job.group(), dim = tile.job.head_dim;
     for (int64_t i = 0; i < tile.queries; ++i) {
@@ -52,9 +42,24 @@ void gather_queries(const Tile& tile) {
     std::fill(tile.o, tile.o + tile.queries * tile.wide, 0.0f);
 }
 
-// Keys begin .. begin + count - 1 as columns: k[pair][64][2]. Columns past count are zero.
+// Where the keys and values of the positions from begin on, below end, lie in the pools; then the last one's place again. Walks
+// the page table once: a division per key would cost more than the key's dot product.
+void locate(const Tile& tile, int64_t begin, int64_t end, int64_t (&places)[kPlaces]) {
+    const Attention<bf16>& job = tile.job;
+    const int64_t count = std::min(kPlaces, end - begin);
+    for (int64_t i = 0; i < count;) {
+        const int64_t run = std::min(count - i, job.page_size - (begin + i) % job.page_size);
+        const int64_t first = job.place(tile.row, begin + i, tile.kv_head);
+        for (int64_t k = 0; k < run; ++k) places[i + k] = first + k * job.head_dim;
+        i += run;
+    }
+    std::fill(places + count, places + kPlaces, places[count - 1]);
+}
+
+// Keys begin .. begin + count - 1 as columns: k[pair][64][2], pairs of a part together. Columns past count are zero.
 void pack_keys(const Tile& tile, int64_t begin, int64_t count) {
-    const int64_t pairs = tile.job.head_dim / 2;
+    const int64_t pairs = tile.job.head_dim / 2, parts = tile.job.ordered ? kParts : 1;
+    const auto place = [&](int64_t pair) { return pair % parts * (pairs / parts) + pair / parts; };
     for (int64_t block = 0; block < kKeys; block += 16) {
         const bf16* source[16];
         for (int64_t i = 0; i < 16; ++i) {
@@ -67,7 +72,7 @@ void pack_keys(const Tile& tile, int64_t begin, int64_t count) {
                 lanes[i] = source[i] != nullptr ? _mm512_loadu_ps(source[i] + pair * 2) : _mm512_setzero_ps();
             }
             transpose(lanes);
-            for (int i = 0; i < 16; ++i) _mm512_store_ps(tile.k + (pair + i) * 128 + block * 2, lanes[i]);
+            for (int i = 0; i < 16; ++i) _mm512_store_ps(tile.k + place(pair + i) * 128 + block * 2, lanes[i]);
         }
     }
 }
@@ -91,6 +96,33 @@ void pack_values(const Tile& tile, int64_t begin, int64_t count) {
     }
 }
 
+template <int ROWS> void store_scores(const Tile& tile, int64_t row, const __m512 (&sums)[ROWS][kVectors]) {
+    for (int r = 0; r < ROWS; ++r) {
+        for (int v = 0; v < kVectors; ++v) _mm512_store_ps(tile.s + (row + r) * kKeys + v * 16, sums[r][v]);
+    }
+}
+
+// In the order of few queries: each part of a product by itself.
+void make_scores_by_parts(const Tile& tile) {
+    const int64_t dim = tile.job.head_dim, pairs = dim / 2 / kParts;
+    for (int64_t row = 0; row < tile.queries; row += kRowsOfParts) {
+        with_rows(std::min<int64_t>(kRowsOfParts, tile.queries - row), [&]<int ROWS>() {
+            __m512 totals[ROWS][kVectors];
+            clear(totals);
+            multiply_tile<ROWS, kParts>(totals, tile.q + row * dim, dim, tile.k, pairs);
+            for (int64_t part = 1; part < kParts; ++part) {
+                __m512 sums[ROWS][kVectors];
+                clear(sums);
+                multiply_tile<ROWS, kParts>(sums, tile.q + row * dim + 2 * part, dim, tile.k + part * pairs * 2 * kKeys, pairs);
+                for (int r = 0; r < ROWS; ++r) {
+                    for (int v = 0; v < kVectors; ++v) totals[r][v] = _mm512_add_ps(totals[r][v], sums[r][v]);
+                }
+            }
+            store_scores(tile, row, totals);
+        });
+    }
+}
+
 void make_scores(const Tile& tile) {
     const int64_t dim = tile.job.head_dim;
     for (int64_t row = 0; row < tile.queries; row += kTileRows) {
@@ -98,9 +130,7 @@ void make_scores(const Tile& tile) {
             __m512 sums[ROWS][kVectors];
             clear(sums);
             multiply_tile<ROWS>(sums, tile.q + row * dim, dim, tile.k, dim / 2);
-            for (int r = 0; r < ROWS; ++r) {
-                for (int v = 0; v < kVectors; ++v) _mm512_store_ps(tile.s + (row + r) * kKeys + v * 16, sums[r][v]);
-            }
+            store_scores(tile, row, sums);
         });
     }
 }
@@ -158,13 +188,14 @@ void mix_values(const Tile& tile) {
 
 void write_results(const Tile& tile) {
     const int64_t group = tile.job.group();
+    const __m512 zero = _mm512_setzero_ps();  // makes -0 to 0, which keys that are not seen do as well
     for (int64_t query = 0; query < tile.queries; ++query) {
         bf16* out = tile.job.result(tile.first_token + query / group, tile.kv_head * group + query % group);
         const float* o = tile.o + query * tile.wide;
         const __m512 scale = _mm512_set1_ps(1.0f / tile.total[query]);
         for (int64_t i = 0; i < tile.job.head_dim; i += 32) {
-            const __m512 low = _mm512_mul_ps(_mm512_load_ps(o + i), scale);
-            const __m512 high = _mm512_mul_ps(_mm512_load_ps(o + i + 16), scale);
+            const __m512 low = _mm512_mul_ps(_mm512_add_ps(_mm512_load_ps(o + i), zero), scale);
+            const __m512 high = _mm512_mul_ps(_mm512_add_ps(_mm512_load_ps(o + i + 16), zero), scale);
             _mm512_storeu_si512(out + i, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
         }
     }
@@ -181,13 +212,27 @@ void attend_tile(const Attention<bf16>& job, int64_t row, int64_t first, int64_t
                     scratch.peaks.of(queries), scratch.totals.of(queries)};
     gather_queries(tile);
     const int64_t end = tile.start + count;
+    int64_t places[kPlaces];
     for (int64_t begin = job.first_seen(tile.start) / kKeys * kKeys; begin < end; begin += kKeys) {
         const int64_t keys = std::min(kKeys, end - begin);
-        pack_keys(tile, begin, keys);
-        pack_values(tile, begin, keys);
-        make_scores(tile);
+        if (tile.few()) {
+            locate(tile, begin, end, places);
+            score_few(tile, places, keys);
+        } else {
+            pack_keys(tile, begin, keys);
+            pack_values(tile, begin, keys);
+            if (job.ordered) {
+                make_scores_by_parts(tile);
+            } else {
+                make_scores(tile);
+            }
+        }
         for (int64_t query = 0; query < queries; ++query) soften(tile, query, begin);
-        mix_values(tile);
+        if (tile.few()) {
+            mix_few(tile, places, keys);
+        } else {
+            mix_values(tile);
+        }
     }
     write_results(tile);
 }

@@ -29,8 +29,8 @@ struct Ahead {
     int lines = 0;
 };
 
-// sums[r][v] += a[r] . w[:, v] over `pairs` pairs.
-template <int ROWS>
+// sums[r][v] += a[r] . w[:, v] over `pairs` pairs; those of a are STEP apart.
+template <int ROWS, int STEP = 1>
 inline void multiply_tile(__m512 (&sums)[ROWS][kVectors], const bf16* a, int64_t stride, const bf16* w, int64_t pairs,
                           Ahead ahead = {}) {
     for (int64_t pair = 0; pair < pairs; ++pair) {
@@ -40,7 +40,7 @@ inline void multiply_tile(__m512 (&sums)[ROWS][kVectors], const bf16* a, int64_t
             _mm_prefetch(reinterpret_cast<const char*>(ahead.next), _MM_HINT_T1);
         }
         for (int row = 0; row < ROWS; ++row) {
-            const __m512bh value = pair_at(a + row * stride, pair);
+            const __m512bh value = pair_at(a + row * stride, pair * STEP);
             for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], columns[v], value);
         }
     }

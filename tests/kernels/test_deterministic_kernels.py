@@ -1,0 +1,184 @@
+"""What a row gets is the same to the last bit alone, among others, whole and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.contracts.ops import RaggedRows
+from kernels.cpu.build import built_library
+from kernels.cpu.library import CpuKernels
+from tests.all_pairs import each_pair
+
+DTYPES = [torch.float32, torch.bfloat16]
+LENGTH = 150
+CUTS = ([1] * LENGTH, [3] * (LENGTH // 3), [1, 7, 64, 2, 13, 1, 5, 57], [128, 22])
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    return CpuKernels(built_library(), 2, deterministic=True)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def slices(rows: int) -> Iterator[slice]:
+    """Each row alone, and runs of every number that a tile may have, and more."""
+    yield from (slice(row, row + 1) for row in range(rows))
+    for size in (2, 3, 4, 5, 6, 7, 13):
+        yield from (slice(first, first + size) for first in range(0, rows - size, 5))
+
+
+def assert_rows_alone(compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """compute: x [rows, N] -> [rows, M]."""
+    whole = compute(x)
+    for part in slices(len(x)):
+        assert torch.equal(compute(x[part].clone()), whole[part]), part
+
+
+@each_pair(dtype=DTYPES, weights=[(65, 64), (200, 31), (16, 1024)], bias=[False, True], wide=[False, True])
+def test_linear(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool) -> None:
+    outs, ins = weights
+    added = random(outs, dtype=dtype, seed=2) if bias else None
+    packed = kernels.pack_linear(random(outs, ins, dtype=dtype, seed=1), added)
+
+    def compute(x: Tensor) -> Tensor:
+        out = torch.empty(len(x), outs, dtype=torch.float32 if wide else dtype)
+        kernels.linear(out, x, packed)
+        return out
+
+    assert_rows_alone(compute, random(40, ins, dtype=dtype))
+
+
+@each_pair(dtype=DTYPES, weights=[(33, 64), (96, 31)])
+def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int]) -> None:
+    size, ins = weights
+    packed = kernels.pack_gated(random(2 * size, ins, dtype=dtype, seed=1), None)
+
+    def compute(x: Tensor) -> Tensor:
+        out = torch.empty(len(x), size, dtype=dtype)
+        kernels.gated_linear(out, x, packed)
+        return out
+
+    assert_rows_alone(compute, random(40, ins, dtype=dtype))
+
+
+@each_pair(dtype=DTYPES, size=[31, 1000])
+def test_norms_and_activation(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
+    weight = random(size, dtype=dtype, seed=1)
+
+    def normed(x: Tensor) -> Tensor:
+        out, residual = torch.empty_like(x), x.flip(1).contiguous()
+        kernels.fused_add_rms_norm(out, x, residual, weight, 1e-6)
+        again = torch.empty_like(x)
+        kernels.rms_norm(again, out, weight, 1e-6)
+        return torch.cat((out, residual, again), dim=1)
+
+    def activated(x: Tensor) -> Tensor:
+        out = torch.empty(len(x), size // 2, dtype=dtype)
+        kernels.silu_and_mul(out, x[:, : size // 2 * 2].contiguous())
+        return out
+
+    assert_rows_alone(normed, random(40, size, dtype=dtype))
+    assert_rows_alone(activated, random(40, size, dtype=dtype))
+
+
+def one_row(table: Tensor, start: int, count: int, slot: int, page_size: int) -> RaggedRows:
+    return RaggedRows(
+        page_table=table,
+        slots=torch.tensor([slot], dtype=torch.int32),
+        starts=torch.tensor([start], dtype=torch.int32),
+        num_tokens=torch.tensor([count], dtype=torch.int32),
+        offsets=torch.zeros(1, dtype=torch.int32),
+        positions=torch.arange(start, start + count, dtype=torch.int32),
+        locations=torch.zeros(count, dtype=torch.int64),
+        max_context=start + count,
+    )
+
+
+def together(table: Tensor, parts: Sequence[tuple[int, int, int]]) -> RaggedRows:
+    """parts: (slot, start, count) of each row."""
+    slots, starts, counts = (torch.tensor(column, dtype=torch.int32) for column in zip(*parts, strict=True))
+    positions = torch.cat([torch.arange(start, start + count, dtype=torch.int32) for _, start, count in parts])
+    offsets, most = (counts.cumsum(0) - counts).int(), int((starts + counts).max())
+    return RaggedRows(table, slots, starts, counts, offsets, positions, torch.zeros(len(positions), dtype=torch.int64), most)
+
+
+class Context:
+    """Queries, keys and values of a sequence in its own pages, beside others."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, window: int) -> None:
+        self.heads, self.kv_heads, self.head_dim = shape
+        self.page_size, self.window, width = page_size, window, -(-LENGTH // page_size)
+        self.table = torch.randperm(3 * width, generator=torch.Generator().manual_seed(7)).view(3, width).int()
+        pool = (3 * width, self.kv_heads, page_size, self.head_dim)
+        self.qkv = random(LENGTH, (self.heads + 2 * self.kv_heads) * self.head_dim, dtype=dtype, seed=1) * 2
+        self.keys, self.values = random(*pool, dtype=dtype, seed=2), random(*pool, dtype=dtype, seed=3)
+        places = torch.arange(LENGTH)
+        kept, offsets = self.table[0, places // page_size].long(), places % page_size
+        for slot in (1, 2):  # the same keys on other pages
+            pages = self.table[slot, places // page_size].long()
+            self.keys[pages, :, offsets] = self.keys[kept, :, offsets]
+            self.values[pages, :, offsets] = self.values[kept, :, offsets]
+
+    def attend(self, kernels: CpuKernels, rows: RaggedRows) -> Tensor:
+        """[tokens, H D], of the tokens at the rows' positions."""
+        qkv = self.qkv[rows.positions.long()].contiguous()
+        out = torch.empty(len(qkv), self.heads * self.head_dim, dtype=qkv.dtype)
+        kernels.paged_attention(out, qkv, self.keys, self.values, rows, self.head_dim**-0.5, self.window)
+        return out
+
+    def in_pieces(self, kernels: CpuKernels, sizes: Sequence[int], slot: int = 0) -> Tensor:
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        found = [
+            self.attend(kernels, one_row(self.table, *piece, slot, self.page_size)) for piece in zip(starts, sizes, strict=True)
+        ]
+        return torch.cat(found)
+
+
+SHAPES = [
+    (torch.bfloat16, (4, 2, 64), (16, 0)),
+    (torch.bfloat16, (4, 4, 96), (4, 70)),
+    (torch.bfloat16, (7, 1, 128), (16, 24)),
+    (torch.bfloat16, (6, 2, 256), (1, 0)),
+    (torch.bfloat16, (16, 1, 64), (16, 100)),
+    (torch.bfloat16, (4, 2, 20), (16, 0)),
+    (torch.float32, (4, 2, 64), (16, 24)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
+def test_attention_wherever_it_is_cut(
+    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
+) -> None:
+    """shape: heads, KV heads, numbers of a head. layout: tokens of a page, and of the window."""
+    context = Context(dtype, shape, *layout)
+    whole = context.in_pieces(kernels, [LENGTH])
+    for sizes in CUTS:
+        found = context.in_pieces(kernels, sizes)
+        assert torch.equal(found, whole), (sizes, (found != whole).any(1).nonzero().flatten())
+
+
+@pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
+def test_attention_beside_others(
+    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
+) -> None:
+    """On other pages, too."""
+    context = Context(dtype, shape, *layout)
+    whole = context.in_pieces(kernels, [LENGTH])
+    parts = [(2, 100, 50), (1, 0, 9), (2, 37, 1), (0, 9, 60), (1, 149, 1)]
+    found, expected = context.attend(kernels, together(context.table, parts)), []
+    for _, start, count in parts:
+        expected.append(whole[start : start + count])
+    assert torch.equal(found, torch.cat(expected))
+
+
+def test_otherwise_it_is_not(kernels: CpuKernels) -> None:
+    """What is asserted above can be otherwise."""
+    context, other = Context(torch.bfloat16, (4, 2, 64), 16, 0), CpuKernels(built_library(), 2)
+    assert not torch.equal(context.in_pieces(other, [1] * LENGTH), context.in_pieces(other, [LENGTH]))
