@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 
 import pytest
@@ -36,42 +37,62 @@ def seeds() -> Iterator[int]:
     yield from (random.randrange(1 << 32) for _ in count()) if NIGHTLY else count(DAY_SEED)
 
 
+pytestmark = [
+    pytest.mark.timeout(LASTS_S + (600 if NIGHTLY else 240)),
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+]
+
+
+@dataclass(frozen=True)
+class Fuzzed:
+    """After the rounds. before: MiB by process, once warm; pids: at the start; answered: see Fuzzer."""
+
+    system: System
+    pids: Mapping[str, int]
+    before: Mapping[str, float]
+    answered: Mapping[str, int]
+
+
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     folder = tmp_path_factory.mktemp("fuzzed")
     with System(folder, gateway_flags=GATEWAY, worker_flags="--context-len 256", log_level="info") as system:
-        yield system
+        fuzzer = Fuzzer(system.url)
+        cases = Cases(fuzzer.document)
+        pids = {name: child.pid for name, child in system.children.items()}
+        begun = time.monotonic()
+        rounds(fuzzer.faults, fuzzer.raw_faults, cases, WARM_UP_SEED, EXAMPLES // 2, HEADS // 2)
+        before = {name: system.resident_mb(name) for name in pids}
+        for number in seeds():
+            print("seed", number, flush=True)
+            rounds(fuzzer.faults, fuzzer.raw_faults, cases, number, EXAMPLES, HEADS)
+            if time.monotonic() - begun > LASTS_S:
+                break
+        fuzzer.close()
+        print(dict(fuzzer.answered), before)
+        yield Fuzzed(system, pids, before, fuzzer.answered)
 
 
-@pytest.mark.timeout(LASTS_S + (600 if NIGHTLY else 240))
-@pytest.mark.filterwarnings("ignore:Generating overly large repr")
-def test_strangers_break_nothing_and_leave_nothing(fuzzed: System) -> None:
-    fuzzer = Fuzzer(fuzzed.url)
-    cases = Cases(fuzzer.document)
-    pids = {name: child.pid for name, child in fuzzed.children.items()}
-    begun = time.monotonic()
-    rounds(fuzzer.faults, fuzzer.raw_faults, cases, WARM_UP_SEED, EXAMPLES // 2, HEADS // 2)
-    before = {name: fuzzed.resident_mb(name) for name in pids}
-    for number in seeds():
-        print("seed", number, flush=True)
-        rounds(fuzzer.faults, fuzzer.raw_faults, cases, number, EXAMPLES, HEADS)
-        if time.monotonic() - begun > LASTS_S:
-            break
-    fuzzer.close()
+def test_strangers_are_answered_as_documented(fuzzed: Fuzzed) -> None:
+    """What was not ends the rounds, with the smallest request for it."""
+    assert min(fuzzed.answered["200"], fuzzed.answered["400"]) > 2 * EXAMPLES, "much is served, and much is refused"
+    assert fuzzed.system.status("/health_generate") == 200
 
-    print(dict(fuzzer.answered), before)
-    assert min(fuzzer.answered["200"], fuzzer.answered["400"]) > 2 * EXAMPLES, "much is served, and much is refused"
+
+def test_strangers_end_no_process_and_leave_no_request(fuzzed: Fuzzed) -> None:
     idle = [(name, metric) for name, metrics in IDLE.items() for metric in metrics]
-    wait_until(lambda: not any(fuzzed.metric(*each) for each in idle), SETTLE_S, "all requests to end")
-    assert {name: child.pid for name, child in fuzzed.children.items() if child.running} == pids
+    wait_until(lambda: not any(fuzzed.system.metric(*each) for each in idle), SETTLE_S, "all requests to end")
+    assert {name: child.pid for name, child in fuzzed.system.children.items() if child.running} == fuzzed.pids
+
+
+def test_strangers_leave_no_memory_behind(fuzzed: Fuzzed) -> None:
     after: dict[str, float] = {}
 
     def settled() -> bool:
-        after.update({name: fuzzed.resident_mb(name) for name in pids})
-        return all(after[name] <= before[name] + SPARE_MB for name in pids)
+        after.update({name: fuzzed.system.resident_mb(name) for name in fuzzed.pids})
+        return all(after[name] <= fuzzed.before[name] + SPARE_MB for name in after)
 
     try:
         wait_until(settled, SETTLE_S, "memory to be as before")
     finally:
         print(after)
-    assert fuzzed.status("/health_generate") == 200
