@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +21,14 @@ logger = logging.getLogger(__name__)
 Made = TypeVar("Made")
 
 
-def load_kernels(num_threads: int, dtype: torch.dtype) -> LayerKernels:
-    """The fastest kernels that this machine can run for a model dtype. Builds them on first use."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        return reference
-    made: LayerKernels | None = _made(CpuKernels, num_threads)
+def load_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool = False) -> LayerKernels:
+    """The fastest kernels that this machine can run for a model dtype. Builds them on first use. deterministic: see CpuKernels;
+    raises ValueError where these cannot run, for nothing stands in for them."""
+    made: LayerKernels | None = None
+    if dtype in (torch.float32, torch.bfloat16):
+        made = _made(partial(CpuKernels, deterministic=deterministic), num_threads)
+    if deterministic and made is None:
+        raise ValueError(f"deterministic kernels for {dtype} cannot be had: they are the C++ ones, of float32 and bfloat16")
     return made or reference
 
 

@@ -125,6 +125,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         control_port=settings.control_port,
         auto_truncates=settings.allow_auto_truncate,
         sampling_defaults=worker_pb2.SamplingDefaults(**engine.defaults.as_dict()),
+        numerics=engine.info.numerics,
     )
 
 

@@ -187,6 +187,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         max_tokens=most_step_tokens(settings),
         max_whole_tokens=max(settings.max_prefill_tokens, settings.max_running_requests),
         load_threads=settings.load_threads,
+        deterministic=settings.deterministic,
     )
     executor, info = build_device_executor(
         model_path=settings.model,

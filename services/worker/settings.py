@@ -46,6 +46,11 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Of weights and KV; auto: the checkpoint's."
     )
+    deterministic: bool = Field(
+        False,
+        description="A request's tokens and logprobs are the same bits whatever else runs, however its prompt is cut, cached or"
+        " computed again. CPU, models of our own decoder, float32 and bfloat16.",
+    )
     num_threads: int = Field(0, ge=0, description="Compute threads; 0: one per core that this process may use.")
     context_len: int = Field(0, ge=0, description="Tokens of prompt and output together; 0: what the model's config says.")
     page_size: int = Field(16, ge=1, le=256, description="Tokens per page of KV.")

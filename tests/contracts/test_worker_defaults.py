@@ -70,6 +70,7 @@ SETTINGS_ELSEWHERE = {
     "cuda_graph_max_rows": ENGINE,
     "load_threads": ENGINE,
     "dtype": ENGINE,
+    "deterministic": ENGINE,
     "num_threads": ENGINE,
     "context_len": ENGINE,
     "page_size": ENGINE,

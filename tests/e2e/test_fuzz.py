@@ -96,3 +96,4 @@ def test_strangers_leave_no_memory_behind(fuzzed: Fuzzed) -> None:
         wait_until(settled, SETTLE_S, "memory to be as before")
     finally:
         print(after)
+    assert set(after) == set(fuzzed.pids), "of every process"

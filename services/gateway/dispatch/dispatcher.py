@@ -152,6 +152,7 @@ class Dispatcher:
         handle, request = next(self._handles), placement.choice.request
         placement.place(link, handle, predicted_tokens, request.clock())
         self._send(placement, link, handle, reason, predicted_tokens)
+        self._metrics.other_numerics.inc(placement.changes_numerics)
         after_s = self._settings.hedge_after_s
         if after_s and not placement.in_session and not placement.has_begun:
             placement.hedge_after(after_s, partial(self._hedge, placement))

@@ -247,7 +247,8 @@ class Fleet:
 def _agree(pool: Pool) -> None:
     """Any of its workers may get any of its requests: the shortest context counts, and prompts are cut where all of them say so.
     Blocks are named by the weights that most of them have, of two equal halves by those that they were named by. Sampling
-    defaults are those of the worker among these whose id comes first, so that all gateways take the same."""
+    defaults are those of the worker among these whose id comes first, so that all gateways take the same. The model is
+    deterministic where all of them say so, and have one fingerprint."""
     links = [link for link in pool.links.values() if link.info is not None]
     infos = [link.info for link in links if link.info is not None]
     model = pool.model
@@ -257,9 +258,11 @@ def _agree(pool: Pool) -> None:
     model = replace(model, revision=most.revision, tokenizer=most.tokenizer)
     if infos:
         context_len, cuts = min(info.context_len for info in infos), all(info.auto_truncates for info in infos)
+        numerics = {(link.weights, info.numerics) for link in links if (info := link.info) is not None}
+        deterministic = len(numerics) == 1 and all(info.numerics for info in infos)
         infos = [link.info for link in links if link.info is not None and link.weights == most] or infos
         defaults = _defaults_of(min(infos, key=lambda info: info.worker_id))
-        model = replace(model, context_len=context_len, auto_truncates=cuts, defaults=defaults)
+        model = replace(model, context_len=context_len, auto_truncates=cuts, defaults=defaults, deterministic=deterministic)
     pool.model = model
 
 

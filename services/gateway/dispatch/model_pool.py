@@ -45,13 +45,17 @@ class PromptBlocks:
 
 
 class Candidate(Occupant, Protocol):
-    """What a worker is picked for. weights: that it began with, where it has_begun. refused_by: addresses."""
+    """What a worker is picked for. weights, numerics: that it began with, where it has_begun; numerics is "" if that worker
+    promised none. refused_by: addresses."""
 
     @property
     def has_begun(self) -> bool: ...
 
     @property
     def weights(self) -> Weights | None: ...
+
+    @property
+    def numerics(self) -> str: ...
 
     @property
     def refused_by(self) -> Collection[str]: ...
@@ -212,7 +216,7 @@ class ModelPool(Generic[C]):
 
     def _allowed(self, one: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
         if one.has_begun:
-            return self._same_weights(one)
+            return self._same_numerics(one)
         if not one.refused_by and without is None:
             return None
         allowed = np.ones(self.columns.capacity, np.bool_)
@@ -221,6 +225,16 @@ class ModelPool(Generic[C]):
         if without is None and not (allowed & self.columns.usable).any():
             return None  # those that have not refused it are gone: rather one that has
         return allowed
+
+    def _same_numerics(self, one: C) -> NDArray[np.bool_]:
+        """Of those with its weights; while one of them takes requests whose results have the bits that it began with, these."""
+        allowed = self._same_weights(one)
+        if not one.numerics:
+            return allowed
+        same = allowed.copy()
+        for row, link in self.links.items():
+            same[row] &= link.info is not None and link.info.numerics == one.numerics
+        return same if (same & self.columns.usable).any() else allowed
 
     def _same_weights(self, one: C) -> NDArray[np.bool_]:
         """What has begun goes on with the weights that it began with: in a rollout there may be two sorts. And where there is

@@ -23,15 +23,22 @@ Pool: TypeAlias = "ModelPool[Placement]"
 
 @dataclass(frozen=True, slots=True)
 class Hedge:
-    """The copy. The placement's own link, handle and weights are the original's."""
+    """The copy. The placement's own link, handle, weights and numerics are the original's."""
 
     link: Link
     handle: int
     weights: Weights | None
+    numerics: str
+
+
+def numerics_of(link: Link | None) -> str:
+    """Fingerprint of what decides its results' bits beside the weights; "" where these may differ from one time to the next."""
+    return "" if link is None or link.info is None else link.info.numerics
 
 
 class Placement:
     """wait: its time without a worker. weights: that its output comes from, or will; None while it was placed nowhere.
+    numerics: fingerprint of what its output began with; "" for none that anybody has promised.
     placed_at: when its worker got it, 0.0 while none has. predicted_tokens: of its prompt, that its worker was thought to have
     cached. crashes: workers lost soon after they got it. refused_by: addresses of workers that would not or could not serve it.
     retried: elsewhere, after a worker's fault. blocks: shared by all choices of a prompt. batch: a number of the request's own
@@ -46,6 +53,7 @@ class Placement:
         "handle",
         "hedge",
         "link",
+        "numerics",
         "placed_at",
         "pool",
         "predicted_tokens",
@@ -66,6 +74,7 @@ class Placement:
         self.link: Link | None = None
         self.handle = 0  # on the worker's stream; a new one with every submit
         self.weights: Weights | None = None
+        self.numerics = ""
         self.placed_at = 0.0
         self.predicted_tokens = 0
         self.hedge: Hedge | None = None
@@ -87,6 +96,11 @@ class Placement:
     def has_begun(self) -> bool:
         """There is output, which is of its weights."""
         return bool(self.choice.output.ids)
+
+    @property
+    def changes_numerics(self) -> bool:
+        """What has begun goes on with other bits than its worker has promised."""
+        return self.has_begun and self.numerics not in ("", numerics_of(self.link))
 
     @property
     def routing_key(self) -> str:
@@ -112,7 +126,7 @@ class Placement:
         self.link, self.handle = link, handle
         self.placed_at, self.predicted_tokens = now, predicted_tokens
         if not self.has_begun:
-            self.weights = link.weights
+            self.weights, self.numerics = link.weights, numerics_of(link)
 
     def leave(self) -> None:
         """Its worker has ended it, or is gone, and no copy goes on."""
@@ -132,7 +146,7 @@ class Placement:
 
     def copy_to(self, link: Link, handle: int) -> None:
         self._hedge_timer = None
-        self.hedge = Hedge(link, handle, link.weights)
+        self.hedge = Hedge(link, handle, link.weights, numerics_of(link))
 
     def settle(self, link: Link) -> Link | None:
         """This link's copy has spoken first: the other one is given up. Returns the other one's link, if there was a copy."""
@@ -158,7 +172,7 @@ class Placement:
         return True
 
     def _go_on_as(self, hedge: Hedge) -> None:
-        self.link, self.handle, self.weights = hedge.link, hedge.handle, hedge.weights
+        self.link, self.handle, self.weights, self.numerics = hedge.link, hedge.handle, hedge.weights, hedge.numerics
 
     def cancel_hedge(self) -> Link | None:
         """Neither a copy nor a timer for one remains. Returns the link of the copy, if there was one."""

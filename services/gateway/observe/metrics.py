@@ -72,6 +72,9 @@ class GatewayMetrics:
         self.decisions = self._counter("routing_decisions", "Choices given to a worker, by why it was that one.", "reason")
         self.moves = self._counter("moves", "Choices that went to another worker.", "cause", "state")
         self.moves.labels("drain", "begun")  # a rate needs the zero before the first
+        self.other_numerics = self._counter(
+            "moves_to_other_numerics", "Choices of deterministic workers that one whose results have other bits went on with."
+        )
         self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing took to be cached.")
         self.queue_time = self._histogram("queue_time_seconds", "Time that a choice waited for a worker with room.")
         self.refusals = self._counter("refusals", "Choices turned away with a 503 for want of a worker, by why.", "reason")

@@ -25,7 +25,8 @@ UNLIMITED_ANSWER_TOKENS = 16384  # what an answer without max_tokens counts as i
 class ModelInfo:
     """What the gateway knows of a model that workers serve. Lengths in tokens. embedding_size: numbers in its vectors,
     0 if it gives none. source: the name that workers, tokenizers and detokenizers give it. revision, tokenizer: what block
-    hashes begin with. auto_truncates: a prompt that exceeds the context is cut. defaults: of what a request leaves out."""
+    hashes begin with. auto_truncates: a prompt that exceeds the context is cut. defaults: of what a request leaves out.
+    deterministic: whoever computes a request, its result is the same."""
 
     name: str
     context_len: int
@@ -37,6 +38,7 @@ class ModelInfo:
     tokenizer: str = ""
     auto_truncates: bool = False
     defaults: SamplingDefaults = API_DEFAULTS
+    deterministic: bool = False
 
     def hash_root(self, cache_salt: str) -> bytes:
         """What the first block of a prompt is chained to in the prefix index."""

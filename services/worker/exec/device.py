@@ -45,7 +45,7 @@ def streams_of(device: torch.device, num_threads: int) -> Streams:
 
 def load_target(device: torch.device, options: DeviceOptions) -> LoadTarget:
     def kernels(dtype: torch.dtype) -> LayerKernels:
-        return layer_kernels(options.kernels, device, dtype, options.num_threads)
+        return layer_kernels(options.kernels, device, dtype, options.num_threads, options.deterministic)
 
     def streamed(
         checkpoint: Checkpoint,
@@ -58,4 +58,4 @@ def load_target(device: torch.device, options: DeviceOptions) -> LoadTarget:
         stream = StreamOptions(threads=options.load_threads)
         return stream_decoder_weights(checkpoint, config, dtype, device, kernels, stream, progress, phases)
 
-    return LoadTarget(device, kernels, streamed if device.type == "cuda" else timed_weights)
+    return LoadTarget(device, kernels, streamed if device.type == "cuda" else timed_weights, options.deterministic)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,8 @@ import torch
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu import load_kernels, load_sampling
+from kernels.cpu.build import built_library
+from kernels.cpu.variants import cpu_features
 from kernels.reference import layers as reference
 
 AUTO, TRITON, CPP, TORCH = "auto", "triton", "cpp", "torch"
@@ -27,16 +31,30 @@ def _chosen(name: str, device: torch.device) -> str:
     return name if name != AUTO else TRITON if device.type == "cuda" else CPP
 
 
-def layer_kernels(name: str, device: torch.device, dtype: torch.dtype, num_threads: int) -> LayerKernels:
-    """dtype: of the model. num_threads: that C++ kernels compute with. Raises ValueError for an unknown name."""
+def layer_kernels(
+    name: str, device: torch.device, dtype: torch.dtype, num_threads: int, deterministic: bool = False
+) -> LayerKernels:
+    """dtype: of the model. num_threads: that C++ kernels compute with. deterministic: a row's bits depend on that row alone.
+    Raises ValueError for an unknown name, and where no kernels of that kind are deterministic."""
     chosen = _chosen(name, device)
+    if chosen == CPP:
+        return load_kernels(num_threads, dtype, deterministic)
+    if deterministic:
+        raise ValueError(f"kernels {chosen} are not deterministic: the sums of a row depend on how many rows a step has")
     if chosen == TORCH:
         return reference
-    if chosen == CPP:
-        return load_kernels(num_threads, dtype)
     from kernels.triton.layers.layers import TritonLayers
 
     return TritonLayers(device)
+
+
+def numerics(dtype: torch.dtype) -> str:
+    """Of deterministic kernels: equal where a row of a model of this dtype gets equal bits. A digest of the machine code, the
+    CPU's instruction sets, and the versions of torch (tables of angles) and of the C library (logarithms)."""
+    parts = (str(dtype), platform.machine(), *sorted(cpu_features()), torch.__version__, *platform.libc_ver())
+    digest = hashlib.sha256(built_library().read_bytes())
+    digest.update("\n".join(parts).encode())
+    return digest.hexdigest()[:16]
 
 
 def sample_kernels(name: str, device: torch.device, num_threads: int, max_rows: int, vocab_size: int) -> SampleKernels:

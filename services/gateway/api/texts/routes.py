@@ -158,6 +158,7 @@ class TextsApi:
                         "vocab_size": model.vocab_size,
                         "is_generation": model.generates,
                         "embedding_size": model.embedding_size,
+                        "deterministic": model.deterministic,
                     }
                     for model in self._served()
                 ],

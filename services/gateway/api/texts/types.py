@@ -93,6 +93,7 @@ class ServedModel(Answer):
     vocab_size: Count
     is_generation: bool
     embedding_size: Count
+    deterministic: bool = Field(description="Equal requests with a seed or temperature 0 get equal answers, whatever else runs.")
 
 
 class ServerInfo(Answer):

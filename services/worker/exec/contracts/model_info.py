@@ -14,7 +14,8 @@ class LoadedInfo:
     the model gives none. needs_whole_prompt: every prompt has to be one row of one step, without a cached prefix (encoders).
     pooling_reuses_prefix: an embedding may start behind a cached prefix (last-token pooling); if not, all of its prompt is
     computed, though it may be cut into chunks. load_seconds: (phase, seconds) as LoadPhases has them. graph_rows: numbers of
-    rows that decode graphs are captured for, rising. graph_rereads, eager_step_cost: see GraphLimits.
+    rows that decode graphs are captured for, rising. graph_rereads, eager_step_cost: see GraphLimits. numerics: a fingerprint of
+    all that decides a result's bits beside its weights; "" where these are no function of the row alone.
     """
 
     architecture: str
@@ -34,3 +35,4 @@ class LoadedInfo:
     graph_rows: tuple[int, ...] = ()
     graph_rereads: int = 0
     eager_step_cost: float = 0.0
+    numerics: str = ""

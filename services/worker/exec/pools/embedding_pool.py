@@ -58,11 +58,18 @@ class _Pooled:
     count: int = 0
     end: int = 0
 
-    def add(self, states: Tensor) -> None:
-        """states: [tokens, hidden], in the model dtype."""
+    def add(self, states: Tensor, in_order: bool) -> None:
+        """states: [tokens, hidden], in the model dtype. in_order: one after the other, so that where a prompt was cut changes
+        no bit of the sum."""
         assert states.dim() == 2 and len(states) > 0, "tokens that count"
-        summed = states.sum(0, dtype=torch.float32)
-        self.total = summed if self.total is None else self.total + summed
+        if in_order:
+            summed = states.new_zeros(states.shape[1], dtype=torch.float32) if self.total is None else self.total
+            for state in states:
+                summed = summed + state
+            self.total = summed
+        else:
+            summed = states.sum(0, dtype=torch.float32)
+            self.total = summed if self.total is None else self.total + summed
         assert len(states) > 0 and summed.shape == self.total.shape, "all states of a vector are equally wide"
         self.count += len(states)
 
@@ -83,9 +90,9 @@ class EmbeddingPool:
     Mean and first-token pooling need every prompt token computed from the admission on: no hit in the prefix cache.
     """
 
-    def __init__(self, config: PoolingConfig, max_slots: int, device: torch.device | None = None) -> None:
-        """device: of the states; None for the CPU."""
-        self._config = config
+    def __init__(self, config: PoolingConfig, max_slots: int, device: torch.device | None = None, in_order: bool = False) -> None:
+        """device: of the states; None for the CPU. in_order: sums take one token after the other."""
+        self._config, self._in_order = config, in_order
         self._device = device
         self._pools: dict[int, _Pooled] = {}
         self._wanted = np.zeros(max_slots, dtype=np.bool_)
@@ -125,7 +132,7 @@ class EmbeddingPool:
             first = max(first, pooled.end - int(plan.starts[row]))
             if first < last:
                 start = int(offsets[row])
-                pooled.add(states(torch.arange(start + first, start + last, device=self._device)))
+                pooled.add(states(torch.arange(start + first, start + last, device=self._device)), self._in_order)
                 pooled.end = int(plan.starts[row]) + last
                 assert pooled.count <= pooled.end, "no position counts twice"
             if plan.sample[row]:

@@ -20,11 +20,13 @@ WeightLoader = Callable[[Checkpoint, DecoderConfig, torch.dtype, Kernels, Callab
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Where a model shall run. kernels: of its dtype. weights: reads a decoder's, and counts as the phase "weights"."""
+    """Where a model shall run. kernels: of its dtype. weights: reads a decoder's, and counts as the phase "weights".
+    deterministic: only what our own decoder computes may be loaded."""
 
     device: torch.device
     kernels: Callable[[torch.dtype], LayerKernels]
     weights: WeightLoader
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,150 @@
+"""Deterministic mode through executor and scheduler: what a request gets is a function of that request alone, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
+from services.worker.exec.build import DeviceOptions, build_device_executor
+from services.worker.exec.contracts.protocol import Executor
+from services.worker.exec.kernel_set import numerics
+from services.worker.exec.weights.families import UnsupportedModel
+from tests.exec.driver import Driver, Sequence
+from tests.exec.random_contexts import (
+    CONTEXT_LEN,
+    MAX_SLOTS,
+    NUM_PAGES,
+    PAGE_SIZE,
+    Asked,
+    alone,
+    answer_in,
+    random_context,
+    targets,
+)
+from tests.exec.tiny_models import TinyModel
+from tests.exec.transformers_families import SERVED
+from tests.night import NIGHTLY
+
+CONTEXTS = 1000 if NIGHTLY else 80  # of each way of sampling, a third
+PROMPT_TOKENS, NEW_TOKENS = 45, 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64 numbers, for which bfloat16 has tiles of its own where the CPU has dot products."""
+    made = tmp_path_factory.mktemp("model")
+    TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made)
+    return made
+
+
+def made_of(folder: Path, dtype: str, deterministic: bool = True, kernels: str = "auto") -> Executor:
+    options = DeviceOptions(device="cpu", num_threads=1, deterministic=deterministic, kernels=kernels)
+    executor, _ = build_device_executor(
+        str(folder), dtype, PAGE_SIZE, MAX_SLOTS, NUM_PAGES, 0.5, CONTEXT_LEN, options, lambda _: None
+    )
+    return executor
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[Executor]:
+    made = made_of(folder, request.param)
+    yield made
+    made.close()
+
+
+def strings(executor: Executor, target: Asked, seeds: range) -> set[tuple[object, ...]]:
+    """All that the target says in these contexts, each from its first token on."""
+    reference = alone(executor, target)
+    said = {reference.bits()}
+    for seed in seeds:
+        context = random_context(seed, target, reference.tokens)
+        answer, kept = answer_in(context, executor), len(context.target.kept)
+        assert len(answer.tokens) == NEW_TOKENS - kept
+        said.add(reference.bits()[:kept] + answer.bits())
+    return said
+
+
+@pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
+def test_one_prompt_says_one_string_of_ids_and_logprob_bits_in_any_context(executor: Executor, number: int) -> None:
+    target = list(targets(random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    assert len(strings(executor, target, range(number, CONTEXTS, 3))) == 1
+
+
+def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path) -> None:
+    """A CPU with dot products has faster attention for prompts, one without has torch's linear layers."""
+    executor = made_of(folder, "bfloat16", deterministic=False)
+    *_, target = targets(random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
+    assert len(strings(executor, target, range(40))) > 1
+    executor.close()
+
+
+def test_a_text_scored_as_a_prompt_has_the_logprobs_that_it_was_written_with(executor: Executor) -> None:
+    for target in targets(random.Random(6), PROMPT_TOKENS, NEW_TOKENS):
+        written = alone(executor, target)
+        scoring = replace(target.params, max_new_tokens=1, prompt_logprobs_from=PROMPT_TOKENS)
+        scored = alone(executor, Asked(target.prompt + tuple(written.tokens), scoring))
+        values = np.concatenate([part.values for part in scored.scored])
+        assert [float(value).hex() for value in values] == [row.sampled.hex() for row in written.logprobs]
+
+
+def test_a_mean_over_a_prompt_wherever_it_is_cut(tmp_path: Path) -> None:
+    TinyModel("Qwen3", {}).build(tmp_path)
+    kinds = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(kinds))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    executor = made_of(tmp_path, "float32")
+    prompt = [7, *range(20, 60)]
+    vectors = set()
+    for slot, chunk in enumerate((41, 40, 20, 7, 1)):
+        sequence = Sequence(prompt, slot, SamplingParams(max_new_tokens=1, embedding=EmbeddingParams()))
+        driver = Driver(executor, PAGE_SIZE)
+        driver.next_page = 16 * slot
+        driver.prefill([sequence], chunk)
+        vectors.add(sequence.embedding.tobytes() if sequence.embedding is not None else b"")
+    assert len(vectors) == 1 and b"" not in vectors
+    executor.close()
+
+
+def test_fingerprints_tell_dtypes_apart_and_nothing_else(folder: Path) -> None:
+    """Of what one machine has. A worker that promises nothing has none."""
+    fingerprints = {}
+    for dtype, deterministic in (("float32", True), ("bfloat16", True), ("float32", False)):
+        options = DeviceOptions(device="cpu", num_threads=1, deterministic=deterministic)
+        executor, info = build_device_executor(str(folder), dtype, 8, 2, 8, 0.5, 64, options, lambda _: None)
+        executor.close()
+        fingerprints[dtype, deterministic] = info.numerics
+    assert fingerprints["float32", False] == ""
+    assert fingerprints["float32", True] == numerics(torch.float32) != numerics(torch.bfloat16) == fingerprints["bfloat16", True]
+
+
+def test_a_request_without_a_seed_is_drawn_by_the_seed_it_was_given(executor: Executor) -> None:
+    """The worker's front draws one for a request that names none: another seed, another text."""
+    prompt = next(targets(random.Random(7), 9, 1)).prompt
+    texts = {
+        tuple(
+            alone(executor, Asked(prompt, SamplingParams(max_new_tokens=20, temperature=1.0, seed=seed, ignore_eos=True))).tokens
+        )
+        for seed in range(5)
+    }
+    assert len(texts) == 5
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [("float16", "auto"), ("float32", "torch")])
+def test_what_has_no_such_kernels_is_refused(folder: Path, dtype: str, kernels: str) -> None:
+    with pytest.raises(ValueError, match="deterministic"):
+        made_of(folder, dtype, kernels=kernels)
+
+
+def test_a_model_that_transformers_computes_is_refused_with_the_reason(tmp_path: Path) -> None:
+    SERVED["gpt2"].build(tmp_path)
+    with pytest.raises(UnsupportedModel, match="no deterministic mode: transformers' code computes it"):
+        made_of(tmp_path, "float32")
