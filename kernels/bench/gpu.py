@@ -20,9 +20,9 @@ NO_GPU = "There is no GPU here that torch can use, so no kernel was timed."
 
 
 def all_cases() -> Iterator[GpuCase]:
-    from kernels.bench import gpu_attention, gpu_layers, gpu_sampling  # triton is not everywhere
+    from kernels.bench import gpu_attention, gpu_deterministic, gpu_layers, gpu_sampling  # triton is not everywhere
 
-    for module in (gpu_layers, gpu_attention, gpu_sampling):
+    for module in (gpu_layers, gpu_attention, gpu_sampling, gpu_deterministic):
         yield from module.cases()
 
 

@@ -49,7 +49,7 @@ class WorkerSettings(ServiceSettings):
     deterministic: bool = Field(
         False,
         description="A request's tokens and logprobs are the same bits whatever else runs, however its prompt is cut, cached or"
-        " computed again. CPU, models of our own decoder, float32 and bfloat16.",
+        " computed again. Models of our own decoder; on a CPU float32 and bfloat16.",
     )
     num_threads: int = Field(0, ge=0, description="Compute threads; 0: one per core that this process may use.")
     context_len: int = Field(0, ge=0, description="Tokens of prompt and output together; 0: what the model's config says.")

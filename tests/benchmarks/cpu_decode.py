@@ -130,8 +130,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, timers = build_model(), []
 
-    def timed_kernels(num_threads: int, dtype: torch.dtype) -> Any:
-        timers.append(TimedKernels(load(num_threads, dtype)))
+    def timed_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool) -> Any:
+        timers.append(TimedKernels(load(num_threads, dtype, deterministic)))
         return timers[0]
 
     load, kernel_set.load_kernels = kernel_set.load_kernels, timed_kernels

@@ -25,6 +25,7 @@ WARM_UP_SEED, DAY_SEED = 1, 2
 SPARE_MB = 50.0
 SETTLE_S = 60.0
 GATEWAY = f"--request-timeout-s {DEADLINE_S} --tokenize-timeout-s {DEADLINE_S} --queue-timeout-s {DEADLINE_S}"
+WORKER = "--context-len 256 --max-total-tokens 8192"  # its KV cache, whose pages are the process's once written, is soon full
 IDLE = {
     "gateway": ("rootstock_gateway_requests_in_flight", "rootstock_gateway_bodies_waiting"),
     "tokenizer": ("rootstock_tokenizer_in_flight", "rootstock_tokenizer_held_bytes"),
@@ -56,7 +57,7 @@ class Fuzzed:
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     folder = tmp_path_factory.mktemp("fuzzed")
-    with System(folder, gateway_flags=GATEWAY, worker_flags="--context-len 256", log_level="info") as system:
+    with System(folder, gateway_flags=GATEWAY, worker_flags=WORKER, log_level="info") as system:
         fuzzer = Fuzzer(system.url)
         cases = Cases(fuzzer.document)
         pids = {name: child.pid for name, child in system.children.items()}

@@ -17,17 +17,43 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
 from tests.core.deployed_config import deployed_config
 
-PAGE_SIZE = 4
-VOCAB_SIZE = 257
-CONTEXT_LEN = 256
-MAX_SLOTS = 16
-NUM_PAGES = 512
-FEW_PAGES = 160  # fewer than all mates want
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9, "seed": 3},
     {"temperature": 1.3, "seed": 1 << 63, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.3},
 )
+
+
+@dataclass(frozen=True)
+class World:
+    """Of a worker, and what it may have to do. few_pages: fewer than all mates want. mates, turns: bounds of their number and of
+    when they come. mate_prompts: numbers of tokens. chunks: 0 for none."""
+
+    page_size: int = 4
+    vocab_size: int = 257
+    context_len: int = 256
+    max_slots: int = 16
+    num_pages: int = 512
+    few_pages: int = 160
+    mates: int = 14
+    turns: int = 40
+    mate_prompts: tuple[int, ...] = (1, 3, 17, 40, 100)
+    mate_tokens: int = 40
+    chunks: tuple[int, ...] = (0, 0, 4, 8, 20, 64, 128)
+
+    def config(self, **given: Any) -> SchedulerConfig:
+        sizes = {"page_size": self.page_size, "context_len": self.context_len, "vocab_size": self.vocab_size}
+        plain = {"num_pages": self.num_pages, "max_running_requests": self.max_slots, "chunked_prefill_size": 0}
+        return deployed_config(**{**sizes, **plain, **given})
+
+    def ids(self, rng: random.Random, count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(6, self.vocab_size) for _ in range(count))
+
+    def mate(self, rng: random.Random) -> Asked:
+        params = SamplingParams(
+            max_new_tokens=rng.randint(1, self.mate_tokens), top_logprobs=rng.choice((-1, -1, 0, 5)), **rng.choice(KINDS)
+        )
+        return Asked(self.ids(rng, rng.choice(self.mate_prompts)), params)
 
 
 class NoText:
@@ -128,60 +154,53 @@ class Turned:
             self._answers[finish.handle].ended = True
 
 
-def config_of(**given: Any) -> SchedulerConfig:
-    values = {"max_running_requests": MAX_SLOTS, "chunked_prefill_size": 0, **given}
-    return deployed_config(
-        **{"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "context_len": CONTEXT_LEN, "vocab_size": VOCAB_SIZE, **values}
-    )
-
-
-def ids_of(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(6, VOCAB_SIZE) for _ in range(count))
-
-
-def targets(rng: random.Random, prompt_tokens: int, new_tokens: int) -> Iterator[Asked]:
+def targets(world: World, rng: random.Random, prompt_tokens: int, new_tokens: int) -> Iterator[Asked]:
     """One prompt, in each way of sampling."""
-    prompt = ids_of(rng, prompt_tokens)
+    prompt = world.ids(rng, prompt_tokens)
     for kind in KINDS:
         yield Asked(prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, top_logprobs=3, **kind))
 
 
-def alone(executor: Executor, asked: Asked) -> Answer:
-    turned = Turned(config_of(enable_radix_cache=False), executor, overlap=False)
+def alone(world: World, executor: Executor, asked: Asked) -> Answer:
+    turned = Turned(world.config(enable_radix_cache=False), executor, overlap=False)
     answer = turned.submit(asked)
     turned.finish()
     return answer
 
 
-def random_context(seed: int, target: Asked, output: Sequence[int]) -> Context:
+def random_context(world: World, seed: int, target: Asked, output: Sequence[int]) -> Context:
     """output: what the target says alone; another worker has said part of it, perhaps."""
     rng = random.Random(seed)
-    config = config_of(
-        num_pages=rng.choice((FEW_PAGES, NUM_PAGES)),
-        chunked_prefill_size=rng.choice((0, 0, PAGE_SIZE, 2 * PAGE_SIZE, 5 * PAGE_SIZE, 64, 128)),
+    config = world.config(
+        num_pages=rng.choice((world.few_pages, world.num_pages)),
+        chunked_prefill_size=rng.choice(world.chunks),
         enable_mixed_chunk=rng.random() < 0.5,
         enable_radix_cache=rng.random() < 0.8,
         retract_interval=rng.choice((0, 0, 3, 7, 11)),
         schedule_conservativeness=rng.choice((0.1, 1.0)),
     )
     text = target.prompt + tuple(output)
-    before = [_mate(rng) for _ in range(rng.randrange(4))]
+    before = [world.mate(rng) for _ in range(rng.randrange(1 + world.mates // 4))]
     if rng.random() < 0.7:  # a hit of any number of pages, prompt or output
-        cached = text[: rng.randint(1, len(text))] + ids_of(rng, rng.randrange(6))
-        before.insert(
-            rng.randint(0, len(before)), Asked(cached, SamplingParams(max_new_tokens=rng.randint(1, 6), temperature=0.0))
-        )
-    arrivals = [(rng.randrange(40), _mate(rng)) for _ in range(rng.randrange(14))]
+        cached = text[: rng.randint(1, len(text))] + world.ids(rng, rng.randrange(6))
+        greedy = SamplingParams(max_new_tokens=rng.randint(1, 6), temperature=0.0)
+        before.insert(rng.randint(0, len(before)), Asked(cached, greedy))
+    arrivals = [(rng.randrange(world.turns), world.mate(rng)) for _ in range(rng.randrange(world.mates))]
     kept = tuple(output[: rng.randrange(len(output))]) if rng.random() < 0.4 else ()
-    return Context(
-        config, rng.random() < 0.7, tuple(before), tuple(arrivals), Asked(target.prompt, target.params, kept), rng.randrange(30)
-    )
+    continued, at = Asked(target.prompt, target.params, kept), rng.randrange(world.turns)
+    return Context(config, rng.random() < 0.7, tuple(before), tuple(arrivals), continued, at)
 
 
-def _mate(rng: random.Random) -> Asked:
-    kind = rng.choice(KINDS)
-    params = SamplingParams(max_new_tokens=rng.randint(1, 40), top_logprobs=rng.choice((-1, -1, 0, 5)), **kind)
-    return Asked(ids_of(rng, rng.choice((1, 3, 17, 40, 100))), params)
+def strings(world: World, executor: Executor, target: Asked, seeds: range) -> set[tuple[object, ...]]:
+    """All that the target says in these contexts, ids and bits, each from its first token on."""
+    reference = alone(world, executor, target)
+    said = {reference.bits()}
+    for seed in seeds:
+        context = random_context(world, seed, target, reference.tokens)
+        answer, kept = answer_in(context, executor), len(context.target.kept)
+        assert len(answer.tokens) == target.params.max_new_tokens - kept
+        said.add(reference.bits()[:kept] + answer.bits())
+    return said
 
 
 def answer_in(context: Context, executor: Executor) -> Answer:

@@ -26,14 +26,20 @@ class Named:
 
 @pytest.fixture(autouse=True)
 def others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_triton", lambda *_: Named("triton"))
+    monkeypatch.setattr(
+        choose, "_triton", lambda *_, deterministic=False: Named("triton in order" if deterministic else "triton")
+    )
 
 
 def chosen(
-    name: str, device: torch.device, shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float16
+    name: str,
+    device: torch.device,
+    shape: AttentionShape = SHAPE,
+    dtype: torch.dtype = torch.float16,
+    deterministic: bool = False,
 ) -> tuple[str, list[str]]:
     told: list[str] = []
-    return choose_attention(name, shape, device, dtype, reference, told.append).name, told
+    return choose_attention(name, shape, device, dtype, reference, told.append, deterministic).name, told
 
 
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
@@ -62,6 +68,21 @@ def test_flashinfer_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     with_flashinfer(monkeypatch)
     assert chosen("auto", CUDA) == ("flashinfer", ["attention: flashinfer, because it is installed and serves this model"])
     assert chosen("flashinfer", CUDA) == ("flashinfer", ["attention: flashinfer, as asked for"])
+
+
+def test_deterministic_is_ours_wherever_flashinfer_could_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_flashinfer(monkeypatch)
+    told = ["attention: our kernels, with sums in a fixed order"]
+    assert chosen("auto", CUDA, deterministic=True) == ("triton in order", told)
+    assert chosen("triton", CUDA, deterministic=True) == ("triton in order", told)
+    assert chosen("auto", CPU, deterministic=True) == ("kernels", told)
+
+
+@pytest.mark.parametrize(("name", "device"), [("flashinfer", CUDA), ("torch", CUDA), ("torch", CPU), ("triton", CPU)])
+def test_deterministic_refuses_the_others(monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device) -> None:
+    with_flashinfer(monkeypatch)
+    with pytest.raises(ValueError, match=f"attention back end {name} is not deterministic"):
+        chosen(name, device, deterministic=True)
 
 
 REASONS = {

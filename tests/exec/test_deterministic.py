@@ -18,21 +18,12 @@ from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.kernel_set import numerics
 from services.worker.exec.weights.families import UnsupportedModel
 from tests.exec.driver import Driver, Sequence
-from tests.exec.random_contexts import (
-    CONTEXT_LEN,
-    MAX_SLOTS,
-    NUM_PAGES,
-    PAGE_SIZE,
-    Asked,
-    alone,
-    answer_in,
-    random_context,
-    targets,
-)
+from tests.exec.random_contexts import Asked, World, alone, strings, targets
 from tests.exec.tiny_models import TinyModel
 from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
+WORLD = World()
 CONTEXTS = 1000 if NIGHTLY else 80  # of each way of sampling, a third
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 
@@ -48,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made_of(folder: Path, dtype: str, deterministic: bool = True, kernels: str = "auto") -> Executor:
     options = DeviceOptions(device="cpu", num_threads=1, deterministic=deterministic, kernels=kernels)
     executor, _ = build_device_executor(
-        str(folder), dtype, PAGE_SIZE, MAX_SLOTS, NUM_PAGES, 0.5, CONTEXT_LEN, options, lambda _: None
+        str(folder), dtype, WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len, options, lambda _: None
     )
     return executor
 
@@ -60,37 +51,25 @@ def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[Executor]
     made.close()
 
 
-def strings(executor: Executor, target: Asked, seeds: range) -> set[tuple[object, ...]]:
-    """All that the target says in these contexts, each from its first token on."""
-    reference = alone(executor, target)
-    said = {reference.bits()}
-    for seed in seeds:
-        context = random_context(seed, target, reference.tokens)
-        answer, kept = answer_in(context, executor), len(context.target.kept)
-        assert len(answer.tokens) == NEW_TOKENS - kept
-        said.add(reference.bits()[:kept] + answer.bits())
-    return said
-
-
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
 def test_one_prompt_says_one_string_of_ids_and_logprob_bits_in_any_context(executor: Executor, number: int) -> None:
-    target = list(targets(random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
-    assert len(strings(executor, target, range(number, CONTEXTS, 3))) == 1
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    assert len(strings(WORLD, executor, target, range(number, CONTEXTS, 3))) == 1
 
 
 def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path) -> None:
     """A CPU with dot products has faster attention for prompts, one without has torch's linear layers."""
     executor = made_of(folder, "bfloat16", deterministic=False)
-    *_, target = targets(random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
-    assert len(strings(executor, target, range(40))) > 1
+    *_, target = targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
+    assert len(strings(WORLD, executor, target, range(40))) > 1
     executor.close()
 
 
 def test_a_text_scored_as_a_prompt_has_the_logprobs_that_it_was_written_with(executor: Executor) -> None:
-    for target in targets(random.Random(6), PROMPT_TOKENS, NEW_TOKENS):
-        written = alone(executor, target)
+    for target in targets(WORLD, random.Random(6), PROMPT_TOKENS, NEW_TOKENS):
+        written = alone(WORLD, executor, target)
         scoring = replace(target.params, max_new_tokens=1, prompt_logprobs_from=PROMPT_TOKENS)
-        scored = alone(executor, Asked(target.prompt + tuple(written.tokens), scoring))
+        scored = alone(WORLD, executor, Asked(target.prompt + tuple(written.tokens), scoring))
         values = np.concatenate([part.values for part in scored.scored])
         assert [float(value).hex() for value in values] == [row.sampled.hex() for row in written.logprobs]
 
@@ -106,7 +85,7 @@ def test_a_mean_over_a_prompt_wherever_it_is_cut(tmp_path: Path) -> None:
     vectors = set()
     for slot, chunk in enumerate((41, 40, 20, 7, 1)):
         sequence = Sequence(prompt, slot, SamplingParams(max_new_tokens=1, embedding=EmbeddingParams()))
-        driver = Driver(executor, PAGE_SIZE)
+        driver = Driver(executor, WORLD.page_size)
         driver.next_page = 16 * slot
         driver.prefill([sequence], chunk)
         vectors.add(sequence.embedding.tobytes() if sequence.embedding is not None else b"")
@@ -123,15 +102,19 @@ def test_fingerprints_tell_dtypes_apart_and_nothing_else(folder: Path) -> None:
         executor.close()
         fingerprints[dtype, deterministic] = info.numerics
     assert fingerprints["float32", False] == ""
-    assert fingerprints["float32", True] == numerics(torch.float32) != numerics(torch.bfloat16) == fingerprints["bfloat16", True]
+    expected = [numerics("auto", torch.device("cpu"), dtype, 64) for dtype in (torch.float32, torch.bfloat16)]
+    assert [fingerprints["float32", True], fingerprints["bfloat16", True]] == expected
+    assert len(set(expected)) == 2
 
 
 def test_a_request_without_a_seed_is_drawn_by_the_seed_it_was_given(executor: Executor) -> None:
     """The worker's front draws one for a request that names none: another seed, another text."""
-    prompt = next(targets(random.Random(7), 9, 1)).prompt
+    prompt = next(targets(WORLD, random.Random(7), 9, 1)).prompt
     texts = {
         tuple(
-            alone(executor, Asked(prompt, SamplingParams(max_new_tokens=20, temperature=1.0, seed=seed, ignore_eos=True))).tokens
+            alone(
+                WORLD, executor, Asked(prompt, SamplingParams(max_new_tokens=20, temperature=1.0, seed=seed, ignore_eos=True))
+            ).tokens
         )
         for seed in range(5)
     }

@@ -1,7 +1,8 @@
 """python -m tests.kernels.hopper MODULE: compiles for an H100 or H200 each kernel that the cases of a bench module would launch.
 
 No GPU is needed: tensors have shapes and no memory, and what would launch compiles instead. Prints, as JSON, the bytes of
-shared memory of each kernel's variants. It has to be a process of its own, one without Triton's interpreter.
+shared memory of each kernel's variants, and how often a product is fused with a sum in those that forbid it. It has to be a
+process of its own, one without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ def _typed(value: Any) -> str:
 
 
 class HopperCompiler:
-    """Stands in for launches. shared: bytes of shared memory by kernel, one entry a variant."""
+    """Stands in for launches. shared: bytes of shared memory by kernel, one entry a variant. fused: products that are fused
+    with sums, by kernel, one entry a variant that was asked not to."""
 
     def __init__(self) -> None:
+        self.fused: dict[str, list[int]] = defaultdict(list)
         self.shared: dict[str, list[int]] = defaultdict(list)
         self._known: set[str] = set()
 
@@ -71,6 +74,8 @@ class HopperCompiler:
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
             compiled = triton.compile(source, target=HOPPER, options=options)
             self.shared[kernel.__name__].append(compiled.metadata.shared)
+            if not options.get("enable_fp_fusion", True):
+                self.fused[kernel.__name__].append(compiled.asm["ptx"].count("fma.rn"))
 
 
 def main(module: str) -> None:
@@ -84,7 +89,7 @@ def main(module: str) -> None:
     JITFunction.run = run
     for case in importlib.import_module(module).cases():
         case.make(torch.device("meta"))()
-    print(json.dumps(compiler.shared))
+    print(json.dumps({"shared": compiler.shared, "fused": compiler.fused}))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from kernels.bench.gpu_timing import MAX_COPIES, Timing, copies_for
 from tests.night import NIGHTLY
 
 TOY = DecoderShape("toy", hidden=24, inner=40, heads=3, kv_heads=1, head_dim=8, vocab=33, page_size=4)
+LOGARITHM = 12  # fused steps of one
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 KERNELS = {
     "gpu_layers": {
@@ -31,6 +32,7 @@ KERNELS = {
         "_page_indices_kernel",
     },
     "gpu_attention": {"attention_kernel", "merge_kernel"},
+    "gpu_deterministic": {"_linear_kernel", "_add_kernel", "attention_kernel"},
     "gpu_sampling": {
         "peaks_kernel",
         "tally_kernel",
@@ -61,8 +63,13 @@ def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench(name: str) 
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper", f"kernels.bench.{name}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    shared = json.loads(done.stdout)
+    told = json.loads(done.stdout)
+    shared = told["shared"]
     assert set(shared) == KERNELS[name]
+    assert set(told["fused"]) == (KERNELS[name] if name == "gpu_deterministic" else set())
+    for kernel, counts in told["fused"].items():
+        logarithms = 4 if kernel == "attention_kernel" else 0  # of a thread: one a lane of a split, in steps that CUDA has fixed
+        assert {count % LOGARITHM for count in counts} == {0} and max(counts) <= logarithms * LOGARITHM, kernel
     assert max(max(sizes) for sizes in shared.values()) <= SHARED_MEMORY
 
 

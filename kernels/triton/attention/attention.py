@@ -166,11 +166,13 @@ def run_attention(
         MAX_SPLITS=MAX_SPLITS,
         SPLIT=splits > 0,
         DEAL=launch.extra > 0,
+        FIXED=launch.fixed,
         MERGE=not merge_apart,
         HAS_SOFTCAP=call.softcap != 0,
         UPCAST=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter multiplies no bfloat16
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        enable_fp_fusion=not launch.fixed,  # what is fused depends on what stands beside it
     )
     if merge_apart and splits > 1:
         merge_kernel[launch.programs,](
@@ -188,7 +190,7 @@ def _check(call: AttentionCall, shape: HeadShape, launch: Launch, scratch: Atten
         raise ValueError(f"one dtype for all, not {out.dtype}, {q.dtype}, {call.k_pool.dtype} and {call.v_pool.dtype}")
     if call.sinks is not None and call.sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks {tuple(call.sinks.shape)} for {q.shape[1]} heads")
-    if merge_apart and launch.extra:
-        raise ValueError("splits that are dealt out by length are merged by the last of them to end")
+    if merge_apart and (launch.extra or launch.fixed):
+        raise ValueError("splits that are dealt out by length, or fixed, are merged by the last of them to end")
     if launch.splits and (scratch is None or not scratch.holds(launch, shape.value_dim)):
         raise ValueError("no scratch that holds the launch's splits")

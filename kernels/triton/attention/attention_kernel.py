@@ -6,8 +6,16 @@ import triton
 import triton.language as tl
 
 from kernels.triton.attention.attention_block import fold_tile, load_rows
-from kernels.triton.attention.attention_merge import merge_splits, split_number, split_places, store_means, store_split
-from kernels.triton.attention.attention_tiles import find_lanes, find_span, find_split, find_work, share_out
+from kernels.triton.attention.attention_merge import (
+    fold_splits,
+    merge_splits,
+    split_number,
+    split_places,
+    store_means,
+    store_split,
+    take_first,
+)
+from kernels.triton.attention.attention_tiles import find_lanes, find_places, find_span, find_work
 
 
 # No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
@@ -53,6 +61,7 @@ def attention_kernel(
     ONE_TOKEN: tl.constexpr,  # rows first_row .. of one token each; otherwise rows 0 .. num_rows - 1 of any number
     SPLIT: tl.constexpr,
     DEAL: tl.constexpr,  # with ONE_TOKEN: rows get splits by their length; otherwise each tile has the grid's second axis of them
+    FIXED: tl.constexpr,  # splits of MIN_BLOCKS blocks of keys each, at places of their own; without ONE_TOKEN
     MERGE: tl.constexpr,  # the last split of a tile to end merges all; otherwise merge_kernel does
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -63,6 +72,9 @@ def attention_kernel(
 
     With DEAL the grid has as many tiles as rows and `extra` more, which go to the splits of long rows: no program is there for a
     split that a row may have and does not need, but for those of the `extra` that are left over.
+
+    With FIXED a token's result is a function of what it sees alone, to the last bit, where all launches have the same blocks:
+    splits are found and merged in the same way by many programs (SPLIT) or by one.
     """
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -83,18 +95,9 @@ def attention_kernel(
     if first >= count:
         return
     begin, end = find_span(slot, start, first, count, window, TILE_TOKENS, HAS_WINDOW)
-    lower, upper = begin, end
-    used = 1
-    if SPLIT:
-        if DEAL:
-            each, used = share_out(tl.cdiv(end - begin, BLOCK_N), share, MAX_SPLITS)
-            each = each * BLOCK_N
-        else:
-            each, used = find_split(begin, end, tl.num_programs(1), BLOCK_N, MIN_BLOCKS)
-            if split >= used:
-                return
-        lower = begin + split * each
-        upper = tl.minimum(lower + each, end)
+    begin, base, lower, upper, used = find_places(begin, end, split, share, BLOCK_N, MIN_BLOCKS, MAX_SPLITS, SPLIT, DEAL, FIXED)
+    if split >= used:
+        return
 
     own, heads, valid = find_lanes(part, first, count, GROUP, HEADS, BLOCK_M, TILE_TOKENS)
     tokens = tl.load(offsets + row) + own
@@ -106,13 +109,22 @@ def attention_kernel(
     v_head = v_pool + kv_head * (PAGE_SIZE * VALUE_DIM)
 
     # fmt: off
-    acc, total, peak = fold_tile(
-        queries, k_head, v_head, table, lower, upper, begin, end, start + first, positions, window, score_scale, cap_scale,
-        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
-        ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-    )
+    if FIXED and not SPLIT:
+        acc, total, peak = fold_splits(
+            queries, k_head, v_head, table, base, used, begin, end, start + first, positions, window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
+            MIN_BLOCKS, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+    else:
+        acc, total, peak = fold_tile(
+            queries, k_head, v_head, table, lower, upper, begin, end, start + first, positions, window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
+            ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
     if SPLIT:
         if used == 1:
+            if FIXED:
+                acc, total, peak = take_first(acc, total, peak, BLOCK_M, BLOCK_E)
             store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
         else:
             counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, DEAL)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention.attention_block import load_rows
-from kernels.triton.attention.attention_tiles import find_lanes, find_span, find_split, find_tile
+from kernels.triton.attention.attention_block import fold_tile, load_rows
+from kernels.triton.attention.attention_tiles import find_lanes, find_span, find_split, find_tile, fixed_split
 
 
 @triton.jit
@@ -64,17 +64,87 @@ def split_places(dealt, part, across, extra, DEAL: tl.constexpr):
 
 
 @triton.jit
+def split_means(acc, total, peak):
+    """(weighted means [M, E], level [M]) of one split: its peak + log2(total), -inf where it saw nothing."""
+    whole = tl.where(total == 0.0, 1.0, total)
+    return acc * (1.0 / whole)[:, None], peak + tl.log2(whole)
+
+
+@triton.jit
+def take_split(acc, total, peak, means, level):
+    """One more split into (acc [M, E], total [M], peak [M]), which begin as 0, 0 and -inf."""
+    raised = tl.maximum(peak, level)
+    base = tl.where(raised == float("-inf"), 0.0, raised)
+    kept, weight = tl.exp2(peak - base), tl.exp2(level - base)
+    return acc * kept[:, None] + means * weight[:, None], total * kept + weight, raised
+
+
+@triton.jit
+def take_first(acc, total, peak, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """What take_split() makes of one split alone."""
+    means, level = split_means(acc, total, peak)
+    none = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
+    zero = tl.zeros([BLOCK_M], dtype=tl.float32)
+    return take_split(none, zero, tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), means, level)
+
+
+@triton.jit
+def fold_splits(
+    q,
+    k_head,
+    v_head,
+    table,
+    base,
+    splits,
+    begin,
+    end,
+    position,
+    positions,
+    window,
+    score_scale,
+    cap_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """(acc [M, E], total [M], peak [M]) of all of a tile's fixed splits, one after the other: see fold_tile."""
+    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    # fmt: off
+    for split in range(0, splits):
+        lower, upper = fixed_split(split, base, begin, end, MIN_BLOCKS * BLOCK_N)
+        own_acc, own_total, own_peak = fold_tile(
+            q, k_head, v_head, table, lower, upper, begin, end, position, positions, window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
+            False, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+        means, level = split_means(own_acc, own_total, own_peak)
+        acc, total, peak = take_split(acc, total, peak, means, level)
+    # fmt: on
+    return acc, total, peak
+
+
+@triton.jit
 def store_split(
     partials, levels, number, acc, total, peak, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
-    """One split's weighted means to partials, its peak + log2(total) to levels: -inf where it saw nothing."""
+    """One split's means to partials, its level to levels."""
     at = number.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_E)
-    whole = tl.where(total == 0.0, 1.0, total)
-    means = acc * (1.0 / whole)[:, None]
+    means, level = split_means(acc, total, peak)
     pointers = partials + (at * VALUE_DIM)[:, None] + columns[None, :]
     tl.store(pointers, means, mask=valid[:, None] & (columns < VALUE_DIM)[None, :])
-    tl.store(levels + at, peak + tl.log2(whole), mask=valid)
+    tl.store(levels + at, level, mask=valid)
 
 
 @triton.jit
@@ -91,12 +161,7 @@ def merge_splits(
         at = split_number(split, first, rest, step).to(tl.int64) * BLOCK_M + lanes
         level = tl.load(levels + at, mask=valid, other=float("-inf"))
         part = load_rows(partials, at * VALUE_DIM, valid, VALUE_DIM, BLOCK_E, True)
-        raised = tl.maximum(peak, level)
-        base = tl.where(raised == float("-inf"), 0.0, raised)
-        kept, weight = tl.exp2(peak - base), tl.exp2(level - base)
-        acc = acc * kept[:, None] + part * weight[:, None]
-        total = total * kept + weight
-        peak = raised
+        acc, total, peak = take_split(acc, total, peak, part, level)
     return acc, total, peak
 
 

@@ -12,6 +12,7 @@ MAX_SPLITS = 64
 SPLIT_PLACES = 256  # keys and values that are worth a split: less costs more to merge than it saves
 DECODE_PROGRAMS = 8  # of a split launch for each multiprocessor: it holds three at a time, and uneven rows even out
 EXTEND_PROGRAMS = 2
+FIXED_PLACES, FIXED_SPLITS = 1024, 16  # places of a fixed split at least, and splits of the longest context at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class Launch:
     one_token: every one of them has one. heads: query heads of a tile. tiles: of tokens, an upper bound. programs: first axis of
     the grid. splits: of the keys of a tile at most; 0 for a launch that cannot split. min_blocks: of keys that a split has at
     least. extra: splits beyond one a row, of all rows together, that the device deals out by the rows' lengths; then `splits` is
-    1, the grid's second axis. 0: each tile has `splits`.
+    1, the grid's second axis. 0: each tile has `splits`. fixed: splits of min_blocks blocks each, at fixed places; one program
+    of a tile takes them all where `splits` is 0.
     """
 
     first_row: int
@@ -100,6 +102,7 @@ class Launch:
     splits: int
     min_blocks: int
     extra: int = 0
+    fixed: bool = False
 
     @property
     def dealt_programs(self) -> int:
@@ -182,6 +185,33 @@ def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: i
         return wide
     splits = choose_splits(narrow.programs, EXTEND_PROGRAMS * multiprocessors, max_context)
     return _tiled(shape, narrow.blocks, num_rows, num_tokens, splits)
+
+
+def fixed_places(max_context: int) -> int:
+    """Of a split, so that the longest context of a worker has FIXED_SPLITS or fewer whole ones."""
+    return max(FIXED_PLACES, int(triton.next_power_of_2(-(-max_context // FIXED_SPLITS))))
+
+
+def plan_fixed(shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, places: int, multiprocessors: int) -> Launch:
+    """Rows of any numbers of tokens, one with the same blocks as many, so that a token's result does not depend on the launch.
+    max_context: the longest of these rows, or what a window leaves of it. places: see fixed_places; the same for all launches."""
+    blocks = shape.blocks(NARROW_BLOCKS)
+    whole = replace(_tiled(shape, blocks, num_rows, num_tokens, 0), min_blocks=places // blocks.n, fixed=True)
+    if whole.programs > EXTEND_PROGRAMS * multiprocessors or max_context <= places:
+        return whole
+    return replace(whole, splits=_fixed_splits(max_context, places, blocks))
+
+
+def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: int) -> tuple[int, int]:
+    """(scratch_lanes, counters) that no plan_fixed exceeds."""
+    programs = EXTEND_PROGRAMS * multiprocessors
+    blocks = shape.blocks(NARROW_BLOCKS)
+    return programs * _fixed_splits(max_context, fixed_places(max_context), blocks) * blocks.m, programs
+
+
+def _fixed_splits(places_seen: int, places: int, blocks: Blocks) -> int:
+    """That a tile may need, whose tokens together see a tile's tokens more; a window may begin inside a split."""
+    return -(-(places_seen + blocks.m) // places) + 1
 
 
 def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, splits: int) -> Launch:

@@ -47,12 +47,57 @@ def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constex
 
 
 @triton.jit
+def fixed_splits(begin, end, BLOCK_N: tl.constexpr, PLACES: tl.constexpr):
+    """(first place, start of its split, splits) of a span whose blocks and splits lie where they do in any other span: at
+    multiples of BLOCK_N and PLACES, which is one of BLOCK_N, counted from place 0."""
+    first = begin // BLOCK_N * BLOCK_N
+    base = begin // PLACES * PLACES
+    return first, base, tl.maximum(tl.cdiv(end - base, PLACES), 1)
+
+
+@triton.jit
+def fixed_split(split, base, begin, end, PLACES: tl.constexpr):
+    """(first place, last + 1) of a split of fixed_splits."""
+    return tl.maximum(base + split * PLACES, begin), tl.minimum(base + (split + 1) * PLACES, end)
+
+
+@triton.jit
 def share_out(blocks, share, MAX_SPLITS: tl.constexpr):
     """(blocks of each split but the last, splits that have any, 1 at least) of rows of so many blocks, `share` of them or fewer
     to a split: even splits, of which a row has MAX_SPLITS at most."""
     wanted = tl.minimum(tl.maximum(tl.cdiv(blocks, share), 1), MAX_SPLITS)
     each = tl.maximum(tl.cdiv(blocks, wanted), 1)
     return each, tl.maximum(tl.cdiv(blocks, each), 1)
+
+
+@triton.jit
+def find_places(
+    begin,
+    end,
+    split,
+    share,
+    BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DEAL: tl.constexpr,
+    FIXED: tl.constexpr,
+):
+    """(first place of the span, start of its first split, first and last + 1 of the split's, splits that the span has)."""
+    base, lower, upper = begin, begin, end
+    used = 1
+    if FIXED:
+        begin, base, used = fixed_splits(begin, end, BLOCK_N, MIN_BLOCKS * BLOCK_N)
+        lower, upper = fixed_split(split, base, begin, end, MIN_BLOCKS * BLOCK_N)
+    elif SPLIT:
+        if DEAL:
+            each, used = share_out(tl.cdiv(end - begin, BLOCK_N), share, MAX_SPLITS)
+            each = each * BLOCK_N
+        else:
+            each, used = find_split(begin, end, tl.num_programs(1), BLOCK_N, MIN_BLOCKS)
+        lower = begin + split * each
+        upper = tl.minimum(lower + each, end)
+    return begin, base, lower, upper, used
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """The Triton kernels as kernels.contracts.ops.Kernels and kernels.contracts.step_ops.StepKernels. Matrix products are
-torch's (cuBLAS)."""
+torch's (cuBLAS), but for deterministic ones: cuBLAS chooses the order of a row's sums by the number of rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kernels.reference import layers
 from kernels.triton.attention import attention
 from kernels.triton.launch import misfit
 from kernels.triton.layers import activation, norms, rope_kv, step, write_kv
+from kernels.triton.layers.ordered_linear import ordered_linear
 
 
 class TritonLayers:
@@ -21,8 +22,9 @@ class TritonLayers:
     takes it from the graph's own pool and gives it to the next layer.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, deterministic: bool = False) -> None:
+        """deterministic: see Kernels; attention is then TritonAttention's of the same kind, not paged_attention()."""
+        self._device, self._deterministic = device, deterministic
 
     rms_norm = staticmethod(norms.rms_norm)
     fused_add_rms_norm = staticmethod(norms.fused_add_rms_norm)
@@ -42,6 +44,9 @@ class TritonLayers:
 
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """See Kernels. Raises ValueError for shapes that do not fit, and an output neither of x's dtype nor float32."""
+        if self._deterministic:
+            ordered_linear(out, x, weight)
+            return
         if weight.packed or x.shape[1] != weight.in_features or out.shape != (x.shape[0], weight.out_features):
             raise misfit(out, x, weight.data)
         transposed = weight.data.t()

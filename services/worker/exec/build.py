@@ -230,7 +230,8 @@ class _Assembly:
         if self._parts.attention is not None:
             return self._parts.attention(shape)
         name, dtype = self._options.attention_backend, self._loaded.dtype
-        return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress)
+        fixed = self._options.deterministic
+        return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress, fixed)
 
     def _pool(self, pages: int) -> KVPool:
         """On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from kernels.contracts.ops import Kernels
 from kernels.contracts.step_ops import LayerKernels
 from services.worker.exec.contracts.options import DeviceOptions
-from services.worker.exec.kernel_set import layer_kernels
+from services.worker.exec.kernel_set import layer_kernels, numerics
 from services.worker.exec.streams.cuda_streams import CudaStreams, Streams
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.weights.checkpoint import Checkpoint
@@ -58,4 +59,5 @@ def load_target(device: torch.device, options: DeviceOptions) -> LoadTarget:
         stream = StreamOptions(threads=options.load_threads)
         return stream_decoder_weights(checkpoint, config, dtype, device, kernels, stream, progress, phases)
 
-    return LoadTarget(device, kernels, streamed if device.type == "cuda" else timed_weights, options.deterministic)
+    fingerprint = partial(numerics, options.kernels, device) if options.deterministic else None
+    return LoadTarget(device, kernels, streamed if device.type == "cuda" else timed_weights, fingerprint)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+import kernels
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu import load_kernels, load_sampling
@@ -15,6 +17,7 @@ from kernels.cpu.build import built_library
 from kernels.cpu.variants import cpu_features
 from kernels.reference import layers as reference
 
+TRITON_SOURCES = Path(kernels.__file__).parent / "triton"
 AUTO, TRITON, CPP, TORCH = "auto", "triton", "cpp", "torch"
 
 
@@ -39,22 +42,36 @@ def layer_kernels(
     chosen = _chosen(name, device)
     if chosen == CPP:
         return load_kernels(num_threads, dtype, deterministic)
-    if deterministic:
-        raise ValueError(f"kernels {chosen} are not deterministic: the sums of a row depend on how many rows a step has")
     if chosen == TORCH:
+        if deterministic:
+            raise ValueError("torch's kernels are not deterministic: the sums of a row depend on how many rows a step has")
         return reference
     from kernels.triton.layers.layers import TritonLayers
 
-    return TritonLayers(device)
+    return TritonLayers(device, deterministic)
 
 
-def numerics(dtype: torch.dtype) -> str:
-    """Of deterministic kernels: equal where a row of a model of this dtype gets equal bits. A digest of the machine code, the
-    CPU's instruction sets, and the versions of torch (tables of angles) and of the C library (logarithms)."""
-    parts = (str(dtype), platform.machine(), *sorted(cpu_features()), torch.__version__, *platform.libc_ver())
-    digest = hashlib.sha256(built_library().read_bytes())
-    digest.update("\n".join(parts).encode())
-    return digest.hexdigest()[:16]
+def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: int) -> str:
+    """Of deterministic kernels: equal where a row of a model of this dtype and context gets equal bits. A digest of the dtype, of
+    torch's version (tables of angles), and of the machine code, the CPU's instruction sets and the C library (logarithms); of
+    Triton's kernels of their sources, the compiler, the GPU, and the context, which says where keys are split."""
+    parts = [str(dtype), torch.__version__]
+    if _chosen(name, device) == TRITON:
+        parts += [str(context_len), *_compiled_for(device)]
+        code = b"".join(path.read_bytes() for path in sorted(TRITON_SOURCES.rglob("*.py")))
+    else:
+        parts += [platform.machine(), *sorted(cpu_features()), *platform.libc_ver()]
+        code = built_library().read_bytes()
+    return hashlib.sha256(code + "\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _compiled_for(device: torch.device) -> tuple[str, ...]:
+    """Triton's version, CUDA's, and the GPU's generation."""
+    import triton
+
+    if device.type != "cuda":
+        return triton.__version__, "interpreted"
+    return triton.__version__, str(torch.version.cuda), str(torch.cuda.get_device_capability(device))
 
 
 def sample_kernels(name: str, device: torch.device, num_threads: int, max_rows: int, vocab_size: int) -> SampleKernels:

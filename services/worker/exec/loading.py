@@ -12,7 +12,6 @@ from kernels.cpu import load_kernels
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.kernel_set import numerics
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
@@ -79,7 +78,7 @@ class LoadedModel:
             needs_whole_prompt=self.is_encoder,
             pooling_reuses_prefix=self.pooling.kind == PoolingKind.LAST and not self.is_encoder,
             load_seconds=request.phases.seconds(),
-            numerics=numerics(self.dtype) if request.target.deterministic else "",
+            numerics=request.target.numerics(self.dtype, self.context_len) if request.target.numerics is not None else "",
             graph_rows=graph_rows,
             graph_rereads=graphs.rereads,
             eager_step_cost=graphs.eager_cost,
@@ -160,7 +159,7 @@ def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:
     from services.worker.exec.models.encoder import is_encoder
     from services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
 
-    if opened.target.deterministic:
+    if opened.target.numerics is not None:
         raise UnsupportedModel(
             f"architecture {architecture_of(opened.config)} has no deterministic mode: transformers' code computes it, whose sums"
             f" depend on how many rows a step has, for {reason}"

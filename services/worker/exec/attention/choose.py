@@ -20,16 +20,24 @@ Log = Callable[[str], None]
 
 
 def choose_attention(
-    name: str, shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: LayerKernels, log: Log
+    name: str,
+    shape: AttentionShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: LayerKernels,
+    log: Log,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """name: one of NAMES. auto: flashinfer on a CUDA device if it can be had and serves the shape, else triton; elsewhere the
-    kernels that run the model's layers.
+    kernels that run the model's layers. deterministic: triton, or those kernels.
 
     log: told in one line what was chosen and why, and of kernels that are compiled. Raises ValueError for a name that is unknown
     or cannot be had, with the reason.
     """
     if name not in NAMES:
         raise ValueError(f"attention back end {name!r} is none of {', '.join(NAMES)}")
+    if deterministic:
+        return _deterministic(name, shape, device, kernels, log)
     if name == AUTO:
         return _automatic(shape, device, dtype, kernels, log)
     if name != TORCH and device.type != "cuda":
@@ -42,6 +50,15 @@ def choose_attention(
         return made
     log(f"attention: {name}, as asked for")
     return _triton(shape, device) if name == TRITON else KernelAttention(reference, TORCH)
+
+
+def _deterministic(name: str, shape: AttentionShape, device: torch.device, kernels: LayerKernels, log: Log) -> AttentionBackend:
+    """Raises ValueError."""
+    ours = AUTO if device.type != "cuda" else TRITON
+    if name not in (AUTO, ours):
+        raise ValueError(f"attention back end {name} is not deterministic: where it splits keys depends on the step")
+    log("attention: our kernels, with sums in a fixed order")
+    return KernelAttention(kernels) if ours == AUTO else _triton(shape, device, deterministic=True)
 
 
 def _automatic(
@@ -88,7 +105,7 @@ def _first_line(failure: Exception) -> str:
     return next(iter(str(failure).splitlines()), "")[:300]
 
 
-def _triton(shape: AttentionShape, device: torch.device) -> AttentionBackend:
+def _triton(shape: AttentionShape, device: torch.device, deterministic: bool = False) -> AttentionBackend:
     from services.worker.exec.attention.triton_backend import TritonAttention
 
-    return TritonAttention(shape, device)
+    return TritonAttention(shape, device, deterministic)

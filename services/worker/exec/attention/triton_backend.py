@@ -14,9 +14,12 @@ from kernels.triton.attention.attention import AttentionCall, AttentionScratch, 
 from kernels.triton.attention.attention_plan import (
     HeadShape,
     Launch,
+    fixed_places,
+    fixed_scratch_bounds,
     num_multiprocessors,
     plan_decode,
     plan_extend,
+    plan_fixed,
     reach,
     scratch_bounds,
 )
@@ -26,13 +29,13 @@ ITEM_SIZES = (2, 4)  # bytes; the model's dtype shows in the first tensors
 
 
 class TritonAttention:
-    """An AttentionBackend."""
+    """An AttentionBackend. deterministic: a token's result depends on what it sees alone, to the last bit."""
 
     name = "triton"
     captures = True
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self._max_context = shape.max_context
+    def __init__(self, shape: AttentionShape, device: torch.device, deterministic: bool = False) -> None:
+        self._max_context, self._deterministic = shape.max_context, deterministic
         self._multiprocessors = num_multiprocessors(device)
         group = shape.num_heads // shape.num_kv_heads
         dims = (shape.head_dim, shape.head_dim)
@@ -42,7 +45,12 @@ class TritonAttention:
         self._launches: dict[tuple[int, int], tuple[Launch, ...]] = {}  # by item size and window
 
     def _allocate(self, device: torch.device) -> AttentionScratch:
-        bounds = [scratch_bounds(heads, self._multiprocessors) for heads in self._heads.values()]
+        bounds = [
+            fixed_scratch_bounds(heads, self._max_context, self._multiprocessors)
+            if self._deterministic
+            else scratch_bounds(heads, self._multiprocessors)
+            for heads in self._heads.values()
+        ]
         lanes, counters = (max(column) for column in zip(*bounds, strict=True))
         return allocate_scratch(lanes, counters, self._heads[ITEM_SIZES[0]].value_dim, device)
 
@@ -66,6 +74,8 @@ class TritonAttention:
     def _planned(self, heads: HeadShape, window: int) -> tuple[Launch, ...]:
         batch, multiprocessors = self._batch, self._multiprocessors
         assert batch is not None, "plan() comes first"
+        if self._deterministic:
+            return (self._fixed(batch, heads, window),)
         if batch.graph:
             return (plan_decode(heads, 0, batch.graph, reach(self._max_context, window), multiprocessors),)
         extends, rows = batch.num_extend, len(batch.starts)
@@ -77,6 +87,14 @@ class TritonAttention:
             longest = reach(int(ends[extends:].max()), window)
             launches.append(plan_decode(heads, extends, rows - extends, longest, multiprocessors))
         return tuple(launches)
+
+    def _fixed(self, batch: AttentionBatch, heads: HeadShape, window: int) -> Launch:
+        places = fixed_places(self._max_context)
+        if batch.graph:
+            longest = reach(self._max_context, window)
+            return plan_fixed(heads, batch.graph, batch.graph, longest, places, self._multiprocessors)
+        tokens, longest = int(batch.num_tokens.sum()), reach(int((batch.starts + batch.num_tokens).max()), window)
+        return plan_fixed(heads, len(batch.starts), tokens, longest, places, self._multiprocessors)
 
     def release_graphs(self) -> None:
         """The scratch is not theirs alone: it stays."""

@@ -1,0 +1,51 @@
+"""Deterministic linear layers and attention at the shapes of two dense models, beside the kernels of ordinary steps."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, ours, work_of
+from kernels.bench.gpu_case import GpuCase, Make, Work
+from kernels.bench.gpu_layers import DTYPE, SHAPES, SIZE, DecoderShape
+from kernels.triton.attention.attention import head_shape
+from kernels.triton.attention.attention_plan import fixed_places, num_multiprocessors, plan_fixed
+from kernels.triton.layers.layers import TritonLayers
+
+TOKENS = (1, 64, 256, 8192)
+MAX_CONTEXT = 32768  # of a worker, by which splits are fixed
+
+
+def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:
+    def make_with(deterministic: bool) -> Make:
+        def make(device: torch.device) -> Work:
+            kernels = TritonLayers(device, deterministic)
+            x = torch.randn(tokens, ins, device=device, dtype=DTYPE)
+            weight = kernels.pack_linear(torch.randn(outs, ins, device=device, dtype=DTYPE), None)
+            out = torch.empty(tokens, outs, dtype=DTYPE, device=device)
+            return lambda: kernels.linear(out, x, weight)
+
+        return make
+
+    moved = (outs * ins + tokens * (ins + outs)) * SIZE
+    name = f"deterministic linear {layer} {shape.name} {tokens}"
+    return GpuCase(name, make_with(True), moved, flops=2 * tokens * ins * outs, plain=make_with(False))
+
+
+def _attention(sizes: AttentionSizes, device: torch.device) -> Work:
+    call = call_of(sizes, device)
+    shape = head_shape(call.q, call.k_pool, call.v_pool)
+    places, multiprocessors = fixed_places(MAX_CONTEXT), num_multiprocessors(device)
+    return work_of(call, plan_fixed(shape, sizes.rows, len(call.q), sizes.context, places, multiprocessors))
+
+
+def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = TOKENS) -> list[GpuCase]:
+    found: list[GpuCase] = []
+    for shape in shapes:
+        layers = {"qkv": (shape.hidden, shape.qkv), "o": (shape.heads * shape.head_dim, shape.hidden)}
+        layers |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
+        found += [_linear_case(shape, layer, *sizes, count) for count in tokens for layer, sizes in layers.items()]
+    for sizes in decode_sizes() + extend_sizes():
+        make = lambda device, sizes=sizes: _attention(sizes, device)  # noqa: E731
+        other = lambda device, sizes=sizes: ours(sizes, device)  # noqa: E731
+        found.append(GpuCase(f"deterministic {sizes.name}", make, sizes.bytes_moved, sizes.flops, plain=other))
+    return found

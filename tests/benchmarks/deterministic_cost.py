@@ -1,0 +1,79 @@
+"""What deterministic mode costs on a CPU: python -m tests.benchmarks.deterministic_cost [--threads N] [--pairs N]
+
+Random weights at the shape of Qwen3-0.6B, bfloat16, in two executors of one process, with and without the mode. Each load runs on
+both in turn, in alternating order. Prints the median of the time with the mode over the time without, and its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from math import comb
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from services.worker.exec.build import DeviceOptions, build_device_executor
+from tests.benchmarks.cpu_decode import PAGE_SIZE, build_model, run_ours
+from tests.exec.driver import Driver
+
+LOADS = ((1, 256, 64), (8, 256, 64), (32, 256, 64), (1, 4032, 64))  # in flight, tokens in, tokens out
+CHUNK_TOKENS = 2048
+MAX_SLOTS = 32
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Of the median, by order statistics: the narrowest pair of values, as far from either end, that holds it so surely. Of too
+    few values their least and largest."""
+    ordered, count = sorted(values), len(values)
+    outside, depth = 0.0, 0
+    while depth < count // 2:
+        outside += 2 * comb(count, depth) / 2**count
+        if outside > 1 - confidence:
+            break
+        depth += 1
+    edge = max(0, depth - 1)
+    return ordered[edge], ordered[count - 1 - edge]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--loads", type=int, nargs="+", default=list(range(len(LOADS))), help="by number, from 0")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    loads = [LOADS[number] for number in options.loads]
+    pages = max(batch * (-(-(num_in + num_out) // PAGE_SIZE) + 1) for batch, num_in, num_out in loads)
+    drivers = {}
+    with tempfile.TemporaryDirectory() as folder:
+        build_model().save_pretrained(Path(folder))
+        for mode in (False, True):
+            made = DeviceOptions(device="cpu", num_threads=options.threads, max_tokens=CHUNK_TOKENS + 64, deterministic=mode)
+            executor, _ = build_device_executor(folder, "auto", PAGE_SIZE, MAX_SLOTS, pages, 0.5, None, made, print)
+            drivers[mode] = Driver(executor, PAGE_SIZE)
+            run_ours(drivers[mode], 1, 32, 4, CHUNK_TOKENS)
+    for batch, num_in, num_out in loads:
+        whole: list[float] = []
+        prefill: list[float] = []
+        for number in range(options.pairs):
+            timings = {}
+            for mode in (False, True) if number % 2 else (True, False):
+                timings[mode] = run_ours(drivers[mode], batch, num_in, num_out, CHUNK_TOKENS)
+            on, off = timings[True], timings[False]
+            whole.append((on.prefill_s + on.decode_s) / (off.prefill_s + off.decode_s))
+            prefill.append(on.prefill_s / off.prefill_s)
+        low, high = interval(whole)
+        print(
+            f"{batch:3} in flight, {num_in} in, {num_out} out: {median(whole):.3f} ({low:.3f} to {high:.3f}),"
+            f" prefill alone {median(prefill):.3f}",
+            flush=True,
+        )
+    for driver in drivers.values():
+        driver.executor.close()
+
+
+if __name__ == "__main__":
+    main()

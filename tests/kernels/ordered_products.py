@@ -1,0 +1,23 @@
+"""Products of matrices as tensor cores make them: each number's sum in one order, wherever its row lies in a tile.
+
+Triton's interpreter multiplies by numpy, whose order depends on that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the interpreter, where it runs: one depth after the other."""
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        sums = d.data.copy()
+        for depth in range(a.data.shape[1]):
+            sums += a.data[:, depth, None] * b.data[None, depth, :]
+        return TensorHandle(sums, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

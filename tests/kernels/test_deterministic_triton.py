@@ -1,0 +1,105 @@
+"""The same of the Triton kernels: a row's bits, and a token's, are those of that row alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.contracts.ops import RaggedRows
+from kernels.reference import layers as reference
+from kernels.triton.attention import attention
+from kernels.triton.attention.attention_plan import Launch, plan_fixed
+from kernels.triton.layers.layers import TritonLayers
+from tests.all_pairs import each_pair
+from tests.kernels.ordered_products import products_in_order
+from tests.kernels.test_deterministic_kernels import CUTS, LENGTH, Context, random, together
+
+CPU = torch.device("cpu")
+PLACES = 64  # of a split: a context has three
+ROW_CUTS = (1, 3, 40, 64, 65, 97)
+
+
+def launched(shape: attention.HeadShape, rows: RaggedRows, num_tokens: int, split: bool) -> Launch:
+    """With blocks of 32 keys, so that a tile meets whole, cut and unseen ones. split: by many programs, or by one."""
+    launch = plan_fixed(shape, len(rows.slots), num_tokens, rows.max_context + PLACES, PLACES, 1 << 20 if split else 0)
+    blocks = replace(launch.blocks, n=32)
+    return replace(launch, blocks=blocks, min_blocks=PLACES // blocks.n)
+
+
+@pytest.fixture(autouse=True)
+def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    products_in_order(monkeypatch)
+
+
+class Fixed:
+    """Kernels that have attention alone."""
+
+    def __init__(self, split: bool) -> None:
+        self._split = split
+
+    def paged_attention(
+        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+    ) -> None:
+        out, q = attention.as_heads(out, qkv, k_pool, v_pool)
+        shape = attention.head_shape(q, k_pool, v_pool)
+        launch = launched(shape, rows, len(q), self._split)
+        assert bool(launch.splits) == self._split
+        scratch = attention.allocate_scratch(launch.scratch_lanes, launch.counters, shape.value_dim, CPU)
+        call = attention.AttentionCall(out, q, k_pool, v_pool, rows, scale, window)
+        attention.run_attention(call, shape, launch, scratch)
+
+
+@each_pair(
+    dtype=[torch.float32, torch.bfloat16], weights=[(65, 64), (70, 1100), (16, 600)], bias=[False, True], wide=[False, True]
+)
+def test_linear(dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool) -> None:
+    outs, ins = weights
+    kernels, added = TritonLayers(CPU, deterministic=True), random(outs, dtype=dtype, seed=2) if bias else None
+    packed = kernels.pack_linear(random(outs, ins, dtype=dtype, seed=1), added)
+
+    def compute(on: Any, x: Tensor) -> Tensor:
+        out = torch.empty(len(x), outs, dtype=torch.float32 if wide else dtype)
+        on.linear(out, x, packed)
+        return out
+
+    x = random(97, ins, dtype=dtype)
+    whole = compute(kernels, x)
+    torch.testing.assert_close(whole, compute(reference, x), atol=0.5 if dtype == torch.bfloat16 else 1e-3, rtol=0.02)
+    for size in ROW_CUTS:
+        for first in (0, 97 - size):
+            part = slice(first, first + size)
+            assert torch.equal(compute(kernels, x[part].clone()), whole[part]), part
+
+
+SHAPES = [(torch.bfloat16, (4, 2, 64), (16, 0)), (torch.float32, (6, 2, 32), (4, 40)), (torch.bfloat16, (7, 1, 128), (16, 90))]
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
+@pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
+def test_attention_wherever_it_is_cut_and_however_it_is_launched(
+    dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool
+) -> None:
+    context = Context(dtype, shape, *layout)
+    whole = context.in_pieces(Fixed(False), [LENGTH])
+    expected = context.in_pieces(reference, [LENGTH])
+    torch.testing.assert_close(whole, expected, atol=0.05 if dtype == torch.bfloat16 else 1e-4, rtol=0.02)
+    for sizes in CUTS[2:]:
+        assert torch.equal(context.in_pieces(Fixed(split), sizes), whole), sizes
+    for position in (0, 31, 32, 63, 64, 100, LENGTH - 1):
+        (alone,) = context.attend(Fixed(split), together(context.table, [(1, position, 1)]))
+        assert torch.equal(alone, whole[position]), position
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
+@pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
+def test_attention_beside_others(dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool) -> None:
+    """On other pages, too."""
+    context = Context(dtype, shape, *layout)
+    whole = context.in_pieces(Fixed(False), [LENGTH])
+    parts = [(2, 100, 50), (1, 0, 9), (2, 37, 1), (0, 9, 60), (1, 149, 1)]
+    found = context.attend(Fixed(split), together(context.table, parts))
+    assert torch.equal(found, torch.cat([whole[start : start + count] for _, start, count in parts]))
