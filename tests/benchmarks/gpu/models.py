@@ -41,6 +41,7 @@ class Wanted:
     cuda_graphs: bool = True
     overlap: bool = True
     attention: str = ""
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,16 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
 
 
 def options_of(wanted: Wanted, setting: Setting) -> DeviceOptions:
+    attention, kernels = wanted.attention or setting.attention, setting.kernels
+    if not setting.on_gpu:
+        attention, kernels = "torch", "torch"
+    if wanted.deterministic:
+        attention, kernels = "auto", "auto"
     return DeviceOptions(
         device=setting.device,
-        kernels=setting.kernels if setting.on_gpu else "torch",
-        attention_backend=(wanted.attention or setting.attention) if setting.on_gpu else "torch",
+        deterministic=wanted.deterministic,
+        kernels=kernels,
+        attention_backend=attention,
         cuda_graphs=wanted.cuda_graphs and setting.graphs and setting.on_gpu,
         max_graph_rows=wanted.rows,
         max_tokens=64 if setting.toy else STEP_TOKENS,
@@ -115,7 +122,7 @@ def random_model(shape: Shape, context_len: int, options: DeviceOptions) -> Load
     config, device = hf_config(shape), device_of(options.device)
     native = decoder_config(config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kernels = layer_kernels(options.kernels, device, dtype, options.num_threads)
+    kernels = layer_kernels(options.kernels, device, dtype, options.num_threads, options.deterministic)
     num_positions = (-(-context_len // PAGE_SIZE) + 2) * PAGE_SIZE  # a slot's pages hold no more
     with torch.inference_mode():
         weights = random_decoder_weights(native, dtype, device, kernels, seed=0)

@@ -1,0 +1,56 @@
+"""Deterministic mode on a device: one prompt says one string in any context, by CUDA graphs and without them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.exec.contracts.protocol import Executor
+from tests.exec.device_executors import executor_of
+from tests.exec.random_contexts import World, strings, targets
+from tests.exec.tiny_models import TinyModel
+
+CONTEXTS = 100  # of each way of sampling
+WORLD = World()
+MODEL = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    MODEL.build(folder)
+    return folder
+
+
+def made_of(folder: Path, device: str, dtype: str, **options: Any) -> Executor:
+    sizes = {"page_size": WORLD.page_size, "max_slots": WORLD.max_slots, "num_pages": WORLD.num_pages}
+    return executor_of(folder, device, **sizes, context_len=WORLD.context_len, dtype=dtype, **options)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def executors(request: pytest.FixtureRequest, folder: Path, device: str) -> Iterator[tuple[Executor, Executor]]:
+    """With graphs, and without."""
+    with_graphs, without = (
+        made_of(folder, device, request.param, deterministic=True, cuda_graphs=graphs) for graphs in (True, False)
+    )
+    yield with_graphs, without
+    with_graphs.close()
+    without.close()
+
+
+@pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
+def test_one_string_of_ids_and_logprob_bits_by_graphs_and_without(executors: tuple[Executor, Executor], number: int) -> None:
+    target = list(targets(WORLD, random.Random(5), 45, 30))[number]
+    said = [strings(WORLD, executor, target, range(number, 3 * CONTEXTS, 3)) for executor in executors]
+    assert said[0] == said[1] and len(said[0]) == 1
+
+
+def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path, device: str) -> None:
+    executor = made_of(folder, device, "bfloat16")
+    found = [len(strings(WORLD, executor, target, range(40))) for target in targets(WORLD, random.Random(5), 45, 30)]
+    assert max(found) > 1
+    executor.close()
