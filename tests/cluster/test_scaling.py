@@ -19,6 +19,10 @@ PROMETHEUS = "http://prometheus-server.monitoring.svc:80"
 COOLDOWN_S = 30
 LOOKS = 12  # at what must not change, a second apart
 SLOW = {"executor": "fake", "fake_step_s": 0.1, "max_running_requests": 1, "max_total_tokens": 16384}  # an answer in ten seconds
+LITTLE = {
+    "requests": {"cpu": "50m", "memory": "512Mi"},
+    "limits": {"memory": "1Gi"},
+}  # four fit beside KEDA, which asks for 2 cores
 ANSWER_TOKENS = 100
 CLIENTS = 100
 WITHIN_S = 300.0
@@ -67,7 +71,7 @@ def test_from_zero_only_the_model_that_is_asked_for_wakes(install: Install, prov
 @pytest.mark.timeout(1200)
 def test_from_none_to_one_to_four_to_none(install: Install, proved: Callable[[str], None]) -> None:
     values = keda(coldStartSeconds=15)
-    values["worker"]["settings"] = SLOW
+    values["worker"] |= {"settings": SLOW, "resources": LITTLE}
     release = install(values)
     until(lambda: not release.pods("worker", leaving=True), "no worker", WITHIN_S)
     with Load(CLIENTS, release.urls, max_tokens=ANSWER_TOKENS) as load:

@@ -1,0 +1,63 @@
+"""Deterministic workers, whole system: an answer has the same ids and log probabilities, to the last bit, alone, among others,
+and where its worker is killed in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.system import System, wait_until
+
+NEW_TOKENS = 200
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 5},
+    {"temperature": 1.2, "sampling_seed": 6, "frequency_penalty": 0.2},
+)
+TEXTS = tuple(f"Count from {start} to {start + 50}, and then say so. " * 40 for start in (3, 17, 29, 41))
+MOVED = "rootstock_gateway_moves_total"
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("deterministic")
+    with System(folder, workers=2, worker_flags="--deterministic", log_level="info") as running:
+        yield running
+
+
+def answer(system: System, text: str, kind: dict[str, Any]) -> list[tuple[float, int]]:
+    """(log probability, id) of each token; JSON has every digit that tells two floats apart."""
+    params = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **kind}
+    status, body = system.post("/generate", {"text": text, "sampling_params": params, "return_logprob": True})
+    assert status == 200, body
+    rows = body["meta_info"]["output_token_logprobs"]
+    assert len(rows) == NEW_TOKENS
+    return [(row[0], row[1]) for row in rows]
+
+
+def all_at_once(system: System, pool: ThreadPoolExecutor) -> list[Future[list[tuple[float, int]]]]:
+    return [pool.submit(answer, system, text, kind) for text in TEXTS for kind in KINDS]
+
+
+def test_the_same_alone_together_and_behind_a_dead_worker(system: System) -> None:
+    alone = [answer(system, text, kind) for text in TEXTS for kind in KINDS]
+    assert len({str(one) for one in alone}) > len(alone) // 2, "draws and prompts make different answers"
+    with ThreadPoolExecutor(len(alone)) as pool:
+        assert [one.result() for one in all_at_once(system, pool)] == alone
+        running = all_at_once(system, pool)
+        wait_until(lambda: system.metric("worker-1", "sglang:num_running_reqs") > 0, 20, "its requests to run")
+        system.kill("worker-1")
+        assert [one.result() for one in running] == alone
+    assert system.metric("gateway", MOVED) > 0, "some were taken over"
+    assert system.metric("gateway", "rootstock_gateway_moves_to_other_numerics_total") == 0
+    system.start("worker-1")
+    system.wait_ready()
+
+
+def test_clients_are_told(system: System) -> None:
+    (model,) = httpx.get(f"{system.url}/server_info", timeout=10).json()["models"]
+    assert model["deterministic"] is True
