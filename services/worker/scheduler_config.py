@@ -54,6 +54,7 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         graph_rows=max(info.graph_rows, default=0),
         graph_rereads=info.graph_rereads,
         eager_step_cost=info.eager_step_cost,
+        max_drafts=info.max_drafts,
         retract_interval=settings.retract_interval,
         random_seed=RANDOM_SEED,
     )

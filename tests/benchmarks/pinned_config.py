@@ -42,6 +42,7 @@ PINNED = SchedulerConfig(
     graph_rows=0,
     graph_rereads=0,
     eager_step_cost=0.0,
+    max_drafts=0,
     retract_interval=0,
     random_seed=0,
 )

@@ -32,6 +32,7 @@ FIELDS_WITHOUT_A_SETTING = {
     "graph_rows": MODEL,
     "graph_rereads": MODEL,
     "eager_step_cost": MODEL,
+    "max_drafts": MODEL,
     "bos_token_id": ENGINE,
     "random_seed": BINDING,
 }

@@ -153,6 +153,7 @@ configs = st.builds(
     graph_rows=st.sampled_from([0, 0, 4, 12]),
     graph_rereads=st.sampled_from([20, 1000]),
     eager_step_cost=st.sampled_from([0.1, 9.0]),
+    max_drafts=st.sampled_from([0, 1, 3, 7]),
     adaptive_chunk_rows=st.sampled_from([0, 1, 64]),
     max_extend_steps=st.integers(0, 2),
     prefill_max_requests=st.integers(0, 2),

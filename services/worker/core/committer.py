@@ -15,6 +15,7 @@ from services.worker.core.queue.finish import FinishDecision, TextRules, check_f
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.step_rows import Step
+from services.worker.core.token_runs import TokenRuns
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -28,14 +29,18 @@ class Committer:
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         plan, columns = step.plan, self._table.columns
         assert result.step_id == plan.step_id, "a result is committed to the step that it is of"
-        assert len(result.tokens) == plan.num_rows == len(step.requests), "a token for every row"
+        run = None if result.counts is None else TokenRuns.of(plan, result)
+        assert run is not None or len(result.tokens) == plan.num_rows == len(step.requests), "a token for every row"
         live = columns.epoch[plan.slots] == step.epochs
         sound = live & ~np.isin(np.arange(plan.num_rows), list(result.faults)) if result.faults else live
-        columns.committed[plan.slots[sound]] = (plan.starts + plan.num_tokens)[sound]
+        if run is None:
+            columns.committed[plan.slots[sound]] = (plan.starts + plan.num_tokens)[sound]
+        else:
+            self._commit_lengths(step, run, live, sound)
         self._commit_prompt_logprobs(step, result, sound)
         if not live.all():
             assert (columns.epoch[plan.slots] >= step.epochs).all(), "an epoch only rises"
-            self._commit_gone(step, result, ~live, now)
+            self._commit_gone(step, result, run, ~live, now)
         self._publish_extends(step, sound)
         fresh = plan.sample & live
         redundant = fresh & columns.redundant[plan.slots]
@@ -43,8 +48,10 @@ class Committer:
             fresh &= ~redundant
             self._drop_redundant(step, result, np.flatnonzero(redundant), now)
         rows = np.flatnonzero(fresh)
-        if len(rows):
+        if len(rows) and run is None:
             self._commit_tokens(step, result, rows, now)
+        elif len(rows) and run is not None:
+            self._commit_runs(step, run, rows, now)
         if result.faults:
             self._end_unsampled(step, result, live & ~plan.sample, now)
 
@@ -90,15 +97,71 @@ class Committer:
             if row in result.faults and (ending := check_fault(0, 1, result.faults[row])):
                 self._table.end(step.requests[row], ending, now)
 
+    def _commit_lengths(self, step: Step, run: TokenRuns, live: Mask, sound: Mask) -> None:
+        """Where rows end is known now, of decode rows: what was planned beyond it is taken back."""
+        plan, columns, extends = step.plan, self._table.columns, step.plan.num_extend
+        slots = plan.slots[:extends][sound[:extends]]
+        columns.committed[slots] = (plan.starts + plan.num_tokens)[:extends][sound[:extends]]
+        slots, counts = plan.slots[extends:], run.counts[extends:]
+        whole, kept = sound[extends:], live[extends:]
+        columns.committed[slots[whole]] += counts[whole]
+        short = (plan.num_tokens[extends:] - counts)[kept]
+        columns.computed[slots[kept]] -= short
+        columns.planned_out[slots[kept]] -= short
+        self._table.drafted_tokens_total += int(plan.drafts[extends:].sum())
+        self._table.accepted_tokens_total += int((counts - 1).sum())
+
+    def _commit_runs(self, step: Step, run: TokenRuns, rows: I64, now: float) -> None:
+        """Place by place of the rows' runs, each as if it had been sampled by a step of its own: whoever ends, or gets tokens
+        from its grammar, leaves the rest of its run out."""
+        columns, slots = self._table.columns, step.plan.slots[rows]
+        requests = [step.requests[row] for row in rows.tolist()]
+        counts, firsts = run.counts[rows], run.firsts[rows]
+        goes_on = np.ones(len(rows), dtype=np.bool_)
+        endings: dict[int, FinishDecision] = {}
+        jumped: list[int] = []
+        for place in range(int(counts.max())):
+            at = np.flatnonzero(goes_on & (counts > place))
+            if not len(at):
+                break
+            places, here = firsts[at] + place, slots[at]
+            count = columns.num_out[here] + 1
+            tokens = run.result.tokens[places]
+            look = self._may_end(here, tokens, count)
+            if run.result.faults:
+                look |= np.isin(places, list(run.result.faults))
+            taken = self._intake.take([requests[i] for i in at.tolist()], tokens, look, places, run.result)
+            columns.num_out[here] = count
+            self._table.generated_tokens_total += taken.num_tokens
+            endings |= {int(at[i]): ending for i, ending in taken.endings.items()}
+            jumped += [int(at[i]) for i in taken.jumped]
+            goes_on[at[[*taken.endings, *taken.jumped]]] = False
+        cut = np.flatnonzero(~goes_on)
+        for i in cut.tolist():  # what was computed behind its last token is nobody's
+            known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])
+            columns.committed[slots[i]] = min(int(columns.committed[slots[i]]), known - 1)
+        for i in jumped:
+            self._table.resume_extend(requests[i], drop_flight=True)
+        last = np.array([request.output_ids[-1] if request.output_ids else -1 for request in requests], dtype=np.int32)
+        self._emit(slots, last, columns.num_out[slots], requests, endings)
+        for i, ending in endings.items():
+            self._table.end(requests[i], ending, now)
+
+    def _may_end(self, slots: NDArray[np.int32], tokens: NDArray[np.int32], count: I64) -> Mask:
+        """Of rows with so many outputs, this one included."""
+        columns = self._table.columns
+        look: Mask = (count >= columns.max_new[slots]) | columns.special[slots]
+        look |= (columns.stop_ids[slots] == tokens[:, None]).any(axis=1) & (count >= columns.min_new[slots])
+        look |= (tokens < 0) | (tokens >= self._table.config.vocab_size)
+        return look
+
     def _commit_tokens(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
         columns = self._table.columns
         slots = step.plan.slots[rows]
         tokens = result.tokens[rows]
         requests = step.requests if len(rows) == len(step.requests) else [step.requests[r] for r in rows.tolist()]
         count = columns.num_out[slots] + 1
-        look = (count >= columns.max_new[slots]) | columns.special[slots]
-        look |= (columns.stop_ids[slots] == tokens[:, None]).any(axis=1) & (count >= columns.min_new[slots])
-        look |= (tokens < 0) | (tokens >= self._table.config.vocab_size)
+        look = self._may_end(slots, tokens, count)
         if result.faults:
             look |= np.isin(rows, list(result.faults))
         taken = self._intake.take(requests, tokens, look, rows, result)
@@ -145,14 +208,18 @@ class Committer:
         for i in np.flatnonzero(columns.wants_logprobs[slots]).tolist():
             self._table.outputs.add_logprobs(requests[int(at[i])], int(count[i] - fresh[i]), int(count[i]))
 
-    def _commit_gone(self, step: Step, result: StepResult, gone: Mask, now: float) -> None:
+    def _commit_gone(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
             request = step.requests[row]
             if request.phase is not Phase.WAITING or request.flight_step != result.step_id:
                 continue
             request.flight_step = -1
-            taken = self._intake.take_one(request, int(result.tokens[row]), row, result)
-            self._table.generated_tokens_total += taken.num_tokens
+            told, places = (result, range(row, row + 1)) if run is None else (run.result, run.places(row))
+            for place in places:
+                taken = self._intake.take_one(request, int(told.tokens[place]), place, told)
+                self._table.generated_tokens_total += taken.num_tokens
+                if taken.endings or taken.jumped:
+                    break
             request.rekey()
             if taken.endings:
                 self._table.end(request, taken.endings[0], now)

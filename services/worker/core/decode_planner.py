@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +40,8 @@ class DecodePlanner:
             table.memory.grow_each(need)
         table.columns.computed[rows.slots] += 1
         table.columns.planned_out[rows.slots] += 1
+        if table.config.max_drafts:
+            rows = self._with_drafts(rows)
         self._decode_steps += 1
         if table.retractions_total == before:
             self._ratio.step()
@@ -56,6 +60,23 @@ class DecodePlanner:
         need = slots[room <= 0]
         assert not len(need) or room[room.argmin()] == 0, "a row was planned beyond its pages"
         return DecodeRows(requests, slots), need.astype(np.int32)
+
+    def _with_drafts(self, rows: DecodeRows) -> DecodeRows:
+        """The rows, each with as many drafts as its output may still have tokens; pages for them too. None where that would take
+        pages from others: drafts are guesses."""
+        table, columns, slots = self._table, self._table.columns, rows.slots
+        drafts = np.minimum(columns.max_new[slots] - columns.planned_out[slots], table.config.max_drafts)
+        drafts[columns.masked[slots]] = 0  # a mask is that of one place
+        over = columns.computed[slots] + drafts - table.memory.slots.num_pages[slots] * table.config.page_size
+        need = -(-np.maximum(over, 0) // table.config.page_size)
+        if need.sum() > table.memory.pages.num_free:
+            drafts[:], need[:] = 0, 0
+        for number in range(int(need.max())):
+            table.memory.grow_each(slots[need > number].astype(np.int32))
+        assert drafts.min() >= 0, "no more output is planned than there may be"
+        columns.computed[slots] += drafts
+        columns.planned_out[slots] += drafts
+        return replace(rows, drafts=drafts.astype(np.int32))
 
     def _make_room(self, now: float, flight_step: int, step_id: int) -> tuple[DecodeRows, NDArray[np.int32]]:
         """The rows of the next decode step and the slots that get a page, after retracting until those pages are there.

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams
+from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_drafts
 from services.worker.core.kv.memory import PageTableUpdates
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.queue.request import Request
@@ -90,8 +90,16 @@ class ExtendRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
+    """drafts: int32[n], see BatchPlan; empty unless the executor drafts."""
+
     requests: list[Request]
     slots: NDArray[np.int64]
+    drafts: I32 = field(default_factory=no_drafts)
+
+    @property
+    def num_tokens(self) -> int:
+        """That they compute."""
+        return len(self.requests) + int(self.drafts.sum())
 
 
 NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
@@ -102,9 +110,13 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
     extend_slots = [r.lease.slot for r in extends.requests if r.lease]
     assert len(decodes.slots) == num_decode, "each decode row has a slot"
     slots = _before(extend_slots, decodes.slots)
-    starts = _before(extends.starts, columns.computed[decodes.slots] - 1 if num_decode else _NONE)
-    ones = np.ones(num_decode, dtype=np.int32) if num_decode else _NONE
-    sample = _before(extends.sample, ones.astype(np.bool_))
+    drafts = decodes.drafts
+    counts = np.ones(num_decode, dtype=np.int32) if num_decode else _NONE
+    sample = _before(extends.sample, counts.astype(np.bool_))
+    if len(drafts):
+        assert len(drafts) == num_decode and drafts.min() >= 0, "drafts of each decode row"
+        counts, drafts = counts + drafts, _before([0] * num_extend, drafts)
+    starts = _before(extends.starts, columns.computed[decodes.slots] - counts if num_decode else _NONE)
     logprobs = np.array(extends.logprobs, dtype=np.int32) if extends.logprobs else _NO_LOGPROBS
     plan = BatchPlan(
         step_id=step_id,
@@ -112,7 +124,7 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         num_extend=num_extend,
         slots=slots.astype(np.int32),
         starts=starts.astype(np.int32),
-        num_tokens=_before(extends.counts, ones),
+        num_tokens=_before(extends.counts, counts),
         input_ids=np.concatenate(extends.input_ids) if extends.input_ids else _NONE,
         sample=sample,
         mask_rows=(columns.masked[slots] & sample).nonzero()[0].astype(np.int32),
@@ -124,6 +136,7 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         table_firsts=updates.firsts,
         table_counts=updates.counts,
         table_pages=updates.pages,
+        drafts=drafts,
     )
     assert len(slots) == len(starts) == len(sample) == len(plan.num_tokens), "columns of one step are of one length"
     if num_extend:

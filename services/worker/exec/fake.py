@@ -85,10 +85,11 @@ def fake_embedding(context: I32) -> NDArray[np.float32]:
 @dataclass(slots=True)
 class FakeRun:
     plan: BatchPlan
-    tokens: I32
+    counts: I32
     ready_at: float
     faults: dict[int, RowFault]
     sampled: bool = False
+    tokens: I32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
@@ -100,7 +101,8 @@ def _own(run: Run) -> FakeRun:
 
 
 class FakeExecutor:
-    """next_token: (context int32[n], vocab_size) -> token. fault_at: step_id -> what to raise or row faults, for tests."""
+    """next_token: (context int32[n], vocab_size) -> token. draft: (context, number) -> so many guesses at what follows it.
+    fault_at: step_id -> what to raise or row faults, for tests."""
 
     def __init__(
         self,
@@ -110,6 +112,7 @@ class FakeExecutor:
         pages_per_request: int,
         vocab_size: int,
         next_token: Callable[[I32, int], int] = hashed_token,
+        draft: Callable[[I32, int], I32] | None = None,
         time_model: TimeModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -117,12 +120,14 @@ class FakeExecutor:
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._next_token = next_token
+        self._draft = draft or self._half_right
         self._time = time_model or TimeModel()
         self._clock, self._sleep = clock, sleep
         self._busy_until = 0.0
         self.kv: I32 = np.full((num_pages, page_size), -1, dtype=np.int32)
         self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
+        self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # tokens of each slot whose KV counts
         self._params: dict[int, SamplingParams] = {}
         self.fail_steps: set[int] = set()
         self.row_faults: dict[int, dict[int, RowFault]] = {}
@@ -137,18 +142,24 @@ class FakeExecutor:
         for row in range(plan.num_rows):
             slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.num_tokens[row])
             if row < plan.num_extend:
+                self.lengths[slot] = start
                 ids = plan.input_ids[at : at + count]
                 at += count
             else:
                 ids = self.future_map[slot : slot + 1]
                 if ids[0] < 0:
                     raise ExecutorError(f"step {plan.step_id}: slot {slot} gathers a token that was never sampled")
+                before, start = start, int(self.lengths[slot])
+                assert start <= before if len(plan.drafts) else start == before, "a row begins where the step before it ended"
             self._write(slot, start, ids)
+            if count > len(ids):
+                context = self._read(slot, start + 1)
+                self._write(slot, start + 1, self._draft(context, count - 1))
         assert at == len(plan.input_ids), "a token for every position of the extend rows"
         begin = max(self._busy_until, self._clock())
         self._busy_until = begin + self._time.seconds(plan)
-        tokens = np.full(plan.num_rows, -1, dtype=np.int32)
-        return FakeRun(plan, tokens, self._busy_until, self.row_faults.get(plan.step_id, {}))
+        counts = np.ones(plan.num_rows, dtype=np.int32)
+        return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}))
 
     def sample(self, run: Run, masks: Masks) -> None:
         run = _own(run)
@@ -156,18 +167,18 @@ class FakeExecutor:
         assert not run.sampled, "a step is sampled once"
         assert masks.keys() <= set(plan.mask_rows.tolist()), "a mask for a row that asked for none"
         run.sampled = True
-        for row in np.flatnonzero(plan.sample).tolist():
-            slot = int(plan.slots[row])
-            context = self._read(slot, int(plan.starts[row]) + int(plan.num_tokens[row]))
-            token = self._next_token(context, self._vocab_size)
-            if row in masks:
-                token = first_allowed(token, masks[row], self._vocab_size)
-            run.tokens[row] = self.future_map[slot] = token
-            params = self._params[slot]
-            if params.top_logprobs >= 0:
-                run.logprobs[row] = fake_logprobs(token, params.top_logprobs, len(params.logprob_token_ids))
-            if params.embedding is not None:
-                run.embeddings[row] = fake_embedding(context)
+        tokens: list[int] = []
+        for row in range(plan.num_rows):
+            own = self._sample_row(plan, row, masks.get(row)) if plan.sample[row] else [-1]
+            params = self._params[int(plan.slots[row])]
+            if params.top_logprobs >= 0 and plan.sample[row]:
+                top, chosen = params.top_logprobs, len(params.logprob_token_ids)
+                run.logprobs |= {len(tokens) + place: fake_logprobs(token, top, chosen) for place, token in enumerate(own)}
+            if params.embedding is not None and plan.sample[row]:
+                run.embeddings[row] = fake_embedding(self._read(int(plan.slots[row]), int(self.lengths[plan.slots[row]])))
+            tokens += own
+            run.counts[row] = len(own)
+        run.tokens = np.array(tokens, dtype=np.int32)
         for i, row in enumerate(plan.prompt_logprob_rows.tolist()):
             run.prompt_logprobs[row] = self._prompt_logprobs(plan, i, row)
 
@@ -178,7 +189,8 @@ class FakeExecutor:
             self._sleep(left)
         if run.plan.step_id in self.fail_steps:
             raise ExecutorError("made to fail")
-        return StepResult(run.plan.step_id, run.tokens, run.faults, run.logprobs, run.prompt_logprobs, run.embeddings)
+        counts = run.counts if len(run.plan.drafts) else None
+        return StepResult(run.plan.step_id, run.tokens, run.faults, run.logprobs, run.prompt_logprobs, run.embeddings, counts)
 
     def apply(self, operation: Operation) -> None:
         match operation:
@@ -189,6 +201,36 @@ class FakeExecutor:
 
     def close(self) -> None:
         self.kv = np.empty((0, self._page_size), dtype=np.int32)
+
+    def _sample_row(self, plan: BatchPlan, row: int, mask: NDArray[np.uint32] | None) -> list[int]:
+        """The next token; and while that is what was drafted, the next one too."""
+        slot, drafted = int(plan.slots[row]), int(plan.drafts[row]) if len(plan.drafts) else 0
+        if row < plan.num_extend:
+            self.lengths[slot] += plan.num_tokens[row]
+        else:
+            self.lengths[slot] += 1
+        tokens: list[int] = []
+        guessed = self._read(slot, int(self.lengths[slot]) + drafted)
+        while True:
+            context = guessed[: int(self.lengths[slot])]
+            token = self._next_token(context, self._vocab_size)
+            if mask is not None:
+                token = first_allowed(token, mask, self._vocab_size)
+            tokens.append(token)
+            if len(tokens) > drafted or token != guessed[len(context)]:
+                break
+            self.lengths[slot] += 1
+        self.future_map[slot] = tokens[-1]
+        return tokens
+
+    def _half_right(self, context: I32, number: int) -> I32:
+        """Guesses of which about half are what the model says."""
+        for place in range(number):
+            token = self._next_token(context, self._vocab_size)
+            wrong = zlib.crc32(context.tobytes() + b"draft") % 2
+            context = np.append(context, np.int32((token + wrong) % self._vocab_size))
+            assert len(context) > place, "a guess for each place"
+        return context[len(context) - number :]
 
     def _prompt_logprobs(self, plan: BatchPlan, index: int, row: int) -> PromptLogprobs:
         """The "log probability" of a prompt token is minus its id."""

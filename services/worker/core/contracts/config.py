@@ -41,7 +41,8 @@ class SchedulerConfig:
     whole_prompts: the model computes each prompt in one row of one step; nothing that cuts one may be switched on.
     priority_preemption_threshold: a waiting request displaces running ones whose priority is worse by more than this.
     pooling_reuses_prefix: a vector may be computed from the tokens after a cached prefix alone (last-token pooling).
-    graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits.
+    graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits. max_drafts: tokens that it drafts and verifies
+    in a decode row beside the one it computes anyway, 0 for none.
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
     running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
     sessions that name none. random_seed: of the random policy.
@@ -80,6 +81,7 @@ class SchedulerConfig:
     graph_rows: int
     graph_rereads: int
     eager_step_cost: float
+    max_drafts: int
     retract_interval: int
     random_seed: int
 
@@ -96,6 +98,8 @@ class SchedulerConfig:
             raise ValueError("context_len is at least 2: one token in, one out")
         if min(self.graph_rows, self.graph_rereads, self.eager_step_cost) < 0:
             raise ValueError("graph_rows, graph_rereads and eager_step_cost are not negative")
+        if self.max_drafts < 0:
+            raise ValueError("max_drafts is not negative")
 
     @property
     def max_pages_per_request(self) -> int:

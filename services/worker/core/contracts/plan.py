@@ -16,6 +16,12 @@ from kernels.contracts.row_fault import RowFault as RowFault
 from services.worker.core.contracts.sampling import SamplingParams
 
 I32 = NDArray[np.int32]
+_NO_DRAFTS: I32 = np.empty(0, dtype=np.int32)
+
+
+def no_drafts() -> I32:
+    """Of a step whose executor drafts nothing."""
+    return _NO_DRAFTS
 
 
 class ForwardMode(enum.IntEnum):
@@ -54,6 +60,9 @@ class BatchPlan:
         row's tokens of the first that predicts a wanted one (token i of a row predicts token i + 1 of its sequence), and
         prompt_logprob_nexts: the prompt token after the row's last, -1 where that one is not part of the prompt.
     admitted: parameters of slots that begin with this step; they hold for later steps too.
+    drafts: [rows], empty unless the executor drafts: how many tokens it may guess behind the input token of a decode row and
+        verify with it. Such a row computes num_tokens = 1 + drafts positions, of which the first is known to the executor alone:
+        what the step before it accepted is not committed yet. starts is then the last position that it can be.
     table_slots, table_firsts, table_counts: [updates]; table_pages: flat. For update u, logical pages
         firsts[u] .. firsts[u] + counts[u] - 1 of slot slots[u] become the next counts[u] ids of table_pages.
         Applied in order before the forward pass. A slot's table is stale beyond what its rows cover.
@@ -76,6 +85,7 @@ class BatchPlan:
     table_firsts: I32
     table_counts: I32
     table_pages: I32
+    drafts: I32 = field(default_factory=no_drafts)
 
     @property
     def num_rows(self) -> int:
@@ -106,9 +116,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """tokens: int32[rows], meaningful where plan.sample and the request generates. faults: row -> fault. logprobs,
-    prompt_logprobs: row -> values, where asked. embeddings: row -> float32[dimensions], for rows with sample set whose
-    request wants a vector."""
+    """tokens: int32[rows], meaningful where plan.sample and the request generates; with counts (int32[rows], 1 at least) flat, so
+    many of each row: drafted ones that were sampled too, and the first that was not drafted. faults: row -> fault, of its last
+    token. logprobs: place in tokens -> values, prompt_logprobs: row -> values, where asked. embeddings: row ->
+    float32[dimensions], for rows with sample set whose request wants a vector."""
 
     step_id: int
     tokens: I32
@@ -116,3 +127,4 @@ class StepResult:
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    counts: I32 | None = None

@@ -69,6 +69,12 @@ class SlotColumns:
         if ids:
             self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
 
+    def drop_flight(self, slot: int) -> None:
+        """What a step in flight computes for the slot does not count."""
+        self.epoch[slot] += 1
+        self.computed[slot] = self.committed[slot]
+        self.planned_out[slot] = self.num_out[slot]
+
     def end(self, slot: int) -> None:
         assert self.committed[slot] <= self.computed[slot], "a step was committed that was not planned"
         assert self.sent[slot] <= self.num_out[slot] <= self.planned_out[slot], "told, committed and planned outputs"

@@ -55,6 +55,7 @@ class RequestTable:
         self.retracted_input_tokens_total = self.retracted_output_tokens_total = 0
         self.grammars_total = self.grammar_hits_total = self.grammar_aborts_total = 0
         self.prompt_tokens_total = self.cached_tokens_total = self.generated_tokens_total = 0
+        self.drafted_tokens_total = self.accepted_tokens_total = 0
         self._deadlines = Deadlines()
         self._slots: NDArray[np.int64] | None = None
 
@@ -151,14 +152,17 @@ class RequestTable:
         self.decoding.append(request)
         self._slots = None
 
-    def resume_extend(self, request: Request) -> None:
-        """DECODE to EXTEND: tokens have become known that nothing sampled; their KV is still to be computed."""
+    def resume_extend(self, request: Request, drop_flight: bool = False) -> None:
+        """DECODE to EXTEND: tokens have become known that nothing sampled; their KV is still to be computed. drop_flight: what a
+        step in flight computes for it stands behind other tokens."""
         assert request.lease is not None
         slot, columns = request.lease.slot, self.columns
         request.move(Phase.EXTEND)
         self._share(request)
         request.rekey()
         self.trace.add(request.request_id, TraceKind.JUMPED, len(request.output_ids))
+        if drop_flight:
+            columns.drop_flight(slot)
         columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
         columns.num_out[slot] = columns.planned_out[slot] = len(request.output_ids)
         columns.target[slot] = request.num_prompt_tokens + len(request.output_ids)

@@ -14,8 +14,9 @@ class LoadedInfo:
     the model gives none. needs_whole_prompt: every prompt has to be one row of one step, without a cached prefix (encoders).
     pooling_reuses_prefix: an embedding may start behind a cached prefix (last-token pooling); if not, all of its prompt is
     computed, though it may be cut into chunks. load_seconds: (phase, seconds) as LoadPhases has them. graph_rows: numbers of
-    rows that decode graphs are captured for, rising. graph_rereads, eager_step_cost: see GraphLimits. numerics: a fingerprint of
-    all that decides a result's bits beside its weights; "" where these are no function of the row alone.
+    rows that decode graphs are captured for, rising. graph_rereads, eager_step_cost: see GraphLimits. max_drafts: tokens that are
+    drafted and verified in a row of a decode step, 0 where nothing drafts. numerics: a fingerprint of all that decides a result's
+    bits beside its weights; "" where these are no function of the row alone.
     """
 
     architecture: str
@@ -36,3 +37,4 @@ class LoadedInfo:
     graph_rereads: int = 0
     eager_step_cost: float = 0.0
     numerics: str = ""
+    max_drafts: int = 0
