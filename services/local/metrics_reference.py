@@ -46,6 +46,8 @@ UNNAMED = {
     "sglang:token_usage": "0 to 1",
     "sglang:cache_hit_rate": "0 to 1",
     "sglang:new_token_ratio": "0 to 1",
+    "sglang:spec_accept_length": "tokens",
+    "sglang:spec_accept_rate": "0 to 1",
     "sglang:gen_throughput": "tokens per second",
     "sglang:fwd_occupancy": "0 to 100",
     "sglang:context_len": "tokens",

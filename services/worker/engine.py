@@ -188,6 +188,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         max_whole_tokens=max(settings.max_prefill_tokens, settings.max_running_requests),
         load_threads=settings.load_threads,
         deterministic=settings.deterministic,
+        max_drafts=settings.speculative_num_steps if settings.speculative_algorithm != "none" else 0,
     )
     executor, info = build_device_executor(
         model_path=settings.model,

@@ -106,6 +106,12 @@ class WorkerSettings(ServiceSettings):
     grammar_burst_ms: float = Field(50.0, gt=0, description="CPU time in ms that a grammar may take beyond that in all.")
     grammar_fill_ms: float = Field(20.0, gt=0, description="CPU time in ms that one step's grammar masks may take in all.")
     grammar_mask_threads: int = Field(1, ge=1, le=64, description="Threads that fill masks; more pay on large vocabularies.")
+    speculative_algorithm: Literal["none", "ngram"] = Field(
+        "none",
+        description="What guesses the next tokens, which a step then verifies; the text stays the same. ngram: what followed the"
+        " last tokens before, in prompt or output. On a CPU.",
+    )
+    speculative_num_steps: int = Field(4, ge=1, le=7, description="Tokens that are guessed at once, at most.")
     enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")
     schedule_conservativeness: float = Field(1.0, gt=0, description="Factor on the KV reserved for running requests' output.")
     allow_auto_truncate: bool = Field(

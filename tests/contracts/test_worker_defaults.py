@@ -89,6 +89,8 @@ SETTINGS_ELSEWHERE = {
     "grammar_mask_threads": ENGINE,
     "enable_jump_forward": ENGINE,
     "sampling_defaults": ENGINE,
+    "speculative_algorithm": ENGINE,
+    "speculative_num_steps": ENGINE,
     "preferred_sampling_params": ENGINE,
     "fake_step_s": ENGINE,
 }

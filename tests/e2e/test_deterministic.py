@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -56,6 +57,17 @@ def test_the_same_alone_together_and_behind_a_dead_worker(system: System) -> Non
     assert system.metric("gateway", "rootstock_gateway_moves_to_other_numerics_total") == 0
     system.start("worker-1")
     system.wait_ready()
+
+
+def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
+    """Of a worker that guesses by n-grams: counting repeats itself, and most guesses are right."""
+    alone = [answer(system, text, kind) for text in TEXTS for kind in KINDS]
+    with System(tmp_path, worker_flags="--deterministic --speculative-algorithm ngram", log_level="info") as guessing:
+        with ThreadPoolExecutor(4) as pool:
+            assert [one.result() for one in all_at_once(guessing, pool)] == alone
+        accepted = guessing.metric("worker-0", "rootstock_worker_accepted_tokens_total")
+        assert 0 < accepted < guessing.metric("worker-0", "rootstock_worker_drafted_tokens_total")
+        assert guessing.metric("worker-0", "sglang:spec_verify_calls_total") > 0
 
 
 def test_clients_are_told(system: System) -> None:

@@ -22,6 +22,8 @@ class DirectRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]
+        if scope["path"].endswith("\n"):
+            scope = {**scope, "path": scope["path"][:-1] + "%0A"}  # or a route's pattern, which ends in $, would match
         if method == "POST" and (endpoint := self._endpoints.get(scope["path"])) is not None:
             await (await endpoint())(scope, receive, send)
         elif method == "HEAD":

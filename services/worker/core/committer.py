@@ -108,7 +108,8 @@ class Committer:
         short = (plan.num_tokens[extends:] - counts)[kept]
         columns.computed[slots[kept]] -= short
         columns.planned_out[slots[kept]] -= short
-        self._table.drafted_tokens_total += int(plan.drafts[extends:].sum())
+        self._table.verified_rows_total += int((run.drafted > 0).sum())
+        self._table.drafted_tokens_total += int(run.drafted.sum())
         self._table.accepted_tokens_total += int((counts - 1).sum())
 
     def _commit_runs(self, step: Step, run: TokenRuns, rows: I64, now: float) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.core.new_token_ratio import NewTokenRatio
 from services.worker.core.queue.gates import too_small
 from services.worker.core.queue.request_table import RequestTable
@@ -62,10 +63,11 @@ class DecodePlanner:
         return DecodeRows(requests, slots), need.astype(np.int32)
 
     def _with_drafts(self, rows: DecodeRows) -> DecodeRows:
-        """The rows, each with as many drafts as its output may still have tokens; pages for them too. None where that would take
-        pages from others: drafts are guesses."""
+        """The rows, each with as many drafts as its output may still have tokens and the step has room for, and pages for them.
+        None where that would take pages from others: drafts are guesses."""
         table, columns, slots = self._table, self._table.columns, rows.slots
-        drafts = np.minimum(columns.max_new[slots] - columns.planned_out[slots], table.config.max_drafts)
+        most = min(table.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
+        drafts = np.minimum(columns.max_new[slots] - columns.planned_out[slots], most)
         drafts[columns.masked[slots]] = 0  # a mask is that of one place
         over = columns.computed[slots] + drafts - table.memory.slots.num_pages[slots] * table.config.page_size
         need = -(-np.maximum(over, 0) // table.config.page_size)

@@ -44,8 +44,8 @@ class ExtendPlanner:
         self, now: float, ratio: float, num_decode_rows: int, flight: Step | None, step_id: int, may_admit: bool
     ) -> ExtendRows:
         """num_decode_rows: those that share this step. flight: the uncommitted step. may_admit: waiting requests may begin."""
-        rows = ExtendRows()
         table = self._table
+        rows = ExtendRows(tells_history=table.config.max_drafts > 0)
         if not table.extending and (table.batch_is_full or not len(table.waiting)):
             return rows
         adder = self._adder(ratio, num_decode_rows)

@@ -62,6 +62,9 @@ class StepStats:
     ]
     preemptions_total: Annotated[int, Told("rootstock_worker_preempted_requests", "Requests displaced by more urgent ones.")]
     resumed_total: Annotated[int, Told("rootstock_worker_resumed_requests", "Requests that came with output from elsewhere.")]
+    verified_rows_total: Annotated[int, Told("sglang:spec_verify_calls", "Decode rows that verified guesses.")]
+    drafted_tokens_total: Annotated[int, Told("rootstock_worker_drafted_tokens", "Tokens that were guessed and verified.")]
+    accepted_tokens_total: Annotated[int, Told("rootstock_worker_accepted_tokens", "Of these, those that were right.")]
     evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
 
     @property
@@ -110,5 +113,8 @@ def stats_of(table: RequestTable, new_token_ratio: float, paused: bool) -> StepS
         grammar_aborts_total=table.grammar_aborts_total,
         preemptions_total=table.preemptions_total,
         resumed_total=table.resumed_total,
+        verified_rows_total=table.verified_rows_total,
+        drafted_tokens_total=table.drafted_tokens_total,
+        accepted_tokens_total=table.accepted_tokens_total,
         evicted_pages_total=memory.evicted_pages_total,
     )

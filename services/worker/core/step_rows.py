@@ -47,7 +47,8 @@ class Step:
 
 @dataclass(slots=True)
 class ExtendRows:
-    """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens."""
+    """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens. tells_history: the
+    executor is told the tokens of who is admitted, whatever their parameters."""
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -56,12 +57,13 @@ class ExtendRows:
     input_ids: list[NDArray[np.int32]] = field(default_factory=list)
     admitted: list[SlotParams] = field(default_factory=list)
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
+    tells_history: bool = False
 
     def admit(self, request: Request, slot: int) -> None:
         """The request begins in this step: its parameters go with it."""
         params = request.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-        history = np.frombuffer(request.key, dtype=np.int32) if penalised else _NONE
+        history = np.frombuffer(request.key, dtype=np.int32) if penalised or self.tells_history else _NONE
         self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, request.stop_token_ids, history))
 
     def add(self, request: Request, start: int, count: int, last: bool) -> None:

@@ -14,11 +14,12 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """counts, firsts: int64[rows], tokens of each row's run and the place of its first. result: the step's, with faults and
-    embeddings by place too: those of a run's last token."""
+    """counts, firsts, drafted: int64[rows], tokens of each row's run, the place of its first, and guesses that it had. result:
+    the step's, with faults and embeddings by place too: those of a run's last token."""
 
     counts: I64
     firsts: I64
+    drafted: I64
     result: StepResult
 
     @classmethod
@@ -28,10 +29,12 @@ class TokenRuns:
         firsts = np.cumsum(counts) - counts
         assert len(result.tokens) == counts.sum() and (not len(counts) or counts.min() > 0), "a token for every row, at least"
         assert (counts[: plan.num_extend] == 1).all(), "what is known is not sampled again"
-        assert not len(plan.drafts) or (counts <= plan.drafts + 1).all(), "no more than was drafted, and one"
+        drafted = np.zeros_like(counts) if result.drafted is None else result.drafted.astype(np.int64)
+        assert not len(plan.drafts) or (drafted <= plan.drafts).all(), "no more is drafted than was planned"
+        assert (counts <= drafted + 1).all(), "no more than was drafted, and one"
         faults = {int(firsts[row] + counts[row]) - 1: fault for row, fault in result.faults.items()}
         embeddings = {int(firsts[row]): vector for row, vector in result.embeddings.items()}
-        return cls(counts, firsts, replace(result, faults=faults, embeddings=embeddings))
+        return cls(counts, firsts, drafted, replace(result, faults=faults, embeddings=embeddings))
 
     def places(self, row: int) -> range:
         first = int(self.firsts[row])

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
 from services.worker.exec.attention.choose import choose_attention
 from services.worker.exec.attention.kernel_attention import KernelAttention
@@ -19,6 +20,7 @@ from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.options import DeviceOptions
 from services.worker.exec.device import device_of, load_target, streams_of
+from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.kernel_set import KernelSet, sample_kernels
@@ -33,6 +35,7 @@ from services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from services.worker.exec.sizing import PoolNeeds, pages_of_device
 from services.worker.exec.step.cuda_graph_runner import CudaGraphRunner
+from services.worker.exec.step.drafted_steps import DraftedSteps
 from services.worker.exec.step.graph_sizes import graph_sizes
 from services.worker.exec.step.idle_steps import StepBounds, largest_step
 from services.worker.exec.step.model_runner import DeviceRunner
@@ -92,12 +95,13 @@ def build_device_executor(
     loaded = load_model(request)
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay)
     pages = made.finish(num_pages, mem_fraction_static, context_len)
-    executor = DeviceExecutor(made.runner, made.memory_parts(request, pages))
+    executor = DeviceExecutor(made.runner, made.memory_parts(request, pages), steps=made.drafted_steps())
     progress(f"loaded in: {phases.describe()}")
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
         progress(f"context_len is {fitting}, what the KV pool holds, and not the model's {loaded.context_len}")
-    return executor, loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
+    info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
+    return executor, replace(info, max_drafts=options.max_drafts)
 
 
 def assemble_executor(
@@ -114,7 +118,7 @@ def assemble_executor(
     """Of a model that is on the device already; the executor, and the pages of its pool. Raises as build_device_executor()."""
     made = _Assembly(loaded, max_slots, page_size, options, progress, LoadPhases(), check_relay, parts)
     pages = made.finish(num_pages, mem_fraction_static)
-    return DeviceExecutor(made.runner), pages
+    return DeviceExecutor(made.runner, steps=made.drafted_steps()), pages
 
 
 def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
@@ -148,6 +152,8 @@ class _Assembly:
         self._options, self._progress, self._phases = options, progress, phases
         self._parts = parts or DeviceParts()
         self._device = device_of(options.device)
+        if options.max_drafts and self._device.type != "cpu":
+            raise ValueError("speculation is for a CPU so far: on a GPU lengths would have to stay on the device")
         _sum_in_float32()
         self._streams = self._parts.streams or streams_of(self._device, options.num_threads)
         vocab_size = int(loaded.config.vocab_size)
@@ -155,7 +161,8 @@ class _Assembly:
         self._kernels = self._parts.kernels or self._kernels_for(rows, vocab_size)
         pages_per_slot = -(-loaded.context_len // page_size) + 1
         self._largest = min(_step_tokens(options, loaded), max_slots * loaded.context_len)
-        self._wanted = max(max_slots, PIECE_BYTES // (4 * vocab_size))  # of sampled rows, and of a piece of a prompt's logits
+        self._sampled = max_slots + VERIFIED_TOKENS if options.max_drafts else max_slots  # rows that want a token at once
+        self._wanted = max(self._sampled, PIECE_BYTES // (4 * vocab_size))  # of sampled rows, and of a piece of a prompt's logits
         self._bounds = StepBounds(self._largest, max_slots, loaded.context_len, loaded.generates)
         widest = min(max_slots + KNOWN_TOKENS, options.max_graph_rows, self._largest)
         self._widest = widest if options.cuda_graphs else 0  # rows of the largest graph
@@ -193,7 +200,7 @@ class _Assembly:
             passes=passes,
             attention=attention,
             kernels=self._kernels.layers,
-            sampler=DeviceSampler(max_slots, vocab_size, self._kernels.sampling, self._streams, relay),
+            sampler=DeviceSampler(max_slots, vocab_size, self._kernels.sampling, self._streams, relay, self._sampled),
             embeddings=EmbeddingPool(self._loaded.pooling, max_slots, device, self._options.deterministic),
             relay=relay,
             unwritten=unwritten,
@@ -311,6 +318,11 @@ class _Assembly:
             self._streams.synchronize()
             self.runner.attention.release_graphs()
             self.runner.graphs, self.graph_rows = None, ()
+
+    def drafted_steps(self) -> DraftedSteps | None:
+        if not self._options.max_drafts:
+            return None
+        return DraftedSteps(self.runner, NgramDrafter(), self._max_slots, self._largest)
 
     def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:
         shape = self._loaded.shape

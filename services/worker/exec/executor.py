@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from torch.profiler import ProfilerActivity
 
@@ -23,15 +24,35 @@ def _ignore(_: str) -> None:
     return
 
 
+class Steps(Protocol):
+    """What an executor has done on the streams, in order of the steps."""
+
+    def forward(self, run: DeviceRun) -> None: ...
+
+    def sample(self, run: DeviceRun, masks: Masks) -> None: ...
+
+    def result(self, run: DeviceRun) -> StepResult: ...
+
+    def release(self, run: DeviceRun) -> None: ...
+
+
 class DeviceExecutor:
     """Implements exec.protocol.Executor. A failed step fails its own waiter.
 
-    memory: None where nothing can be released, for it could not be made again. on_lost: called once, with a sentence, when
-    the device answers nothing any more: the process has to be replaced.
+    steps: what computes them, the runner itself where nothing is drafted. memory: None where nothing can be released, for it
+    could not be made again. on_lost: called once, with a sentence, when the device answers nothing any more: the process has to
+    be replaced.
     """
 
-    def __init__(self, runner: DeviceRunner, memory: Releasable | None = None, on_lost: Callable[[str], None] = _ignore) -> None:
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        memory: Releasable | None = None,
+        on_lost: Callable[[str], None] = _ignore,
+        steps: Steps | None = None,
+    ) -> None:
         self._runner, self._streams = runner, runner.streams
+        self._steps: Steps = runner if steps is None else steps
         self.on_lost = on_lost
         self._lost = False
         on_gpu = self._streams.device.type == "cuda"
@@ -74,23 +95,23 @@ class DeviceExecutor:
 
     def _forward(self, run: DeviceRun) -> None:
         try:
-            self._profile.record(f"forward {run.plan.step_id}", partial(self._runner.forward, run))
+            self._profile.record(f"forward {run.plan.step_id}", partial(self._steps.forward, run))
         except Exception as error:  # of any kind: it belongs to the waiter of this step
             self._failed(run, error)
 
     def _sample(self, run: DeviceRun, masks: Masks) -> None:
         try:
             if run.error is None:
-                self._profile.record(f"sample {run.plan.step_id}", partial(self._runner.sample, run, masks))
+                self._profile.record(f"sample {run.plan.step_id}", partial(self._steps.sample, run, masks))
             else:
-                self._runner.release(run)
+                self._steps.release(run)
         except Exception as error:  # as above
             self._failed(run, error)
 
     def _result(self, run: DeviceRun) -> StepResult:
         if run.error is None:
             try:
-                return self._runner.result(run)
+                return self._steps.result(run)
             except Exception as error:  # as above; a device reports here what went wrong in its kernels
                 self._failed(run, error)
         raise ExecutorError(f"step {run.plan.step_id} failed: {run.error!r}") from run.error

@@ -189,8 +189,10 @@ class FakeExecutor:
             self._sleep(left)
         if run.plan.step_id in self.fail_steps:
             raise ExecutorError("made to fail")
-        counts = run.counts if len(run.plan.drafts) else None
-        return StepResult(run.plan.step_id, run.tokens, run.faults, run.logprobs, run.prompt_logprobs, run.embeddings, counts)
+        drafted = run.plan.drafts if len(run.plan.drafts) else None
+        counts = None if drafted is None else run.counts
+        told = (run.logprobs, run.prompt_logprobs, run.embeddings, counts, drafted)
+        return StepResult(run.plan.step_id, run.tokens, run.faults, *told)
 
     def apply(self, operation: Operation) -> None:
         match operation:

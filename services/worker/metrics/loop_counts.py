@@ -100,6 +100,20 @@ class LoopCounts:
         return (now.cached_tokens_total - then.cached_tokens_total) / prompt if then and now and prompt else 0.0
 
     @property
+    def accept_length(self) -> float:
+        """Tokens that a row gave lately which verified guesses, the one beside them included; 0 where none did."""
+        _, then, now, _ = self._lately()
+        rows = now.verified_rows_total - then.verified_rows_total if then and now else 0
+        return 1 + (now.accepted_tokens_total - then.accepted_tokens_total) / rows if then and now and rows else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the tokens guessed lately that were right."""
+        _, then, now, _ = self._lately()
+        drafted = now.drafted_tokens_total - then.drafted_tokens_total if then and now else 0
+        return (now.accepted_tokens_total - then.accepted_tokens_total) / drafted if then and now and drafted else 0.0
+
+    @property
     def occupancy(self) -> float:
         """Percentage of the time lately in which a step was computed."""
         seconds, _, _, forward_s = self._lately()

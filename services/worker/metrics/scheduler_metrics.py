@@ -75,6 +75,8 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(Gauge, "rootstock_worker_max_running_requests", "Requests that can run at once.", lambda c: c.max_running),
     Reading(Gauge, "sglang:gen_throughput", "Output tokens per second lately.", lambda c: c.throughput),
     Reading(Gauge, "sglang:cache_hit_rate", "Share of admitted prompt tokens that were cached, lately.", lambda c: c.hit_rate),
+    Reading(Gauge, "sglang:spec_accept_length", "Tokens of a row that verified guesses, lately.", lambda c: c.accept_length),
+    Reading(Gauge, "sglang:spec_accept_rate", "Share of guessed tokens that were right, lately.", lambda c: c.accept_rate),
     Reading(Counter, BLOCKS + "stored", "Blocks that became cached here, where events are on.", lambda c: c.stored_blocks),
     Reading(Counter, BLOCKS + "removed", "Blocks that were evicted, where events are on.", lambda c: c.removed_blocks),
     Reading(

@@ -16,6 +16,7 @@ from kernels.contracts.row_fault import RowFault as RowFault
 from services.worker.core.contracts.sampling import SamplingParams
 
 I32 = NDArray[np.int32]
+VERIFIED_TOKENS = 16  # of a decode step, up to which it is bound by reading weights: guesses beside few rows cost little
 _NO_DRAFTS: I32 = np.empty(0, dtype=np.int32)
 
 
@@ -36,7 +37,7 @@ class SlotParams:
     """What the executor keeps on its device for a slot from the step that admits it until the slot is admitted again.
 
     num_prompt_tokens: of the user's prompt, without output kept over a retraction.
-    history: int32[n], prompt and kept output in order, given only where penalties need counts (else empty).
+    history: int32[n], prompt and kept output in order, where penalties need counts or the executor drafts, else empty.
     stop_token_ids: ids (EOS included, unless ignored) masked until min_new_tokens outputs exist.
     """
 
@@ -117,7 +118,8 @@ class PromptLogprobs:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """tokens: int32[rows], meaningful where plan.sample and the request generates; with counts (int32[rows], 1 at least) flat, so
-    many of each row: drafted ones that were sampled too, and the first that was not drafted. faults: row -> fault, of its last
+    many of each row: drafted ones that were sampled too, and the first that was not drafted; drafted: int32[rows], guesses that
+    each row had, no more than planned. faults: row -> fault, of its last
     token. logprobs: place in tokens -> values, prompt_logprobs: row -> values, where asked. embeddings: row ->
     float32[dimensions], for rows with sample set whose request wants a vector."""
 
@@ -128,3 +130,4 @@ class StepResult:
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     counts: I32 | None = None
+    drafted: I32 | None = None

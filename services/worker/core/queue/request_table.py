@@ -55,7 +55,7 @@ class RequestTable:
         self.retracted_input_tokens_total = self.retracted_output_tokens_total = 0
         self.grammars_total = self.grammar_hits_total = self.grammar_aborts_total = 0
         self.prompt_tokens_total = self.cached_tokens_total = self.generated_tokens_total = 0
-        self.drafted_tokens_total = self.accepted_tokens_total = 0
+        self.verified_rows_total = self.drafted_tokens_total = self.accepted_tokens_total = 0
         self._deadlines = Deadlines()
         self._slots: NDArray[np.int64] | None = None
 

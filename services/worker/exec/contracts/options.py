@@ -10,7 +10,8 @@ class DeviceOptions:
     """device: as torch names it. num_threads: that a CPU computes with. kernels: auto (triton on a GPU, cpp on a CPU), triton,
     cpp or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is computed
     in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read weights
-    for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit."""
+    for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of a
+    decode row that are guessed from its own text and verified beside the one that it computes anyway; on a CPU alone."""
 
     device: str = "cuda:0"
     num_threads: int = 1
@@ -22,3 +23,4 @@ class DeviceOptions:
     max_whole_tokens: int = 0
     load_threads: int = 8
     deterministic: bool = False
+    max_drafts: int = 0

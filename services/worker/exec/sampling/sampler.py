@@ -47,9 +47,12 @@ def _nothing(max_rows: int, num_words: int, device: torch.device) -> SampleRows:
 
 
 class DeviceSampler:
-    """relay: int64[slots], see ForwardPass. Host state belongs to the thread that launches steps."""
+    """relay: int64[slots], see ForwardPass. max_rows: of a batch, max_slots if that is more. Host state belongs to the thread
+    that launches steps."""
 
-    def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels, streams: Streams, relay: Tensor) -> None:
+    def __init__(
+        self, max_slots: int, vocab_size: int, kernels: SampleKernels, streams: Streams, relay: Tensor, max_rows: int = 0
+    ) -> None:
         self.max_slots = max_slots
         self._vocab_size, self._kernels, self._streams, self._relay = vocab_size, kernels, streams, relay
         device = streams.device
@@ -58,7 +61,7 @@ class DeviceSampler:
         self._wishes = LogprobRequests(max_slots, vocab_size, kernels, device)
         self._num_words = -(-vocab_size // WORD_BITS)
         self._edited = torch.empty((min(max_slots, EDITED_ROWS), vocab_size), dtype=torch.float32, device=device)
-        self._nothing = _nothing(max_slots, self._num_words, device)
+        self._nothing = _nothing(max(max_slots, max_rows), self._num_words, device)
         self._ring = UploadRing(streams, 4 * max_slots + self._num_words)
         self._broken: set[int] = set()  # slots whose parameters could not be applied, until their next admission
         self._unsettled: list[Launched] = []
@@ -127,7 +130,7 @@ class DeviceSampler:
     def passing_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
         """For one step."""
         size, nothing = len(slots), self._nothing
-        assert size == len(positions) < len(nothing.loss_offsets), "each slot has one row to sample at most"
+        assert size == len(positions) < len(nothing.loss_offsets), "no more rows than a batch may have"
         unmasked, lossless = nothing.mask_rows[:size], nothing.loss_offsets[: size + 1]
         return self._space(SampleRows(slots, positions, unmasked, nothing.masks, lossless, nothing.loss_ids, nothing.losses))
 

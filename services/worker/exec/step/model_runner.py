@@ -39,14 +39,16 @@ UPLOAD_WORDS = 1 << 16  # of a step beside its tokens; more costs a larger buffe
 
 @dataclass(slots=True)
 class DeviceRun:
-    """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it.
-    readback: of what the forward pass gave beside logits. faults: of rows that were given up, by row of the plan. result: gives
-    what came of it. All but plan and result belongs to what runs on the streams."""
+    """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it. known:
+    int32[tokens], ids of decode rows that nothing has sampled, else -1; None where there are none. readback: of what the forward
+    pass gave beside logits. faults: of rows that were given up, by row of the plan. result: gives what came of it. All but plan
+    and result belongs to what runs on the streams."""
 
     plan: BatchPlan
     readback: Readback
     batches: list[Batch] = field(default_factory=list)
     graph: CudaGraph | None = None
+    known: NDArray[np.int32] | None = None
     prompts: list[PromptPiece] = field(default_factory=list)
     embeddings: list[int] = field(default_factory=list)
     faults: dict[int, RowFault] = field(default_factory=dict)
@@ -96,7 +98,8 @@ class DeviceRunner:
         graph = self._graph_for(plan)
         samples = self._samples(plan)
         columns, given = self._columns(plan, graph, samples)
-        views = self._ring.send(self._sections(plan, columns, given))
+        sections = self._sections(plan, columns, given)
+        views = self._ring.send(sections if run.known is None else [*sections, ("known", run.known)])
         self.streams.forward_after_schedule()
         with self.streams.on_forward():
             self._begin(plan, views)
@@ -107,13 +110,16 @@ class DeviceRunner:
             else:
                 self._eager(run, plan, columns, views)
 
-    def sample(self, run: DeviceRun, masks: Masks) -> None:
-        """Launches what is left of the step, and its way back to the host."""
+    def sample(self, run: DeviceRun, masks: Masks, launch: Callable[[Batch], list[Launched]] | None = None) -> None:
+        """Launches what is left of the step, and its way back to the host. launch: has a batch sampled; None: all at once."""
         assert self._unsampled is run.plan, "a step is sampled after its own forward pass, once"
         self._unsampled = None
         self.sampler.follow(run.plan)
         replay = run.graph.sample.replay if run.graph is not None else None
-        run.launched = [self.sampler.launch(batch, masks, replay) for batch in run.batches]
+        if launch is None:
+            run.launched = [self.sampler.launch(batch, masks, replay) for batch in run.batches]
+        else:
+            run.launched = [launched for batch in run.batches for launched in launch(batch)]
         if self._unwritten is not None:
             with self.streams.on_forward():
                 run.readback.add("unwritten", self._unwritten.clone())
@@ -256,7 +262,7 @@ class DeviceRunner:
         plan, device = piece.plan, DeviceBatch.of(views["columns"], piece.plan.num_rows)
         ids, rows = self.passes.fresh_rows(columns, device)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, columns.num_extend, rows))
-        self.passes.run(ids, rows, columns, views["given"])
+        self.passes.run(ids, rows, columns, views["given"], views.get("known"))
         prompts = self.sampler.wishes.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
         vectors = self._embeddings.pool(plan, self._states)
         batch = self._batch(piece, columns, device, kept)

@@ -209,7 +209,13 @@ def test_messages_nested_600_deep(shared: System) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405)],
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/v1/chat/completions%0A", 404),
+        ("POST", "/v1/chat/completions%0A", 404),
+        ("GET", "/v1/models%0A", 404),
+    ],
 )
 def test_unknown_routes_and_methods(shared: System, method: str, path: str, status: int) -> None:
     answer = httpx.request(method, shared.url(path))

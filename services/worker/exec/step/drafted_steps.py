@@ -1,0 +1,168 @@
+"""Steps whose decode rows verify guesses: each guessed token is computed in the step of the one before it, and counts if that is
+what the request's own draw says there.
+
+A drafted row goes to the runner as one row for each of its tokens. They are sampled place by place, all rows' first tokens first,
+as so many steps would: with the state that the places before have left, so penalties, draws, log probabilities and faults are
+those of plain decoding. A row leaves where a token is not what was guessed. Values are read between places: this is for streams
+on which all that was launched is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_drafts
+from services.worker.exec.contracts.protocol import Masks
+from services.worker.exec.contracts.step_data import Batch
+from services.worker.exec.contracts.step_parts import Launched
+from services.worker.exec.drafting.drafter import Drafter
+from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
+from services.worker.exec.streams.readback import Readback
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """A step. inner: what the runner computes of it. firsts: int64[rows], of each row of the plan its first one there. guesses:
+    by row of the plan. runs: tokens of each row that samples."""
+
+    inner: DeviceRun
+    firsts: I64
+    guesses: dict[int, list[int]]
+    runs: dict[int, list[int]] = field(default_factory=dict)
+
+
+class DraftedSteps:
+    """What an executor asks of a DeviceRunner, with guesses. lengths: int64[slots], tokens of each slot whose KV counts: where
+    its next one stands."""
+
+    def __init__(self, runner: DeviceRunner, drafter: Drafter, max_slots: int, max_tokens: int) -> None:
+        self._runner, self._drafter, self._max_tokens = runner, drafter, max_tokens
+        self._lengths = np.zeros(max_slots, dtype=np.int64)
+        self._steps: dict[int, _Drafted] = {}
+
+    def forward(self, run: DeviceRun) -> None:
+        plan = run.plan
+        for admitted in plan.admitted:
+            self._drafter.admit(admitted)
+        ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
+        for row, end in enumerate(ends):
+            ids = plan.input_ids[end - int(plan.num_tokens[row]) : end]
+            self._drafter.know(int(plan.slots[row]), int(plan.starts[row]), ids.tolist())
+        step = self._resolved(plan, self._guesses(plan))
+        self._steps[plan.step_id] = step
+        self._runner.forward(step.inner)
+
+    def sample(self, run: DeviceRun, masks: Masks) -> None:
+        step = self._steps[run.plan.step_id]
+        own = {int(step.firsts[row]): mask for row, mask in masks.items()}
+        self._runner.sample(step.inner, own, lambda batch: self._launch(run.plan, step, batch, own))
+
+    def result(self, run: DeviceRun) -> StepResult:
+        step = self._steps.pop(run.plan.step_id)
+        inner = self._runner.result(step.inner)
+        tokens: list[int] = []
+        counts = np.ones(run.plan.num_rows, dtype=np.int32)
+        faults: dict[int, RowFault] = {}
+        logprobs = {}
+        for row, first in enumerate(step.firsts.tolist()):
+            own = step.runs.get(row, [0])
+            counts[row] = len(own)
+            for place in range(first, first + len(own)):
+                if place in inner.logprobs:
+                    logprobs[len(tokens) + place - first] = inner.logprobs[place]
+                if place in inner.faults:
+                    faults[row] = inner.faults[place]
+            tokens += own
+        drafted = np.zeros(run.plan.num_rows, dtype=np.int32)
+        for row, guess in step.guesses.items():
+            drafted[row] = len(guess)
+        flat = np.array(tokens, dtype=np.int32)
+        return replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs)
+
+    def release(self, run: DeviceRun) -> None:
+        step = self._steps.pop(run.plan.step_id, None)
+        self._runner.release(run if step is None else step.inner)
+
+    def _guesses(self, plan: BatchPlan) -> dict[int, list[int]]:
+        """By row, as far as the step has room for them."""
+        if not len(plan.drafts):
+            return {}
+        room = self._max_tokens - len(plan.input_ids) - (plan.num_rows - plan.num_extend)
+        found = {}
+        for row in np.flatnonzero(plan.drafts).tolist():
+            guess = self._drafter.propose(int(plan.slots[row]), min(int(plan.drafts[row]), room))
+            if guess:
+                found[row] = guess
+                room -= len(guess)
+        return found
+
+    def _resolved(self, plan: BatchPlan, guesses: dict[int, list[int]]) -> _Drafted:
+        """The step as a plan that says where its decode rows begin, a row for each token."""
+        extends = plan.num_extend
+        counts = np.ones(plan.num_rows, dtype=np.int64)
+        for row, guess in guesses.items():
+            counts[row] += len(guess)
+        firsts = np.cumsum(counts) - counts
+        rows = np.repeat(np.arange(plan.num_rows), counts)
+        starts = plan.starts.astype(np.int64)
+        starts[extends:] = self._lengths[plan.slots[extends:]]
+        assert (starts <= plan.starts).all(), "a row begins no later than it was planned to"
+        ahead = np.arange(len(rows)) - firsts[rows]
+        inner = replace(
+            plan,
+            slots=plan.slots[rows],
+            starts=(starts[rows] + ahead).astype(np.int32),
+            num_tokens=np.where(rows < extends, plan.num_tokens[rows], 1).astype(np.int32),
+            sample=plan.sample[rows],
+            mask_rows=firsts[plan.mask_rows].astype(np.int32),
+            drafts=no_drafts(),
+        )
+        run = DeviceRun(inner, Readback(self._runner.streams))
+        if guesses:
+            run.known = np.full(len(plan.input_ids) + len(rows) - extends, -1, dtype=np.int32)
+            at = len(plan.input_ids) - extends
+            for row, guess in guesses.items():
+                first = at + int(firsts[row]) + 1
+                run.known[first : first + len(guess)] = guess
+        return _Drafted(run, firsts, guesses)
+
+    def _launch(self, plan: BatchPlan, step: _Drafted, batch: Batch, masks: Masks) -> list[Launched]:
+        """Place by place. batch: all rows of the runner's, each with its logits."""
+        index = {int(row): place for place, row in enumerate(batch.rows.tolist())}
+        alive = [row for row in np.flatnonzero(plan.sample).tolist() if int(step.firsts[row]) in index]
+        launched = []
+        place = 0
+        while alive:
+            whole = place == 0 and len(alive) == len(batch.rows)
+            own = batch if whole else self._part(batch, [index[int(step.firsts[row]) + place] for row in alive])
+            launched.append(self._runner.sampler.launch(own, masks if place == 0 else {}, None))
+            outcome = self._runner.sampler.outcome(launched[-1])
+            going = []
+            for at, row in enumerate(alive):
+                token, guess = int(outcome.tokens[at]), step.guesses.get(row, [])
+                step.runs.setdefault(row, []).append(token)
+                if at not in outcome.faults and place < len(guess) and guess[place] == token:
+                    going.append(row)
+            alive, place = going, place + 1
+        self._note(plan, step)
+        return launched
+
+    def _part(self, batch: Batch, places: list[int]) -> Batch:
+        chosen, rows = torch.tensor(places), batch.space.rows
+        space = self._runner.sampler.passing_space(rows.slots[chosen], rows.positions[chosen])
+        return Batch(batch.slots[places], batch.rows[places], batch.logits[chosen], space, fixed=False)
+
+    def _note(self, plan: BatchPlan, step: _Drafted) -> None:
+        for row, tokens in step.runs.items():
+            slot = int(plan.slots[row])
+            if row < plan.num_extend:
+                self._lengths[slot] = int(plan.starts[row]) + int(plan.num_tokens[row])
+            else:
+                self._lengths[slot] += len(tokens)
+            self._drafter.sampled(slot, tokens, len(step.guesses.get(row, [])))

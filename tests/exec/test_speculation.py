@@ -1,0 +1,150 @@
+"""Guesses save steps and change nothing else: ids and log probabilities are the same bits, whatever guesses, in any context."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.core.contracts.plan import SlotParams
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.exec.build import DeviceOptions, build_device_executor
+from services.worker.exec.drafting.drafter import Drafter
+from services.worker.exec.drafting.ngram import NgramDrafter
+from services.worker.exec.executor import DeviceExecutor
+from tests.exec.random_contexts import Asked, World, alone, strings, targets
+from tests.exec.tiny_models import TinyModel
+from tests.night import NIGHTLY
+
+CONTEXTS = 300 if NIGHTLY else 12  # of each way of sampling
+WORLD = World(max_drafts=4)
+PROMPT_TOKENS, NEW_TOKENS = 45, 30
+
+
+class Guesses:
+    """A Drafter that knows the text to come, if it is `told` there, and says it with errors. accepted, drafted: tokens."""
+
+    def __init__(self, told: Sequence[Sequence[int]], errors: float) -> None:
+        self._told, self._errors, self._rng = [list(text) for text in told], errors, random.Random(3)
+        self._texts: dict[int, list[int]] = {}
+        self.accepted = self.drafted = 0
+
+    def admit(self, slot: SlotParams) -> None:
+        self._texts[slot.slot] = slot.history.tolist()
+
+    def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
+        text = self._texts[slot]
+        assert text[start : start + len(ids)] == list(ids), "who is admitted has told all of its tokens"
+
+    def propose(self, slot: int, most: int) -> list[int]:
+        text = self._texts[slot]
+        found = next((told for told in self._told if told[: len(text)] == text), text)
+        guess = found[len(text) : len(text) + most]
+        self.drafted += len(guess)
+        return [(token + 1) % WORLD.vocab_size if self._rng.random() < self._errors else token for token in guess]
+
+    def sampled(self, slot: int, tokens: Sequence[int], drafted: int) -> None:
+        self._texts[slot].extend(tokens)
+        self.accepted += len(tokens) - 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made)
+    return made
+
+
+def made_of(folder: Path, max_drafts: int, dtype: str = "bfloat16") -> DeviceExecutor:
+    options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=max_drafts)
+    sizes = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
+    executor, info = build_device_executor(str(folder), dtype, *sizes, options, lambda _: None, check_relay=True)
+    assert info.max_drafts == max_drafts
+    return executor
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def executors(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[DeviceExecutor, DeviceExecutor]]:
+    """Without guesses, and with."""
+    plain, drafting = made_of(folder, 0, request.param), made_of(folder, 4, request.param)
+    yield plain, drafting
+    plain.close()
+    drafting.close()
+
+
+def guess_with(executor: DeviceExecutor, drafter: Drafter) -> None:
+    executor._steps._drafter = drafter  # type: ignore[attr-defined]
+
+
+def whole(plain: DeviceExecutor, target: Asked) -> list[int]:
+    return [*target.prompt, *alone(World(), plain, target).tokens]
+
+
+@pytest.mark.parametrize("errors", [0.0, 0.4, 1.0], ids=["all right", "half right", "all wrong"])
+@pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
+def test_one_string_of_ids_and_logprob_bits_whatever_is_guessed(
+    executors: tuple[DeviceExecutor, DeviceExecutor], number: int, errors: float
+) -> None:
+    plain, drafting = executors
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    guesses = Guesses([whole(plain, target)], errors)
+    guess_with(drafting, guesses)
+    expected = strings(World(), plain, target, range(1))
+    assert len(expected) == 1
+    assert strings(WORLD, drafting, target, range(CONTEXTS * number, CONTEXTS * (number + 1))) == expected
+    assert guesses.drafted > 0 and (guesses.accepted > 0) == (errors < 1.0)
+
+
+def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+    """A prompt that ends as it has begun, with the answer in between; greedily the model goes round."""
+    plain, drafting = executors
+    guess_with(drafting, NgramDrafter())
+    (first, *_) = targets(WORLD, random.Random(8), 20, NEW_TOKENS)
+    told = alone(World(), plain, first).tokens
+    target = Asked((*first.prompt, *told, *first.prompt), first.params)
+    assert strings(WORLD, drafting, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
+
+
+def test_fewer_steps_where_guesses_are_right(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+    plain, drafting = executors
+    target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    text = whole(plain, target)
+    steps = {}
+    for errors in (0.0, 1.0):
+        guess_with(drafting, Guesses([text], errors))
+        before = drafting.runner.stats.eager_steps
+        assert [*target.prompt, *alone(WORLD, drafting, target).tokens] == text
+        steps[errors] = drafting.runner.stats.eager_steps - before
+    assert (steps[0.0], steps[1.0]) == (1 + -(-(NEW_TOKENS - 1) // 5), NEW_TOKENS)
+
+
+def slot_of(history: Sequence[int]) -> SlotParams:
+    return SlotParams(0, len(history), SamplingParams(max_new_tokens=9), (), np.array(history, dtype=np.int32))
+
+
+def test_ngrams_say_what_followed_last() -> None:
+    drafter = NgramDrafter()
+    drafter.admit(slot_of([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 9, 2, 3]))
+    assert drafter.propose(0, 3) == [7, 8, 9], "after 9 2 3 the last time"
+    drafter.sampled(0, [4], 3)
+    assert drafter.propose(0, 2) == [5, 9], "after 2 3 4"
+    drafter.sampled(0, [6, 6], 0)
+    assert drafter.propose(0, 4) == [], "nothing has followed 6 6"
+
+
+def test_ngrams_rest_where_they_are_wrong_and_come_back() -> None:
+    drafter = NgramDrafter()
+    drafter.admit(slot_of([1, 2] * 6))
+    proposed = []
+    for token in range(20, 60):  # each new, and between them what has been said before
+        drafter.sampled(0, [1], 0)
+        drafter.sampled(0, [2], 0)
+        guess = drafter.propose(0, 1)
+        proposed.append(len(guess))
+        drafter.sampled(0, [token], len(guess))
+    assert 0 < sum(proposed) < 8
+    drafter.know(0, 5, [1, 2, 1, 2, 1, 2])
+    assert [len(drafter.propose(0, 2)) for _ in range(65)][-1] == 2, "what comes after a pause is tried again"
