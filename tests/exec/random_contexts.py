@@ -12,7 +12,7 @@ import numpy as np
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import FinishReason, PeerOutput, Submit
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
-from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
 from tests.core.deployed_config import deployed_config
@@ -20,7 +20,14 @@ from tests.core.deployed_config import deployed_config
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9, "seed": 3},
-    {"temperature": 1.3, "seed": 1 << 63, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.3},
+    {
+        "temperature": 1.3,
+        "seed": 1 << 63,
+        "min_p": 0.02,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.3,
+        "dry": DryParams(0.8),
+    },
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
 from tests.exec.random_contexts import Asked, World, alone, strings, targets
 from tests.exec.tiny_models import TinyModel
+from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
 CONTEXTS = 300 if NIGHTLY else 12  # of each way of sampling
@@ -119,6 +121,31 @@ def test_fewer_steps_where_guesses_are_right(executors: tuple[DeviceExecutor, De
         assert [*target.prompt, *alone(WORLD, drafting, target).tokens] == text
         steps[errors] = drafting.runner.stats.eager_steps - before
     assert (steps[0.0], steps[1.0]) == (1 + -(-(NEW_TOKENS - 1) // 5), NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3-moe"])
+def test_models_that_transformers_computes(name: str, tmp_path: Path) -> None:
+    """Token for token, greedily in float32: their sums may come out otherwise with more rows."""
+    SERVED[name].build(tmp_path)
+    target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    said, text = [], list(target.prompt)
+    for max_drafts in (0, 4):
+        options = DeviceOptions(device="cpu", num_threads=1, max_drafts=max_drafts)
+        sizes = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
+        executor, _ = build_device_executor(str(tmp_path), "float32", *sizes, options, lambda _: None, check_relay=True)
+        if max_drafts:
+            guesses = Guesses([[*text, *said[0]]], 0.3)
+            guess_with(executor, guesses)
+        said.append(alone(replace(WORLD, max_drafts=max_drafts), executor, target).tokens)
+        executor.close()
+    assert said[0] == said[1] and guesses.accepted > 0
+
+
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_a_gpu_is_refused(folder: Path, device: str) -> None:
+    options = DeviceOptions(device=device, max_drafts=4)
+    with pytest.raises(ValueError, match=r"no GPU for cuda:0|speculation is for a CPU so far"):
+        build_device_executor(str(folder), "float32", 4, 2, 16, 0.5, 64, options, lambda _: None)
 
 
 def slot_of(history: Sequence[int]) -> SlotParams:
