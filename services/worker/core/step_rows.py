@@ -101,7 +101,7 @@ class DecodeRows:
     @property
     def num_tokens(self) -> int:
         """That they compute."""
-        return len(self.requests) + int(self.drafts.sum())
+        return len(self.requests) + (int(self.drafts.sum()) if len(self.drafts) else 0)
 
 
 NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
@@ -118,7 +118,7 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
     if len(drafts):
         assert len(drafts) == num_decode and drafts.min() >= 0, "drafts of each decode row"
         counts, drafts = counts + drafts, _before([0] * num_extend, drafts)
-    starts = _before(extends.starts, columns.computed[decodes.slots] - counts if num_decode else _NONE)
+    starts = _before(extends.starts, columns.computed[decodes.slots] - (counts if len(drafts) else 1) if num_decode else _NONE)
     logprobs = np.array(extends.logprobs, dtype=np.int32) if extends.logprobs else _NO_LOGPROBS
     plan = BatchPlan(
         step_id=step_id,
