@@ -16,6 +16,7 @@ from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.drafting.drafter import Drafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
+from tests.exec.guesses import Guesses
 from tests.exec.random_contexts import Asked, World, alone, strings, targets
 from tests.exec.tiny_models import TinyModel
 from tests.exec.transformers_families import SERVED
@@ -24,33 +25,6 @@ from tests.night import NIGHTLY
 CONTEXTS = 300 if NIGHTLY else 12  # of each way of sampling
 WORLD = World(max_drafts=4)
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
-
-
-class Guesses:
-    """A Drafter that knows the text to come, if it is `told` there, and says it with errors. accepted, drafted: tokens."""
-
-    def __init__(self, told: Sequence[Sequence[int]], errors: float) -> None:
-        self._told, self._errors, self._rng = [list(text) for text in told], errors, random.Random(3)
-        self._texts: dict[int, list[int]] = {}
-        self.accepted = self.drafted = 0
-
-    def admit(self, slot: SlotParams) -> None:
-        self._texts[slot.slot] = slot.history.tolist()
-
-    def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
-        text = self._texts[slot]
-        assert text[start : start + len(ids)] == list(ids), "who is admitted has told all of its tokens"
-
-    def propose(self, slot: int, most: int) -> list[int]:
-        text = self._texts[slot]
-        found = next((told for told in self._told if told[: len(text)] == text), text)
-        guess = found[len(text) : len(text) + most]
-        self.drafted += len(guess)
-        return [(token + 1) % WORLD.vocab_size if self._rng.random() < self._errors else token for token in guess]
-
-    def sampled(self, slot: int, tokens: Sequence[int], drafted: int) -> None:
-        self._texts[slot].extend(tokens)
-        self.accepted += len(tokens) - 1
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +66,7 @@ def test_one_string_of_ids_and_logprob_bits_whatever_is_guessed(
 ) -> None:
     plain, drafting = executors
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
-    guesses = Guesses([whole(plain, target)], errors)
+    guesses = Guesses([whole(plain, target)], errors, WORLD.vocab_size)
     guess_with(drafting, guesses)
     expected = strings(World(), plain, target, range(1))
     assert len(expected) == 1
@@ -116,7 +90,7 @@ def test_fewer_steps_where_guesses_are_right(executors: tuple[DeviceExecutor, De
     text = whole(plain, target)
     steps = {}
     for errors in (0.0, 1.0):
-        guess_with(drafting, Guesses([text], errors))
+        guess_with(drafting, Guesses([text], errors, WORLD.vocab_size))
         before = drafting.runner.stats.eager_steps
         assert [*target.prompt, *alone(WORLD, drafting, target).tokens] == text
         steps[errors] = drafting.runner.stats.eager_steps - before
@@ -134,7 +108,7 @@ def test_models_that_transformers_computes(name: str, tmp_path: Path) -> None:
         sizes = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
         executor, _ = build_device_executor(str(tmp_path), "float32", *sizes, options, lambda _: None, check_relay=True)
         if max_drafts:
-            guesses = Guesses([[*text, *said[0]]], 0.3)
+            guesses = Guesses([[*text, *said[0]]], 0.3, WORLD.vocab_size)
             guess_with(executor, guesses)
         said.append(alone(replace(WORLD, max_drafts=max_drafts), executor, target).tokens)
         executor.close()

@@ -1,0 +1,36 @@
+"""A drafter for tests and benchmarks that knows the text to come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from services.worker.core.contracts.plan import SlotParams
+
+
+class Guesses:
+    """A Drafter that knows the text to come, if it is `told` there, and says it with errors. accepted, drafted: tokens."""
+
+    def __init__(self, told: Sequence[Sequence[int]], errors: float, vocab_size: int, seed: int = 3) -> None:
+        self._told, self._errors, self._rng = [list(text) for text in told], errors, random.Random(seed)
+        self._vocab_size = vocab_size
+        self._texts: dict[int, list[int]] = {}
+        self.accepted = self.drafted = 0
+
+    def admit(self, slot: SlotParams) -> None:
+        self._texts[slot.slot] = slot.history.tolist()
+
+    def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
+        text = self._texts[slot]
+        assert text[start : start + len(ids)] == list(ids), "who is admitted has told all of its tokens"
+
+    def propose(self, slot: int, most: int) -> list[int]:
+        text = self._texts[slot]
+        found = next((told for told in self._told if told[: len(text)] == text), text)
+        guess = found[len(text) : len(text) + most]
+        self.drafted += len(guess)
+        return [(token + 1) % self._vocab_size if self._rng.random() < self._errors else token for token in guess]
+
+    def sampled(self, slot: int, tokens: Sequence[int], drafted: int) -> None:
+        self._texts[slot].extend(tokens)
+        self.accepted += len(tokens) - 1
