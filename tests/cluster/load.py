@@ -83,6 +83,8 @@ class Load:
             try:
                 text = await self._ask(session, urls[number % len(urls)], question)
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                if self._left.is_set():
+                    return  # what becomes of the requests of those who have left is not theirs
                 self.failures[f"{type(error).__name__}: {error}"[:300]] += 1
                 await asyncio.sleep(0.5)
                 continue

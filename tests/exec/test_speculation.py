@@ -13,6 +13,7 @@ import pytest
 from services.worker.core.contracts.plan import SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.build import DeviceOptions, build_device_executor
+from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.drafting.drafter import Drafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
@@ -113,6 +114,26 @@ def test_models_that_transformers_computes(name: str, tmp_path: Path) -> None:
         said.append(alone(replace(WORLD, max_drafts=max_drafts), executor, target).tokens)
         executor.close()
     assert said[0] == said[1] and guesses.accepted > 0
+
+
+def test_a_step_that_fails_in_the_middle_is_forgotten(
+    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests end; the next one's tokens are what they always are."""
+    plain, drafting = executors
+    target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    guess_with(drafting, Guesses([whole(plain, target)], 0.0, WORLD.vocab_size))
+    sampler = drafting.runner.sampler
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "launch", broken)
+        with pytest.raises(ExecutorError, match="no kernel"):
+            alone(WORLD, drafting, target)
+    assert not drafting._steps._steps  # type: ignore[attr-defined]
+    assert alone(WORLD, drafting, target).bits() == alone(World(), plain, target).bits()
 
 
 @pytest.mark.parametrize("device", ["cuda:0"])

@@ -61,7 +61,11 @@ class DraftedSteps:
     def sample(self, run: DeviceRun, masks: Masks) -> None:
         step = self._steps[run.plan.step_id]
         own = {int(step.firsts[row]): mask for row, mask in masks.items()}
-        self._runner.sample(step.inner, own, lambda batch: self._launch(run.plan, step, batch, own))
+        try:
+            self._runner.sample(step.inner, own, lambda batch: self._launch(run.plan, step, batch, own))
+        except BaseException:  # of any kind: nobody asks for the result of a step that has failed
+            del self._steps[run.plan.step_id]
+            raise
 
     def result(self, run: DeviceRun) -> StepResult:
         step = self._steps.pop(run.plan.step_id)
