@@ -18,7 +18,7 @@ from services.worker.exec.drafting.drafter import Drafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
 from tests.exec.guesses import Guesses
-from tests.exec.random_contexts import Asked, World, alone, strings, targets
+from tests.exec.random_contexts import Asked, World, alone, answer_in, random_context, strings, targets
 from tests.exec.tiny_models import TinyModel
 from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
@@ -114,6 +114,26 @@ def test_models_that_transformers_computes(name: str, tmp_path: Path) -> None:
         said.append(alone(replace(WORLD, max_drafts=max_drafts), executor, target).tokens)
         executor.close()
     assert said[0] == said[1] and guesses.accepted > 0
+
+
+def test_steps_that_are_computed_in_pieces(folder: Path) -> None:
+    """Prompts that one pass has no room for, beside rows that decode."""
+    said = []
+    for max_drafts, max_tokens in ((0, 512), (4, 16)):
+        options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=max_drafts, max_tokens=max_tokens)
+        sizes = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
+        executor, _ = build_device_executor(str(folder), "float32", *sizes, options, lambda _: None, check_relay=True)
+        world, answers = replace(WORLD, max_drafts=max_drafts), []
+        for target in targets(world, random.Random(5), PROMPT_TOKENS, NEW_TOKENS):
+            if max_drafts:
+                guess_with(executor, Guesses([[*target.prompt, *said[0][len(answers)][0]]], 0.3, WORLD.vocab_size))
+            context = random_context(replace(world, chunks=(0,), few_pages=WORLD.num_pages), 4, target, list(range(9, 20)))
+            answer = answer_in(replace(context, target=target), executor)
+            answers.append((answer.tokens, answer.bits()))
+        said.append(answers)
+        assert (executor.runner.stats.pieces > 0) == (max_tokens == 16)
+        executor.close()
+    assert said[0] == said[1]
 
 
 def test_a_step_that_fails_in_the_middle_is_forgotten(

@@ -137,9 +137,9 @@ class DraftedSteps:
         return _Drafted(run, firsts, guesses)
 
     def _launch(self, plan: BatchPlan, step: _Drafted, batch: Batch, masks: Masks) -> list[Launched]:
-        """Place by place. batch: all rows of the runner's, each with its logits."""
+        """Place by place. batch: rows of the runner's, each with its logits; all of them, unless the step was cut in pieces."""
         index = {int(row): place for place, row in enumerate(batch.rows.tolist())}
-        alive = [row for row in np.flatnonzero(plan.sample).tolist() if int(step.firsts[row]) in index]
+        rows = alive = [row for row in np.flatnonzero(plan.sample).tolist() if int(step.firsts[row]) in index]
         launched = []
         place = 0
         while alive:
@@ -154,7 +154,7 @@ class DraftedSteps:
                 if at not in outcome.faults and place < len(guess) and guess[place] == token:
                     going.append(row)
             alive, place = going, place + 1
-        self._note(plan, step)
+        self._note(plan, step, rows)
         return launched
 
     def _part(self, batch: Batch, places: list[int]) -> Batch:
@@ -162,9 +162,9 @@ class DraftedSteps:
         space = self._runner.sampler.passing_space(rows.slots[chosen], rows.positions[chosen])
         return Batch(batch.slots[places], batch.rows[places], batch.logits[chosen], space, fixed=False)
 
-    def _note(self, plan: BatchPlan, step: _Drafted) -> None:
-        for row, tokens in step.runs.items():
-            slot = int(plan.slots[row])
+    def _note(self, plan: BatchPlan, step: _Drafted, rows: list[int]) -> None:
+        for row in rows:
+            slot, tokens = int(plan.slots[row]), step.runs[row]
             if row < plan.num_extend:
                 self._lengths[slot] = int(plan.starts[row]) + int(plan.num_tokens[row])
             else:
