@@ -128,7 +128,9 @@ def test_steps_that_are_computed_in_pieces(folder: Path) -> None:
             if max_drafts:
                 guess_with(executor, Guesses([[*target.prompt, *said[0][len(answers)][0]]], 0.3, WORLD.vocab_size))
             context = random_context(replace(world, chunks=(0,), few_pages=WORLD.num_pages), 4, target, list(range(9, 20)))
-            answer = answer_in(replace(context, target=target), executor)
+            mixed = replace(context.config, enable_mixed_chunk=True, retract_interval=0)
+            late = (7, Asked(target.prompt[:1] * 40, target.params))
+            answer = answer_in(replace(context, config=mixed, target=target, at=0, arrivals=(late,)), executor)
             answers.append((answer.tokens, answer.bits()))
         said.append(answers)
         assert (executor.runner.stats.pieces > 0) == (max_tokens == 16)
