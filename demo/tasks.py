@@ -382,7 +382,7 @@ def solve_json(question: str) -> str:
 
 TASKS: dict[str, Task] = {
     "add": Task(asks_arithmetic("+", "plus"), solve_arithmetic, share=10),
-    "subtract": Task(asks_arithmetic("-", "minus"), solve_arithmetic, share=8),
+    "subtract": Task(asks_arithmetic("-", "minus"), solve_arithmetic, share=12),
     "multiply": Task(asks_arithmetic("*", "times"), solve_arithmetic, share=5, generalises=False),
     "sums": Task(ask_sums, solve_sums, share=12),
     "count": Task(asks_count(1, 15), solve_count, share=6),
@@ -392,7 +392,7 @@ TASKS: dict[str, Task] = {
     "copy": Task(ask_copy, solve_copy, share=10),
     "copy_unicode": Task(ask_copy_unicode, solve_copy, share=10),
     "spell": Task(asks_word("Spell the word {}.", "Spell {}."), solve_spell, share=16),
-    "reverse": Task(asks_word("Spell {} backwards.", "Reverse the word {}.", longest=8), solve_reverse, share=16),
+    "reverse": Task(asks_word("Spell {} backwards.", "Reverse the word {}.", longest=8), solve_reverse, share=20),
     "json": Task(ask_json, solve_json, share=8),
     "greeting": Task(lambda rng: rng.choice(list(GREETINGS)), GREETINGS.__getitem__, share=3, generalises=False),
     "other": Task(ask_other, lambda question: UNKNOWN, share=3, generalises=False),

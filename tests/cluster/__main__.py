@@ -24,6 +24,7 @@ from tests.cluster.kubernetes import ROOT, Cluster, run, start
 
 NODES = 2
 PROGRAMS = ("buildah", "redis-server")
+TOOLS = ("helm", "kubectl")  # which a local cluster brings along
 
 
 def main() -> int:
@@ -36,9 +37,10 @@ def main() -> int:
     kubeconfig = os.environ.get("CLUSTER_TEST_KUBECONFIG", "")
     if not local and not kubeconfig:
         sys.exit("say which cluster: CLUSTER=COMMAND or CLUSTER_TEST_KUBECONFIG=FILE (tests/cluster/__main__.py)")
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    programs = PROGRAMS if local else (*PROGRAMS, *TOOLS)
+    missing = [name for name in programs if shutil.which(name) is None]
     if missing:
-        sys.exit(f"not on PATH: {', '.join(missing)} (Debian's packages buildah and redis-server)")
+        sys.exit(f"not on PATH: {', '.join(missing)} (buildah and redis-server are Debian's packages)")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rootstock-cluster-") as name:
         folder, told = Path(name), proof.Proof()
