@@ -13,7 +13,7 @@ import torch
 from tests.night import wait_for_night
 
 HERE = Path(__file__).parent
-SLOW = ("triton", "test_top_n_sigma", "test_cpu_kernels")
+SLOW = ("triton", "test_top_n_sigma", "test_cpu_kernels", "test_sampling_twin")
 ALL = ("::test_paged_attention", "::test_draw")  # whose cases have each a body or a rule to themselves
 
 if not torch.cuda.is_available():
