@@ -31,6 +31,6 @@ class Guesses:
         self.drafted += len(guess)
         return [(token + 1) % self._vocab_size if self._rng.random() < self._errors else token for token in guess]
 
-    def sampled(self, slot: int, tokens: Sequence[int], drafted: int) -> None:
+    def sampled(self, slot: int, tokens: Sequence[int]) -> None:
         self._texts[slot].extend(tokens)
         self.accepted += len(tokens) - 1

@@ -18,7 +18,7 @@ from services.worker.exec.drafting.drafter import Drafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
 from tests.exec.guesses import Guesses
-from tests.exec.random_contexts import Asked, World, alone, answer_in, random_context, strings, targets
+from tests.exec.random_contexts import Asked, Turned, World, alone, answer_in, random_context, strings, targets
 from tests.exec.tiny_models import TinyModel
 from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
@@ -173,22 +173,26 @@ def test_ngrams_say_what_followed_last() -> None:
     drafter = NgramDrafter()
     drafter.admit(slot_of([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 9, 2, 3]))
     assert drafter.propose(0, 3) == [7, 8, 9], "after 9 2 3 the last time"
-    drafter.sampled(0, [4], 3)
+    drafter.sampled(0, [4])
     assert drafter.propose(0, 2) == [5, 9], "after 2 3 4"
-    drafter.sampled(0, [6, 6], 0)
+    drafter.sampled(0, [6, 6])
     assert drafter.propose(0, 4) == [], "nothing has followed 6 6"
+    drafter.know(0, 2, [1, 2])
+    assert drafter.propose(0, 2) == [1, 2], "what stood behind it is gone"
 
 
-def test_ngrams_rest_where_they_are_wrong_and_come_back() -> None:
-    drafter = NgramDrafter()
-    drafter.admit(slot_of([1, 2] * 6))
-    proposed = []
-    for token in range(20, 60):  # each new, and between them what has been said before
-        drafter.sampled(0, [1], 0)
-        drafter.sampled(0, [2], 0)
-        guess = drafter.propose(0, 1)
-        proposed.append(len(guess))
-        drafter.sampled(0, [token], len(guess))
-    assert 0 < sum(proposed) < 8
-    drafter.know(0, 5, [1, 2, 1, 2, 1, 2])
-    assert [len(drafter.propose(0, 2)) for _ in range(65)][-1] == 2, "what comes after a pause is tried again"
+def test_guesses_rest_where_they_are_wrong_and_come_back(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+    plain, drafting = executors
+    target = next(targets(WORLD, random.Random(5), 5, 200))
+    text = whole(plain, target)
+    guesses = Guesses([text], 1.0, WORLD.vocab_size)
+    guess_with(drafting, guesses)
+    turned = Turned(WORLD.config(), drafting, overlap=False)
+    answer = turned.submit(target)
+    while len(answer.tokens) < 100:
+        turned.turn()
+    assert 0 < guesses.drafted <= 4 * 7, "after 1, 2 in vain, then 4, 8, 16, 32 and 64 steps apart"
+    guesses._errors = 0.0
+    while not turned.idle:
+        turned.turn()
+    assert guesses.accepted > 10 and [*target.prompt, *answer.tokens] == text

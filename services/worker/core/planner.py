@@ -46,7 +46,9 @@ class Planner:
         decodes = self._decodes.plan(now, flight_step, self._step_id) if shared else NO_DECODES
         # What this plan has retracted must not come back in it: its token in flight is still to be committed.
         may_admit = table.retractions_total == before
-        extends = self.extends.plan(now, self.ratio.value, decodes.num_tokens, flight, self._step_id, may_admit)
+        extends = self.extends.plan(
+            now, self.ratio.value, decodes.num_tokens if decodes.requests else 0, flight, self._step_id, may_admit
+        )
         if not extends.requests and not shared:
             decodes = self._decodes.plan(now, flight_step, self._step_id)
         if not extends.requests and not decodes.requests:

@@ -20,5 +20,5 @@ class Drafter(Protocol):
     def propose(self, slot: int, most: int) -> list[int]:
         """Guesses at the next tokens, `most` of them or fewer."""
 
-    def sampled(self, slot: int, tokens: Sequence[int], drafted: int) -> None:
-        """The next tokens, of which all but the last were guessed right, out of so many guesses."""
+    def sampled(self, slot: int, tokens: Sequence[int]) -> None:
+        """The next tokens, of which all but the last were guessed right."""

@@ -12,7 +12,6 @@ from services.worker.core.contracts.plan import SlotParams
 
 LONGEST, SHORTEST = 4, 2  # tokens that are looked up, the longest that stand somewhere
 MOST_TOKENS = 8192  # last ones of a history in which they are sought
-MOST_PAUSE = 64  # steps without a guess, after guesses that were all wrong: twice as many each time
 
 
 @dataclass(slots=True)
@@ -23,8 +22,6 @@ class _Text:
     tokens: list[int]
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
     indexed: int = 0  # tokens whose places `after` knows
-    misses: int = 0
-    pause: int = 0
 
     def index(self) -> None:
         for place in range(max(self.indexed, SHORTEST), len(self.tokens)):
@@ -62,17 +59,8 @@ class NgramDrafter:
 
     def propose(self, slot: int, most: int) -> list[int]:
         text = self._texts[slot]
-        if text.pause:
-            text.pause -= 1
-            return []
         text.index()
         return text.find(most)
 
-    def sampled(self, slot: int, tokens: Sequence[int], drafted: int) -> None:
-        text = self._texts[slot]
-        text.tokens.extend(tokens)
-        if len(tokens) > 1:
-            text.misses = 0
-        elif drafted:
-            text.misses += 1
-            text.pause = min(MOST_PAUSE, 1 << text.misses) if text.misses > 1 else 0
+    def sampled(self, slot: int, tokens: Sequence[int]) -> None:
+        self._texts[slot].tokens.extend(tokens)

@@ -24,6 +24,7 @@ from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
 from services.worker.exec.streams.readback import Readback
 
 I64 = NDArray[np.int64]
+MOST_PAUSE = 64  # steps without a guess, after guesses that were all wrong: twice as many each time, from the second on
 
 
 @dataclass(slots=True)
@@ -44,12 +45,14 @@ class DraftedSteps:
     def __init__(self, runner: DeviceRunner, drafter: Drafter, max_slots: int, max_tokens: int) -> None:
         self._runner, self._drafter, self._max_tokens = runner, drafter, max_tokens
         self._lengths = np.zeros(max_slots, dtype=np.int64)
+        self._misses, self._pauses = np.zeros((2, max_slots), dtype=np.int64)
         self._steps: dict[int, _Drafted] = {}
 
     def forward(self, run: DeviceRun) -> None:
         plan = run.plan
         for admitted in plan.admitted:
             self._drafter.admit(admitted)
+            self._misses[admitted.slot] = self._pauses[admitted.slot] = 0
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end]
@@ -100,7 +103,11 @@ class DraftedSteps:
         room = self._max_tokens - len(plan.input_ids) - (plan.num_rows - plan.num_extend)
         found = {}
         for row in np.flatnonzero(plan.drafts).tolist():
-            guess = self._drafter.propose(int(plan.slots[row]), min(int(plan.drafts[row]), room))
+            slot = int(plan.slots[row])
+            if self._pauses[slot]:
+                self._pauses[slot] -= 1
+                continue
+            guess = self._drafter.propose(slot, min(int(plan.drafts[row]), room))
             if guess:
                 found[row] = guess
                 room -= len(guess)
@@ -169,4 +176,9 @@ class DraftedSteps:
                 self._lengths[slot] = int(plan.starts[row]) + int(plan.num_tokens[row])
             else:
                 self._lengths[slot] += len(tokens)
-            self._drafter.sampled(slot, tokens, len(step.guesses.get(row, [])))
+            self._drafter.sampled(slot, tokens)
+            if len(tokens) > 1:
+                self._misses[slot] = 0
+            elif row in step.guesses:
+                self._misses[slot] += 1
+                self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot])) if self._misses[slot] > 1 else 0
