@@ -24,7 +24,7 @@ from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
 from services.worker.exec.streams.readback import Readback
 
 I64 = NDArray[np.int64]
-MOST_PAUSE = 64  # steps without a guess, after guesses that were all wrong: twice as many each time, from the second on
+MISSES, MOST_PAUSE = 4, 64  # guesses in a row that were all wrong, and steps without one then: twice as many each time
 
 
 @dataclass(slots=True)
@@ -181,4 +181,4 @@ class DraftedSteps:
                 self._misses[slot] = 0
             elif row in step.guesses:
                 self._misses[slot] += 1
-                self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot])) if self._misses[slot] > 1 else 0
+                self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot])) if self._misses[slot] >= MISSES else 0
