@@ -6,7 +6,7 @@ import torch
 
 from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, ours, work_of
 from kernels.bench.gpu_case import GpuCase, Make, Work
-from kernels.bench.gpu_layers import DTYPE, SHAPES, SIZE, DecoderShape
+from kernels.bench.gpu_layers import DTYPE, SHAPES, SIZE, DecoderShape, rope_case
 from kernels.triton.attention.attention import head_shape
 from kernels.triton.attention.attention_plan import fixed_places, num_multiprocessors, plan_fixed
 from kernels.triton.layers.layers import TritonLayers
@@ -44,6 +44,7 @@ def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = T
         layers = {"qkv": (shape.hidden, shape.qkv), "o": (shape.heads * shape.head_dim, shape.hidden)}
         layers |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
         found += [_linear_case(shape, layer, *sizes, count) for count in tokens for layer, sizes in layers.items()]
+        found += [rope_case(shape, count, 1024, deterministic=True) for count in tokens]
     for sizes in decode_sizes() + extend_sizes():
         make = lambda device, sizes=sizes: _attention(sizes, device)  # noqa: E731
         other = lambda device, sizes=sizes: ours(sizes, device)  # noqa: E731

@@ -75,10 +75,10 @@ def _silu_case(shape: DecoderShape, tokens: int) -> GpuCase:
     return GpuCase(f"silu_and_mul {shape.name} {tokens}", make, 3 * tokens * shape.inner * SIZE, plain=plain)
 
 
-def _rope_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
-    def make_with(which: type[TritonLayers] | None) -> Make:
+def rope_case(shape: DecoderShape, tokens: int, context: int, deterministic: bool = False) -> GpuCase:
+    def make_with(ours: bool) -> Make:
         def make(device: torch.device) -> Work:
-            kernels = reference if which is None else which(device)
+            kernels = TritonLayers(device, deterministic) if ours else reference
             rows = decode_rows(tokens, context, shape.page_size, device)
             pool_shape = (rows.page_table.numel(), shape.kv_heads, shape.page_size, shape.head_dim)
             keys, values = (torch.empty(pool_shape, dtype=DTYPE, device=device) for _ in range(2))
@@ -89,8 +89,8 @@ def _rope_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
         return make
 
     moved = tokens * 2 * shape.qkv * SIZE
-    name = f"rope_write_kv {shape.name} {tokens}"
-    return GpuCase(name, make_with(TritonLayers), moved, plain=make_with(None), plain_captures=False)
+    name = f"{'deterministic ' if deterministic else ''}rope_write_kv {shape.name} {tokens}"
+    return GpuCase(name, make_with(True), moved, plain=make_with(False), plain_captures=False)
 
 
 def _write_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
@@ -148,7 +148,7 @@ def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = T
         layers = {"qkv": (shape.hidden, shape.qkv), "o": (attention, shape.hidden), "down": (shape.inner, shape.hidden)}
         for count in tokens:
             found += [_norm_case(shape, count), _silu_case(shape, count), _gated_case(shape, count)]
-            found += [_rope_case(shape, count, context), _write_case(shape, count, context)]
+            found += [rope_case(shape, count, context), _write_case(shape, count, context)]
             found += [_linear_case(shape, layer, ins, outs, count) for layer, (ins, outs) in layers.items()]
         for count in tokens[:-1]:
             found.append(_linear_case(shape, "lm_head", shape.hidden, shape.vocab, count))

@@ -60,7 +60,7 @@ def test_the_same_alone_together_and_behind_a_dead_worker(system: System) -> Non
 
 
 def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
-    """Of a worker that guesses by n-grams: counting repeats itself, and most guesses are right."""
+    """Of a worker that guesses by n-grams, some of them right."""
     alone = [answer(system, text, kind) for text in TEXTS for kind in KINDS]
     with System(tmp_path, worker_flags="--deterministic --speculative-algorithm ngram", log_level="info") as guessing:
         with ThreadPoolExecutor(4) as pool:

@@ -102,7 +102,7 @@ def test_fingerprints_tell_dtypes_apart_and_nothing_else(folder: Path) -> None:
         executor.close()
         fingerprints[dtype, deterministic] = info.numerics
     assert fingerprints["float32", False] == ""
-    expected = [numerics("auto", torch.device("cpu"), dtype, 64) for dtype in (torch.float32, torch.bfloat16)]
+    expected = [numerics("auto", torch.device("cpu"), dtype, 64, 8) for dtype in (torch.float32, torch.bfloat16)]
     assert [fingerprints["float32", True], fingerprints["bfloat16", True]] == expected
     assert len(set(expected)) == 2
 

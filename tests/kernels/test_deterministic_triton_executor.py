@@ -47,7 +47,7 @@ def executor(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPat
 
     products_in_order(monkeypatch)
     MODEL.build(tmp_path)
-    target = LoadTarget(device, lambda _: TritonLayers(device, deterministic=True), weights, lambda dtype, context_len: "one")
+    target = LoadTarget(device, lambda _: TritonLayers(device, deterministic=True), weights, lambda *_: "one")
     loaded = load_model(LoadRequest(tmp_path, "float32", WORLD.page_size, WORLD.context_len, 1, lambda _: None, target=target))
     parts = DeviceParts(attention=lambda shape: TritonAttention(shape, device, deterministic=True))
     options = options_for(str(device), kernels="triton", max_tokens=64, deterministic=True)

@@ -13,7 +13,7 @@ import torch
 
 from kernels.bench import gpu
 from kernels.bench.gpu_case import GpuCase
-from kernels.bench.gpu_layers import DecoderShape, cases
+from kernels.bench.gpu_layers import SHAPES, DecoderShape, cases
 from kernels.bench.gpu_report import COLUMNS, KernelFigures, figures_of, write_json
 from kernels.bench.gpu_timing import MAX_COPIES, Timing, copies_for
 from tests.night import NIGHTLY
@@ -32,7 +32,7 @@ KERNELS = {
         "_page_indices_kernel",
     },
     "gpu_attention": {"attention_kernel", "merge_kernel"},
-    "gpu_deterministic": {"_linear_kernel", "_add_kernel", "attention_kernel"},
+    "gpu_deterministic": {"_linear_kernel", "_add_kernel", "attention_kernel", "_rope_write_kernel"},
     "gpu_sampling": {
         "peaks_kernel",
         "tally_kernel",
@@ -66,7 +66,11 @@ def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench(name: str) 
     told = json.loads(done.stdout)
     shared = told["shared"]
     assert set(shared) == KERNELS[name]
-    assert set(told["fused"]) == (KERNELS[name] if name == "gpu_deterministic" else set())
+    if name == "gpu_deterministic":
+        assert set(told["fused"]) == KERNELS[name] - {"_rope_write_kernel"}
+        assert len(shared["_rope_write_kernel"]) == len(SHAPES), "one for few tokens and for many"
+    else:
+        assert not told["fused"]
     for kernel, counts in told["fused"].items():
         logarithms = 4 if kernel == "attention_kernel" else 0  # of a thread: one a lane of a split, in steps that CUDA has fixed
         assert {count % LOGARITHM for count in counts} == {0} and max(counts) <= logarithms * LOGARITHM, kernel

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear
+from kernels.contracts.ops import PackedLinear, RaggedRows
 from kernels.reference import layers
 from kernels.triton.attention import attention
 from kernels.triton.launch import misfit
@@ -29,7 +29,6 @@ class TritonLayers:
     rms_norm = staticmethod(norms.rms_norm)
     fused_add_rms_norm = staticmethod(norms.fused_add_rms_norm)
     silu_and_mul = staticmethod(activation.silu_and_mul)
-    rope_write_kv = staticmethod(rope_kv.rope_write_kv)
     write_kv = staticmethod(write_kv.write_kv)
     paged_attention = staticmethod(attention.paged_attention)
     general_attention = staticmethod(attention.general_attention)
@@ -41,6 +40,19 @@ class TritonLayers:
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos_sin: Tensor,
+        rows: RaggedRows,
+        k_pool: Tensor,
+        v_pool: Tensor,
+    ) -> None:
+        """See Kernels. Raises ValueError for shapes that do not fit."""
+        rope_kv.rope_write_kv(qkv, norms, eps, cos_sin, rows, k_pool, v_pool, self._deterministic)
 
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """See Kernels. Raises ValueError for shapes that do not fit, and an output neither of x's dtype nor float32."""

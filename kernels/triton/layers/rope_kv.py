@@ -104,8 +104,10 @@ def rope_write_kv(
     rows: RaggedRows,
     k_pool: Tensor,
     v_pool: Tensor,
+    fixed: bool = False,
 ) -> None:
-    """See Kernels; one launch. A position outside cos_sin takes its nearest row. Raises ValueError for shapes that do not fit."""
+    """See Kernels; one launch. A position outside cos_sin takes its nearest row. fixed: in the same way whatever the number of
+    tokens, so that norms add in one order. Raises ValueError for shapes that do not fit."""
     require_contiguous(qkv, cos_sin, k_pool, v_pool, rows.positions, rows.locations)
     _, kv_heads, page_size, dim = k_pool.shape
     tokens, width = qkv.shape
@@ -119,7 +121,7 @@ def rope_write_kv(
     q_norm, k_norm = (qkv, qkv) if norms is None else norms
     if norms is not None and (q_norm.shape != (dim,) or k_norm.shape != (dim,)):
         raise misfit(qkv, q_norm, k_norm)
-    tile = 4 if tokens <= FEW_TOKENS else min(max(triton.next_power_of_2(kv_heads), 4), 16)
+    tile = 4 if fixed or tokens <= FEW_TOKENS else min(max(triton.next_power_of_2(kv_heads), 4), 16)
     half_block = block_of(dim // 2)
     tiles = triton.cdiv(heads, tile) + 2 * triton.cdiv(kv_heads, tile)
     _rope_write_kernel[(tokens, tiles)](

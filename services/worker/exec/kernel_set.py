@@ -51,13 +51,13 @@ def layer_kernels(
     return TritonLayers(device, deterministic)
 
 
-def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: int) -> str:
+def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: int, page_size: int) -> str:
     """Of deterministic kernels: equal where a row of a model of this dtype and context gets equal bits. A digest of the dtype, of
     torch's version (tables of angles), and of the machine code, the CPU's instruction sets and the C library (logarithms); of
-    Triton's kernels of their sources, the compiler, the GPU, and the context, which says where keys are split."""
+    Triton's kernels of their sources, the compiler, the GPU, and the context in pages, which says where keys are split."""
     parts = [str(dtype), torch.__version__]
     if _chosen(name, device) == TRITON:
-        parts += [str(context_len), *_compiled_for(device)]
+        parts += [f"{context_len} in {page_size}", *_compiled_for(device)]
         code = b"".join(path.read_bytes() for path in sorted(TRITON_SOURCES.rglob("*.py")))
     else:
         parts += [platform.machine(), *sorted(cpu_features()), *platform.libc_ver()]

@@ -78,7 +78,9 @@ class LoadedModel:
             needs_whole_prompt=self.is_encoder,
             pooling_reuses_prefix=self.pooling.kind == PoolingKind.LAST and not self.is_encoder,
             load_seconds=request.phases.seconds(),
-            numerics=request.target.numerics(self.dtype, self.context_len) if request.target.numerics is not None else "",
+            numerics=told(self.dtype, self.context_len, request.page_size)
+            if (told := request.target.numerics) is not None
+            else "",
             graph_rows=graph_rows,
             graph_rereads=graphs.rereads,
             eager_step_cost=graphs.eager_cost,

@@ -119,9 +119,9 @@ class PromptLogprobs:
 class StepResult:
     """tokens: int32[rows], meaningful where plan.sample and the request generates; with counts (int32[rows], 1 at least) flat, so
     many of each row: drafted ones that were sampled too, and the first that was not drafted; drafted: int32[rows], guesses that
-    each row had, no more than planned. faults: row -> fault, of its last
-    token. logprobs: place in tokens -> values, prompt_logprobs: row -> values, where asked. embeddings: row ->
-    float32[dimensions], for rows with sample set whose request wants a vector."""
+    each row had, no more than planned. faults: row -> fault, of its last token. logprobs: place in tokens -> values,
+    prompt_logprobs: row -> values, where asked. embeddings: row -> float32[dimensions], for rows with sample set whose request
+    wants a vector."""
 
     step_id: int
     tokens: I32

@@ -1,17 +1,19 @@
 """Guesses by what followed the last few tokens before: prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-Good where an answer repeats its prompt or itself: quotes, code that is edited, JSON, counting.
+Good where an answer repeats its prompt or itself: quotes, code that is edited.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.worker.core.contracts.plan import SlotParams
 
 LONGEST, SHORTEST = 4, 2  # tokens that are looked up, the longest that stand somewhere
-MOST_TOKENS = 8192  # last ones of a history in which they are sought
+MOST_TOKENS = 4096  # last ones in which they are sought, up to twice as many
+MOST_INDEXES = 16  # texts whose places are known at a time: each takes up to five megabytes
 
 
 @dataclass(slots=True)
@@ -29,6 +31,17 @@ class _Text:
                 self.after[tuple(self.tokens[place - size : place])] = place
         self.indexed = len(self.tokens)
 
+    def forget(self) -> None:
+        self.after.clear()
+        self.indexed = 0
+
+    def shorten(self) -> None:
+        if len(self.tokens) > 2 * MOST_TOKENS:
+            cut = len(self.tokens) - MOST_TOKENS
+            self.first += cut
+            del self.tokens[:cut]
+            self.forget()
+
     def find(self, most: int) -> list[int]:
         for size in range(min(LONGEST, len(self.tokens)), SHORTEST - 1, -1):
             tail = self.tokens[-size:]
@@ -43,6 +56,7 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
+        self._indexes: OrderedDict[int, None] = OrderedDict()  # slots whose texts have one, the last asked for at the end
 
     def admit(self, slot: SlotParams) -> None:
         first = max(0, len(slot.history) - MOST_TOKENS)
@@ -52,15 +66,20 @@ class NgramDrafter:
         text = self._texts[slot]
         skipped = max(0, text.first - start)
         begin, given = start + skipped - text.first, list(ids[skipped:])
-        if text.tokens[begin : begin + len(given)] == given:
-            return  # of a prompt that is cut, the rest is known too
-        text.tokens[begin:] = given
-        text.indexed = min(text.indexed, begin)
+        if text.tokens[begin:] != given:
+            text.tokens[begin:] = given
+            text.indexed = min(text.indexed, begin)
 
     def propose(self, slot: int, most: int) -> list[int]:
         text = self._texts[slot]
+        self._indexes[slot] = None
+        self._indexes.move_to_end(slot)
+        if len(self._indexes) > MOST_INDEXES:
+            self._texts[self._indexes.popitem(last=False)[0]].forget()
         text.index()
         return text.find(most)
 
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
-        self._texts[slot].tokens.extend(tokens)
+        text = self._texts[slot]
+        text.tokens.extend(tokens)
+        text.shorten()

@@ -54,7 +54,8 @@ class DraftedSteps:
             self._drafter.admit(admitted)
             self._misses[admitted.slot] = self._pauses[admitted.slot] = 0
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
-        for row, end in enumerate(ends):
+        for row in np.flatnonzero(plan.sample[: plan.num_extend]).tolist():  # of a cut prompt, the rest is in the history
+            end = ends[row]
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end]
             self._drafter.know(int(plan.slots[row]), int(plan.starts[row]), ids.tolist())
         step = self._resolved(plan, self._guesses(plan))
@@ -104,6 +105,8 @@ class DraftedSteps:
         found = {}
         for row in np.flatnonzero(plan.drafts).tolist():
             slot = int(plan.slots[row])
+            if room <= 0:
+                break
             if self._pauses[slot]:
                 self._pauses[slot] -= 1
                 continue

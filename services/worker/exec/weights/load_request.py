@@ -21,13 +21,13 @@ WeightLoader = Callable[[Checkpoint, DecoderConfig, torch.dtype, Kernels, Callab
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
     """Where a model shall run. kernels: of its dtype. weights: reads a decoder's, and counts as the phase "weights".
-    numerics: a fingerprint of what decides a result's bits, by dtype and context; None where they may differ. With one, only what
-    our own decoder computes may be loaded."""
+    numerics: a fingerprint of what decides a result's bits, by dtype, context and page size; None where they may differ. With
+    one, only what our own decoder computes may be loaded."""
 
     device: torch.device
     kernels: Callable[[torch.dtype], LayerKernels]
     weights: WeightLoader
-    numerics: Callable[[torch.dtype, int], str] | None = None
+    numerics: Callable[[torch.dtype, int, int], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
