@@ -296,8 +296,8 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         Fault(
             "a freed request's share is kept",
             WaitingQueue.free,
-            "plus(-1, -request.held)",
-            "plus(-1, request.held)",
+            "add(-1, -request.held)",
+            "add(-1, request.held)",
             "kept for nobody",
         ),
         shared_beginning,

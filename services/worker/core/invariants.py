@@ -69,7 +69,7 @@ def _held(table: RequestTable) -> list[str]:
         out.append("a held request is not in the queue, or is not counted")
     kept: dict[int, Kept] = {}
     for request in held:
-        kept[request.rank] = kept.get(request.rank, Kept()).plus(1, request.held)
+        kept.setdefault(request.rank, Kept()).add(1, request.held)
     if kept != queue.kept_by_rank():
         out.append("the queue miscounts what is kept for held requests")
     return out

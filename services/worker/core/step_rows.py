@@ -19,7 +19,7 @@ from services.worker.core.queue.request_columns import SlotColumns
 T = TypeVar("T", bound=np.generic)
 
 _NONE: I32 = np.empty(0, dtype=np.int32)
-_NO_LOGPROBS: I32 = np.empty((0, 3), dtype=np.int32)
+_NO_SAMPLE: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, (True, True): ForwardMode.MIXED}
 
 
@@ -114,25 +114,25 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
     slots = _before(extend_slots, decodes.slots)
     drafts = decodes.drafts
     counts = np.ones(num_decode, dtype=np.int32) if num_decode else _NONE
-    sample = _before(extends.sample, counts.astype(np.bool_))
+    sample = _before(extends.sample, np.ones(num_decode, dtype=np.bool_) if num_decode else _NO_SAMPLE)
     if len(drafts):
         assert len(drafts) == num_decode and drafts.min() >= 0, "drafts of each decode row"
         counts, drafts = counts + drafts, _before([0] * num_extend, drafts)
     starts = _before(extends.starts, columns.computed[decodes.slots] - (counts if len(drafts) else 1) if num_decode else _NONE)
-    logprobs = np.array(extends.logprobs, dtype=np.int32) if extends.logprobs else _NO_LOGPROBS
+    logprobs = np.array(extends.logprobs, dtype=np.int32).T.copy() if extends.logprobs else (_NONE, _NONE, _NONE)
     plan = BatchPlan(
         step_id=step_id,
         mode=_MODES[bool(num_extend), bool(num_decode)],
         num_extend=num_extend,
         slots=slots.astype(np.int32),
-        starts=starts.astype(np.int32),
+        starts=starts.astype(np.int32, copy=False),
         num_tokens=_before(extends.counts, counts),
         input_ids=np.concatenate(extends.input_ids) if extends.input_ids else _NONE,
         sample=sample,
         mask_rows=(columns.masked[slots] & sample).nonzero()[0].astype(np.int32),
-        prompt_logprob_rows=logprobs[:, 0].copy(),
-        prompt_logprob_offsets=logprobs[:, 1].copy(),
-        prompt_logprob_nexts=logprobs[:, 2].copy(),
+        prompt_logprob_rows=logprobs[0],
+        prompt_logprob_offsets=logprobs[1],
+        prompt_logprob_nexts=logprobs[2],
         admitted=tuple(extends.admitted),
         table_slots=updates.slots,
         table_firsts=updates.firsts,

@@ -82,8 +82,9 @@ class PrefixGate:
             self._list_extends()
         if not self._extends:
             return ADMIT
-        node, num_cached = self._table.memory.peek(request.namespace, request.key, request.prefix_limit())
-        hit, limit = num_cached * TOKEN_BYTES, _limit(request)
+        most = request.prefix_limit()
+        node, num_cached = self._table.memory.peek(request.namespace, request.key, most)
+        hit, limit = num_cached * TOKEN_BYTES, min(most * TOKEN_BYTES, len(request.key) - TOKEN_BYTES)
         if hit + self._cut > limit:
             return ADMIT
         other = self._extend_of(node, request.key, hit, hit + self._cut)
@@ -172,8 +173,3 @@ class PrefixGate:
         if wait.request.held:
             self._table.waiting.free(wait.request)
             self.freed[wait.request.seq] = wait.request
-
-
-def _limit(request: Request) -> int:
-    """Bytes of its key that a hit may cover: all but a token at most."""
-    return min(request.prefix_limit() * TOKEN_BYTES, len(request.key) - TOKEN_BYTES)

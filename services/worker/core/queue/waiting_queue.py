@@ -7,9 +7,8 @@ A request that an admission gate makes wait is held: it keeps its place and is p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple
 
 from services.worker.core.queue.request import Request
 from services.worker.core.queue.shares import Flow
@@ -25,17 +24,16 @@ class _Rank:
     back: list[Request] = field(default_factory=list)
 
 
-class Kept(NamedTuple):
+@dataclass(slots=True)
+class Kept:
     """What held requests will need: so many slots, and tokens of KV at most."""
 
     slots: int = 0
     tokens: int = 0
 
-    def plus(self, slots: int, tokens: int) -> Kept:
-        return Kept(self.slots + slots, self.tokens + tokens)
-
-
-_NOTHING = Kept()
+    def add(self, slots: int, tokens: int) -> None:
+        self.slots += slots
+        self.tokens += tokens
 
 
 class WaitingQueue:
@@ -97,8 +95,10 @@ class WaitingQueue:
     def hold(self, request: Request, tokens: int) -> None:
         """A gate makes it wait. tokens: of KV, 1 or more, all that it may come to hold."""
         assert tokens > 0 and not request.held, "a request is held once"
-        slots, kept = self._kept.get(request.rank, _NOTHING)
-        self._kept[request.rank] = Kept(slots + 1, kept + tokens)
+        kept = self._kept.get(request.rank)
+        if kept is None:
+            kept = self._kept[request.rank] = Kept()
+        kept.add(1, tokens)
         request.held = tokens
         self.num_held += 1
         assert self.num_held <= self._size, "only requests of the queue are held"
@@ -106,7 +106,8 @@ class WaitingQueue:
     def free(self, request: Request) -> None:
         """It may be looked at again."""
         assert request.held > 0, "a request is freed that no gate holds"
-        kept = self._kept[request.rank] = self._kept[request.rank].plus(-1, -request.held)
+        kept = self._kept[request.rank]
+        kept.add(-1, -request.held)
         assert kept.slots >= 0 and kept.tokens >= 0, "more is given back than was kept"
         if not kept.slots:
             assert not kept.tokens, "tokens are kept for nobody"
@@ -117,13 +118,13 @@ class WaitingQueue:
     def kept_from(self, rank: int) -> Kept:
         """What held requests that are more urgent than `rank` will need."""
         if not self.num_held or rank == self._order[0]:
-            return _NOTHING
+            return Kept()
         above = [kept for each, kept in self._kept.items() if each < rank]
         return Kept(sum(kept.slots for kept in above), sum(kept.tokens for kept in above))
 
     def kept_by_rank(self) -> dict[int, Kept]:
         """For checks."""
-        return dict(self._kept)
+        return {rank: replace(kept) for rank, kept in self._kept.items()}
 
     def last_fresh(self) -> Request | None:
         """Of those that have never run, the one that would be served after all others."""
@@ -170,6 +171,8 @@ class WaitingQueue:
         """The same as eligible(), lazily, for a caller that takes out or holds the one it has before it asks for the next."""
         while not self.num_held and (request := self.first()) is not None:
             yield request
+        if self.num_held == self._size:
+            return
         for rank in tuple(self._order):
             mine = self._ranks[rank]
             yield from [request for request in mine.back if not request.held]
