@@ -19,7 +19,6 @@ from services.worker.core.queue.request_columns import SlotColumns
 T = TypeVar("T", bound=np.generic)
 
 _NONE: I32 = np.empty(0, dtype=np.int32)
-_NO_SAMPLE: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, (True, True): ForwardMode.MIXED}
 
 
@@ -113,8 +112,10 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
     assert len(decodes.slots) == num_decode, "each decode row has a slot"
     slots = _before(extend_slots, decodes.slots)
     drafts = decodes.drafts
-    counts = np.ones(num_decode, dtype=np.int32) if num_decode else _NONE
-    sample = _before(extends.sample, np.ones(num_decode, dtype=np.bool_) if num_decode else _NO_SAMPLE)
+    counts, sampled = np.empty(num_decode, dtype=np.int32), np.empty(num_decode, dtype=np.bool_)
+    counts.fill(1)
+    sampled.fill(True)
+    sample = _before(extends.sample, sampled)
     if len(drafts):
         assert len(drafts) == num_decode and drafts.min() >= 0, "drafts of each decode row"
         counts, drafts = counts + drafts, _before([0] * num_extend, drafts)
