@@ -14,6 +14,7 @@ from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.shared.index.block_hash import block_hash
 from services.shared.output_formats import detect_in
 from services.shared.sampling_defaults import SamplingDefaults
+from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
 from services.worker.device_limits import most_step_tokens, resolved
@@ -91,7 +92,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     events = CacheEventLog(info.page_size, block_hash, weights.tree_root) if publishes else None
     core = Scheduler(config, ModelText(tokenizer), book, events, weights.identity.revision)
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
-    masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms)
+    most = VERIFIED_TOKENS if info.max_drafts else 0
+    masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms, most)
     return Engine(core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks)
 
 

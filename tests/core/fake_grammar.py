@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,11 +64,39 @@ class PositionMatcher:
         return out
 
 
-class SlowBook:
-    """Compiles when the test says so: specs wait in `pending`."""
+def masks_behind(
+    matchers: Sequence[tuple[int, PositionMatcher]], guesses: Mapping[int, Sequence[int]]
+) -> dict[int, list[NDArray[np.uint32]]]:
+    """By row: of the places behind its guesses, as far as they are allowed and do not end it."""
+    masks: dict[int, list[NDArray[np.uint32]]] = {}
+    for row, matcher in matchers:
+        ahead, found = copy(matcher), masks.setdefault(row, [])
+        for token in guesses.get(row, ()):
+            if not ahead.accept(token) or ahead.terminated:
+                break
+            found.append(ahead.mask())
+    return masks
+
+
+class ReadyBook:
+    """In which every grammar is compiled."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+
+    def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher | None:
+        return self.matcher(spec)
+
+    def matcher(self, spec: GrammarSpec) -> PositionMatcher:
+        seed, length = map(int, spec.source.split())
+        return PositionMatcher(seed, length, self.vocab_size)
+
+
+class SlowBook(ReadyBook):
+    """Compiles when the test says so: specs wait in `pending`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
         self.ready: set[GrammarSpec] = set()
         self.pending: dict[GrammarSpec, None] = {}
 
@@ -76,7 +105,3 @@ class SlowBook:
             self.pending[spec] = None
             return None
         return self.matcher(spec)
-
-    def matcher(self, spec: GrammarSpec) -> PositionMatcher:
-        seed, length = map(int, spec.source.split())
-        return PositionMatcher(seed, length, self.vocab_size)

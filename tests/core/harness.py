@@ -20,7 +20,7 @@ from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.queue.finish import first_stop
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.fake import FakeExecutor, FakeRun, fake_embedding, first_allowed, hashed_token
-from tests.core.fake_grammar import SlowBook
+from tests.core.fake_grammar import SlowBook, masks_behind
 
 
 class LetterDecoder:
@@ -62,6 +62,7 @@ class Engine:
         self.latest: dict[str, str] = {}
         self.turns_of_open_session: set[int] = set()
         self.idle_turns = 0
+        self.looked_ahead = 0  # places behind guesses, under grammars
 
     def submit(
         self,
@@ -139,7 +140,11 @@ class Engine:
         if self.overlap:
             self._commit()
         if run is not None:
-            self.executor.sample(run, {row: matcher.mask() for row, matcher in self.core.matchers()})
+            matchers = self.core.matchers()
+            guesses = self.executor.guesses(run) if len(run.plan.drafts) else {}
+            masks, behind = {row: matcher.mask() for row, matcher in matchers}, masks_behind(matchers, guesses)
+            self.looked_ahead += sum(map(len, behind.values()))
+            self.executor.sample(run, masks, behind)
         self.prev = run
         self._check_cached_pages(self.core.table.memory.tree.nodes())  # the core has not changed since the last check
         self._take()

@@ -3,7 +3,7 @@ and where its worker is killed in the middle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,11 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 5},
     {"temperature": 1.2, "sampling_seed": 6, "frequency_penalty": 0.2},
 )
+WORDS = '{"type": "array", "items": {"enum": ["from", "to"]}, "minItems": 9}'
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "regex": r"(Count from [0-9]+ to [0-9]+, and then say so\. ){9}"},
+    {"temperature": 0.8, "sampling_seed": 7, "json_schema": WORDS},
+)
 TEXTS = tuple(f"Count from {start} to {start + 50}, and then say so. " * 40 for start in (3, 17, 29, 41))
 MOVED = "rootstock_gateway_moves_total"
 
@@ -32,16 +37,18 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 def answer(system: System, text: str, kind: dict[str, Any]) -> list[tuple[float, int]]:
     """(log probability, id) of each token; JSON has every digit that tells two floats apart."""
-    params = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **kind}
+    params = {"max_new_tokens": NEW_TOKENS, "ignore_eos": kind not in GRAMMARS, **kind}
     status, body = system.post("/generate", {"text": text, "sampling_params": params, "return_logprob": True})
     assert status == 200, body
     rows = body["meta_info"]["output_token_logprobs"]
-    assert len(rows) == NEW_TOKENS
+    assert len(rows) == NEW_TOKENS or kind in GRAMMARS
     return [(row[0], row[1]) for row in rows]
 
 
-def all_at_once(system: System, pool: ThreadPoolExecutor) -> list[Future[list[tuple[float, int]]]]:
-    return [pool.submit(answer, system, text, kind) for text in TEXTS for kind in KINDS]
+def all_at_once(
+    system: System, pool: ThreadPoolExecutor, kinds: Sequence[dict[str, Any]] = KINDS
+) -> list[Future[list[tuple[float, int]]]]:
+    return [pool.submit(answer, system, text, kind) for text in TEXTS for kind in kinds]
 
 
 def test_the_same_alone_together_and_behind_a_dead_worker(system: System) -> None:
@@ -60,11 +67,12 @@ def test_the_same_alone_together_and_behind_a_dead_worker(system: System) -> Non
 
 
 def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
-    """Of a worker that guesses by n-grams, some of them right."""
-    alone = [answer(system, text, kind) for text in TEXTS for kind in KINDS]
+    """Of a worker that guesses by n-grams, some of them right; under grammars too."""
+    kinds = KINDS + GRAMMARS
+    alone = [answer(system, text, kind) for text in TEXTS for kind in kinds]
     with System(tmp_path, worker_flags="--deterministic --speculative-algorithm ngram", log_level="info") as guessing:
         with ThreadPoolExecutor(4) as pool:
-            assert [one.result() for one in all_at_once(guessing, pool)] == alone
+            assert [one.result() for one in all_at_once(guessing, pool, kinds)] == alone
         accepted = guessing.metric("worker-0", "rootstock_worker_accepted_tokens_total")
         assert 0 < accepted < guessing.metric("worker-0", "rootstock_worker_drafted_tokens_total")
         assert guessing.metric("worker-0", "sglang:spec_verify_calls_total") > 0

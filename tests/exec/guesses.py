@@ -22,7 +22,8 @@ class Guesses:
 
     def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
         text = self._texts[slot]
-        assert text[start : start + len(ids)] == list(ids), "who is admitted has told all of its tokens"
+        assert len(text) >= start, "who is admitted has told all of its tokens"
+        text[start:] = ids
 
     def propose(self, slot: int, most: int) -> list[int]:
         text = self._texts[slot]

@@ -16,6 +16,7 @@ from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
 from tests.core.deployed_config import deployed_config
+from tests.core.fake_grammar import ReadyBook, masks_behind
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -113,7 +114,7 @@ class Turned:
     """A scheduler over an executor, turned by hand; the executor may have served others before."""
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
-        self._core = Scheduler(config, NoText())
+        self._core = Scheduler(config, NoText(), ReadyBook(config.vocab_size))
         self._executor, self._overlap = executor, overlap
         self._answers: dict[int, Answer] = {}
         self._run: Run | None = None
@@ -136,7 +137,9 @@ class Turned:
         run = self._executor.forward(plan) if plan is not None else None
         self._commit(run)
         if run is not None:
-            self._executor.sample(run, {})
+            matchers = self._core.matchers()
+            behind = masks_behind(matchers, self._executor.guesses(run)) if len(run.plan.drafts) else {}
+            self._executor.sample(run, {row: matcher.mask() for row, matcher in matchers}, behind)
 
     def finish(self) -> None:
         while not self.idle:

@@ -15,7 +15,7 @@ from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.stats import StepStats
-from services.worker.exec.contracts.protocol import Executor, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, Executor, Guesses, Masks, Run
 from services.worker.exec.fake import FakeExecutor, FakeRun
 from tests.benchmarks.pinned_config import pinned_config
 from tests.core.fake_grammar import spec
@@ -35,8 +35,11 @@ class Recorder:
     def forward(self, plan: BatchPlan) -> Run:
         return self.executor.forward(plan)
 
-    def sample(self, run: Run, masks: Masks) -> None:
-        self.executor.sample(run, masks)
+    def guesses(self, run: Run) -> Guesses:
+        return self.executor.guesses(run)
+
+    def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
+        self.executor.sample(run, masks, behind)
 
     def wait(self, run: Run) -> StepResult:
         result = self.results[run.plan.step_id] = self.executor.wait(run)
@@ -51,8 +54,8 @@ class Repeater(FakeExecutor):
         super().__init__(config.num_pages, config.page_size, slots, pages, config.vocab_size)
         self._recorded = recorded
 
-    def sample(self, run: Run, masks: Masks) -> None:
-        super().sample(run, masks)
+    def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
+        super().sample(run, masks, behind)
         assert isinstance(run, FakeRun)
         rows = np.flatnonzero(run.plan.sample)
         run.tokens[rows] = self._recorded[run.plan.step_id].tokens[rows]

@@ -58,8 +58,8 @@ def test_one_prompt_says_one_string_of_ids_and_logprob_bits_in_any_context(execu
 
 
 def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path) -> None:
-    """A CPU with dot products has faster attention for prompts, one without has torch's linear layers."""
-    executor = made_of(folder, "bfloat16", deterministic=False)
+    """With torch's linear layers: their sums depend on the number of rows on every CPU, those of our kernels on some."""
+    executor = made_of(folder, "float32", deterministic=False, kernels="torch")
     *_, target = targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
     assert len(strings(WORLD, executor, target, range(40))) > 1
     executor.close()

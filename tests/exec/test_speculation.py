@@ -17,6 +17,7 @@ from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.drafting.drafter import Drafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
+from tests.core.fake_grammar import spec
 from tests.exec.guesses import Guesses
 from tests.exec.random_contexts import Asked, Turned, World, alone, answer_in, random_context, strings, targets
 from tests.exec.tiny_models import TinyModel
@@ -73,6 +74,28 @@ def test_one_string_of_ids_and_logprob_bits_whatever_is_guessed(
     assert len(expected) == 1
     assert strings(WORLD, drafting, target, range(CONTEXTS * number, CONTEXTS * (number + 1))) == expected
     assert guesses.drafted > 0 and (guesses.accepted > 0) == (errors < 1.0)
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["greedy", "penalties"])
+def test_under_a_grammar_the_same_ids_and_bits(folder: Path, number: int) -> None:
+    """Some of whose places leave no choice; without log probabilities these are not sampled, and what was guessed is dropped."""
+    plain, drafting = made_of(folder, 0), made_of(folder, 4)
+    bound = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    sampled = replace(bound.params, grammar=spec(1, NEW_TOKENS))
+    for params in (sampled, replace(sampled, top_logprobs=-1)):
+        target = Asked(bound.prompt, params)
+        expected = alone(World(), plain, target)
+        guesses = Guesses([[*target.prompt, *expected.tokens]], 0.3, WORLD.vocab_size)
+        guess_with(drafting, guesses)
+        for seed in range(CONTEXTS):
+            context = random_context(WORLD, seed, target, expected.tokens)
+            answer, kept = answer_in(context, drafting), len(context.target.kept)
+            assert answer.tokens == expected.tokens[kept:]
+            assert len(answer.logprobs) == (len(answer.tokens) if params is sampled else 0)
+            assert params is not sampled or answer.bits() == expected.bits()[kept:]
+        assert guesses.accepted > 0
+    plain.close()
+    drafting.close()
 
 
 def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:

@@ -142,7 +142,7 @@ class Committer:
             known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])
             columns.committed[slots[i]] = min(int(columns.committed[slots[i]]), known - 1)
         for i in jumped:
-            self._table.resume_extend(requests[i], drop_flight=True)
+            self._table.resume_extend(requests[i])
         last = np.array([request.output_ids[-1] if request.output_ids else -1 for request in requests], dtype=np.int32)
         self._emit(slots, last, columns.num_out[slots], requests, endings)
         for i, ending in endings.items():

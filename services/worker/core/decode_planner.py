@@ -68,7 +68,6 @@ class DecodePlanner:
         table, columns, slots = self._table, self._table.columns, rows.slots
         most = min(table.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
         drafts = np.minimum(columns.max_new[slots] - columns.planned_out[slots], most)
-        drafts[columns.masked[slots]] = 0  # a mask is that of one place
         over = columns.computed[slots] + drafts - table.memory.slots.num_pages[slots] * table.config.page_size
         need = -(-np.maximum(over, 0) // table.config.page_size)
         if need.sum() > table.memory.pages.num_free:

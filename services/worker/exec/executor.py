@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.exec.contracts.operations import Operation, OperationRefused
-from services.worker.exec.contracts.protocol import ExecutorError, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 from services.worker.exec.operator import Operator, Releasable
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
 from services.worker.exec.step_profile import StepProfile
@@ -29,7 +29,7 @@ class Steps(Protocol):
 
     def forward(self, run: DeviceRun) -> None: ...
 
-    def sample(self, run: DeviceRun, masks: Masks) -> None: ...
+    def sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None: ...
 
     def result(self, run: DeviceRun) -> StepResult: ...
 
@@ -68,9 +68,12 @@ class DeviceExecutor:
         self._streams.launch(partial(self._forward, run))
         return run
 
-    def sample(self, run: Run, masks: Masks) -> None:
+    def guesses(self, run: Run) -> Guesses:
+        return _own(run).guesses.result()
+
+    def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
         own = _own(run)
-        self._streams.launch(partial(self._sample, own, masks))
+        self._streams.launch(partial(self._sample, own, masks, behind))
         own.result = self._streams.collect(partial(self._result, own))
 
     def wait(self, run: Run) -> StepResult:
@@ -99,10 +102,10 @@ class DeviceExecutor:
         except Exception as error:  # of any kind: it belongs to the waiter of this step
             self._failed(run, error)
 
-    def _sample(self, run: DeviceRun, masks: Masks) -> None:
+    def _sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None:
         try:
             if run.error is None:
-                self._profile.record(f"sample {run.plan.step_id}", partial(self._steps.sample, run, masks))
+                self._profile.record(f"sample {run.plan.step_id}", partial(self._steps.sample, run, masks, behind))
             else:
                 self._steps.release(run)
         except Exception as error:  # as above
@@ -126,6 +129,7 @@ class DeviceExecutor:
 
     def _failed(self, run: DeviceRun, error: Exception) -> None:
         run.error = error
+        run.guess({})
         if self._settle():
             self._runner.free_uploads()
 

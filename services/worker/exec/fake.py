@@ -18,7 +18,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits, step_reread
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.contracts.operations import Operation, OperationRefused, ReleaseMemory, StartProfile, StopProfile
-from services.worker.exec.contracts.protocol import ExecutorError, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 
 I32 = NDArray[np.int32]
 FAKE_EMBEDDING_SIZE = 4
@@ -161,7 +161,15 @@ class FakeExecutor:
         counts = np.ones(plan.num_rows, dtype=np.int32)
         return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}))
 
-    def sample(self, run: Run, masks: Masks) -> None:
+    def guesses(self, run: Run) -> Guesses:
+        plan, found = _own(run).plan, {}
+        for row in np.flatnonzero(plan.drafts).tolist():
+            slot, drafted = int(plan.slots[row]), int(plan.drafts[row])
+            known = int(self.lengths[slot]) + 1
+            found[row] = self._read(slot, known + drafted)[known:].tolist()
+        return found
+
+    def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
         run = _own(run)
         plan = run.plan
         assert not run.sampled, "a step is sampled once"
@@ -169,7 +177,7 @@ class FakeExecutor:
         run.sampled = True
         tokens: list[int] = []
         for row in range(plan.num_rows):
-            own = self._sample_row(plan, row, masks.get(row)) if plan.sample[row] else [-1]
+            own = self._sample_row(plan, row, masks.get(row), behind.get(row)) if plan.sample[row] else [-1]
             params = self._params[int(plan.slots[row])]
             if params.top_logprobs >= 0 and plan.sample[row]:
                 top, chosen = params.top_logprobs, len(params.logprob_token_ids)
@@ -204,9 +212,14 @@ class FakeExecutor:
     def close(self) -> None:
         self.kv = np.empty((0, self._page_size), dtype=np.int32)
 
-    def _sample_row(self, plan: BatchPlan, row: int, mask: NDArray[np.uint32] | None) -> list[int]:
+    def _sample_row(
+        self, plan: BatchPlan, row: int, mask: NDArray[np.uint32] | None, behind: NDArray[np.uint32] | None
+    ) -> list[int]:
         """The next token; and while that is what was drafted, the next one too."""
+        ahead = [] if behind is None else list(behind)
         slot, drafted = int(plan.slots[row]), int(plan.drafts[row]) if len(plan.drafts) else 0
+        if row in plan.mask_rows:
+            drafted = min(drafted, len(ahead))
         if row < plan.num_extend:
             self.lengths[slot] += plan.num_tokens[row]
         else:
@@ -219,6 +232,7 @@ class FakeExecutor:
             if mask is not None:
                 token = first_allowed(token, mask, self._vocab_size)
             tokens.append(token)
+            mask = None if len(tokens) > len(ahead) else ahead[len(tokens) - 1]
             if len(tokens) > drafted or token != guessed[len(context)]:
                 break
             self.lengths[slot] += 1

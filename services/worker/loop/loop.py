@@ -21,7 +21,7 @@ from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.stats import StepStats
 from services.worker.core.step_rows import Extend
-from services.worker.exec.contracts.protocol import Executor, ExecutorError, Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, Executor, ExecutorError, Guesses, Masks, Run
 from services.worker.loop.barrier import Command, Pace
 from services.worker.loop.commands import PendingCommands
 from services.worker.loop.inbox import (
@@ -55,6 +55,8 @@ class MaskFiller(Protocol):
     wait() has returned."""
 
     def fill(self, matchers: Sequence[tuple[int, Matcher]]) -> Masks: ...
+
+    def behind(self, matchers: Sequence[tuple[int, Matcher]], guesses: Guesses) -> Masks: ...
 
 
 class Observer(Protocol):
@@ -152,8 +154,7 @@ class Loop:
             stuck = flight is None and prev is None
             self._commit(prev)
             if flight is not None and flight.run is not None:
-                matchers = self._core.matchers()
-                self._executor.sample(flight.run, self._masks.fill(matchers) if matchers else {})
+                self._sample(flight.plan, flight.run)
             self._tell(busy=not stuck)
             prev = flight
         self._commit(prev)
@@ -162,6 +163,15 @@ class Loop:
         self._core.end_all(STOPPING, self._clock())
         self._commands.end()
         self._tell(busy=False)
+
+    def _sample(self, plan: BatchPlan, run: Run) -> None:
+        """What is guessed behind a row's next token has become known by the time that token's mask is filled."""
+        matchers = self._core.matchers()
+        masks = self._masks.fill(matchers) if matchers else NO_MASKS
+        behind = NO_MASKS
+        if len(plan.drafts) and any(plan.drafts[row] for row, _ in matchers):
+            behind = self._masks.behind(matchers, self._executor.guesses(run))
+        self._executor.sample(run, masks, behind)
 
     def _may_overlap(self, prev: BatchPlan, plan: BatchPlan) -> bool:
         return self._consecutive_prefill_overlap or not (prev.mode is ForwardMode.EXTEND and plan.mode is ForwardMode.EXTEND)

@@ -17,6 +17,7 @@ from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.stats import StepStats
+from services.worker.exec.contracts.protocol import Guesses
 from services.worker.exec.fake import FakeExecutor, TimeModel
 from services.worker.front.busyness import BEAT_S, GAP_S, LoadReport, NoIndex
 from services.worker.front.outbox import StreamOutbox
@@ -31,6 +32,7 @@ from services.worker.loop.thread import SchedulerThread
 from services.worker.metrics.loop_counts import LoopCounts
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 from tests.core.deployed_config import deployed_config
+from tests.core.fake_grammar import masks_behind
 from tests.core.harness import LetterDecoder
 
 CONFIG = deployed_config(
@@ -108,6 +110,9 @@ class PlainMasks:
 
     def fill(self, matchers: Sequence[tuple[int, Any]]) -> dict[int, Any]:
         return {row: matcher.mask() for row, matcher in matchers}
+
+    def behind(self, matchers: Sequence[tuple[int, Any]], guesses: Guesses) -> dict[int, Any]:
+        return masks_behind(matchers, guesses)
 
 
 class Tap:

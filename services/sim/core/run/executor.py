@@ -15,7 +15,7 @@ from services.sim.core.run.clock import VirtualClock
 from services.sim.core.trace.script import Script
 from services.worker.core.contracts.plan import BatchPlan, SlotParams, StepResult
 from services.worker.exec.contracts.operations import Operation, OperationRefused
-from services.worker.exec.contracts.protocol import Masks, Run
+from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks, Run
 from services.worker.exec.fake import TimeModel
 
 I32 = NDArray[np.int32]
@@ -49,7 +49,10 @@ class SimExecutor:
         self._busy_until = begin + self._time_model.seconds(plan)
         return SimRun(plan, self._tokens(plan), begin, self._busy_until)
 
-    def sample(self, run: Run, masks: Masks) -> None:
+    def guesses(self, run: Run) -> Guesses:
+        return {}
+
+    def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
         """The time model's steps end with their sampling."""
 
     def wait(self, run: Run) -> StepResult:

@@ -152,16 +152,16 @@ class RequestTable:
         self.decoding.append(request)
         self._slots = None
 
-    def resume_extend(self, request: Request, drop_flight: bool = False) -> None:
-        """DECODE to EXTEND: tokens have become known that nothing sampled; their KV is still to be computed. drop_flight: what a
-        step in flight computes for it stands behind other tokens."""
+    def resume_extend(self, request: Request) -> None:
+        """DECODE to EXTEND: tokens have become known that nothing sampled; their KV is still to be computed. What a step in
+        flight computes for it counts, unless guesses may stand there."""
         assert request.lease is not None
         slot, columns = request.lease.slot, self.columns
         request.move(Phase.EXTEND)
         self._share(request)
         request.rekey()
         self.trace.add(request.request_id, TraceKind.JUMPED, len(request.output_ids))
-        if drop_flight:
+        if self.config.max_drafts:
             columns.drop_flight(slot)
         columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
         columns.num_out[slot] = columns.planned_out[slot] = len(request.output_ids)

@@ -5,7 +5,7 @@ Called from the loop's thread only. Device work of all calls runs in call order 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.exec.contracts.operations import Operation
 
 Masks = Mapping[int, NDArray[np.uint32]]
+Guesses = Mapping[int, Sequence[int]]
+NO_MASKS: Masks = {}
 
 
 class Run(Protocol):
@@ -31,7 +33,10 @@ class Executor(Protocol):
     sample: launches sampling for a launched step, exactly once per run, after its forward and before the next forward.
         masks: row -> uint32[ceil(V / 32)], bit i of word w set where token 32 w + i may be sampled, for rows of
         plan.mask_rows; read until wait() has returned. A mask row without a mask here is sampled unmasked: its request
-        has left since the step was planned.
+        has left since the step was planned. behind: row -> uint32[n, ceil(V / 32)], the same for the places behind each of
+        its first n guesses; of a mask row no further ones are verified.
+    guesses: row -> what it guesses to come behind the input tokens of a launched step's decode rows, before it is sampled.
+        Blocks until that is known, not until the forward pass is done. Empty of a step that has failed.
     wait: blocks until the step's result is on the host. Raises ExecutorError if the device work failed; the step's
         effects are then undefined, and the slots in it must not be read again.
     apply: runs an operation in call order and returns when it is done. No step may be in flight, and none may be launched
@@ -41,7 +46,9 @@ class Executor(Protocol):
 
     def forward(self, plan: BatchPlan) -> Run: ...
 
-    def sample(self, run: Run, masks: Masks) -> None: ...
+    def guesses(self, run: Run) -> Guesses: ...
+
+    def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None: ...
 
     def wait(self, run: Run) -> StepResult: ...
 

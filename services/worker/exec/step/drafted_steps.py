@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_drafts
-from services.worker.exec.contracts.protocol import Masks
+from services.worker.exec.contracts.protocol import NO_MASKS, Masks
 from services.worker.exec.contracts.step_data import Batch
 from services.worker.exec.contracts.step_parts import Launched
 from services.worker.exec.drafting.drafter import Drafter
@@ -54,19 +54,25 @@ class DraftedSteps:
             self._drafter.admit(admitted)
             self._misses[admitted.slot] = self._pauses[admitted.slot] = 0
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
-        for row in np.flatnonzero(plan.sample[: plan.num_extend]).tolist():  # of a cut prompt, the rest is in the history
-            end = ends[row]
+        for row, end in enumerate(ends):
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end]
             self._drafter.know(int(plan.slots[row]), int(plan.starts[row]), ids.tolist())
-        step = self._resolved(plan, self._guesses(plan))
+        guesses = self._guesses(plan)
+        run.guess(guesses)
+        step = self._resolved(plan, guesses)
         self._steps[plan.step_id] = step
         self._runner.forward(step.inner)
 
-    def sample(self, run: DeviceRun, masks: Masks) -> None:
+    def sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None:
         step = self._steps[run.plan.step_id]
         own = {int(step.firsts[row]): mask for row, mask in masks.items()}
+        for row in run.plan.mask_rows.tolist():
+            ahead = behind.get(row, ())
+            own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(ahead, 1)}
+            if row in step.guesses:
+                step.guesses[row] = step.guesses[row][: len(ahead)]
         try:
-            self._runner.sample(step.inner, own, lambda batch: self._launch(run.plan, step, batch, own))
+            self._runner.sample(step.inner, NO_MASKS, NO_MASKS, lambda batch: self._launch(run.plan, step, batch, own))
         except BaseException:  # of any kind: nobody asks for the result of a step that has failed
             del self._steps[run.plan.step_id]
             raise
@@ -155,7 +161,7 @@ class DraftedSteps:
         while alive:
             whole = place == 0 and len(alive) == len(batch.rows)
             own = batch if whole else self._part(batch, [index[int(step.firsts[row]) + place] for row in alive])
-            launched.append(self._runner.sampler.launch(own, masks if place == 0 else {}, None))
+            launched.append(self._runner.sampler.launch(own, masks, None))
             outcome = self._runner.sampler.outcome(launched[-1])
             going = []
             for at, row in enumerate(alive):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs, StepResult
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
 from services.worker.exec.contracts.executor_stats import ExecutorStats
-from services.worker.exec.contracts.protocol import Masks
+from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks
 from services.worker.exec.contracts.step_data import Batch, CudaGraph, PromptPiece
 from services.worker.exec.contracts.step_parts import Launched, StepGraphs, StepSampler
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, embedded
@@ -41,8 +42,8 @@ UPLOAD_WORDS = 1 << 16  # of a step beside its tokens; more costs a larger buffe
 class DeviceRun:
     """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it. known:
     int32[tokens], ids of decode rows that nothing has sampled, else -1; None where there are none. readback: of what the forward
-    pass gave beside logits. faults: of rows that were given up, by row of the plan. result: gives what came of it. All but plan
-    and result belongs to what runs on the streams."""
+    pass gave beside logits. faults: of rows that were given up, by row of the plan. guesses: at what comes behind its decode
+    rows. result: gives what came of it. All but plan, guesses and result belongs to what runs on the streams."""
 
     plan: BatchPlan
     readback: Readback
@@ -54,7 +55,13 @@ class DeviceRun:
     faults: dict[int, RowFault] = field(default_factory=dict)
     launched: list[Launched] = field(default_factory=list)
     error: BaseException | None = None
+    guesses: Future[Guesses] = field(default_factory=Future)
     result: Callable[[], StepResult] | None = None
+
+    def guess(self, guesses: Guesses) -> None:
+        """Says them to whoever asks, once; what comes later is not heard."""
+        if not self.guesses.done():
+            self.guesses.set_result(guesses)
 
 
 class DeviceRunner:
@@ -94,6 +101,7 @@ class DeviceRunner:
         plan = run.plan
         assert self._unsampled is None, "a step is sampled before the next one's forward pass"
         assert not run.batches and not run.launched, "a step is launched once"
+        run.guess({})
         self._unsampled = plan
         graph = self._graph_for(plan)
         samples = self._samples(plan)
@@ -110,8 +118,11 @@ class DeviceRunner:
             else:
                 self._eager(run, plan, columns, views)
 
-    def sample(self, run: DeviceRun, masks: Masks, launch: Callable[[Batch], list[Launched]] | None = None) -> None:
+    def sample(
+        self, run: DeviceRun, masks: Masks, behind: Masks = NO_MASKS, launch: Callable[[Batch], list[Launched]] | None = None
+    ) -> None:
         """Launches what is left of the step, and its way back to the host. launch: has a batch sampled; None: all at once."""
+        assert not behind, "a runner verifies no guesses"
         assert self._unsampled is run.plan, "a step is sampled after its own forward pass, once"
         self._unsampled = None
         self.sampler.follow(run.plan)

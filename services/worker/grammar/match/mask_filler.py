@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import xgrammar
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class MaskFiller:
-    """Used on the loop's thread alone. max_rows: the most masks of one step. threads: 1 fills one after the other.
+    """Used on the loop's thread alone. max_rows: the most masks of one step. threads: 1 fills one after the other. max_guesses:
+    the most places of one step behind guesses.
 
     fill_ms is the budget of one step: CPU time of its masks, with the accepts and jumps of its requests since their masks
     before. What goes beyond it is charged to the most expensive matcher, so that many grammars that are each just bearable do
@@ -29,8 +30,16 @@ class MaskFiller:
     one by one, and the slow matcher is found out by its own meter.
     """
 
-    def __init__(self, vocab_size: int, max_rows: int, threads: int = 1, fill_ms: float = GrammarLimits().fill_ms) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_rows: int,
+        threads: int = 1,
+        fill_ms: float = GrammarLimits().fill_ms,
+        max_guesses: int = 0,
+    ) -> None:
         self._buffers = [np.zeros((max_rows, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
+        self._ahead = [np.zeros((max_guesses, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
         self._threads = threads
         self._budget_s = fill_ms / 1e3
         self._batch = xgrammar.BatchGrammarMatcher(threads) if threads > 1 else None
@@ -51,6 +60,24 @@ class MaskFiller:
         too_slow = batch_s * self._threads > SLOW_MASK_S * len(unfilled)
         self._one_by_one = too_slow or total_s > self._budget_s
         return {row: buffer[index] for index, (row, _) in enumerate(rows)}
+
+    def behind(
+        self, matchers: Iterable[tuple[int, XgrammarMatcher]], guesses: Mapping[int, Sequence[int]]
+    ) -> dict[int, NDArray[np.uint32]]:
+        """Plan row → uint32[places, words], for the places behind each row's guesses as far as they are allowed. Those hold as
+        long as what fill() gave for the same step. What would take longer than a step's masks may is not looked at."""
+        self._ahead.reverse()
+        buffer, used = self._ahead[0], 0
+        masks = {}
+        started = time.thread_time()
+        for row, matcher in matchers:
+            guess = guesses.get(row, ())[: len(buffer) - used]
+            if not guess or time.thread_time() - started > self._budget_s:
+                continue
+            count = matcher.look_ahead(guess, buffer[used:])
+            masks[row] = buffer[used : used + count]
+            used += count
+        return masks
 
     def _charge(self, matchers: list[XgrammarMatcher]) -> float:
         """Seconds spent by all of them."""

@@ -86,11 +86,11 @@ class XgrammarMatcher:
         return bool(self._terminated)
 
     def accept(self, token: int) -> bool:
-        if self._fault or not 0 <= token < len(self._setup.tokens) or token in self._setup.silent:
+        if self._fault:
             return False
         started = time.thread_time()
         try:
-            accepted: bool = not self._matcher.is_terminated() and self._matcher.accept_token(token)
+            accepted = self._takes(token)
         except Exception:
             self._break()
             return False
@@ -113,6 +113,39 @@ class XgrammarMatcher:
                 self._break()
             self._spend(time.thread_time() - started)
         return self._row
+
+    def look_ahead(self, tokens: Sequence[int], masks: NDArray[np.uint32]) -> int:
+        """Masks of the places behind each of the tokens, if they come next: into rows of masks, uint32[>= len(tokens), words].
+        Returns how many: fewer than tokens where one is not allowed, or is the last. Nothing is accepted, and what it costs is
+        not the request's cost: whether its tokens are guessed is not its choice."""
+        taken = filled = 0
+        try:
+            for token in tokens if not self._fault else ():
+                if not self._takes(token):
+                    break
+                taken += 1
+                if self._matcher.is_terminated():
+                    break
+                self._matcher.fill_next_token_bitmask(masks.view(np.int32), filled)
+                masks[filled, -1] &= self._setup.last_word
+                filled += 1
+        except Exception:
+            logger.exception("looking ahead in a grammar has failed: what is guessed there is not verified")
+        self._take_back(taken)
+        return filled
+
+    def _takes(self, token: int) -> bool:
+        """Advances the library's matcher, where it may."""
+        if not 0 <= token < len(self._setup.tokens) or token in self._setup.silent or self._matcher.is_terminated():
+            return False
+        return bool(self._matcher.accept_token(token))
+
+    def _take_back(self, count: int) -> None:
+        if count:
+            try:
+                self._matcher.rollback(count)
+            except Exception:
+                self._break()
 
     @property
     def needs_fill(self) -> bool:

@@ -182,6 +182,26 @@ def test_a_steps_masks_outlive_the_filling_of_the_next() -> None:
     assert allowed_ids(masks[4], 1280) == [t for t in range(1280) if model.vocabulary().tokens[t].isdigit()]
 
 
+def test_masks_behind_guesses_are_those_once_they_have_come() -> None:
+    """As far as they are allowed and do not end it; and nothing has come."""
+    filler = MaskFiller(1280, max_rows=4, max_guesses=12)
+    names = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
+    (guess,) = model.tokenizer().encode_batch(['["red", "green"]'], False)
+    wrong = [*guess[:2], model.tokenizer().encode_batch(["7"], False)[0][0], *guess[2:]]
+    matchers = {row: model.matcher(schema(names)) for row in (2, 5, 6)}
+    before = {row: mask.copy() for row, mask in filler.fill(matchers.items()).items()}
+    masks = filler.behind(matchers.items(), {2: [*guess, model.EOS[0], 5], 5: wrong, 6: guess})
+    assert {row: len(mask) for row, mask in masks.items()} == {2: len(guess), 5: 2, 6: 12 - len(guess) - 2}
+    for row, matcher in matchers.items():
+        np.testing.assert_array_equal(matcher.mask(), before[row])
+        assert not matcher.terminated and not matcher.fault
+    for place, token in enumerate(guess):
+        for row in matchers:
+            if place < len(masks[row]):
+                assert matchers[row].accept(token)
+                np.testing.assert_array_equal(masks[row][place], matchers[row].mask())
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_masks_of_many_rows_are_those_of_each_alone(threads: int) -> None:
     patterns = ["[0-9]+", "[a-z]+", "yes|no", "x", "(a|b)*", r"[\s\S]*"]
