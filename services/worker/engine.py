@@ -191,6 +191,8 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         load_threads=settings.load_threads,
         deterministic=settings.deterministic,
         max_drafts=settings.speculative_num_steps if settings.speculative_algorithm != "none" else 0,
+        speculative_algorithm=settings.speculative_algorithm,
+        draft_model=settings.speculative_draft_model_path,
     )
     executor, info = build_device_executor(
         model_path=settings.model,

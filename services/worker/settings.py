@@ -106,10 +106,14 @@ class WorkerSettings(ServiceSettings):
     grammar_burst_ms: float = Field(50.0, gt=0, description="CPU time in ms that a grammar may take beyond that in all.")
     grammar_fill_ms: float = Field(20.0, gt=0, description="CPU time in ms that one step's grammar masks may take in all.")
     grammar_mask_threads: int = Field(1, ge=1, le=64, description="Threads that fill masks; more pay on large vocabularies.")
-    speculative_algorithm: Literal["none", "ngram"] = Field(
+    speculative_algorithm: Literal["none", "ngram", "draft", "eagle3", "mtp"] = Field(
         "none",
         description="What guesses the next tokens, which a step then verifies; the text stays the same. ngram: what followed the"
-        " last tokens before, in prompt or output. On a CPU.",
+        " last tokens before, in prompt or output; draft: a smaller model of the same vocabulary; eagle3: a head that reads the"
+        " model's states; mtp: the checkpoint's own layer for that. On a CPU.",
+    )
+    speculative_draft_model_path: str = Field(
+        "", description="Folder of the smaller model of draft, or of the head of eagle3; safetensors alone are loaded."
     )
     speculative_num_steps: int = Field(4, ge=1, le=7, description="Tokens that are guessed at once, at most.")
     enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")

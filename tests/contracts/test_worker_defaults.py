@@ -90,6 +90,7 @@ SETTINGS_ELSEWHERE = {
     "enable_jump_forward": ENGINE,
     "sampling_defaults": ENGINE,
     "speculative_algorithm": ENGINE,
+    "speculative_draft_model_path": ENGINE,
     "speculative_num_steps": ENGINE,
     "preferred_sampling_params": ENGINE,
     "fake_step_s": ENGINE,

@@ -70,11 +70,11 @@ def masks_behind(
     """By row: of the places behind its guesses, as far as they are allowed and do not end it."""
     masks: dict[int, list[NDArray[np.uint32]]] = {}
     for row, matcher in matchers:
-        ahead, found = copy(matcher), masks.setdefault(row, [])
+        ahead = copy(matcher)
         for token in guesses.get(row, ()):
             if not ahead.accept(token) or ahead.terminated:
                 break
-            found.append(ahead.mask())
+            masks.setdefault(row, []).append(ahead.mask())
     return masks
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from services.worker.core.contracts.plan import SlotParams
+from services.worker.exec.contracts.drafter import Computed
 
 
 class Guesses:
@@ -17,6 +18,9 @@ class Guesses:
         self._texts: dict[int, list[int]] = {}
         self.accepted = self.drafted = 0
 
+    def begin(self) -> None:
+        """Nothing is kept of a token."""
+
     def admit(self, slot: SlotParams) -> None:
         self._texts[slot.slot] = slot.history.tolist()
 
@@ -25,7 +29,10 @@ class Guesses:
         assert len(text) >= start, "who is admitted has told all of its tokens"
         text[start:] = ids
 
-    def propose(self, slot: int, most: int) -> list[int]:
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        return {slot: self._guess(slot, most) for slot, most in wanted.items()}
+
+    def _guess(self, slot: int, most: int) -> list[int]:
         text = self._texts[slot]
         found = next((told for told in self._told if told[: len(text)] == text), text)
         guess = found[len(text) : len(text) + most]
@@ -35,3 +42,6 @@ class Guesses:
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
         self._texts[slot].extend(tokens)
         self.accepted += len(tokens) - 1
+
+    def computed(self, rows: Sequence[Computed]) -> None:
+        """As begin()."""

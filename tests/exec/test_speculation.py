@@ -13,8 +13,8 @@ import pytest
 from services.worker.core.contracts.plan import SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.build import DeviceOptions, build_device_executor
+from services.worker.exec.contracts.drafter import Drafter
 from services.worker.exec.contracts.protocol import ExecutorError
-from services.worker.exec.drafting.drafter import Drafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
 from tests.core.fake_grammar import spec
@@ -195,13 +195,13 @@ def slot_of(history: Sequence[int]) -> SlotParams:
 def test_ngrams_say_what_followed_last() -> None:
     drafter = NgramDrafter()
     drafter.admit(slot_of([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 9, 2, 3]))
-    assert drafter.propose(0, 3) == [7, 8, 9], "after 9 2 3 the last time"
+    assert drafter.propose({0: 3})[0] == [7, 8, 9], "after 9 2 3 the last time"
     drafter.sampled(0, [4])
-    assert drafter.propose(0, 2) == [5, 9], "after 2 3 4"
+    assert drafter.propose({0: 2})[0] == [5, 9], "after 2 3 4"
     drafter.sampled(0, [6, 6])
-    assert drafter.propose(0, 4) == [], "nothing has followed 6 6"
+    assert drafter.propose({0: 4})[0] == [], "nothing has followed 6 6"
     drafter.know(0, 2, [1, 2])
-    assert drafter.propose(0, 2) == [1, 2], "what stood behind it is gone"
+    assert drafter.propose({0: 2})[0] == [1, 2], "what stood behind it is gone"
 
 
 def test_guesses_rest_where_they_are_wrong_and_come_back(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:

@@ -20,20 +20,21 @@ from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.options import DeviceOptions
 from services.worker.exec.device import device_of, load_target, streams_of
-from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.kernel_set import KernelSet, sample_kernels
-from services.worker.exec.loading import LoadedModel, load_again, load_model
+from services.worker.exec.loading import load_again, load_model
 from services.worker.exec.memory_parts import MemoryParts, NoModel
 from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.pools import kv_pool
 from services.worker.exec.pools.embedding_pool import EmbeddingPool
 from services.worker.exec.pools.host_memory import free_memory
-from services.worker.exec.pools.kv_pool import KVPool, PoolTooSmall, kv_pool_tokens
+from services.worker.exec.pools.kv_pool import KVPool, LayerKV, PoolTooSmall, kv_pool_tokens
 from services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from services.worker.exec.sizing import PoolNeeds, pages_of_device
+from services.worker.exec.speculation import NO_DRAFT, Drafting, load_draft
 from services.worker.exec.step.cuda_graph_runner import CudaGraphRunner
 from services.worker.exec.step.drafted_steps import DraftedSteps
 from services.worker.exec.step.graph_sizes import graph_sizes
@@ -93,7 +94,8 @@ def build_device_executor(
     target = load_target(device, options)
     request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases)
     loaded = load_model(request)
-    made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay)
+    drafting = Drafting(draft := load_draft(request, loaded, options, load_model))
+    made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, drafting=drafting)
     pages = made.finish(num_pages, mem_fraction_static, context_len)
     executor = DeviceExecutor(made.runner, made.memory_parts(request, pages), steps=made.drafted_steps())
     progress(f"loaded in: {phases.describe()}")
@@ -101,7 +103,8 @@ def build_device_executor(
     if fitting < loaded.context_len:
         progress(f"context_len is {fitting}, what the KV pool holds, and not the model's {loaded.context_len}")
     info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
-    return executor, replace(info, max_drafts=options.max_drafts)
+    sizes = info.weight_bytes + draft.weight_bytes, info.kv_bytes_per_token + draft.kv_bytes_per_token
+    return executor, replace(info, max_drafts=options.max_drafts, weight_bytes=sizes[0], kv_bytes_per_token=sizes[1])
 
 
 def assemble_executor(
@@ -147,7 +150,9 @@ class _Assembly:
         phases: LoadPhases,
         check_relay: bool,
         parts: DeviceParts | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
+        self._drafting = drafting or Drafting(NO_DRAFT)
         self._loaded, self._max_slots, self._page_size = loaded, max_slots, page_size
         self._options, self._progress, self._phases = options, progress, phases
         self._parts = parts or DeviceParts()
@@ -229,7 +234,7 @@ class _Assembly:
             max_pages=max(self._max_slots, self._widest) * pages_per_slot,
         )
         backend = self._attention(shape)
-        attending = model.attending(backend.attend)
+        attending = model.attending(backend.attend, self._drafting.kept)
         attending.reserve(self._largest, self._wanted)
         return attending, backend
 
@@ -240,10 +245,11 @@ class _Assembly:
         fixed = self._options.deterministic
         return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress, fixed)
 
-    def _pool(self, pages: int) -> KVPool:
-        """On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
+    def _pool(self, pages: int, layers: tuple[LayerKV, ...] | None = None) -> KVPool:
+        """layers: None for the model's. On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
         with self._device:  # for kernels that allocate on torch's default device
-            pool = kv_pool.allocate(self._loaded.layers, pages, self._page_size, self._loaded.dtype, self._kernels.layers)
+            kept = self._loaded.layers if layers is None else layers
+            pool = kv_pool.allocate(kept, pages, self._page_size, self._loaded.dtype, self._kernels.layers)
         if self._device.type == "cuda":
             for each in (*pool.keys, *pool.values):
                 each.zero_()
@@ -267,7 +273,8 @@ class _Assembly:
             pages = num_pages or self._pages(mem_fraction_static, context_len)
         with self._phases.timed("kv_pool"):
             self.runner.passes.pool = self._pool(pages)
-        megabytes = pages * self._page_size * self._loaded.kv_bytes_per_token >> 20
+            self._drafting.allocate(partial(self._pool, pages))
+        megabytes = pages * self._page_size * self._token_bytes >> 20
         self._progress(f"KV pool: {pages} pages of {self._page_size} tokens, {megabytes} MiB")
         with self._phases.timed("warm_up"):
             warm_up(self.runner, self._bounds, (*PROMPTS, self._largest) if self._device.type == "cuda" else HOST_PROMPTS)
@@ -319,23 +326,35 @@ class _Assembly:
             self.runner.attention.release_graphs()
             self.runner.graphs, self.graph_rows = None, ()
 
+    @property
+    def _token_bytes(self) -> int:
+        """Of keys and values, with what drafts."""
+        return self._loaded.kv_bytes_per_token + self._drafting.kv_bytes_per_token
+
     def drafted_steps(self) -> DraftedSteps | None:
         if not self._options.max_drafts:
             return None
-        return DraftedSteps(self.runner, NgramDrafter(), self._max_slots, self._largest)
+        passes = self.runner.passes
+        drafter = self._drafting.drafter(passes.table, self._page_size, lambda: passes.model)
+        return DraftedSteps(self.runner, drafter, self._max_slots, self._largest)
 
     def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:
         shape = self._loaded.shape
 
         def load_model_again() -> CausalModel:
             self._loaded = load_again(request, shape)
+            self._drafting.loaded_again(load_draft(request, self._loaded, self._options, load_model))
             model, self.runner.attention = self._attending()
             return model
 
-        return MemoryParts(self.runner, load_model_again, lambda: self._pool(pages), self.capture)
+        def allocate_pools() -> KVPool:
+            self._drafting.allocate(partial(self._pool, pages))
+            return self._pool(pages)
+
+        return MemoryParts(self.runner, load_model_again, allocate_pools, self.capture, self._drafting.drop)
 
     def _pages(self, mem_fraction_static: float, context_len: int) -> int:
-        per_token = self._loaded.kv_bytes_per_token
+        per_token = self._token_bytes
         if per_token == 0:
             return self._max_slots * -(-self._loaded.context_len // self._page_size)
         if self._device.type != "cuda":

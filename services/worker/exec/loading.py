@@ -9,14 +9,12 @@ import torch
 
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu import load_kernels
-from services.worker.core.contracts.graph_limits import GraphLimits
-from services.worker.exec.contracts.causal_model import CausalModel
-from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.pools.kv_pool import LayerKV, bytes_per_token
-from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, eos_token_ids, read_config
+from services.worker.exec.pools.kv_pool import LayerKV
+from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
 from services.worker.exec.weights.families import DecoderConfig, NotCovered, UnsupportedModel, architecture_of, decoder_config
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from services.worker.exec.weights.pooling_files import read_pooling
@@ -24,67 +22,6 @@ from services.worker.exec.weights.weights import resolve_dtype
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
-NO_GRAPHS = GraphLimits()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """layers: what each keeps of a token, none for an encoder. weight_bytes: resident. The rest as in LoadedInfo."""
-
-    model: CausalModel
-    config: Any
-    kernels: LayerKernels
-    dtype: torch.dtype
-    layers: tuple[LayerKV, ...]
-    context_len: int
-    weight_bytes: int
-    pooling: PoolingConfig
-    generates: bool
-    is_encoder: bool = False
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """What pools, tables and sampler are sized by."""
-        config = self.config
-        sizes = config.vocab_size, config.hidden_size, self.context_len
-        return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Over all layers, keys and values."""
-        return bytes_per_token(self.layers, self.dtype)
-
-    def info(
-        self,
-        request: LoadRequest,
-        num_pages: int,
-        graph_rows: tuple[int, ...] = (),
-        graphs: GraphLimits = NO_GRAPHS,
-        context_len: int | None = None,
-    ) -> LoadedInfo:
-        """context_len: None for the model's. Raises CheckpointError if the folder does not say where its texts end."""
-        return LoadedInfo(
-            architecture=architecture_of(self.config),
-            context_len=context_len or self.context_len,
-            vocab_size=int(self.config.vocab_size),
-            eos_token_ids=eos_token_ids(request.folder, self.config),
-            num_pages=num_pages,
-            page_size=request.page_size,
-            dtype=str(self.dtype).removeprefix("torch."),
-            weight_bytes=self.weight_bytes,
-            kv_bytes_per_token=self.kv_bytes_per_token,
-            generates=self.generates,
-            embedding_size=int(self.config.hidden_size),
-            needs_whole_prompt=self.is_encoder,
-            pooling_reuses_prefix=self.pooling.kind == PoolingKind.LAST and not self.is_encoder,
-            load_seconds=request.phases.seconds(),
-            numerics=told(self.dtype, self.context_len, request.page_size)
-            if (told := request.target.numerics) is not None
-            else "",
-            graph_rows=graph_rows,
-            graph_rereads=graphs.rereads,
-            eager_step_cost=graphs.eager_cost,
-        )
 
 
 @dataclass(frozen=True, slots=True)

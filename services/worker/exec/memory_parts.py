@@ -11,11 +11,9 @@ from torch import Tensor
 from kernels.contracts.ops import RaggedRows
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
-from services.worker.exec.pools.kv_pool import KVPool
+from services.worker.exec.pools.kv_pool import NO_POOL, KVPool
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.returned_memory import return_memory
-
-NO_POOL = KVPool((), ())
 
 
 class NoModel:
@@ -34,16 +32,19 @@ class NoModel:
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
     """load_model: reads the checkpoint's folder as it is at that time; allocate_pool: of the size of the first one;
-    capture: what start-up did once model and pool were there, graphs among it. No step runs between release and resume."""
+    capture: what start-up did once model and pool were there, graphs among it; drop: lets what others hold of these parts go,
+    which the first two make again. No step runs between release and resume."""
 
     runner: DeviceRunner
     load_model: Callable[[], CausalModel]
     allocate_pool: Callable[[], KVPool]
     capture: Callable[[], None]
+    drop: Callable[[ReleaseMemory], None]
 
     def release(self, parts: ReleaseMemory) -> None:
         if self.runner.graphs is not None:
             self.runner.graphs.release()
+        self.drop(parts)
         passes = self.runner.passes
         passes.model = NoModel() if parts.weights else passes.model
         passes.pool = NO_POOL if parts.kv else passes.pool

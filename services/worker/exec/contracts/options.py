@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # who drafts
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
@@ -11,7 +13,8 @@ class DeviceOptions:
     cpp or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is computed
     in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read weights
     for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of a
-    decode row that are guessed from its own text and verified beside the one that it computes anyway; on a CPU alone."""
+    decode row that are guessed and verified beside the one that it computes anyway; on a CPU alone. speculative_algorithm: who
+    guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own."""
 
     device: str = "cuda:0"
     num_threads: int = 1
@@ -24,3 +27,5 @@ class DeviceOptions:
     load_threads: int = 8
     deterministic: bool = False
     max_drafts: int = 0
+    speculative_algorithm: str = NGRAM
+    draft_model: str = ""

@@ -6,10 +6,11 @@ Good where an answer repeats its prompt or itself: quotes, code that is edited.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.core.contracts.plan import SlotParams
+from services.worker.exec.contracts.drafter import Computed
 
 LONGEST, SHORTEST = 4, 2  # tokens that are looked up, the longest that stand somewhere
 MOST_TOKENS = 4096  # last ones in which they are sought, up to twice as many
@@ -58,6 +59,9 @@ class NgramDrafter:
         self._texts: dict[int, _Text] = {}
         self._indexes: OrderedDict[int, None] = OrderedDict()  # slots whose texts have one, the last asked for at the end
 
+    def begin(self) -> None:
+        """Nothing is kept of a token."""
+
     def admit(self, slot: SlotParams) -> None:
         first = max(0, len(slot.history) - MOST_TOKENS)
         self._texts[slot.slot] = _Text(first, slot.history[first:].tolist())
@@ -70,7 +74,10 @@ class NgramDrafter:
             text.tokens[begin:] = given
             text.indexed = min(text.indexed, begin)
 
-    def propose(self, slot: int, most: int) -> list[int]:
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        return {slot: self._guess(slot, most) for slot, most in wanted.items()}
+
+    def _guess(self, slot: int, most: int) -> list[int]:
         text = self._texts[slot]
         self._indexes[slot] = None
         self._indexes.move_to_end(slot)
@@ -83,3 +90,6 @@ class NgramDrafter:
         text = self._texts[slot]
         text.tokens.extend(tokens)
         text.shorten()
+
+    def computed(self, rows: Sequence[Computed]) -> None:
+        """As begin()."""

@@ -2,93 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from kernels.contracts.ops import Kernels, RaggedRows
 from services.worker.exec.contracts.causal_model import NoVocabulary
+from services.worker.exec.models.decoder_layer import Activations, Attend, DecoderLayer, Workspace
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.weights.families import DecoderConfig
-from services.worker.exec.weights.weights import DecoderWeights, LayerWeights
-
-
-class Workspace:
-    """Activation buffers, kept from step to step: fresh ones cost page faults. Grows to the largest batch seen, until it is
-    fixed: captured graphs read and write where its buffers lie."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._buffers: dict[str, Tensor] = {}
-        self._fixed = False
-
-    def fix(self) -> None:
-        self._fixed = True
-
-    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[rows, columns], contents undefined, valid until the same name is taken again. Raises ValueError for more than there
-        is once the space is fixed."""
-        assert rows >= 0 and columns > 0, "a buffer of no columns"
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < rows * columns:
-            if self._fixed:
-                raise ValueError(f"{rows} rows of {name} are more than was reserved")
-            buffer = self._buffers[name] = torch.empty(rows * columns, dtype=dtype or self._dtype, device=self._device)
-        assert buffer.dtype == (dtype or self._dtype), "one name is taken with two dtypes"
-        assert buffer.numel() >= rows * columns, "a buffer holds what is taken of it"
-        return buffer[: rows * columns].view(rows, columns)
-
-
-@dataclass(frozen=True, slots=True)
-class _Activations:
-    """What the layers of one pass share, [T, columns] each."""
-
-    residual: Tensor
-    hidden: Tensor
-    update: Tensor
-    qkv: Tensor
-    mixed: Tensor
-    activated: Tensor
-
-
-class Attend(Protocol):
-    """Kernels.paged_attention, or what stands in its place."""
-
-    def __call__(
-        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
-    ) -> None: ...
+from services.worker.exec.weights.weights import DecoderWeights
 
 
 class Decoder:
-    """Runs layers over buffers of its own. One thread at a time. attend: None for the kernels' own attention."""
+    """Runs layers over buffers of its own. One thread at a time. attend: None for the kernels' own attention. kept: layers whose
+    input is kept for who drafts, rising; the number of layers stands for the last one's output."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, cos_sin: Tensor, kernels: Kernels, attend: Attend | None = None
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        cos_sin: Tensor,
+        kernels: Kernels,
+        attend: Attend | None = None,
+        kept: tuple[int, ...] = (),
     ) -> None:
         assert len(weights.layers) == len(config.windows) == config.num_layers, "weights and a window for each layer"
-        assert cos_sin.shape[1] == config.head_dim, "cosines and sines of half a head's dimensions each"
+        assert all(0 <= layer <= config.num_layers for layer in kept), "what is kept is some layer's input, or the last's output"
         self._config = config
         self._weights = weights
-        self._cos_sin = cos_sin
         self._kernels = kernels
-        self._attend = attend or kernels.paged_attention
+        self._layer = DecoderLayer(config, cos_sin, kernels, attend or kernels.paged_attention)
         self._space = Workspace(weights.embedding.dtype, weights.embedding.device)
-        self._held: _Activations | None = None
+        self._held: Activations | None = None
+        self._kept = {layer: place for place, layer in enumerate(kept)}
 
     @property
     def config(self) -> DecoderConfig:
         return self._config
 
-    def attending(self, attend: Attend) -> Decoder:
+    @property
+    def weights(self) -> DecoderWeights:
+        return self._weights
+
+    def attending(self, attend: Attend, kept: tuple[int, ...] = ()) -> Decoder:
         """The same weights with another attention, and buffers of its own."""
-        return Decoder(self._config, self._weights, self._cos_sin, self._kernels, attend)
+        return Decoder(self._config, self._weights, self._layer.cos_sin, self._kernels, attend, kept)
 
     def reserve(self, num_tokens: int, num_wanted: int) -> None:
         """Takes the buffers of the largest step that there will be, where they then stay."""
-        self._activations(num_tokens)
+        Activations.taken(self._space, self._config, num_tokens)
+        self._keeping(num_tokens)
         self._space.take("normed", num_wanted, self._config.hidden_size)
         if self._weights.lm_head is not None:
             self._space.take("logits", num_wanted, self._config.vocab_size, torch.float32)
@@ -98,19 +61,26 @@ class Decoder:
         """See CausalModel."""
         assert len(input_ids) == len(rows.positions) == len(rows.locations), "a position and a place in the pool for each token"
         assert len(pool.keys) == self._config.num_layers, "a pool for each layer"
-        eps, kernels = self._config.rms_norm_eps, self._kernels
-        held = self._activations(len(input_ids))
+        config, kernels = self._config, self._kernels
+        held = Activations.taken(self._space, config, len(input_ids))
+        keeping = self._keeping(len(input_ids))
         torch.index_select(self._weights.embedding, 0, input_ids, out=held.residual)
         for index, layer in enumerate(self._weights.layers):
             if index == 0:
-                kernels.rms_norm(held.hidden, held.residual, layer.input_norm, eps)
+                kernels.rms_norm(held.hidden, held.residual, layer.input_norm, config.rms_norm_eps)
             else:
-                kernels.fused_add_rms_norm(held.hidden, held.update, held.residual, layer.input_norm, eps)
-            self._attention(index, layer, held, rows, pool)
-            kernels.fused_add_rms_norm(held.hidden, held.update, held.residual, layer.post_norm, eps)
-            kernels.gated_linear(held.activated, held.hidden, layer.gate_up)
-            kernels.linear(held.update, held.activated, layer.down)
+                kernels.fused_add_rms_norm(held.hidden, held.update, held.residual, layer.input_norm, config.rms_norm_eps)
+            if index in self._kept:
+                keeping[self._kept[index]].copy_(held.residual)
+            pools = pool.keys[index], pool.values[index]
+            self._layer.run(layer, config.windows[index], held.hidden, held, rows, pools)
+        if config.num_layers in self._kept:
+            torch.add(held.residual, held.update, out=keeping[self._kept[config.num_layers]])
         self._held = held
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """[T, H] of each layer of `kept`, of the last pass; valid until the next."""
+        return self._keeping(len(self._computed().residual))
 
     def states(self, wanted: Tensor) -> Tensor:
         """See CausalModel. Normed for the wanted rows alone: the others' are seldom asked for."""
@@ -132,27 +102,10 @@ class Decoder:
             self._kernels.linear(logits, self.states(wanted), self._weights.lm_head)
         return logits
 
-    def _computed(self) -> _Activations:
+    def _computed(self) -> Activations:
         if self._held is None:
             raise RuntimeError("no step has been computed")
         return self._held
 
-    def _activations(self, num_tokens: int) -> _Activations:
-        config = self._config
-        widths = {
-            "residual": config.hidden_size,
-            "hidden": config.hidden_size,
-            "update": config.hidden_size,
-            "qkv": config.q_size + 2 * config.kv_size,
-            "mixed": config.q_size,
-            "activated": config.intermediate_size,
-        }
-        return _Activations(**{name: self._space.take(name, num_tokens, width) for name, width in widths.items()})
-
-    def _attention(self, index: int, layer: LayerWeights, held: _Activations, rows: RaggedRows, pool: KVPool) -> None:
-        config, kernels = self._config, self._kernels
-        keys, values = pool.keys[index], pool.values[index]
-        kernels.linear(held.qkv, held.hidden, layer.qkv)
-        kernels.rope_write_kv(held.qkv, layer.qk_norms, config.rms_norm_eps, self._cos_sin, rows, keys, values)
-        self._attend(held.mixed, held.qkv, keys, values, rows, config.head_dim**-0.5, config.windows[index])
-        kernels.linear(held.update, held.mixed, layer.o)
+    def _keeping(self, num_tokens: int) -> tuple[Tensor, ...]:
+        return tuple(self._space.take(f"kept {layer}", num_tokens, self._config.hidden_size) for layer in self._kept)

@@ -41,6 +41,9 @@ class KVPool:
         assert len(self.keys) == len(self.values), "each layer has keys and values"
 
 
+NO_POOL = KVPool((), ())  # while its memory is given back
+
+
 def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
     """Over all layers, keys and values."""
     return sum(layer.size for layer in layers) * dtype.itemsize

@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_drafts
+from services.worker.exec.contracts.drafter import Computed, Drafter
 from services.worker.exec.contracts.protocol import NO_MASKS, Masks
 from services.worker.exec.contracts.step_data import Batch
 from services.worker.exec.contracts.step_parts import Launched
-from services.worker.exec.drafting.drafter import Drafter
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
+from services.worker.exec.step.plan_pieces import NOTHING
 from services.worker.exec.streams.readback import Readback
 
 I64 = NDArray[np.int64]
@@ -50,6 +51,7 @@ class DraftedSteps:
 
     def forward(self, run: DeviceRun) -> None:
         plan = run.plan
+        self._drafter.begin()
         for admitted in plan.admitted:
             self._drafter.admit(admitted)
             self._misses[admitted.slot] = self._pauses[admitted.slot] = 0
@@ -57,6 +59,7 @@ class DraftedSteps:
         for row, end in enumerate(ends):
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end]
             self._drafter.know(int(plan.slots[row]), int(plan.starts[row]), ids.tolist())
+        self._runner.map_pages(plan)
         guesses = self._guesses(plan)
         run.guess(guesses)
         step = self._resolved(plan, guesses)
@@ -76,6 +79,20 @@ class DraftedSteps:
         except BaseException:  # of any kind: nobody asks for the result of a step that has failed
             del self._steps[run.plan.step_id]
             raise
+        self._drafter.computed(self._computed(run.plan, step))
+
+    def _computed(self, plan: BatchPlan, step: _Drafted) -> list[Computed]:
+        """Of a decode row what its guesses have proved to be; what one that was given up has computed counts for nothing."""
+        inner = step.inner
+        offsets = np.cumsum(inner.plan.num_tokens) - inner.plan.num_tokens
+        rows = []
+        for row, first in enumerate(step.firsts.tolist()):
+            given = row < plan.num_extend
+            count = int(plan.num_tokens[row]) if given else len(step.runs.get(row, ()))
+            if count and first not in inner.faults:
+                place = -1 if inner.in_pieces else int(offsets[first])
+                rows.append(Computed(int(plan.slots[row]), int(inner.plan.starts[first]), count, place, given))
+        return rows
 
     def result(self, run: DeviceRun) -> StepResult:
         step = self._steps.pop(run.plan.step_id)
@@ -108,7 +125,7 @@ class DraftedSteps:
         if not len(plan.drafts):
             return {}
         room = self._max_tokens - len(plan.input_ids) - (plan.num_rows - plan.num_extend)
-        found = {}
+        rows, wanted = {}, {}
         for row in np.flatnonzero(plan.drafts).tolist():
             slot = int(plan.slots[row])
             if room <= 0:
@@ -116,11 +133,9 @@ class DraftedSteps:
             if self._pauses[slot]:
                 self._pauses[slot] -= 1
                 continue
-            guess = self._drafter.propose(slot, min(int(plan.drafts[row]), room))
-            if guess:
-                found[row] = guess
-                room -= len(guess)
-        return found
+            rows[slot], wanted[slot] = row, min(int(plan.drafts[row]), room)
+            room -= wanted[slot]
+        return {rows[slot]: guess for slot, guess in self._drafter.propose(wanted).items() if guess}
 
     def _resolved(self, plan: BatchPlan, guesses: dict[int, list[int]]) -> _Drafted:
         """The step as a plan that says where its decode rows begin, a row for each token."""
@@ -142,6 +157,10 @@ class DraftedSteps:
             sample=plan.sample[rows],
             mask_rows=firsts[plan.mask_rows].astype(np.int32),
             drafts=no_drafts(),
+            table_slots=NOTHING,
+            table_firsts=NOTHING,
+            table_counts=NOTHING,
+            table_pages=NOTHING,
         )
         run = DeviceRun(inner, Readback(self._runner.streams))
         if guesses:

@@ -43,7 +43,8 @@ class DeviceRun:
     """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it. known:
     int32[tokens], ids of decode rows that nothing has sampled, else -1; None where there are none. readback: of what the forward
     pass gave beside logits. faults: of rows that were given up, by row of the plan. guesses: at what comes behind its decode
-    rows. result: gives what came of it. All but plan, guesses and result belongs to what runs on the streams."""
+    rows. in_pieces: several passes have computed it. result: gives what came of it. All but plan, guesses and result belongs to
+    what runs on the streams."""
 
     plan: BatchPlan
     readback: Readback
@@ -55,6 +56,7 @@ class DeviceRun:
     faults: dict[int, RowFault] = field(default_factory=dict)
     launched: list[Launched] = field(default_factory=list)
     error: BaseException | None = None
+    in_pieces: bool = False
     guesses: Future[Guesses] = field(default_factory=Future)
     result: Callable[[], StepResult] | None = None
 
@@ -135,6 +137,14 @@ class DeviceRunner:
             with self.streams.on_forward():
                 run.readback.add("unwritten", self._unwritten.clone())
         self.release(run)
+
+    def map_pages(self, plan: BatchPlan) -> None:
+        """Ahead of the rest of a step, for who computes something before it, on streams on which what was launched is done."""
+        if len(plan.table_slots):
+            offsets = np.cumsum(plan.table_counts) - plan.table_counts
+            columns = (plan.table_slots, plan.table_firsts, plan.table_counts, offsets, plan.table_pages)
+            updates = TableUpdates(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
+            self._kernels.update_page_table(self.passes.table, updates)
 
     def free_uploads(self) -> None:
         """Once the device has done everything: all that was sent may be overwritten."""
@@ -306,6 +316,7 @@ class DeviceRunner:
     def _in_pieces(self, run: DeviceRun, plan: BatchPlan) -> None:
         """Halves what does not fit until it does. Where one token (or a row that stays whole) does not, the row with the longest
         context ends, and the others are tried again."""
+        run.in_pieces = True
         pending = list(halves(whole(plan), self._cut_rows) or (whole(plan),))
         while pending:
             piece = pending.pop(0)

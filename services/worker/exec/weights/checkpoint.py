@@ -70,6 +70,16 @@ def named(tensors: list[str]) -> str:
     return f"{len(tensors)} tensors: {listed}"
 
 
+def _pickled(folder: Path) -> str:
+    """What to do where the folder has weights in a format that can run code."""
+    if not any(folder.glob("pytorch_model*.bin")):
+        return ""
+    return (
+        ". Its pytorch_model.bin may run code when it is read: where you trust it, `from_pretrained` and `save_pretrained` of"
+        " transformers, or torch.load and safetensors.torch.save_file, make one of the other"
+    )
+
+
 class Checkpoint:
     """The safetensors of a folder, single or sharded. Owns the open files; close() lets them go."""
 
@@ -88,7 +98,9 @@ class Checkpoint:
                 raise CheckpointError(f"{index} names a file outside its folder")
             return weight_map
         if not (self._folder / single).is_file():
-            raise CheckpointError(f"{self._folder} has neither {single} nor {index.name}; only safetensors are loaded")
+            raise CheckpointError(
+                f"{self._folder} has neither {single} nor {index.name}; only safetensors are loaded{_pickled(self._folder)}"
+            )
         names: list[str] = list(self._file(single).keys())
         return dict.fromkeys(names, single)
 
@@ -133,6 +145,10 @@ class Checkpoint:
         if tuple(found.shape) != shape:
             raise CheckpointError(f"{name} of {self._folder} has shape {tuple(found.shape)}, the config asks for {shape}")
         return found.to(dtype)
+
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """int64. Raises as tensor()."""
+        return self.tensor(name, shape, torch.int64)
 
     def close(self) -> None:
         self._open.clear()

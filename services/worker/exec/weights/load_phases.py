@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("config", "weights", "kv_pool", "profile", "graphs", "warm_up")
+PHASES = ("config", "weights", "draft", "kv_pool", "profile", "graphs", "warm_up")
 TOTAL = "total"
 
 

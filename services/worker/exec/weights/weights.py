@@ -42,16 +42,16 @@ class DecoderWeights:
 
     def num_bytes(self) -> int:
         """Bytes of distinct storage, packed copies included."""
-        tensors = [self.embedding, self.norm, *([] if self.lm_head is None else _linear_tensors(self.lm_head))]
+        tensors = [self.embedding, self.norm, *([] if self.lm_head is None else linear_tensors(self.lm_head))]
         for layer in self.layers:
             tensors += [layer.input_norm, layer.post_norm, *(layer.qk_norms or ())]
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                tensors += _linear_tensors(linear)
+                tensors += linear_tensors(linear)
         sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(sizes.values())
 
 
-def _linear_tensors(linear: PackedLinear) -> list[Tensor]:
+def linear_tensors(linear: PackedLinear) -> list[Tensor]:
     return [linear.data] if linear.bias is None else [linear.data, linear.bias]
 
 
@@ -79,7 +79,7 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class StoredTensors:
     """The TensorSource that reads a checkpoint."""
 
     checkpoint: Checkpoint
@@ -93,7 +93,7 @@ class _Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Assembly:
+class Assembly:
     """prefix: what stands before the names of the tensors below the vocabulary projection."""
 
     source: TensorSource
@@ -116,19 +116,20 @@ class _Assembly:
     def linear(self, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> PackedLinear:
         return self.kernels.pack_linear(*self.stacked(prefix, parts, in_features, bias))
 
-    def layer(self, index: int) -> LayerWeights:
-        config, prefix = self.config, f"layers.{index}"
-        attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", config.hidden_size
+    def layer(self, place: str, attended: int = 0) -> LayerWeights:
+        """place: as "layers.3". attended: numbers that its attention is of; 0: the hidden size."""
+        config = self.config
+        attention, mlp, hidden = f"{place}.self_attn", f"{place}.mlp", config.hidden_size
         qkv = [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
         gate_up = [("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)]
         norms = [self.own(f"{attention}.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm]
         assert len(norms) in (0, 2), "queries and keys are both normed, or neither"
         return LayerWeights(
-            input_norm=self.own(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self.linear(attention, qkv, hidden, config.qkv_bias),
+            input_norm=self.own(f"{place}.input_layernorm.weight", hidden),
+            qkv=self.linear(attention, qkv, attended or hidden, config.qkv_bias),
             qk_norms=(norms[0], norms[1]) if norms else None,
             o=self.linear(attention, [("o_proj", hidden)], config.q_size, config.o_bias),
-            post_norm=self.own(f"{prefix}.post_attention_layernorm.weight", hidden),
+            post_norm=self.own(f"{place}.post_attention_layernorm.weight", hidden),
             gate_up=self.kernels.pack_gated(*self.stacked(mlp, gate_up, hidden, config.mlp_bias)),
             down=self.linear(mlp, [("down_proj", hidden)], config.intermediate_size, config.mlp_bias),
         )
@@ -179,7 +180,7 @@ def load_weights(
         if (index + 1) % 8 == 0 or index + 1 == config.num_layers:
             progress(f"loaded layer {index + 1} of {config.num_layers}")
 
-    return assemble(_Stored(checkpoint, dtype), config, prefix, kernels, after_layer)
+    return assemble(StoredTensors(checkpoint, dtype), config, prefix, kernels, after_layer)
 
 
 def assemble(
@@ -190,12 +191,12 @@ def assemble(
     after_layer: Callable[[int], None] = lambda _: None,
 ) -> DecoderWeights:
     """Asks the source for every tensor once, the embedding first, and packs. after_layer: called with the index of each."""
-    assembly = _Assembly(source, prefix, config, kernels)
+    assembly = Assembly(source, prefix, config, kernels)
     embedding = assembly.own(EMBEDDING, config.vocab_size, config.hidden_size)
     assert embedding.shape == (config.vocab_size, config.hidden_size), "a vector for each token"
     layers = []
     for index in range(config.num_layers):
-        layers.append(assembly.layer(index))
+        layers.append(assembly.layer(f"layers.{index}"))
         after_layer(index)
     assert len(layers) == config.num_layers, "each layer has its weights"
     norm = assembly.own("norm.weight", config.hidden_size)

@@ -1,0 +1,127 @@
+"""What drafts for a model: chosen, loaded, given its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.contracts.draft_model import DraftModel
+from services.worker.exec.contracts.drafter import Drafter
+from services.worker.exec.contracts.operations import ReleaseMemory
+from services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
+from services.worker.exec.drafting.model_drafter import ModelDrafter
+from services.worker.exec.drafting.ngram import NgramDrafter
+from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.draft_models import HeadOfTarget, SmallDecoder
+from services.worker.exec.models.loaded_model import LoadedModel
+from services.worker.exec.models.rope import rope_table
+from services.worker.exec.pools import kv_pool
+from services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV
+from services.worker.exec.weights.draft_weights import DraftHead, load_eagle3, load_mtp
+from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_request import LoadRequest
+
+ModelLoader = Callable[[LoadRequest], LoadedModel]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """model: None for who drafts without one. kept: layers of the target whose input it reads, see Decoder."""
+
+    model: DraftModel | None = None
+    kept: tuple[int, ...] = ()
+    kv_bytes_per_token: int = 0
+    weight_bytes: int = 0
+
+
+NO_DRAFT = LoadedDraft()
+
+
+def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions, load: ModelLoader) -> LoadedDraft:
+    """request: of the target, which is loaded. load: for a model of its own. Raises CheckpointError, UnsupportedModel, and
+    ValueError for a setting that is missing or means nothing."""
+    algorithm, path = options.speculative_algorithm if options.max_drafts else NONE, options.draft_model
+    if algorithm in (DRAFT, EAGLE3) and not path:
+        raise ValueError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
+    if path and algorithm not in (DRAFT, EAGLE3):
+        raise ValueError(f"--speculative-draft-model-path means nothing to --speculative-algorithm {algorithm}")
+    if algorithm in (NONE, NGRAM):
+        return NO_DRAFT
+    if algorithm not in (DRAFT, EAGLE3, MTP):
+        raise ValueError(f"there is no speculative algorithm {algorithm}")
+    with request.phases.timed("draft"):
+        if algorithm == DRAFT:
+            own = replace(request, folder=Path(path), context_len=target.context_len, phases=LoadPhases())
+            return _small(own.folder, load(own), target)
+        return _head(request, target, Path(path), algorithm)
+
+
+def _small(folder: Path, loaded: LoadedModel, target: LoadedModel) -> LoadedDraft:
+    if not isinstance(loaded.model, Decoder) or not loaded.generates:
+        raise UnsupportedModel(f"{folder} cannot draft: it is none of the decoders that are our own")
+    if loaded.model.config.vocab_size < target.config.vocab_size:
+        raise UnsupportedModel(
+            f"{folder} cannot draft: it has {loaded.model.config.vocab_size} tokens and the model {target.config.vocab_size}"
+        )
+    model = SmallDecoder(loaded.model, loaded.layers, loaded.context_len, int(target.config.vocab_size))
+    return LoadedDraft(model, (), loaded.kv_bytes_per_token, loaded.weight_bytes)
+
+
+def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: str) -> LoadedDraft:
+    decoder = target.model
+    if not isinstance(decoder, Decoder):
+        raise UnsupportedModel(f"--speculative-algorithm {algorithm} is for models of our own decoder: it reads their states")
+    parts = decoder.config, decoder.weights, target.dtype, target.kernels
+    head: DraftHead = load_eagle3(folder, *parts) if algorithm == EAGLE3 else load_mtp(request.folder, *parts)
+    context = min(target.context_len, head.config.max_position_embeddings)
+    cos_sin = rope_table(head.config.rope, head.config.head_dim, context + 1).to(request.target.device)
+    model = HeadOfTarget(head, cos_sin, target.kernels, context)
+    size = kv_pool.bytes_per_token(model.layers, target.dtype)
+    return LoadedDraft(model, head.kept, size, head.weights.num_bytes(decoder.weights))
+
+
+class Drafting:
+    """What an executor drafts with, from when its model is loaded until its memory is given back and taken again."""
+
+    def __init__(self, loaded: LoadedDraft) -> None:
+        self._drafter: ModelDrafter | None = None
+        self._model, self._layers = loaded.model, loaded.model.layers if loaded.model is not None else ()
+        self.kept, self.kv_bytes_per_token = loaded.kept, loaded.kv_bytes_per_token
+        self._pool = NO_POOL
+
+    def allocate(self, pool: Callable[[tuple[LayerKV, ...]], KVPool]) -> None:
+        """pool: of as many pages as the target's."""
+        if self._layers:
+            self._pool = pool(self._layers)
+            if self._drafter is not None:
+                self._drafter.pool = self._pool
+
+    def drafter(self, table: Tensor, page_size: int, target: Callable[[], CausalModel]) -> Drafter:
+        """Once there are pools. table: int32[slots, pages]. target: the model that steps run at that time."""
+
+        def kept() -> tuple[Tensor, ...]:
+            model = target()
+            assert isinstance(model, Decoder), "a head reads states of our own decoder"
+            return model.kept()
+
+        if self._model is None:
+            return NgramDrafter()
+        self._drafter = ModelDrafter(self._model, self._pool, table, page_size, kept)
+        return self._drafter
+
+    def drop(self, parts: ReleaseMemory) -> None:
+        self._model = None if parts.weights else self._model
+        self._pool = NO_POOL if parts.kv else self._pool
+        if self._drafter is not None:
+            self._drafter.drop(model=parts.weights, pool=parts.kv)
+
+    def loaded_again(self, draft: LoadedDraft) -> None:
+        """Of the same shape."""
+        self._model = draft.model
+        if self._drafter is not None:
+            self._drafter.model = self._model

@@ -1,0 +1,181 @@
+"""Models that draft: the text stays the same, and what they guess is what they say of the whole text at once."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from services.worker.exec.build import DeviceOptions, build_device_executor
+from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
+from services.worker.exec.executor import DeviceExecutor
+from services.worker.exec.step import drafted_steps
+from tests.exec.draft_folders import add_mtp, write_eagle3
+from tests.exec.draft_reference import HeadReference, small_guesses
+from tests.exec.random_contexts import Turned, World, alone, strings, targets
+from tests.exec.tiny_models import TinyModel
+from tests.night import NIGHTLY
+
+CONTEXTS = 300 if NIGHTLY else 8
+WORLD = World(max_drafts=3)
+PROMPT_TOKENS, NEW_TOKENS = 45, 30
+TARGET = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128})
+KINDS = ("itself", "another", "eagle3", "mtp", "mtp-deepseek")
+
+
+def made_of(folder: Path, algorithm: str = "none", draft: str = "", max_tokens: int = 8192) -> DeviceExecutor:
+    options = DeviceOptions(
+        device="cpu",
+        num_threads=1,
+        deterministic=True,
+        max_tokens=max_tokens,
+        max_drafts=WORLD.max_drafts if algorithm != "none" else 0,
+        speculative_algorithm=algorithm,
+        draft_model=draft,
+    )
+    sizes = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
+    executor, _ = build_device_executor(str(folder), "float32", *sizes, options, lambda _: None, check_relay=True)
+    return executor
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """plain, executor: without what drafts, and with. guesses: of a text, by somebody else's code."""
+
+    kind: str
+    plain: DeviceExecutor
+    executor: DeviceExecutor
+    guesses: Callable[[Sequence[int], int], list[int]]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
+    folder, kind = tmp_path_factory.mktemp("model"), request.param
+    target, draft = folder / "target", folder / "draft"
+    TARGET.build(target)
+    algorithm, path = "draft", ""
+    if kind == "itself":
+        path = str(target)
+    elif kind == "another":
+        TinyModel("Llama", {"num_hidden_layers": 1}).build(draft)
+        path = str(draft)
+    elif kind == "eagle3":
+        write_eagle3(draft, target, draft_vocab=100)
+        algorithm, path = "eagle3", str(draft)
+    else:
+        add_mtp(target, deepseek=kind == "mtp-deepseek")
+        algorithm = "mtp"
+    plain, executor = made_of(target), made_of(target, algorithm, path)
+    if algorithm == "draft":
+        yield Drafting(kind, plain, executor, partial(small_guesses, Path(path)))
+    else:
+        yield Drafting(kind, plain, executor, HeadReference(target, draft if path else None).guesses)
+    plain.close()
+    executor.close()
+
+
+@pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
+def test_one_string_of_ids_and_logprob_bits(drafting: Drafting, number: int) -> None:
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    expected = strings(World(), drafting.plain, target, range(1))
+    assert len(expected) == 1
+    assert strings(WORLD, drafting.executor, target, range(CONTEXTS * number, CONTEXTS * (number + 1))) == expected
+
+
+@pytest.mark.parametrize(("number", "chunk"), [(0, 0), (0, 8), (1, 20)], ids=["whole", "chunks of 8", "top-p, chunks of 20"])
+def test_guesses_are_those_of_the_whole_text_at_once(
+    drafting: Drafting, number: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was accepted before; and they do not rest."""
+    monkeypatch.setattr(drafted_steps, "MISSES", 1 << 30)
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+    drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
+    proposed: list[tuple[list[int], list[int]]] = []
+    propose = drafter.propose
+
+    def noted(wanted: dict[int, int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = propose(wanted)
+        proposed.extend((list(drafter._slots[slot].text), guess) for slot, guess in found.items())
+        return found
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    turned = Turned(WORLD.config(chunked_prefill_size=chunk, enable_radix_cache=False), drafting.executor, overlap=True)
+    answer = turned.submit(target)
+    turned.finish()
+    text = [*target.prompt, *answer.tokens]
+    assert len(proposed) > (NEW_TOKENS // 5 if drafting.kind == "itself" else NEW_TOKENS // 2)
+    for known, guess in proposed:
+        assert guess == drafting.guesses(known, len(guess)), len(known)
+        assert known == text[: len(known)]
+        if drafting.kind == "itself" and number == 0:
+            assert guess == text[len(known) : len(known) + len(guess)], "greedily it guesses what it says"
+
+
+@pytest.mark.parametrize("drafting", ["itself"], indirect=True)
+def test_behind_a_cached_prompt_and_released_memory_it_goes_on_guessing(
+    drafting: Drafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries of cached pages are those of whoever computed them; greedily it is always right."""
+    target = next(targets(WORLD, random.Random(8), PROMPT_TOKENS, NEW_TOKENS))
+    drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
+    lengths: list[int] = []
+    sampled = drafter.sampled
+    monkeypatch.setattr(drafter, "sampled", lambda slot, tokens: (lengths.append(len(tokens)), sampled(slot, tokens)))
+    for _ in range(2):
+        turned = Turned(WORLD.config(), drafting.executor, overlap=True)
+        for _ in range(3):
+            turned.submit(target)
+            turned.finish()
+            assert sum(lengths) == NEW_TOKENS and len(lengths) <= 1 + -(-(NEW_TOKENS - 1) // (WORLD.max_drafts + 1))
+            lengths.clear()
+        drafting.executor.apply(ReleaseMemory(kv=True, weights=True))
+        assert drafter.model is None and drafter.pool is None
+        drafting.executor.apply(ResumeMemory(kv=True, weights=True))
+
+
+@pytest.mark.parametrize("algorithm", ["draft", "eagle3"])
+def test_beyond_its_context_it_does_not_guess(tmp_path: Path, algorithm: str) -> None:
+    """The text goes on. Steps that are computed in pieces tell it nothing of the target's states."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    TARGET.build(target)
+    if algorithm == "draft":
+        TinyModel("Llama", {"num_hidden_layers": 1}).build(draft)
+    else:
+        write_eagle3(draft, target, draft_vocab=257, prefix="model.", place="layers.0")
+    file, context = draft / "config.json", PROMPT_TOKENS + NEW_TOKENS // 2
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": context}))
+    plain, executor = made_of(target), made_of(target, algorithm, str(draft), max_tokens=20)
+    drafter = executor._steps._drafter  # type: ignore[attr-defined]
+    assert drafter.model.max_context == context
+    asked = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    assert alone(WORLD, executor, asked).bits() == alone(World(), plain, asked).bits()
+    plain.close()
+    executor.close()
+
+
+def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
+    target, draft, pickled = tmp_path / "target", tmp_path / "draft", tmp_path / "pickled"
+    TARGET.build(target)
+    TinyModel("Llama", {"vocab_size": 100}).build(draft)
+    pickled.mkdir()
+    (pickled / "pytorch_model.bin").touch()
+    (pickled / "config.json").write_text((draft / "config.json").read_text().replace("ForCausalLM", "ForCausalLMEagle3"))
+    told = {
+        ("draft", str(draft)): "it has 100 tokens and the model 257",
+        ("draft", ""): "needs --speculative-draft-model-path",
+        ("eagle3", str(draft)): "LlamaForCausalLM, and no EAGLE-3 head",
+        ("eagle3", str(pickled)): "is for a model of 100 tokens",
+        ("mtp", ""): "no layer for multi-token prediction",
+        ("mtp", str(draft)): "means nothing to --speculative-algorithm mtp",
+        ("ngram", str(draft)): "means nothing to --speculative-algorithm ngram",
+    }
+    for (algorithm, path), words in told.items():
+        with pytest.raises(ValueError, match=words):
+            made_of(target, algorithm, path)
+    with pytest.raises(ValueError, match=r"may run code when it is read.*save_file"):
+        made_of(target, "draft", str(pickled))
