@@ -110,10 +110,12 @@ class WorkerSettings(ServiceSettings):
         "none",
         description="What guesses the next tokens, which a step then verifies; the text stays the same. ngram: what followed the"
         " last tokens before, in prompt or output; draft: a smaller model of the same vocabulary; eagle3: a head that reads the"
-        " model's states; mtp: the checkpoint's own layer for that. On a CPU.",
+        " model's states; mtp: the checkpoint's own layer for that, or another folder's. On a CPU.",
     )
     speculative_draft_model_path: str = Field(
-        "", description="Folder of the smaller model of draft, or of the head of eagle3; safetensors alone are loaded."
+        "",
+        description="Folder of the smaller model of draft, of the head of eagle3, or of mtp's layer if that is not the model's;"
+        " safetensors alone are loaded.",
     )
     speculative_num_steps: int = Field(4, ge=1, le=7, description="Tokens that are guessed at once, at most.")
     enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")

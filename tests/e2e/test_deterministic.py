@@ -75,7 +75,13 @@ def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
             assert [one.result() for one in all_at_once(guessing, pool, kinds)] == alone
         accepted = guessing.metric("worker-0", "rootstock_worker_accepted_tokens_total")
         assert 0 < accepted < guessing.metric("worker-0", "rootstock_worker_drafted_tokens_total")
-        assert guessing.metric("worker-0", "sglang:spec_verify_calls_total") > 0
+        verified = guessing.metric("worker-0", "sglang:spec_verify_calls_total")
+        params = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0}
+        _, body = guessing.post("/generate", {"text": TEXTS[0], "sampling_params": params})
+        meta, shares = body["meta_info"], ("spec_verify_ct", "spec_draft_token_num", "spec_accept_token_num")
+        rows, drafted, right = (meta[name] for name in shares)
+        assert guessing.metric("worker-0", "sglang:spec_verify_calls_total") - verified == rows > 0
+        assert meta["spec_accept_rate"] == round(right / drafted, 4) and meta["spec_accept_length"] == round(1 + right / rows, 4)
 
 
 def test_clients_are_told(system: System) -> None:

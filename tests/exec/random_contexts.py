@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import FinishReason, PeerOutput, Submit
+from services.worker.core.contracts.messages import NOTHING_VERIFIED, FinishReason, PeerOutput, Submit, Verified
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.core.scheduler import Scheduler
@@ -87,6 +87,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
     scored: list[PromptLogprobs] = field(default_factory=list)
+    verified: Verified = NOTHING_VERIFIED
     ended: bool = False
 
     def bits(self) -> tuple[object, ...]:
@@ -163,7 +164,7 @@ class Turned:
             self._answers[handle].scored.append(scored)
         for finish in peer.finishes:
             assert finish.reason is not FinishReason.ABORT, finish
-            self._answers[finish.handle].ended = True
+            self._answers[finish.handle].ended, self._answers[finish.handle].verified = True, finish.verified
 
 
 def targets(world: World, rng: random.Random, prompt_tokens: int, new_tokens: int) -> Iterator[Asked]:

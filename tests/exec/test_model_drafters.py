@@ -109,11 +109,15 @@ def test_guesses_are_those_of_the_whole_text_at_once(
     turned.finish()
     text = [*target.prompt, *answer.tokens]
     assert len(proposed) > (NEW_TOKENS // 5 if drafting.kind == "itself" else NEW_TOKENS // 2)
+    verified = answer.verified
+    assert 0 < verified.rows <= len(proposed) and verified.drafted <= sum(len(guess) for _, guess in proposed)
+    assert 1 + verified.rows + verified.accepted <= NEW_TOKENS
     for known, guess in proposed:
         assert guess == drafting.guesses(known, len(guess)), len(known)
         assert known == text[: len(known)]
         if drafting.kind == "itself" and number == 0:
             assert guess == text[len(known) : len(known) + len(guess)], "greedily it guesses what it says"
+            assert verified.accepted == verified.drafted
 
 
 @pytest.mark.parametrize("drafting", ["itself"], indirect=True)
@@ -171,7 +175,7 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
         ("eagle3", str(draft)): "LlamaForCausalLM, and no EAGLE-3 head",
         ("eagle3", str(pickled)): "is for a model of 100 tokens",
         ("mtp", ""): "no layer for multi-token prediction",
-        ("mtp", str(draft)): "means nothing to --speculative-algorithm mtp",
+        ("mtp", str(draft)): "no layer for multi-token prediction",
         ("ngram", str(draft)): "means nothing to --speculative-algorithm ngram",
     }
     for (algorithm, path), words in told.items():

@@ -21,6 +21,7 @@ class Ending:
 
     stop_reason: the matched stop string, stop pattern or stop token id; None for the end of sequence.
     matched: the same, but with the end of sequence's token id. retractions: how often it lost its memory to others.
+    verified_rows, drafted_tokens, accepted_tokens: see worker.proto.
     """
 
     finish_reason: str  # "stop", "length" or "abort"
@@ -31,6 +32,9 @@ class Ending:
     completion_tokens: int
     queue_ms: int
     retractions: int
+    verified_rows: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class ChoiceOutput:
@@ -100,6 +104,9 @@ def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int]) -> End
         completion_tokens=finish.completion_tokens,
         queue_ms=finish.queue_ms,
         retractions=finish.retractions,
+        verified_rows=finish.verified_rows,
+        drafted_tokens=finish.drafted_tokens,
+        accepted_tokens=finish.accepted_tokens,
     )
 
 

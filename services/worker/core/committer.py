@@ -108,6 +108,9 @@ class Committer:
         short = (plan.num_tokens[extends:] - counts)[kept]
         columns.computed[slots[kept]] -= short
         columns.planned_out[slots[kept]] -= short
+        for row in (extends + np.flatnonzero(kept & (run.drafted[extends:] > 0))).tolist():
+            request = step.requests[row]
+            request.verified = request.verified.and_row(int(run.drafted[row]), int(run.counts[row]) - 1)
         self._table.verified_rows_total += int((run.drafted > 0).sum())
         self._table.drafted_tokens_total += int(run.drafted.sum())
         self._table.accepted_tokens_total += int((counts - 1).sum())

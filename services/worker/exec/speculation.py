@@ -48,7 +48,7 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
     algorithm, path = options.speculative_algorithm if options.max_drafts else NONE, options.draft_model
     if algorithm in (DRAFT, EAGLE3) and not path:
         raise ValueError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
-    if path and algorithm not in (DRAFT, EAGLE3):
+    if path and algorithm in (NONE, NGRAM):
         raise ValueError(f"--speculative-draft-model-path means nothing to --speculative-algorithm {algorithm}")
     if algorithm in (NONE, NGRAM):
         return NO_DRAFT
@@ -58,7 +58,7 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
         if algorithm == DRAFT:
             own = replace(request, folder=Path(path), context_len=target.context_len, phases=LoadPhases())
             return _small(own.folder, load(own), target)
-        return _head(request, target, Path(path), algorithm)
+        return _head(request, target, Path(path) if path else request.folder, algorithm)
 
 
 def _small(folder: Path, loaded: LoadedModel, target: LoadedModel) -> LoadedDraft:
@@ -77,7 +77,7 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
     if not isinstance(decoder, Decoder):
         raise UnsupportedModel(f"--speculative-algorithm {algorithm} is for models of our own decoder: it reads their states")
     parts = decoder.config, decoder.weights, target.dtype, target.kernels
-    head: DraftHead = load_eagle3(folder, *parts) if algorithm == EAGLE3 else load_mtp(request.folder, *parts)
+    head: DraftHead = load_eagle3(folder, *parts) if algorithm == EAGLE3 else load_mtp(folder, *parts)
     context = min(target.context_len, head.config.max_position_embeddings)
     cos_sin = rope_table(head.config.rope, head.config.head_dim, context + 1).to(request.target.device)
     model = HeadOfTarget(head, cos_sin, target.kernels, context)

@@ -151,6 +151,9 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         queue_ms=int(finish.queue_s * 1000),
         embedding=() if finish.embedding is None else finish.embedding.tolist(),
         retractions=finish.retractions,
+        verified_rows=finish.verified.rows,
+        drafted_tokens=finish.verified.drafted,
+        accepted_tokens=finish.verified.accepted,
     )
     if finish.matched_token >= 0:
         pb.matched_token = finish.matched_token

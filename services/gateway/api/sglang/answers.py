@@ -12,6 +12,7 @@ Entry = tuple[Logprob | None, Count, str | None]  # value, token id, text
 Entries = list[Entry]
 Lists = list[Entries | None]
 Seconds = Annotated[float, Field(ge=0)]
+_GUESSED = "Where the worker guesses tokens."
 _TOPS, _CHOSEN = "With top_logprobs_num.", "With token_ids_logprob."
 
 
@@ -55,6 +56,11 @@ class _Ended(_Meta):
     e2e_latency: Seconds = Field(description="Seconds.")
     queue_time: Seconds = Field(description="Seconds.")
     num_retractions: Count
+    spec_verify_ct: Count = absent(f"Decode rows that verified guesses. {_GUESSED}")
+    spec_draft_token_num: Count = absent(f"Guesses in them. {_GUESSED}")
+    spec_accept_token_num: Count = absent(f"Guesses that were right. {_GUESSED}")
+    spec_accept_length: float = absent(f"Tokens of such a row, on average. {_GUESSED}")
+    spec_accept_rate: float = absent(f"Share of guesses that were right. {_GUESSED}")
 
 
 class MetaInfo(_Ended, _Logprobs):

@@ -160,7 +160,16 @@ def _meta_of(choice: Choice, ending: Ending | None, count: int, hidden: bool) ->
         "e2e_latency": round(choice.request.clock() - choice.request.arrived, 6),
         "queue_time": ending.queue_ms / 1000,
         "num_retractions": ending.retractions,
+        **_verified(ending),
     }
+
+
+def _verified(ending: Ending) -> dict[str, Any]:
+    rows, drafted, accepted = ending.verified_rows, ending.drafted_tokens, ending.accepted_tokens
+    if not rows:
+        return {}
+    shares = {"spec_accept_length": round(1 + accepted / rows, 4), "spec_accept_rate": round(accepted / drafted, 4)}
+    return {"spec_verify_ct": rows, "spec_draft_token_num": drafted, "spec_accept_token_num": accepted, **shares}
 
 
 def _finish_reason(ending: Ending | None, hidden: bool) -> dict[str, Any] | None:

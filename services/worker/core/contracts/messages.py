@@ -79,6 +79,22 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class Verified:
+    """Of a request: decode rows that verified guesses, the guesses in them, and those that were right."""
+
+    rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def and_row(self, drafted: int, accepted: int) -> Verified:
+        assert 0 <= accepted <= drafted, "what is accepted was guessed"
+        return Verified(self.rows + 1, self.drafted + drafted, self.accepted + accepted)
+
+
+NOTHING_VERIFIED = Verified()
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none.
     matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED. field: with
@@ -97,6 +113,7 @@ class Finish:
     completion_tokens: int = 0
     queue_s: float = 0.0
     retractions: int = 0
+    verified: Verified = NOTHING_VERIFIED
     embedding: NDArray[np.float32] | None = None
     field: str = ""
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import SessionTurn
+from services.worker.core.contracts.messages import NOTHING_VERIFIED, SessionTurn, Verified
 from services.worker.core.contracts.plan import RowLogprobs
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.memory import Lease
@@ -78,6 +78,7 @@ class Request:
     queued_tokens: int = 0
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    verified: Verified = NOTHING_VERIFIED
     queue_s: float = -1.0
     flight_step: int = -1
     parked_step: int = -1

@@ -280,6 +280,7 @@ class RequestTable:
             completion_tokens=len(request.output_ids),
             queue_s=request.queue_s if request.queue_s >= 0 else now - request.arrival,
             retractions=request.num_retractions,
+            verified=request.verified,
             embedding=ending.embedding,
         )
 
