@@ -11,10 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.drafting.ngram import NgramDrafter
-from services.worker.exec.step import drafted_steps
 from tests.core.deployed_config import deployed_config
+from tests.exec.always_guessing import always
 from tests.exec.random_contexts import Asked, Turned
 from tests.night import NIGHTLY
 
@@ -67,7 +68,7 @@ def probabilities(top_p: float) -> np.ndarray:
 @pytest.mark.parametrize("top_p", [1.0, 0.84, 0.841], ids=["all", "two tokens", "three tokens"])
 def test_counts_are_those_of_exact_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_p: float) -> None:
     """Two tokens come to 0.8403. Each place of a run by itself: where it is accepted, and what stands there if it is not."""
-    monkeypatch.setattr(drafted_steps, "MISSES", 1 << 30)
+    monkeypatch.setattr(DraftController, "choose", always)
     write_toy(tmp_path)
     options = DeviceOptions(device="cpu", num_threads=1, max_drafts=DRAFTS)
     executor, _ = build_device_executor(str(tmp_path), "float32", PAGE_SIZE, SLOTS, PAGES, 0.5, 256, options, lambda _: None)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
 from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.step import drafted_steps
+from tests.exec.always_guessing import always
 from tests.exec.draft_folders import add_mtp, write_eagle3
 from tests.exec.draft_reference import HeadReference, small_guesses
 from tests.exec.random_contexts import Turned, World, alone, strings, targets
@@ -92,7 +93,7 @@ def test_guesses_are_those_of_the_whole_text_at_once(
     drafting: Drafting, number: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was accepted before; and they do not rest."""
-    monkeypatch.setattr(drafted_steps, "MISSES", 1 << 30)
+    monkeypatch.setattr(DraftController, "choose", always)
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
     proposed: list[tuple[list[int], list[int]]] = []
@@ -126,6 +127,7 @@ def test_behind_a_cached_prompt_and_released_memory_it_goes_on_guessing(
 ) -> None:
     """Entries of cached pages are those of whoever computed them; greedily it is always right."""
     target = next(targets(WORLD, random.Random(8), PROMPT_TOKENS, NEW_TOKENS))
+    monkeypatch.setattr(DraftController, "choose", always)
     drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
     lengths: list[int] = []
     sampled = drafter.sampled

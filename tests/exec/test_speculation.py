@@ -12,12 +12,14 @@ import pytest
 
 from services.worker.core.contracts.plan import SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import Drafter
 from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
 from tests.core.fake_grammar import spec
+from tests.exec.always_guessing import always
 from tests.exec.guesses import Guesses
 from tests.exec.random_contexts import Asked, Turned, World, alone, answer_in, random_context, strings, targets
 from tests.exec.tiny_models import TinyModel
@@ -108,7 +110,10 @@ def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecu
     assert strings(WORLD, drafting, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
 
 
-def test_fewer_steps_where_guesses_are_right(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+def test_fewer_steps_where_guesses_are_right(
+    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftController, "choose", always)
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     text = whole(plain, target)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import StepResult
+from services.worker.core.draft_controller import DraftController
 from services.worker.core.intake import Intake
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.queue.finish import FinishDecision, TextRules, check_fault
@@ -22,8 +23,10 @@ Mask = NDArray[np.bool_]
 
 
 class Committer:
-    def __init__(self, table: RequestTable, rules: TextRules) -> None:
-        self._table = table
+    """guesses: None where nobody drafts."""
+
+    def __init__(self, table: RequestTable, rules: TextRules, guesses: DraftController | None) -> None:
+        self._table, self._guesses = table, guesses
         self._intake = Intake(table.config.vocab_size, rules)
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
@@ -108,9 +111,14 @@ class Committer:
         short = (plan.num_tokens[extends:] - counts)[kept]
         columns.computed[slots[kept]] -= short
         columns.planned_out[slots[kept]] -= short
-        for row in (extends + np.flatnonzero(kept & (run.drafted[extends:] > 0))).tolist():
+        rows = extends + np.flatnonzero(kept & (run.drafted[extends:] > 0))
+        for row in rows.tolist():
             request = step.requests[row]
             request.verified = request.verified.and_row(int(run.drafted[row]), int(run.counts[row]) - 1)
+        if self._guesses is not None:
+            self._guesses.learn(
+                plan, plan.slots[rows].astype(np.int64), run.drafted[rows], run.counts[rows] - 1, run.result.seconds
+            )
         self._table.verified_rows_total += int((run.drafted > 0).sum())
         self._table.drafted_tokens_total += int(run.drafted.sum())
         self._table.accepted_tokens_total += int((counts - 1).sum())

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
+from services.worker.core.draft_controller import DraftController
 from services.worker.core.new_token_ratio import NewTokenRatio
 from services.worker.core.queue.gates import too_small
 from services.worker.core.queue.request_table import RequestTable
@@ -17,8 +18,10 @@ from services.worker.core.step_rows import NO_DECODES, DecodeRows
 
 
 class DecodePlanner:
-    def __init__(self, table: RequestTable, ratio: NewTokenRatio) -> None:
-        self._table = table
+    """guesses: None where nobody drafts."""
+
+    def __init__(self, table: RequestTable, ratio: NewTokenRatio, guesses: DraftController | None) -> None:
+        self._table, self._guesses = table, guesses
         self._ratio = ratio
         self._decode_steps = 0
 
@@ -41,8 +44,8 @@ class DecodePlanner:
             table.memory.grow_each(need)
         table.columns.computed[rows.slots] += 1
         table.columns.planned_out[rows.slots] += 1
-        if table.config.max_drafts:
-            rows = self._with_drafts(rows)
+        if self._guesses is not None:
+            rows = self._with_drafts(rows, self._guesses)
         self._decode_steps += 1
         if table.retractions_total == before:
             self._ratio.step()
@@ -62,12 +65,12 @@ class DecodePlanner:
         assert not len(need) or room[room.argmin()] == 0, "a row was planned beyond its pages"
         return DecodeRows(requests, slots), need.astype(np.int32)
 
-    def _with_drafts(self, rows: DecodeRows) -> DecodeRows:
-        """The rows, each with as many drafts as its output may still have tokens and the step has room for, and pages for them.
-        None where that would take pages from others: drafts are guesses."""
+    def _with_drafts(self, rows: DecodeRows, guesses: DraftController) -> DecodeRows:
+        """The rows, each with as many drafts as pay, as its output may still have tokens and the step has room for, and pages for
+        them. None where that would take pages from others: drafts are guesses."""
         table, columns, slots = self._table, self._table.columns, rows.slots
         most = min(table.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
-        drafts = np.minimum(columns.max_new[slots] - columns.planned_out[slots], most)
+        drafts = guesses.choose(slots, np.minimum(columns.max_new[slots] - columns.planned_out[slots], most))
         over = columns.computed[slots] + drafts - table.memory.slots.num_pages[slots] * table.config.page_size
         need = -(-np.maximum(over, 0) // table.config.page_size)
         if need.sum() > table.memory.pages.num_free:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.decode_planner import DecodePlanner
+from services.worker.core.draft_controller import DraftController
 from services.worker.core.extend_planner import ExtendPlanner
 from services.worker.core.new_token_ratio import NewTokenRatio
 from services.worker.core.queue.request_table import RequestTable
@@ -15,11 +16,13 @@ from services.worker.core.step_rows import NO_DECODES, ExtendRows, Step, build_s
 
 
 class Planner:
-    def __init__(self, table: RequestTable) -> None:
+    """guesses: None where nobody drafts."""
+
+    def __init__(self, table: RequestTable, guesses: DraftController | None) -> None:
         self._table = table
         self.ratio = NewTokenRatio(table.config.schedule_conservativeness)
         self.extends = ExtendPlanner(table)
-        self._decodes = DecodePlanner(table, self.ratio)
+        self._decodes = DecodePlanner(table, self.ratio, guesses)
         self._step_id = 0
         self._extends_in_a_row = 0
 

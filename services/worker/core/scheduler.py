@@ -16,6 +16,7 @@ from services.worker.core.contracts.messages import ErrorCode, FinishReason, Pau
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceEvent
+from services.worker.core.draft_controller import DraftController
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.planner import Planner
@@ -46,8 +47,9 @@ class Scheduler:
     ) -> None:
         self.table = RequestTable(config, book, events)
         self._events = events
-        self._planner = Planner(self.table)
-        self._committer = Committer(self.table, rules)
+        self._guesses = DraftController(config.max_running_requests, config.max_drafts) if config.max_drafts else None
+        self._planner = Planner(self.table, self._guesses)
+        self._committer = Committer(self.table, rules, self._guesses)
         self._flight: list[Step] = []
         self._next_seq = 0
         self.paused = False
@@ -146,6 +148,9 @@ class Scheduler:
         step = self._planner.plan(now, self._flight[0] if self._flight else None)
         if step is None:
             return None
+        if self._guesses is not None:
+            for admitted in step.plan.admitted:
+                self._guesses.begin(admitted.slot)
         self._flight.append(step)
         return step.plan
 

@@ -200,7 +200,7 @@ class FakeExecutor:
         drafted = run.plan.drafts if len(run.plan.drafts) else None
         counts = None if drafted is None else run.counts
         told = (run.logprobs, run.prompt_logprobs, run.embeddings, counts, drafted)
-        return StepResult(run.plan.step_id, run.tokens, run.faults, *told)
+        return StepResult(run.plan.step_id, run.tokens, run.faults, *told, seconds=self._time.seconds(run.plan))
 
     def apply(self, operation: Operation) -> None:
         match operation:

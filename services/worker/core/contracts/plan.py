@@ -121,7 +121,7 @@ class StepResult:
     many of each row: drafted ones that were sampled too, and the first that was not drafted; drafted: int32[rows], guesses that
     each row had, no more than planned. faults: row -> fault, of its last token. logprobs: place in tokens -> values,
     prompt_logprobs: row -> values, where asked. embeddings: row -> float32[dimensions], for rows with sample set whose request
-    wants a vector."""
+    wants a vector. seconds: that the executor worked on it, waiting left out; 0 where nobody has measured it."""
 
     step_id: int
     tokens: I32
@@ -131,3 +131,4 @@ class StepResult:
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     counts: I32 | None = None
     drafted: I32 | None = None
+    seconds: float = 0.0

@@ -9,6 +9,7 @@ on which all that was launched is done.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,18 +26,18 @@ from services.worker.exec.step.plan_pieces import NOTHING
 from services.worker.exec.streams.readback import Readback
 
 I64 = NDArray[np.int64]
-MISSES, MOST_PAUSE = 4, 64  # guesses in a row that were all wrong, and steps without one then: twice as many each time
 
 
 @dataclass(slots=True)
 class _Drafted:
     """A step. inner: what the runner computes of it. firsts: int64[rows], of each row of the plan its first one there. guesses:
-    by row of the plan. runs: tokens of each row that samples."""
+    by row of the plan. runs: tokens of each row that samples. seconds: that the step has taken so far."""
 
     inner: DeviceRun
     firsts: I64
     guesses: dict[int, list[int]]
     runs: dict[int, list[int]] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class DraftedSteps:
@@ -46,15 +47,13 @@ class DraftedSteps:
     def __init__(self, runner: DeviceRunner, drafter: Drafter, max_slots: int, max_tokens: int) -> None:
         self._runner, self._drafter, self._max_tokens = runner, drafter, max_tokens
         self._lengths = np.zeros(max_slots, dtype=np.int64)
-        self._misses, self._pauses = np.zeros((2, max_slots), dtype=np.int64)
         self._steps: dict[int, _Drafted] = {}
 
     def forward(self, run: DeviceRun) -> None:
-        plan = run.plan
+        plan, begun = run.plan, time.perf_counter()
         self._drafter.begin()
         for admitted in plan.admitted:
             self._drafter.admit(admitted)
-            self._misses[admitted.slot] = self._pauses[admitted.slot] = 0
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end]
@@ -65,9 +64,10 @@ class DraftedSteps:
         step = self._resolved(plan, guesses)
         self._steps[plan.step_id] = step
         self._runner.forward(step.inner)
+        step.seconds = time.perf_counter() - begun
 
     def sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None:
-        step = self._steps[run.plan.step_id]
+        step, begun = self._steps[run.plan.step_id], time.perf_counter()
         own = {int(step.firsts[row]): mask for row, mask in masks.items()}
         for row in run.plan.mask_rows.tolist():
             ahead = behind.get(row, ())
@@ -80,6 +80,7 @@ class DraftedSteps:
             del self._steps[run.plan.step_id]
             raise
         self._drafter.computed(self._computed(run.plan, step))
+        step.seconds += time.perf_counter() - begun
 
     def _computed(self, plan: BatchPlan, step: _Drafted) -> list[Computed]:
         """Of a decode row what its guesses have proved to be; what one that was given up has computed counts for nothing."""
@@ -114,7 +115,7 @@ class DraftedSteps:
         for row, guess in step.guesses.items():
             drafted[row] = len(guess)
         flat = np.array(tokens, dtype=np.int32)
-        return replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs)
+        return replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs, seconds=step.seconds)
 
     def release(self, run: DeviceRun) -> None:
         step = self._steps.pop(run.plan.step_id, None)
@@ -130,9 +131,6 @@ class DraftedSteps:
             slot = int(plan.slots[row])
             if room <= 0:
                 break
-            if self._pauses[slot]:
-                self._pauses[slot] -= 1
-                continue
             rows[slot], wanted[slot] = row, min(int(plan.drafts[row]), room)
             room -= wanted[slot]
         return {rows[slot]: guess for slot, guess in self._drafter.propose(wanted).items() if guess}
@@ -205,8 +203,3 @@ class DraftedSteps:
             else:
                 self._lengths[slot] += len(tokens)
             self._drafter.sampled(slot, tokens)
-            if len(tokens) > 1:
-                self._misses[slot] = 0
-            elif row in step.guesses:
-                self._misses[slot] += 1
-                self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot])) if self._misses[slot] >= MISSES else 0

@@ -1,0 +1,133 @@
+"""How many guesses the decode rows of a step get: as many as pay, by what such steps have cost and what guesses have come to.
+
+The core has no clock. Costs are those that results carry, so the same log gives the same plans.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.plan import BatchPlan
+
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+
+CHOICES = (0, 1, 2, 4, 7)  # guesses of a row, and the most that is allowed
+FADE = 0.8  # of what is known of a request, at each guess of it
+FADE_OF_ALL = 0.98
+HOPE = 0.6  # share of right guesses before there were any
+MARGIN = 1.02  # by how much another number has to be better than the one before
+WORTH = 1.1  # by how much right guesses have to be better than none, to be tried while others are chosen
+PROBE_EVERY = 32  # steps without guesses, although there might be some, between two with
+SELDOM = 16
+FEW = 2  # steps of a kind after which it is known what they cost
+LATEST, OUTLIER = 0.05, 4.0  # weight of a step's cost, and how many times the mean one counts at most
+MISSES, MOST_PAUSE = 4, 64  # guesses of a request that were wrong at once, and steps without one then: twice as many each time
+BUCKETS = 32
+
+
+class DraftController:
+    """Written by plans (choose) and commits (learn). most: guesses of a row."""
+
+    def __init__(self, num_slots: int, most: int) -> None:
+        assert most > 0, "somebody drafts"
+        self._choices = (*(choice for choice in CHOICES if choice < most), most)
+        self._hits, self._tries = np.zeros((2, num_slots, most))
+        self._all_hits, self._all_tries = np.full(most, HOPE), np.ones(most)
+        self._misses, self._pauses = np.zeros((2, num_slots), dtype=np.int64)
+        self._seconds = np.zeros((BUCKETS, len(self._choices)))
+        self._seen = np.zeros((BUCKETS, len(self._choices)), dtype=np.int64)
+        self._chosen = np.full(BUCKETS, len(self._choices) - 1)  # of the step before, by number of rows
+        self._without = 0  # steps without guesses since one with
+        self._was_right = False  # some guess, since the last plan
+
+    def begin(self, slot: int) -> None:
+        """Another request is in the slot."""
+        self._hits[slot] = self._tries[slot] = 0.0
+        self._misses[slot] = self._pauses[slot] = 0
+
+    def choose(self, slots: I64, most: I64) -> I64:
+        """Guesses of each row, no more than `most` of it."""
+        assert len(slots) == len(most) and len(slots), "a bound for each row"
+        paused = self._pauses[slots] > 0
+        self._pauses[slots[paused]] -= 1
+        most = np.where(paused, 0, np.minimum(most, self._choices[-1]))
+        if not most.any():
+            return most
+        right = self._right(slots, most)
+        bucket = len(slots).bit_length()
+        choice = self._choice(bucket, len(slots), right, int(most.max()))
+        if choice:
+            self._without, self._chosen[bucket] = 0, choice
+        elif self._probes(bucket, len(slots), most):
+            self._without, choice = 0, min(2, len(self._choices) - 1)
+        else:
+            self._without, self._chosen[bucket] = self._without + 1, 0
+        self._was_right = False
+        return np.minimum(most, self._choices[choice])
+
+    def learn(self, plan: BatchPlan, slots: I64, drafted: I64, accepted: I64, seconds: float) -> None:
+        """slots: of rows that had guesses and whose request is there, with how many and how many were right. seconds: what the
+        step took; 0 where that is not known."""
+        assert len(slots) == len(drafted) == len(accepted), "columns of the same rows"
+        if seconds > 0 and not plan.num_extend and plan.num_rows:
+            self._took(plan.num_rows.bit_length(), int(drafted.max(initial=0)), seconds)
+        for slot, guesses, hits in zip(slots.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
+            self._note(slot, guesses, hits)
+
+    def _right(self, slots: I64, most: I64) -> F64:
+        """[rows, guesses]: how likely it is that a row's guesses are right up to each one; 0 beyond its most."""
+        of_all: F64 = self._all_hits / self._all_tries
+        each = (self._hits[slots] + of_all) / (self._tries[slots] + 1)
+        right: F64 = np.cumprod(each, axis=1, dtype=np.float64)
+        right[np.arange(right.shape[1]) >= most[:, None]] = 0
+        return right
+
+    def _choice(self, bucket: int, num_rows: int, right: F64, most: int) -> int:
+        """The number that gives the most tokens a second; one whose cost is not known is tried."""
+        seconds, seen = self._seconds[bucket], self._seen[bucket]
+        allowed = range(next(index for index, number in enumerate(self._choices) if number >= most) + 1)
+        if not seen.any():
+            return allowed[-1]
+        unknown = next((index for index in allowed if seen[index] < FEW), None)
+        if unknown is not None:
+            return unknown
+        rates = [float(num_rows + right[:, : self._choices[index]].sum()) / float(seconds[index]) for index in allowed]
+        best = max(allowed, key=lambda index: rates[index])
+        before = int(self._chosen[bucket])
+        return before if before in allowed and rates[before] * MARGIN >= rates[best] else best
+
+    def _probes(self, bucket: int, num_rows: int, most: I64) -> bool:
+        """Whether a step that is to have no guesses has some nevertheless: now and then, and soon again while they are right.
+        Seldom where even right ones would not pay."""
+        seconds = self._seconds[bucket]
+        paying = any(
+            WORTH * num_rows * seconds[index] < (num_rows + np.minimum(most, number).sum()) * seconds[0]
+            for index, number in enumerate(self._choices)
+            if number
+        )
+        return self._was_right or self._without >= PROBE_EVERY if paying else self._without >= SELDOM * PROBE_EVERY
+
+    def _took(self, bucket: int, drafted: int, seconds: float) -> None:
+        index = next(index for index, choice in enumerate(self._choices) if choice >= drafted)
+        seen, mean = int(self._seen[bucket, index]), float(self._seconds[bucket, index])
+        if seen >= FEW:
+            seconds = min(seconds, OUTLIER * mean)
+        weight = max(1 / (seen + 1), LATEST)
+        self._seconds[bucket, index] = mean + weight * (seconds - mean)
+        self._seen[bucket, index] = seen + 1
+
+    def _note(self, slot: int, guesses: int, hits: int) -> None:
+        assert 0 <= hits <= guesses, "what is right was guessed"
+        tried = min(guesses, hits + 1)
+        self._hits[slot, :tried] *= FADE
+        self._tries[slot, :tried] = self._tries[slot, :tried] * FADE + 1
+        self._hits[slot, :hits] += 1
+        self._all_hits[:tried] *= FADE_OF_ALL
+        self._all_tries[:tried] = self._all_tries[:tried] * FADE_OF_ALL + 1
+        self._all_hits[:hits] += 1
+        self._misses[slot] = 0 if hits else self._misses[slot] + 1
+        if self._misses[slot] >= MISSES:
+            self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot]))
+        self._was_right |= hits > 0

@@ -1,0 +1,162 @@
+"""Guesses that pay, by what steps have cost and what guesses have come to. Costs and guesses are made up here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from services.worker.core.draft_controller import MOST_PAUSE, PROBE_EVERY, DraftController
+from tests.core.plans import decode_plan
+
+Cost = Callable[[int, int], float]  # of rows and guesses of each
+
+
+def bound_by_weights(rows: int, guesses: int) -> float:
+    return 1.0 + 0.01 * rows * (1 + guesses)
+
+
+def bound_by_tokens(rows: int, guesses: int) -> float:
+    return 0.05 + 1.0 * rows * (1 + 1.1 * guesses)
+
+
+def dear_guesses(rows: int, guesses: int) -> float:
+    """Each takes a third of a step."""
+    return 1.0 + 0.01 * rows * (1 + guesses) + 0.33 * guesses
+
+
+class World:
+    """Rows whose guesses are right with a chance of their own, each after the other."""
+
+    def __init__(self, chances: list[float], cost: Cost, most: int = 7, seed: int = 3) -> None:
+        self.chances, self._cost, self._rng = chances, cost, random.Random(seed)
+        self.controller = DraftController(len(chances), most)
+        self.slots, self._most = np.arange(len(chances)), np.full(len(chances), most)
+        self._flight: tuple[BatchPlan, np.ndarray, np.ndarray, float] | None = None
+        self.tokens = self.seconds = 0.0
+        for slot in self.slots.tolist():
+            self.controller.begin(slot)
+
+    def step(self) -> np.ndarray:
+        """Planned before the one before it is committed."""
+        drafts = self.controller.choose(self.slots, self._most)
+        right = np.array([self._right(chance, int(count)) for chance, count in zip(self.chances, drafts, strict=True)])
+        seconds = self._cost(len(self.slots), int(drafts.max()))
+        self.tokens, self.seconds = self.tokens + len(self.slots) + right.sum(), self.seconds + seconds
+        if self._flight is not None:
+            plan, drafted, accepted, took = self._flight
+            rows = np.flatnonzero(drafted)
+            self.controller.learn(plan, self.slots[rows], drafted[rows], accepted[rows], took)
+        self._flight = (decode_plan(len(self.slots)), drafts, right, seconds)
+        return drafts
+
+    def steps(self, count: int) -> np.ndarray:
+        """[count, rows]"""
+        return np.array([self.step() for _ in range(count)])
+
+    def rate(self, count: int) -> float:
+        """Tokens a second, of the next so many steps."""
+        tokens, seconds = self.tokens, self.seconds
+        self.steps(count)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def _right(self, chance: float, most: int) -> int:
+        for place in range(most):
+            if self._rng.random() >= chance:
+                return place
+        return most
+
+
+def plain_rate(rows: int, cost: Cost) -> float:
+    return rows / cost(rows, 0)
+
+
+@pytest.mark.parametrize(
+    ("chance", "cost", "lowest", "highest"),
+    [
+        (1.0, bound_by_weights, 7, 7),
+        (0.9, bound_by_weights, 4, 7),
+        (0.5, dear_guesses, 0, 2),
+        (0.9, dear_guesses, 1, 4),
+        (1.0, bound_by_tokens, 0, 0),
+    ],
+    ids=["cheap and right", "cheap and mostly right", "dear and half right", "dear and mostly right", "bound by tokens"],
+)
+def test_as_many_as_pay(chance: float, cost: Cost, lowest: int, highest: int) -> None:
+    world = World([chance], cost)
+    world.steps(200)
+    assert lowest <= np.median(world.steps(200)) <= highest
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("cost", [bound_by_weights, bound_by_tokens, dear_guesses])
+def test_always_wrong_keeps_the_plain_rate(rows: int, cost: Cost) -> None:
+    world = World([0.0] * rows, cost)
+    world.steps(300)
+    assert world.rate(2000) >= 0.97 * plain_rate(rows, cost)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_right_ones_are_never_slower_than_none(rows: int) -> None:
+    for cost in (bound_by_weights, bound_by_tokens, dear_guesses):
+        world = World([0.8] * rows, cost)
+        world.steps(300)
+        assert world.rate(2000) >= 0.98 * plain_rate(rows, cost)
+
+
+@pytest.mark.parametrize("cost", [bound_by_weights, dear_guesses])
+def test_once_they_turn_right_there_are_two_or_more_within_a_hundred_steps(cost: Cost) -> None:
+    world = World([0.0], cost)
+    world.steps(500)
+    world.chances = [1.0]
+    begun = np.flatnonzero(world.steps(100)[:, 0] >= 2)
+    assert len(begun) and (world.steps(50)[:, 0] >= 2).mean() > 0.9
+
+
+def test_rows_that_are_wrong_rest_beside_rows_that_are_right() -> None:
+    world = World([1.0, 0.0], bound_by_weights)
+    world.steps(200)
+    found = world.steps(200)
+    assert (found[:, 0] >= 4).mean() > 0.9
+    assert (found[:, 1] > 0).sum() <= 200 // (MOST_PAUSE // 2)
+
+
+def test_another_request_in_the_slot_begins_anew() -> None:
+    world = World([0.0], bound_by_weights)
+    world.steps(500)
+    world.controller.begin(0)
+    assert world.step()[0] > 0
+
+
+def test_where_guesses_do_not_pay_they_are_tried_seldom() -> None:
+    world = World([1.0] * 16, bound_by_tokens)
+    world.steps(200)
+    assert (world.steps(1000).max(1) > 0).sum() <= 1000 // PROBE_EVERY // 8
+
+
+def test_never_more_than_there_may_be() -> None:
+    controller = DraftController(4, 3)
+    most = np.array([0, 1, 3, 2])
+    for _ in range(50):
+        found = controller.choose(np.arange(4), most)
+        assert (found <= most).all() and found.min() >= 0
+
+
+def test_a_step_beside_prompts_or_without_a_time_says_nothing_of_costs() -> None:
+    controller = DraftController(1, 3)
+    none = np.empty(0, dtype=np.int64)
+    controller.learn(replace(decode_plan(1), mode=ForwardMode.MIXED, num_extend=1), none, none, none, 5.0)
+    controller.learn(decode_plan(1), none, none, none, 0.0)
+    assert not controller._seen.any()
+
+
+def test_one_slow_step_changes_little() -> None:
+    world = World([1.0], bound_by_weights)
+    world.steps(100)
+    one = np.ones(1, dtype=np.int64)
+    world.controller.learn(decode_plan(1), world.slots, 7 * one, 7 * one, 1000.0)
+    assert world.step()[0] == 7
