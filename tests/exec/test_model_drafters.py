@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
@@ -104,7 +106,15 @@ def test_guesses_are_those_of_the_whole_text_at_once(
         proposed.extend((list(drafter._slots[slot].text), guess) for slot, guess in found.items())
         return found
 
+    entries: list[int] = []
+    forward = drafter.model.forward
+
+    def counted(ids: Tensor, *others: Any) -> None:
+        entries.append(len(ids))
+        forward(ids, *others)
+
     monkeypatch.setattr(drafter, "propose", noted)
+    monkeypatch.setattr(drafter.model, "forward", counted)
     turned = Turned(WORLD.config(chunked_prefill_size=chunk, enable_radix_cache=False), drafting.executor, overlap=True)
     answer = turned.submit(target)
     turned.finish()
@@ -113,6 +123,7 @@ def test_guesses_are_those_of_the_whole_text_at_once(
     verified = answer.verified
     assert 0 < verified.rows <= len(proposed) and verified.drafted <= sum(len(guess) for _, guess in proposed)
     assert 1 + verified.rows + verified.accepted <= NEW_TOKENS
+    assert sum(entries) <= PROMPT_TOKENS + NEW_TOKENS + sum(len(guess) for _, guess in proposed), "an entry is computed once"
     for known, guess in proposed:
         assert guess == drafting.guesses(known, len(guess)), len(known)
         assert known == text[: len(known)]

@@ -8,6 +8,7 @@ from tests.mutants.faults.exec import EXEC
 from tests.mutants.faults.gateway import GATEWAY
 from tests.mutants.faults.grammar import GRAMMAR
 from tests.mutants.faults.kernels import KERNELS
+from tests.mutants.faults.speculation import SPECULATION
 from tests.mutants.faults.worker import WORKER
 
 KERNELS_TOO = (
@@ -40,6 +41,12 @@ AREAS: dict[str, tuple[str, ...]] = {
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
         *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares")),
     ),
+    "speculation": (
+        "tests/core/test_draft_controller.py",
+        "tests/services/worker/grammar/test_grammar_matcher.py",
+        "tests/exec/test_model_drafters.py",
+        "tests/exec/test_speculation.py",
+    ),
     "grammar": ("tests/grammar/test_schema_keywords.py", "tests/grammar/test_text_grammars.py"),
     "gateway": (
         *(f"tests/services/gateway/api/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
@@ -69,4 +76,4 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *WORKER)
+FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *WORKER)

@@ -139,9 +139,8 @@ class ModelDrafter:
             elif row.first < 0:
                 state.valid, state.pending = state.covered, []
             else:
-                if state.valid < 0 or not state.valid <= row.start <= state.valid + state.num_pending:
+                if state.valid < 0 or row.start != state.valid + state.num_pending:
                     state.valid, state.pending = row.start, []
-                state.keep(row.start - state.valid)
                 state.pending.append(tuple(each[row.first : row.first + row.count].clone() for each in kept))
             if row.given or state.num_pending > MOST_PENDING:
                 self._behind.add(row.slot)

@@ -1,0 +1,67 @@
+"""Faults of who guesses, of what guesses come to, and of how many there are."""
+
+from tests.mutants.fault import of
+
+SPECULATION = (
+    *of(
+        "speculation",
+        "services/worker/exec/drafting/model_drafter.py",
+        ("state.valid += min(state.ahead, len(tokens) - 1)", "state.valid += state.ahead"),
+        ("state.valid += min(state.ahead, len(tokens) - 1)", "state.valid += len(tokens) - 1"),
+        ("row.start != state.valid + state.num_pending:", "False:"),
+        ("first, state.valid = state.valid, state.valid + count", "first = state.valid"),
+        ("state.text[first + shift : first + shift + count]", "state.text[first : first + count]"),
+        ("rows[index].first + len(rows[index].ids),", "rows[index].first,"),
+        ("if ends[slot] + most <= limit]", "if True]"),
+        ("row.first : row.first + row.count].clone()", "row.first : row.first + row.count]"),
+        only="test_model_drafters",
+    ),
+    *of(
+        "speculation",
+        "services/worker/exec/models/draft_models.py",
+        ("return tokens if weights.ids is None else weights.ids[tokens], output", "return tokens, output"),
+        ("output if weights.joined is None else normed", "normed"),
+        ("output if weights.joined is None else normed", "output"),
+        ("weights.embedding_norm, eps)", "weights.state_norm, eps)"),
+        ("held.residual.copy_(states)", "held.residual.copy_(embedded)"),
+        only="test_model_drafters",
+    ),
+    *of(
+        "speculation",
+        "services/worker/exec/weights/draft_weights.py",
+        ("tuple(int(layer) + 1 for layer in named)", "tuple(int(layer) for layer in named)"),
+        ("torch.arange(size) + checkpoint.integers", "checkpoint.integers"),
+        only="test_model_drafters",
+    ),
+    *of(
+        "speculation",
+        "services/worker/exec/step/drafted_steps.py",
+        ("own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(ahead, 1)}", "pass"),
+        ("step.guesses[row] = step.guesses[row][: len(ahead)]", "pass"),
+        ("and guess[place] == token:", "and True:"),
+        ("self._lengths[slot] += len(tokens)", "self._lengths[slot] += 1"),
+        ("len(step.runs.get(row, ()))", "1 + len(step.guesses.get(row, ()))"),
+        only="test_speculation",
+    ),
+    *of(
+        "speculation",
+        "services/worker/core/draft_controller.py",
+        ("self._pauses[slots[paused]] -= 1", "pass"),
+        ("if self._misses[slot] >= MISSES:", "if False:"),
+        ("self._misses[slot] = 0 if hits else self._misses[slot] + 1", "self._misses[slot] += 1"),
+        ("return self._was_right or self._without >= PROBE_EVERY if paying", "return self._without >= PROBE_EVERY if paying"),
+        ("seconds = min(seconds, OUTLIER * mean)", "pass"),
+        ("right: F64 = np.cumprod(each, axis=1, dtype=np.float64)", "right = each"),
+        ("best = max(allowed, key=lambda index: rates[index])", "best = allowed[-1]"),
+        ("if seconds > 0 and not plan.num_extend and plan.num_rows:", "if seconds > 0 and plan.num_rows:"),
+        ("tried = min(guesses, hits + 1)", "tried = guesses"),
+        only="test_draft_controller",
+    ),
+    *of(
+        "speculation",
+        "services/worker/grammar/match/matcher.py",
+        ("self._take_back(taken)\n        return filled", "return filled"),
+        ("if self._matcher.is_terminated():\n                    break\n", ""),
+        only="test_grammar_matcher",
+    ),
+)
