@@ -55,6 +55,7 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         graph_rereads=info.graph_rereads,
         eager_step_cost=info.eager_step_cost,
         max_drafts=info.max_drafts,
+        speculative_adaptive=settings.speculative_adaptive,
         retract_interval=settings.retract_interval,
         random_seed=RANDOM_SEED,
     )

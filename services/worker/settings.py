@@ -117,6 +117,9 @@ class WorkerSettings(ServiceSettings):
         description="Folder of the smaller model of draft, of the head of eagle3, or of mtp's layer if that is not the model's;"
         " safetensors alone are loaded.",
     )
+    speculative_adaptive: bool = Field(
+        True, description="Guess as many tokens as pay, by what steps cost and what guesses come to; off: always the most."
+    )
     speculative_num_steps: int = Field(4, ge=1, le=7, description="Tokens that are guessed at once, at most.")
     enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")
     schedule_conservativeness: float = Field(1.0, gt=0, description="Factor on the KV reserved for running requests' output.")

@@ -43,6 +43,7 @@ PINNED = SchedulerConfig(
     graph_rereads=0,
     eager_step_cost=0.0,
     max_drafts=0,
+    speculative_adaptive=True,
     retract_interval=0,
     random_seed=0,
 )

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
+
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.draft_controller import DraftController
 
+Numbers = NDArray[np.int64]
 
-def always(controller: DraftController, slots: NDArray[np.int64], most: NDArray[np.int64]) -> NDArray[np.int64]:
+
+def always(controller: DraftController, slots: Numbers, most: Numbers) -> Numbers:
     return np.minimum(most, controller._choices[-1])
+
+
+def now_and_then() -> Callable[[DraftController, Numbers, Numbers], Numbers]:
+    """In every third step."""
+    steps = count()
+    return lambda controller, slots, most: always(controller, slots, most) if next(steps) % 3 == 0 else np.zeros_like(most)

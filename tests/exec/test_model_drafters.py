@@ -17,14 +17,14 @@ from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
 from services.worker.exec.executor import DeviceExecutor
-from tests.exec.always_guessing import always
+from tests.exec.always_guessing import always, now_and_then
 from tests.exec.draft_folders import add_mtp, write_eagle3
 from tests.exec.draft_reference import HeadReference, small_guesses
 from tests.exec.random_contexts import Turned, World, alone, strings, targets
 from tests.exec.tiny_models import TinyModel
 from tests.night import NIGHTLY
 
-CONTEXTS = 300 if NIGHTLY else 8
+CONTEXTS = 300 if NIGHTLY else 4
 WORLD = World(max_drafts=3)
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 TARGET = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128})
@@ -90,12 +90,16 @@ def test_one_string_of_ids_and_logprob_bits(drafting: Drafting, number: int) -> 
     assert strings(WORLD, drafting.executor, target, range(CONTEXTS * number, CONTEXTS * (number + 1))) == expected
 
 
-@pytest.mark.parametrize(("number", "chunk"), [(0, 0), (0, 8), (1, 20)], ids=["whole", "chunks of 8", "top-p, chunks of 20"])
+@pytest.mark.parametrize(
+    ("number", "chunk", "resting"),
+    [(0, 0, False), (0, 8, False), (1, 20, True)],
+    ids=["whole", "chunks of 8", "top-p, chunks of 20, at times"],
+)
 def test_guesses_are_those_of_the_whole_text_at_once(
-    drafting: Drafting, number: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    drafting: Drafting, number: int, chunk: int, resting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was accepted before; and they do not rest."""
-    monkeypatch.setattr(DraftController, "choose", always)
+    """Whatever was accepted before, and what steps without guesses left to do."""
+    monkeypatch.setattr(DraftController, "choose", now_and_then() if resting else always)
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
     proposed: list[tuple[list[int], list[int]]] = []
@@ -119,7 +123,7 @@ def test_guesses_are_those_of_the_whole_text_at_once(
     answer = turned.submit(target)
     turned.finish()
     text = [*target.prompt, *answer.tokens]
-    assert len(proposed) > (NEW_TOKENS // 5 if drafting.kind == "itself" else NEW_TOKENS // 2)
+    assert len(proposed) > (NEW_TOKENS // 6 if drafting.kind == "itself" or resting else NEW_TOKENS // 2)
     verified = answer.verified
     assert 0 < verified.rows <= len(proposed) and verified.drafted <= sum(len(guess) for _, guess in proposed)
     assert 1 + verified.rows + verified.accepted <= NEW_TOKENS

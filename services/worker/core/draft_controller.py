@@ -16,7 +16,7 @@ F64 = NDArray[np.float64]
 CHOICES = (0, 1, 2, 4, 7)  # guesses of a row, and the most that is allowed
 FADE = 0.8  # of what is known of a request, at each guess of it
 FADE_OF_ALL = 0.98
-HOPE = 0.6  # share of right guesses before there were any
+HOPE = 0.6  # share of right guesses of a request before there were a few, at least: what others ask says little of it
 MARGIN = 1.02  # by how much another number has to be better than the one before
 WORTH = 1.1  # by how much right guesses have to be better than none, to be tried while others are chosen
 PROBE_EVERY = 32  # steps without guesses, although there might be some, between two with
@@ -28,10 +28,11 @@ BUCKETS = 32
 
 
 class DraftController:
-    """Written by plans (choose) and commits (learn). most: guesses of a row."""
+    """Written by plans (choose) and commits (learn). most: guesses of a row; adaptive: False for always so many."""
 
-    def __init__(self, num_slots: int, most: int) -> None:
+    def __init__(self, num_slots: int, most: int, adaptive: bool = True) -> None:
         assert most > 0, "somebody drafts"
+        self._adaptive = adaptive
         self._choices = (*(choice for choice in CHOICES if choice < most), most)
         self._hits, self._tries = np.zeros((2, num_slots, most))
         self._all_hits, self._all_tries = np.full(most, HOPE), np.ones(most)
@@ -50,6 +51,8 @@ class DraftController:
     def choose(self, slots: I64, most: I64) -> I64:
         """Guesses of each row, no more than `most` of it."""
         assert len(slots) == len(most) and len(slots), "a bound for each row"
+        if not self._adaptive:
+            return np.minimum(most, self._choices[-1])
         paused = self._pauses[slots] > 0
         self._pauses[slots[paused]] -= 1
         most = np.where(paused, 0, np.minimum(most, self._choices[-1]))
@@ -79,7 +82,9 @@ class DraftController:
     def _right(self, slots: I64, most: I64) -> F64:
         """[rows, guesses]: how likely it is that a row's guesses are right up to each one; 0 beyond its most."""
         of_all: F64 = self._all_hits / self._all_tries
-        each = (self._hits[slots] + of_all) / (self._tries[slots] + 1)
+        fresh = self._tries[slots, :1] < FEW
+        before = np.where(fresh, np.maximum(of_all, HOPE), of_all)
+        each = (self._hits[slots] + before) / (self._tries[slots] + 1)
         right: F64 = np.cumprod(each, axis=1, dtype=np.float64)
         right[np.arange(right.shape[1]) >= most[:, None]] = 0
         return right

@@ -47,7 +47,8 @@ class Scheduler:
     ) -> None:
         self.table = RequestTable(config, book, events)
         self._events = events
-        self._guesses = DraftController(config.max_running_requests, config.max_drafts) if config.max_drafts else None
+        most, adaptive = config.max_drafts, config.speculative_adaptive
+        self._guesses = DraftController(config.max_running_requests, most, adaptive) if most else None
         self._planner = Planner(self.table, self._guesses)
         self._committer = Committer(self.table, rules, self._guesses)
         self._flight: list[Step] = []

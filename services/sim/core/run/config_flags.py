@@ -48,6 +48,7 @@ SETTINGS = (
     "session_ttl_s",
     "waiting_timeout_s",
     "running_timeout_s",
+    "speculative_adaptive",
     "retract_interval",
 )
 

@@ -42,7 +42,7 @@ class SchedulerConfig:
     priority_preemption_threshold: a waiting request displaces running ones whose priority is worse by more than this.
     pooling_reuses_prefix: a vector may be computed from the tokens after a cached prefix alone (last-token pooling).
     graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits. max_drafts: tokens that it drafts and verifies
-    in a decode row beside the one it computes anyway, 0 for none.
+    in a decode row beside the one it computes anyway, 0 for none; speculative_adaptive: as many as pay, and not always the most.
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
     running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
     sessions that name none. random_seed: of the random policy.
@@ -82,6 +82,7 @@ class SchedulerConfig:
     graph_rereads: int
     eager_step_cost: float
     max_drafts: int
+    speculative_adaptive: bool
     retract_interval: int
     random_seed: int
 
