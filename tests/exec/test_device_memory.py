@@ -203,11 +203,13 @@ def test_memory_is_taken_again_where_steps_find_it_done(folder: Path, monkeypatc
     monkeypatch.setattr(runner.streams, "on_forward", on_forward)
     monkeypatch.setattr(runner.streams, "synchronize", lambda: calls.append("waited"))
     made = KVPool((torch.ones(1),), (torch.ones(1),))
+    dropped: list[ReleaseMemory] = []
     noted = [lambda name=name: calls.append(name) or made for name in ("model", "pool", "graphs")]
-    parts = MemoryParts(runner, *noted)  # type: ignore[arg-type]
+    parts = MemoryParts(runner, *noted, drop=dropped.append)  # type: ignore[arg-type]
     parts.release(ReleaseMemory(**both))
     parts.resume(ResumeMemory(**both))
     assert calls == ["forward", "model", "pool", "left", "waited", "graphs"] and runner.passes.pool is made
+    assert dropped == [ReleaseMemory(**both)]
 
 
 @pytest.mark.parametrize("room", [64, 16])
