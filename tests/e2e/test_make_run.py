@@ -43,5 +43,5 @@ def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str) -> None:
         begun = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
         process.communicate(timeout=30)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 15, "nobody had to be killed"
     assert not processes_with(f"ROOTSTOCK_TEST_MARKER={marker}")

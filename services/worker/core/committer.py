@@ -112,9 +112,6 @@ class Committer:
         columns.computed[slots[kept]] -= short
         columns.planned_out[slots[kept]] -= short
         rows = extends + np.flatnonzero(kept & (run.drafted[extends:] > 0))
-        for row in rows.tolist():
-            request = step.requests[row]
-            request.verified = request.verified.and_row(int(run.drafted[row]), int(run.counts[row]) - 1)
         if self._guesses is not None:
             self._guesses.learn(
                 plan, plan.slots[rows].astype(np.int64), run.drafted[rows], run.counts[rows] - 1, run.result.seconds
@@ -132,6 +129,7 @@ class Committer:
         goes_on = np.ones(len(rows), dtype=np.bool_)
         endings: dict[int, FinishDecision] = {}
         jumped: list[int] = []
+        walked = np.zeros(len(rows), dtype=np.int64)
         for place in range(int(counts.max())):
             at = np.flatnonzero(goes_on & (counts > place))
             if not len(at):
@@ -144,10 +142,13 @@ class Committer:
                 look |= np.isin(places, list(run.result.faults))
             taken = self._intake.take([requests[i] for i in at.tolist()], tokens, look, places, run.result)
             columns.num_out[here] = count
+            walked[at] += 1
             self._table.generated_tokens_total += taken.num_tokens
             endings |= {int(at[i]): ending for i, ending in taken.endings.items()}
             jumped += [int(at[i]) for i in taken.jumped]
             goes_on[at[[*taken.endings, *taken.jumped]]] = False
+        for i in np.flatnonzero(run.drafted[rows]).tolist():
+            requests[i].verified = requests[i].verified.and_row(int(run.drafted[rows[i]]), int(walked[i]) - 1)
         cut = np.flatnonzero(~goes_on)
         for i in cut.tolist():  # what was computed behind its last token is nobody's
             known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])

@@ -20,7 +20,8 @@ HOPE = 0.6  # share of right guesses of a request before there were a few, at le
 MARGIN = 1.02  # by how much another number has to be better than the one before
 WORTH = 1.1  # by how much right guesses have to be better than none, to be tried while others are chosen
 PROBE_EVERY = 32  # steps without guesses, although there might be some, between two with
-SELDOM = 16
+SELDOM = 16  # so many times as seldom where even right guesses would not pay
+FORGET_AFTER = 1024  # steps of so many rows, after which costs of one guess more or fewer count as unknown
 FEW = 2  # steps of a kind after which it is known what they cost
 LATEST, OUTLIER = 0.05, 4.0  # weight of a step's cost, and how many times the mean one counts at most
 MISSES, MOST_PAUSE = 4, 64  # guesses of a request that were wrong at once, and steps without one then: twice as many each time
@@ -40,6 +41,7 @@ class DraftController:
         self._seconds = np.zeros((BUCKETS, len(self._choices)))
         self._seen = np.zeros((BUCKETS, len(self._choices)), dtype=np.int64)
         self._chosen = np.full(BUCKETS, len(self._choices) - 1)  # of the step before, by number of rows
+        self._choices_made = np.zeros(BUCKETS, dtype=np.int64)
         self._without = 0  # steps without guesses since one with
         self._was_right = False  # some guess, since the last plan
 
@@ -61,7 +63,11 @@ class DraftController:
         right = self._right(slots, most)
         bucket = len(slots).bit_length()
         choice = self._choice(bucket, len(slots), right, int(most.max()))
-        if choice:
+        self._choices_made[bucket] += 1
+        if self._choices_made[bucket] % FORGET_AFTER == 0:  # an early cost may have been no usual one
+            beside = [index for index in (choice - 1, choice + 1) if 0 <= index < len(self._choices)]
+            self._seen[bucket, beside] = 0
+        if choice or self._seen[bucket, 0] < FEW:
             self._without, self._chosen[bucket] = 0, choice
         elif self._probes(bucket, len(slots), most):
             self._without, choice = 0, min(2, len(self._choices) - 1)
@@ -72,10 +78,10 @@ class DraftController:
 
     def learn(self, plan: BatchPlan, slots: I64, drafted: I64, accepted: I64, seconds: float) -> None:
         """slots: of rows that had guesses and whose request is there, with how many and how many were right. seconds: what the
-        step took; 0 where that is not known."""
+        step took; 0 where that is not known. It is the cost of the number that was chosen, whatever was then guessed."""
         assert len(slots) == len(drafted) == len(accepted), "columns of the same rows"
         if seconds > 0 and not plan.num_extend and plan.num_rows:
-            self._took(plan.num_rows.bit_length(), int(drafted.max(initial=0)), seconds)
+            self._took(plan.num_rows.bit_length(), int(plan.drafts.max(initial=0)), seconds)
         for slot, guesses, hits in zip(slots.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
             self._note(slot, guesses, hits)
 
@@ -126,13 +132,15 @@ class DraftController:
     def _note(self, slot: int, guesses: int, hits: int) -> None:
         assert 0 <= hits <= guesses, "what is right was guessed"
         tried = min(guesses, hits + 1)
+        self._was_right |= hits > 0
         self._hits[slot, :tried] *= FADE
         self._tries[slot, :tried] = self._tries[slot, :tried] * FADE + 1
         self._hits[slot, :hits] += 1
         self._all_hits[:tried] *= FADE_OF_ALL
         self._all_tries[:tried] = self._all_tries[:tried] * FADE_OF_ALL + 1
         self._all_hits[:hits] += 1
+        if not hits and self._pauses[slot]:
+            return  # planned before the rest began
         self._misses[slot] = 0 if hits else self._misses[slot] + 1
         if self._misses[slot] >= MISSES:
             self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot]))
-        self._was_right |= hits > 0

@@ -95,6 +95,8 @@ def build_device_executor(
     request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases)
     loaded = load_model(request)
     drafting = Drafting(draft := load_draft(request, loaded, options, load_model))
+    if draft.model is not None and draft.model.max_context < loaded.context_len:
+        progress(f"what drafts has a context of {draft.model.max_context} tokens, and guesses nothing beyond it")
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, drafting=drafting)
     pages = made.finish(num_pages, mem_fraction_static, context_len)
     executor = DeviceExecutor(made.runner, made.memory_parts(request, pages), steps=made.drafted_steps())
@@ -342,8 +344,9 @@ class _Assembly:
         shape = self._loaded.shape
 
         def load_model_again() -> CausalModel:
-            self._loaded = load_again(request, shape)
-            self._drafting.loaded_again(load_draft(request, self._loaded, self._options, load_model))
+            loaded = load_again(request, shape)
+            self._drafting.loaded_again(load_draft(request, loaded, self._options, load_model))
+            self._loaded = loaded
             model, self.runner.attention = self._attending()
             return model
 

@@ -21,6 +21,7 @@ from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools import kv_pool
 from services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV
+from services.worker.exec.weights.checkpoint import CheckpointError
 from services.worker.exec.weights.draft_weights import DraftHead, load_eagle3, load_mtp
 from services.worker.exec.weights.families import UnsupportedModel
 from services.worker.exec.weights.load_phases import LoadPhases
@@ -37,6 +38,11 @@ class LoadedDraft:
     kept: tuple[int, ...] = ()
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What pools and passes are sized by."""
+        return (self.kept, *(() if self.model is None else (self.model.shift, self.model.layers, self.model.max_context)))
 
 
 NO_DRAFT = LoadedDraft()
@@ -56,7 +62,8 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
         raise ValueError(f"there is no speculative algorithm {algorithm}")
     with request.phases.timed("draft"):
         if algorithm == DRAFT:
-            own = replace(request, folder=Path(path), context_len=target.context_len, phases=LoadPhases())
+            dtype = str(target.dtype).removeprefix("torch.")  # as the pools have it
+            own = replace(request, folder=Path(path), dtype=dtype, context_len=target.context_len, phases=LoadPhases())
             return _small(own.folder, load(own), target)
         return _head(request, target, Path(path) if path else request.folder, algorithm)
 
@@ -91,7 +98,7 @@ class Drafting:
     def __init__(self, loaded: LoadedDraft) -> None:
         self._drafter: ModelDrafter | None = None
         self._model, self._layers = loaded.model, loaded.model.layers if loaded.model is not None else ()
-        self.kept, self.kv_bytes_per_token = loaded.kept, loaded.kv_bytes_per_token
+        self.kept, self.kv_bytes_per_token, self._shape = loaded.kept, loaded.kv_bytes_per_token, loaded.shape
         self._pool = NO_POOL
 
     def allocate(self, pool: Callable[[tuple[LayerKV, ...]], KVPool]) -> None:
@@ -121,7 +128,9 @@ class Drafting:
             self._drafter.drop(model=parts.weights, pool=parts.kv)
 
     def loaded_again(self, draft: LoadedDraft) -> None:
-        """Of the same shape."""
+        """Raises CheckpointError for one of another shape."""
+        if draft.shape != self._shape:
+            raise CheckpointError("what drafts has another shape than what this worker started with")
         self._model = draft.model
         if self._drafter is not None:
             self._drafter.model = self._model

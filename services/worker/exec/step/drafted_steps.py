@@ -31,11 +31,13 @@ I64 = NDArray[np.int64]
 @dataclass(slots=True)
 class _Drafted:
     """A step. inner: what the runner computes of it. firsts: int64[rows], of each row of the plan its first one there. guesses:
-    by row of the plan. runs: tokens of each row that samples. seconds: that the step has taken so far."""
+    by row of the plan, as far as a grammar allows them; proposed: how many there were before. runs: tokens of each row that
+    samples. seconds: that the step has taken so far."""
 
     inner: DeviceRun
     firsts: I64
     guesses: dict[int, list[int]]
+    proposed: dict[int, int]
     runs: dict[int, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -50,15 +52,18 @@ class DraftedSteps:
         self._steps: dict[int, _Drafted] = {}
 
     def forward(self, run: DeviceRun) -> None:
-        plan, begun = run.plan, time.perf_counter()
-        self._drafter.begin()
+        plan = run.plan
+        try:
+            self._drafter.begin()
+        finally:  # whatever becomes of this step: a later one may be planned with these pages
+            self._runner.map_pages(plan)
+        begun = time.perf_counter()  # what prompts left to do is no decode step's cost
         for admitted in plan.admitted:
             self._drafter.admit(admitted)
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):
             ids = plan.input_ids[end - int(plan.num_tokens[row]) : end]
             self._drafter.know(int(plan.slots[row]), int(plan.starts[row]), ids.tolist())
-        self._runner.map_pages(plan)
         guesses = self._guesses(plan)
         run.guess(guesses)
         step = self._resolved(plan, guesses)
@@ -76,10 +81,10 @@ class DraftedSteps:
                 step.guesses[row] = step.guesses[row][: len(ahead)]
         try:
             self._runner.sample(step.inner, NO_MASKS, NO_MASKS, lambda batch: self._launch(run.plan, step, batch, own))
+            self._drafter.computed(self._computed(run.plan, step))
         except BaseException:  # of any kind: nobody asks for the result of a step that has failed
             del self._steps[run.plan.step_id]
             raise
-        self._drafter.computed(self._computed(run.plan, step))
         step.seconds += time.perf_counter() - begun
 
     def _computed(self, plan: BatchPlan, step: _Drafted) -> list[Computed]:
@@ -112,8 +117,8 @@ class DraftedSteps:
                     faults[row] = inner.faults[place]
             tokens += own
         drafted = np.zeros(run.plan.num_rows, dtype=np.int32)
-        for row, guess in step.guesses.items():
-            drafted[row] = len(guess)
+        for row, count in step.proposed.items():
+            drafted[row] = count
         flat = np.array(tokens, dtype=np.int32)
         return replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs, seconds=step.seconds)
 
@@ -167,7 +172,7 @@ class DraftedSteps:
             for row, guess in guesses.items():
                 first = at + int(firsts[row]) + 1
                 run.known[first : first + len(guess)] = guess
-        return _Drafted(run, firsts, guesses)
+        return _Drafted(run, firsts, guesses, {row: len(guess) for row, guess in guesses.items()})
 
     def _launch(self, plan: BatchPlan, step: _Drafted, batch: Batch, masks: Masks) -> list[Launched]:
         """Place by place. batch: rows of the runner's, each with its logits; all of them, unless the step was cut in pieces."""

@@ -69,12 +69,12 @@ class MaskFiller:
         self._ahead.reverse()
         buffer, used = self._ahead[0], 0
         masks = {}
-        started = time.thread_time()
+        until = time.thread_time() + self._budget_s
         for row, matcher in matchers:
             guess = guesses.get(row, ())[: len(buffer) - used]
-            if not guess or time.thread_time() - started > self._budget_s:
+            if not guess:
                 continue
-            count = matcher.look_ahead(guess, buffer[used:])
+            count = matcher.look_ahead(guess, buffer[used:], until)
             masks[row] = buffer[used : used + count]
             used += count
         return masks

@@ -114,14 +114,14 @@ class XgrammarMatcher:
             self._spend(time.thread_time() - started)
         return self._row
 
-    def look_ahead(self, tokens: Sequence[int], masks: NDArray[np.uint32]) -> int:
+    def look_ahead(self, tokens: Sequence[int], masks: NDArray[np.uint32], until: float) -> int:
         """Masks of the places behind each of the tokens, if they come next: into rows of masks, uint32[>= len(tokens), words].
-        Returns how many: fewer than tokens where one is not allowed, or is the last. Nothing is accepted, and what it costs is
-        not the request's cost: whether its tokens are guessed is not its choice."""
+        Returns how many: fewer than tokens where one is not allowed, or is the last, or time.thread_time() is past `until`.
+        Nothing is accepted, and what it costs is not the request's cost: whether its tokens are guessed is not its choice."""
         taken = filled = 0
         try:
             for token in tokens if not self._fault else ():
-                if not self._takes(token):
+                if time.thread_time() > until or not self._takes(token):
                     break
                 taken += 1
                 if self._matcher.is_terminated():
