@@ -142,6 +142,10 @@ class Turned:
             behind = masks_behind(matchers, self._executor.guesses(run)) if len(run.plan.drafts) else {}
             self._executor.sample(run, {row: matcher.mask() for row, matcher in matchers}, behind)
 
+    def wait(self) -> None:
+        """For the step in flight."""
+        self._commit(None)
+
     def finish(self) -> None:
         while not self.idle:
             self.turn()

@@ -158,6 +158,15 @@ def test_behind_a_cached_prompt_and_released_memory_it_goes_on_guessing(
         drafting.executor.apply(ReleaseMemory(kv=True, weights=True))
         assert drafter.model is None and drafter.pool is None
         drafting.executor.apply(ResumeMemory(kv=True, weights=True))
+    turned = Turned(WORLD.config(), drafting.executor, overlap=False)
+    answer = turned.submit(target)
+    while len(answer.tokens) < NEW_TOKENS // 2:
+        turned.turn()
+    turned.wait()
+    drafting.executor.apply(ReleaseMemory(kv=False, weights=True))  # in the middle of an answer
+    drafting.executor.apply(ResumeMemory(kv=False, weights=True))
+    turned.finish()
+    assert sum(lengths) == NEW_TOKENS and answer.ended
 
 
 @pytest.mark.parametrize("algorithm", ["draft", "eagle3"])

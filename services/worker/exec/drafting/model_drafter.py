@@ -67,15 +67,16 @@ class ModelDrafter:
     def __init__(self, model: DraftModel, pool: KVPool, table: Tensor, page_size: int, kept: Callable[[], Kept]) -> None:
         self.model: DraftModel | None = model
         self.pool: KVPool | None = pool
-        self.layers, self._shift, self._max_context = model.layers, model.shift, model.max_context
+        self._shift, self._max_context = model.shift, model.max_context
         self._table, self._page_size, self._kept = table, page_size, kept
         self._slots: dict[int, _Slot] = {}
         self._behind: set[int] = set()  # slots whose entries are to be computed before the next step begins
 
     def drop(self, model: bool, pool: bool) -> None:
-        """Of its memory; who has taken it again sets it."""
-        self._slots.clear()
-        self._behind.clear()
+        """Of its memory; who has taken it again sets it. Without the model alone, those who run keep their slots and pages."""
+        if pool:
+            self._slots.clear()
+            self._behind.clear()
         self.model, self.pool = None if model else self.model, None if pool else self.pool
 
     def begin(self) -> None:
