@@ -17,9 +17,11 @@ from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
+from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.device_limits import most_step_tokens, resolved
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from services.worker.grammar.book import CompiledBook
@@ -29,10 +31,11 @@ from services.worker.grammar.match.mask_filler import MaskFiller
 from services.worker.identity.model_identity import ServedWeights, identify_model
 from services.worker.identity.sampling_defaults import sampling_defaults
 from services.worker.identity.weights_revision import WeightsReading
-from services.worker.loop.inbox import GrammarFailed, GrammarReady, Inbox
+from services.worker.loop.inbox import FactsReady, GrammarFailed, GrammarReady, Inbox
 from services.worker.loop.text_rules import ModelText
 from services.worker.scheduler_config import scheduler_config
 from services.worker.settings import WorkerSettings
+from services.worker.tier_options import tier_options
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     settings = resolved(settings, _gpu_bytes(settings) if name == "cuda" else None)
     running, chunk = settings.max_running_requests, settings.chunked_prefill_size
     logger.info("at most %d requests run at once; prompts are cut after %s tokens (0: never)", running, chunk)
-    built, weights = _load(name, settings, on_lost)
+    tiers = tier_options(settings)
+    built, weights = _load(name, settings, on_lost, tiers)
     info = built.info
     tokenizer = load_tokenizer(settings.model)
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
@@ -90,7 +94,9 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
     events = CacheEventLog(info.page_size, block_hash, weights.tree_root) if publishes else None
-    core = Scheduler(config, ModelText(tokenizer), book, events, weights.identity.revision)
+    keys = None if tiers is None else PageKeys(tiers.secret, info.kv_layout.encode(), info.page_size)
+    core = Scheduler(config, ModelText(tokenizer), book, events, weights.identity.revision, keys)
+    built.executor.wake_on_facts(lambda: inbox.put(FactsReady()))
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
     most = VERIFIED_TOKENS if info.max_drafts else 0
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms, most)
@@ -102,10 +108,10 @@ def defaults_of(settings: WorkerSettings) -> SamplingDefaults:
     return sampling_defaults(settings.model, settings.sampling_defaults == "model", settings.preferred_sampling_params)
 
 
-def _load(executor: str, settings: WorkerSettings, on_lost: OnLost) -> tuple[Built, ServedWeights]:
+def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> tuple[Built, ServedWeights]:
     """executor: of EXECUTORS. The weights are named while they are loaded."""
     with WeightsReading(Path(settings.model)) as reading:
-        built = EXECUTORS[executor](settings, on_lost)
+        built = EXECUTORS[executor](settings, on_lost, tiers)
         try:
             identity = identify_model(settings.model, settings.served_model_name, reading.revision())
         except BaseException:
@@ -166,16 +172,16 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def _cpu(settings: WorkerSettings, on_lost: OnLost) -> Built:
+def _cpu(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
     """What is set for a GPU says nothing here: `auto` may come to this executor with the same settings."""
-    return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost)
+    return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost, tiers)
 
 
-def _cuda(settings: WorkerSettings, on_lost: OnLost) -> Built:
-    return _computing(settings.device, GPU_FRACTION, settings, on_lost)
+def _cuda(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
+    return _computing(settings.device, GPU_FRACTION, settings, on_lost, tiers)
 
 
-def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost) -> Built:
+def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
     """fraction: of the device's memory, unless the settings have another."""
     from services.worker.exec.build import build_device_executor  # as above
     from services.worker.exec.contracts.options import DeviceOptions
@@ -193,6 +199,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         max_drafts=settings.speculative_num_steps if settings.speculative_algorithm != "none" else 0,
         speculative_algorithm=settings.speculative_algorithm,
         draft_model=settings.speculative_draft_model_path,
+        tiers=tiers,
     )
     executor, info = build_device_executor(
         model_path=settings.model,
@@ -209,22 +216,25 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
     return Built(executor, info, executor.runner.stats)
 
 
-def _fake(settings: WorkerSettings, _: OnLost) -> Built:
+def _fake(settings: WorkerSettings, _: OnLost, tiers: TierOptions | None) -> Built:
     """The model folder's config and tokenizer, and no weights."""
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
     eos = config.get("eos_token_id")
     context_len = settings.context_len or int(config["max_position_embeddings"])
+    num_pages = -(-(settings.max_total_tokens or 1 << 17) // settings.page_size)
     info = LoadedInfo(
         architecture="fake",
         context_len=context_len,
         vocab_size=int(config["vocab_size"]),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        num_pages=-(-(settings.max_total_tokens or 1 << 17) // settings.page_size),
+        num_pages=num_pages,
         page_size=settings.page_size,
         dtype="none",
         weight_bytes=0,
         kv_bytes_per_token=0,
         embedding_size=FAKE_EMBEDDING_SIZE,
+        host_pages=0 if tiers is None else max(1, int(tiers.host_ratio * num_pages)),
+        has_storage=tiers is not None and tiers.open_storage is not None,
     )
     pages_per_request = -(-context_len // settings.page_size)
     time_model = TimeModel(base=settings.fake_step_s)
@@ -234,7 +244,7 @@ def _fake(settings: WorkerSettings, _: OnLost) -> Built:
     return Built(executor, info)
 
 
-EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost], Built]] = {
+EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost, TierOptions | None], Built]] = {
     "cpu": _cpu,
     "cuda": _cuda,
     "fake": _fake,

@@ -56,6 +56,10 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         eager_step_cost=info.eager_step_cost,
         max_drafts=info.max_drafts,
         speculative_adaptive=settings.speculative_adaptive,
+        host_pages=info.host_pages,
+        has_storage=info.has_storage,
+        page_bytes=info.page_bytes,
+        hicache_write_policy=settings.hicache_write_policy,
         retract_interval=settings.retract_interval,
         random_seed=RANDOM_SEED,
     )

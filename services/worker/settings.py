@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from services.shared.settings import ServiceSettings
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
+from services.worker.core.contracts.transfers import WritePolicy
 from services.worker.identity.sampling_defaults import parse_preferences
 
 BY_DEVICE = 0  # of max_running_requests: see services/worker/device_limits.py
@@ -121,6 +122,23 @@ class WorkerSettings(ServiceSettings):
         True, description="Guess as many tokens as pay, by what steps cost and what guesses come to; off: always the most."
     )
     speculative_num_steps: int = Field(4, ge=1, le=7, description="Tokens that are guessed at once, at most.")
+    enable_hierarchical_cache: bool = Field(
+        False, description="Keep KV that leaves the pool in host memory, and read it back where that is sooner than computing it."
+    )
+    hicache_ratio: float = Field(2.0, gt=0, description="Pages of the host tier for each page of the pool.")
+    hicache_size: int = Field(0, ge=0, description="Size of the host tier in GB, in place of hicache_ratio; 0: by the ratio.")
+    hicache_write_policy: WritePolicy = Field(
+        WritePolicy.WRITE_BACK,
+        description="What is copied to the tiers below. write_back: what nobody uses any more, the coldest first, ahead of its"
+        " eviction; write_through: all, as it is computed; write_through_selective: what is hit again.",
+    )
+    hicache_storage_backend: Literal["none", "file"] = Field(
+        "none", description="The tier below the host's: none, or segment files in a folder, which outlive the worker."
+    )
+    hicache_storage_dir: str = Field(
+        "", description="Folder of the file tier, in which each worker has its own, by its worker_id."
+    )
+    hicache_storage_size: int = Field(32, ge=1, description="GB that the file tier may take; the oldest go first.")
     enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")
     schedule_conservativeness: float = Field(1.0, gt=0, description="Factor on the KV reserved for running requests' output.")
     allow_auto_truncate: bool = Field(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.transfers import WritePolicy
 
 PINNED = SchedulerConfig(
     num_pages=1,
@@ -44,6 +45,10 @@ PINNED = SchedulerConfig(
     eager_step_cost=0.0,
     max_drafts=0,
     speculative_adaptive=True,
+    host_pages=0,
+    has_storage=False,
+    page_bytes=0,
+    hicache_write_policy=WritePolicy.WRITE_BACK,
     retract_interval=0,
     random_seed=0,
 )

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BINDING = "services/worker/scheduler_config.py"
 MODEL = "services/worker/exec/contracts/model_info.py"
 ENGINE = "services/worker/engine.py"
+TIERS = "services/worker/tier_options.py"
 MAIN = "services/worker/__main__.py"
 CONTROL = "services/worker/__main__.py"
 TRACING = "services/shared/observe/tracing.py"
@@ -33,6 +34,9 @@ FIELDS_WITHOUT_A_SETTING = {
     "graph_rereads": MODEL,
     "eager_step_cost": MODEL,
     "max_drafts": MODEL,
+    "host_pages": MODEL,
+    "has_storage": MODEL,
+    "page_bytes": MODEL,
     "bos_token_id": ENGINE,
     "random_seed": BINDING,
 }
@@ -93,6 +97,12 @@ SETTINGS_ELSEWHERE = {
     "speculative_draft_model_path": ENGINE,
     "speculative_num_steps": ENGINE,
     "preferred_sampling_params": ENGINE,
+    "enable_hierarchical_cache": TIERS,
+    "hicache_ratio": TIERS,
+    "hicache_size": TIERS,
+    "hicache_storage_backend": TIERS,
+    "hicache_storage_dir": TIERS,
+    "hicache_storage_size": TIERS,
     "fake_step_s": ENGINE,
 }
 # Of these, what a simulation goes by beside what the scheduler does.

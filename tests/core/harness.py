@@ -19,8 +19,11 @@ from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.queue.finish import first_stop
 from services.worker.core.scheduler import Scheduler
-from services.worker.exec.fake import FakeExecutor, FakeRun, fake_embedding, first_allowed, hashed_token
+from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from services.worker.exec.fake import FakeExecutor, FakeRun, TimeModel, fake_embedding, first_allowed, hashed_token
 from tests.core.fake_grammar import SlowBook, masks_behind
+
+POISON = -9
 
 
 class LetterDecoder:
@@ -36,20 +39,29 @@ class LetterDecoder:
 class Engine:
     """Turns the loop by hand. `outputs` and `finishes` gather what a front end would see, by handle.
 
-    checked: False for runs that are about something else than the invariants, which take most of the time.
+    checked: False for runs that are about something else than the invariants, which take most of the time. page_moved_s: of
+    operations between tiers.
     """
 
-    def __init__(self, config: SchedulerConfig, overlap: bool = True, checked: bool = True) -> None:
+    def __init__(self, config: SchedulerConfig, overlap: bool = True, checked: bool = True, page_moved_s: float = 0.0) -> None:
         self.config = config
         self.checked = checked
         self.book = SlowBook(config.vocab_size)
         self.events = CacheEventLog(config.page_size, chained, lambda namespace: namespace.encode())
-        self.core = Scheduler(config, LetterDecoder(), self.book, self.events)
+        keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if config.host_pages else None
+        self.core = Scheduler(config, LetterDecoder(), self.book, self.events, keys=keys)
+        self.now = 0.0
         self.executor = FakeExecutor(
-            config.num_pages, config.page_size, config.max_running_requests, config.max_pages_per_request, config.vocab_size
+            config.num_pages,
+            config.page_size,
+            config.max_running_requests,
+            config.max_pages_per_request,
+            config.vocab_size,
+            time_model=TimeModel(per_page_moved=page_moved_s),
+            clock=lambda: self.now,
+            sleep=lambda seconds: None,
         )
         self.overlap = overlap
-        self.now = 0.0
         self.prev: FakeRun | None = None
         self.plans: list[BatchPlan] = []
         self.submitted: dict[int, Submit] = {}
@@ -63,6 +75,11 @@ class Engine:
         self.turns_of_open_session: set[int] = set()
         self.idle_turns = 0
         self.looked_ahead = 0  # places behind guesses, under grammars
+
+    def _poison_freed_pages(self) -> None:
+        """Whoever reads a page that was given back, once the steps that were launched before have ended, reads no token."""
+        free = self.core.table.memory.pages.free_pages()
+        self.executor.kv[free] = POISON
 
     def submit(
         self,
@@ -130,13 +147,17 @@ class Engine:
         self.now += 0.01
         if not self.overlap:
             self._commit()
+        for fact in self.executor.facts():
+            self.core.ended(fact)
+            self.check()
         plan = self.core.plan(self.now)
         self.check()
         run = None
         if plan is not None:
             self.plans.append(plan)
-            run = self.executor.forward(plan)
-        busy = run is not None or self.prev is not None
+            self.executor.transfer(plan.operations)
+            run = self.executor.forward(plan) if plan.num_rows else None
+        busy = plan is not None or self.prev is not None or not self.core.settled
         if self.overlap:
             self._commit()
         if run is not None:
@@ -146,6 +167,7 @@ class Engine:
             self.looked_ahead += sum(map(len, behind.values()))
             self.executor.sample(run, masks, behind)
         self.prev = run
+        self._poison_freed_pages()
         self._check_cached_pages(self.core.table.memory.tree.nodes())  # the core has not changed since the last check
         self._take()
         waits_for_compiler = self.book.pending and self.core.stats().num_running == 0
@@ -155,8 +177,8 @@ class Engine:
     def drain(self, limit: int = 100_000) -> None:
         for _ in range(limit):
             self.compile()
-            self.turn()
-            if self.core.idle and self.prev is None:
+            busy = self.turn()
+            if self.core.idle and self.prev is None and (not busy or not self.config.host_pages):
                 return
             assert self.idle_turns < 3, "the scheduler is stuck with requests waiting"
         raise AssertionError("livelock: the requests did not end")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
 from services.worker.core.contracts.sampling import EmbeddingParams
+from services.worker.core.contracts.transfers import Tier, WritePolicy
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
@@ -71,7 +72,9 @@ def session_traffic(rng: random.Random, engine: Engine) -> None:
 def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked: bool = True) -> Engine:
     """`steps` turns with requests coming, being aborted in every phase, and pauses in which all drains."""
     rng = random.Random(seed)
-    engine = Engine(config, overlap, checked)
+    engine = Engine(config, overlap, checked, page_moved_s=rng.choice((0.0, 0.003, 0.05)))
+    if rng.random() < 0.5:
+        engine.executor.pages_moved = lambda operation: rng.choice((len(operation.keys), rng.randrange(len(operation.keys) + 1)))
     handle = 0
     for _ in range(steps):
         rate = rng.choice((0.0, 0.3, 0.9)) if rng.random() < 0.05 else 0.35
@@ -95,6 +98,8 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked
             engine.abort(rng.randrange(max(0, handle - 12), handle))
         if rng.random() < 0.002:
             engine.core.flush_cache()
+        if rng.random() < 0.002:
+            engine.core.flush_tiers(rng.choice(((Tier.HOST,), (Tier.STORAGE,), (Tier.HOST, Tier.STORAGE))))
         if rng.random() < 0.01:
             policy = rng.choice(list(SchedulePolicy)).value
             limit = rng.randrange(1, config.max_running_requests + 1)
@@ -112,7 +117,7 @@ def check_run(engine: Engine) -> None:
     for handle in engine.submitted:
         engine.check_answer(handle)
     memory = engine.core.table.memory
-    assert memory.num_leased == 0
+    assert memory.num_leased == 0 and not memory.quarantined and engine.core.settled
     assert memory.slots.num_free == engine.config.max_running_requests
     assert memory.tree.num_evictable == memory.tree.num_pages
     assert not len(engine.core.table.gate) and not engine.core.table.sessions.running_turns()
@@ -128,6 +133,7 @@ def config_of(page_size: int, pool_tokens: int, slots: int, chunk: int, **more: 
         max_running_requests=slots,
         max_queued_requests=1000,
         max_prefill_tokens=64,
+        page_bytes=page_size * 64,
         chunked_prefill_size=chunk,
         **more,
     )
@@ -160,6 +166,9 @@ configs = st.builds(
     max_prompt_logprob_tokens=st.sampled_from([16, 4096]),
     pooling_reuses_prefix=st.booleans(),
     max_sessions=st.integers(1, 3),
+    host_pages=st.sampled_from([0, 6, 40, 400]),
+    has_storage=st.booleans(),
+    hicache_write_policy=st.sampled_from(WritePolicy),
 )
 
 

@@ -39,12 +39,20 @@ class ControlBody(AdminBody, ABC):
 
 
 class FlushCache(ControlBody):
-    """empty_cache: accepted and not used; the memory of flushed pages stays with the pool."""
+    """empty_cache: accepted and not used; the memory of flushed pages stays with the pool. tiers: none for device and host."""
 
     empty_cache: bool | None = None
+    tiers: list[Literal["device", "host", "storage"]] = Field(default_factory=list, max_length=3)
 
     def request(self) -> Message:
-        return pb.FlushCacheRequest()
+        return pb.FlushCacheRequest(tiers=self.tiers)
+
+
+class ClearStorage(ControlBody):
+    """SGLang's name for the same of the storage alone."""
+
+    def request(self) -> Message:
+        return pb.FlushCacheRequest(tiers=["storage"])
 
 
 class GetInternalState(ControlBody):

@@ -32,6 +32,7 @@ class Operation:
 _STATE = Operation("GetInternalState", bodies.GetInternalState)
 CONTROL: Mapping[tuple[str, str], Operation] = {
     ("POST", "/flush_cache"): Operation("FlushCache", bodies.FlushCache),
+    ("POST", "/clear_hicache_storage_backend"): Operation("FlushCache", bodies.ClearStorage),
     ("GET", "/get_server_info"): _STATE,
     ("GET", "/server_info"): _STATE,
     ("GET", "/set_internal_state"): _STATE,

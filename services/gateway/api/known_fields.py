@@ -115,7 +115,7 @@ ANSWER: Neutral = {
     "modalities": ([], ["text"]),
     "moderation": (),
     "prompt_logprobs": (),
-    "return_cached_tokens_details": (False,),
+    "return_cached_tokens_details": (False, True),
     "return_hidden_states": (False,),
     "return_meta_info": (False,),
     "return_prompt_text": (False,),

@@ -3,7 +3,7 @@ to go on with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,8 @@ from rootstock.v1 import worker_pb2
 from services.gateway.request.generation import Generation
 from services.gateway.request.logprobs import LogprobTable
 
+TIERS = ("device", "host", "storage")
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -21,7 +23,8 @@ class Ending:
 
     stop_reason: the matched stop string, stop pattern or stop token id; None for the end of sequence.
     matched: the same, but with the end of sequence's token id. retractions: how often it lost its memory to others.
-    verified_rows, drafted_tokens, accepted_tokens: see worker.proto.
+    verified_rows, drafted_tokens, accepted_tokens: see worker.proto. cached_by_tier: cached_tokens by where they were; None of a
+    worker that has one tier.
     """
 
     finish_reason: str  # "stop", "length" or "abort"
@@ -35,6 +38,7 @@ class Ending:
     verified_rows: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    cached_by_tier: Mapping[str, int] | None = None
 
 
 class ChoiceOutput:
@@ -107,7 +111,13 @@ def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int]) -> End
         verified_rows=finish.verified_rows,
         drafted_tokens=finish.drafted_tokens,
         accepted_tokens=finish.accepted_tokens,
+        cached_by_tier=_by_tier(finish),
     )
+
+
+def _by_tier(finish: worker_pb2.Finish) -> dict[str, int] | None:
+    found = finish.cached_device_tokens, finish.cached_host_tokens, finish.cached_storage_tokens
+    return dict(zip(TIERS, found, strict=True)) if any(found) else None
 
 
 def _without_output(ending: Ending) -> Ending:

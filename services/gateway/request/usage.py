@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from services.gateway.request.choice_output import TIERS, Ending
 from services.gateway.request.request import Choice, ClientRequest
 
 
@@ -21,9 +23,16 @@ def usage_of(request: ClientRequest) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens, **_by_tier(first)},
         **details,
     }
+
+
+def _by_tier(endings: Sequence[Ending]) -> dict[str, Any]:
+    known = [ending.cached_by_tier for ending in endings if ending.cached_by_tier is not None]
+    if not known:
+        return {}
+    return {"cached_tokens_details": {tier: sum(each[tier] for each in known) for tier in TIERS}}
 
 
 def _reasoning_tokens(choice: Choice) -> int | None:

@@ -15,6 +15,7 @@ from services.shared.control_values import Scalar, as_json, put_values
 from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import authorization
 from services.shared.rpc.token_check import METADATA_KEY
+from services.worker.core.contracts.transfers import Tier
 
 
 class WrongWords(ValueError):
@@ -73,8 +74,15 @@ def _tags(words: Sequence[str]) -> list[Any]:
     return [_enum(pb.MemoryTag, "MEMORY_TAG_", word) for word in words]
 
 
+def _tiers(words: Sequence[str]) -> list[str]:
+    for word in words:
+        if word not in set(Tier):
+            raise WrongWords(f"takes some of {', '.join(Tier)}, not {word}")
+    return list(words)
+
+
 PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
-    "FlushCache": _none(pb.FlushCacheRequest),
+    "FlushCache": lambda words: pb.FlushCacheRequest(tiers=_tiers(words)),
     "GetInternalState": _none(pb.GetInternalStateRequest),
     "SetInternalState": _changes,
     "SlowDown": _delay,
@@ -90,7 +98,7 @@ PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
 }
 USAGE = """python -m services.worker.control [--address HOST:PORT] [--timeout-s S] [--control-token-file FILE] OPERATION ...
 
-  FlushCache                        GetInternalState                StopProfile
+  FlushCache [device] [host] [storage]    GetInternalState          StopProfile
   SetInternalState NAME=VALUE ...   SlowDown [SECONDS]              StartProfile [NAME]
   Pause [abort|retract|in_place]    Continue                        FreezeGc
   ReleaseMemory [kv_cache] [weights]    ResumeMemory [kv_cache] [weights]    SetLogLevel [LEVEL]

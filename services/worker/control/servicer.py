@@ -17,6 +17,7 @@ from rootstock.v1 import control_pb2_grpc
 from services.shared.control_values import enum_word, put_values, value_from_pb
 from services.shared.observe.log import fields
 from services.worker.control import internal_state
+from services.worker.control.flush import flush
 from services.worker.control.internal_state import InternalState
 from services.worker.control.occupation import MemoryPart, Occupation
 from services.worker.control.operations import BARRIERS
@@ -55,7 +56,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._occupation = Occupation(clock, weights)
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext) -> pb.FlushCacheResponse:
-        pages = await self._run("FlushCache", context, lambda core, executor, pace: core.flush_cache())
+        tiers = tuple(request.tiers)
+        pages = await self._run("FlushCache", context, lambda core, executor, pace: flush(core, executor, tiers))
         return pb.FlushCacheResponse(pages=pages)
 
     async def GetInternalState(self, request: pb.GetInternalStateRequest, context: grpc.aio.ServicerContext) -> pb.InternalState:

@@ -85,18 +85,20 @@ class DecodePlanner:
     def _make_room(self, now: float, flight_step: int, step_id: int) -> tuple[DecodeRows, NDArray[np.int32]]:
         """The rows of the next decode step and the slots that get a page, after retracting until those pages are there.
 
-        Extends are among the victims. The last row stays: it waits while a step is in flight, for that may free something,
-        and is ended if nothing can.
+        Extends are among the victims. The last row stays: it waits while a step or an operation is under way, for that may
+        free something, and is ended if nothing can.
         """
         table = self._table
         while True:
             rows, need = self._candidates()
             if len(need) <= table.memory.num_available:
                 return rows, need
+            if table.free_imported():
+                continue
             victims = rows.requests + table.extending
             if len(victims) > 1:
                 table.retract(min(victims, key=victim_order), flight_step, step_id)
-            elif flight_step >= 0:
+            elif flight_step >= 0 or table.pages_may_come_back:
                 return NO_DECODES, need[:0]
             else:
                 table.end(rows.requests[0], too_small(table.config), now)

@@ -129,11 +129,11 @@ class ExtendPlanner:
         """No page for a started extend, and nothing in flight that could free one. Decode rows give way by themselves (they are
         planned next); where all extend, one is retracted; alone, it cannot run here."""
         table = self._table
-        if table.decoding:
+        if table.decoding or table.free_imported():
             return
         if len(table.extending) > 1:
             table.retract(min(table.extending, key=victim_order), -1, step_id)
-        else:
+        elif not table.pages_may_come_back:
             table.end(request, too_small(table.config), now)
 
     # Waiting requests
@@ -220,15 +220,18 @@ class ExtendPlanner:
     def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> bool:
         """One pass. True where somebody found no room: a full batch, but not for those behind a held request, which comes back
         before anybody leaves."""
+        table = self._table
         for request in order:
             assert request.phase is Phase.WAITING and not request.held, "who is looked at waits in the queue, at no gate"
             if adder.exhausted or request.parked_step == step_id:
                 return False
             if self._free_slots(request) <= 0:
                 return True
+            if table.look_elsewhere(request):
+                continue
             answer = self._ask(request)
             if answer.ending is not None:
-                self._table.end(request, answer.ending, now)
+                table.end(request, answer.ending, now)
             if answer is not ADMIT:
                 continue
             result = self._admit(request, adder, rows, now)
@@ -289,8 +292,10 @@ class ExtendPlanner:
             available -= table.waiting.kept_from(request.rank).tokens
         result, count = adder.admit(available, start, extend, max_new, request.params.ignore_eos, logprobs)
         if result is AddResult.NO_TOKEN and not table.num_running:
-            # Alone it must get its chance: submit() saw to it that the prompt fits the whole pool.
-            return AddResult.CONTINUE, adder.chunk(start, extend, logprobs)
+            # Alone it must get its chance: submit() saw to it that the prompt fits the pool. Operations may hold all of it.
+            table.free_imported()
+            if table.memory.num_available:
+                return AddResult.CONTINUE, adder.chunk(start, extend, logprobs)
         return result, count
 
     def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:

@@ -15,14 +15,23 @@ from services.worker.core.queue.waiting_queue import Kept
 
 def violations(table: RequestTable) -> list[str]:
     """One sentence for each thing that does not hold; empty when all is well. O(pool size)."""
-    return _page_states(table) + _leases(table) + _held(table) + _shares(table) + _tree(table.memory) + _sessions(table)
+    return (
+        _page_states(table)
+        + _leases(table)
+        + _held(table)
+        + _shares(table)
+        + _tree(table.memory)
+        + _sessions(table)
+        + _tiers(table)
+    )
 
 
 def _page_states(table: RequestTable) -> list[str]:
-    """free + leased + cached = total, each page in exactly one of them."""
+    """free + leased + cached + quarantined = total, each page in exactly one of them."""
     memory = table.memory
     owners = np.zeros(memory.pages.num_pages, dtype=np.int64)
     np.add.at(owners, memory.pages.free_pages(), 1)
+    np.add.at(owners, list(memory.quarantined), 1)
     for node in memory.tree.nodes():
         np.add.at(owners, node.pages, 1)
     for request in table.extending + table.decoding:
@@ -134,4 +143,19 @@ def _sessions(table: RequestTable) -> list[str]:
         out.append("the sessions miscount their tokens")
     if table.sessions.overfull():
         out.append("a session holds more than its capacity")
+    return out
+
+
+def _tiers(table: RequestTable) -> list[str]:
+    """Pages are quarantined by operations alone, and who waits for an import is gated."""
+    tiers = table.tiers
+    if tiers is None:
+        return ["pages are quarantined by nobody"] if table.memory.quarantined else []
+    out = tiers.violations()
+    if len(table.memory.quarantined) != tiers.num_quarantined:
+        out.append("the quarantined pages are not those of the operations under way")
+    if set(table.importing) != tiers.waiting():
+        out.append("who waits for an import is not gated, or the other way about")
+    if any(request.phase is not Phase.GATED for request in table.importing.values()):
+        out.append("a request waits for an import beside its gate")
     return out

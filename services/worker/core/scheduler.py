@@ -6,16 +6,17 @@ when a plan is made. The same calls give the same plans. Semantics: docs/schedul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from services.worker.core.committer import Committer
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, StepOutput, Submit
-from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceEvent
+from services.worker.core.contracts.transfers import Fact, PageOperation, Tier
 from services.worker.core.draft_controller import DraftController
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
@@ -26,6 +27,8 @@ from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.stats import StepStats, stats_of
 from services.worker.core.step_rows import Extend, Step
+from services.worker.core.tiers.page_keys import PageKeys
+from services.worker.core.tiers.tiers import TierLimits, Tiers
 from services.worker.core.tunables import Tunable, retuned, tunables
 
 _CANCELLED = FinishDecision(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
@@ -35,7 +38,7 @@ class Scheduler:
     """book: compiled grammars, None if structured output is not offered. events: told of cached blocks, None if nobody asks.
     closed: why new requests are turned away, "" while they are welcome; set by whoever takes away what they need. revision: of
     the weights that steps compute with, "" where they have no name; requests for others are turned away, and what is cached is
-    kept by it."""
+    kept by it. keys: of pages that are kept in other tiers; None where the configuration has none."""
 
     def __init__(
         self,
@@ -44,14 +47,19 @@ class Scheduler:
         book: GrammarBook | None = None,
         events: CacheEventLog | None = None,
         revision: str = "",
+        keys: PageKeys | None = None,
     ) -> None:
-        self.table = RequestTable(config, book, events)
+        assert (keys is not None) or not config.host_pages, "pages of other tiers have keys"
+        self._tiers = None if keys is None or not config.host_pages else Tiers(_tier_limits(config), keys)
+        self.table = RequestTable(config, book, events, self._tiers)
         self._events = events
         most, adaptive = config.max_drafts, config.speculative_adaptive
         self._guesses = DraftController(config.max_running_requests, most, adaptive) if most else None
         self._planner = Planner(self.table, self._guesses)
         self._committer = Committer(self.table, rules, self._guesses)
         self._flight: list[Step] = []
+        self._began: list[float] = []  # of each in flight
+        self._ended_at = 0.0
         self._next_seq = 0
         self.paused = False
         self.closed = ""
@@ -65,6 +73,11 @@ class Scheduler:
     def idle(self) -> bool:
         """No request is here. A step may still be uncommitted."""
         return not self.table.by_key
+
+    @property
+    def settled(self) -> bool:
+        """No operation is under way: pages may be given up."""
+        return self._tiers is None or not self._tiers.num_running
 
     @property
     def num_requests(self) -> int:
@@ -85,7 +98,7 @@ class Scheduler:
         self._next_seq += 1
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
         self.table.enqueue(request)
-        self._take_given(request, now)
+        self._begin_waiting(request, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
         """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before."""
@@ -108,6 +121,7 @@ class Scheduler:
         """A compilation that GrammarBook.open has begun is done. A grammar that was dropped meanwhile is compiled again."""
         for request in self.table.gate.compiled(spec):
             self.table.ungate(request)
+            self._look_elsewhere(request)
 
     def grammar_failed(self, spec: GrammarSpec, reason: str, now: float, busy: bool = False) -> None:
         """Ends the requests that wait for it. reason: for their clients. busy: the compiler takes no more just now; requests with
@@ -131,15 +145,27 @@ class Scheduler:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.table.trace.now = now
+        operations = self._plan_operations(now)
+        step = self._plan_step(now)
+        if step is None:
+            return idle_plan(operations) if operations else None
+        if operations:
+            step = replace(step, plan=replace(step.plan, operations=operations))
+        self._flight.append(step)
+        self._began.append(now)
+        return step.plan
+
+    def _plan_step(self, now: float) -> Step | None:
         for request, message in self.table.expired(now):
             self.table.end(request, FinishDecision(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
         self.table.sessions.expire(self.table.memory, now)
         self.table.memory.forget_empty()
         for request in self.table.gate.ask_again(now):
             self.table.ungate(request)
+            self._look_elsewhere(request)
         for request in self.table.gate.follow():
             self.table.ungate(request)
-            self._take_given(request, now)
+            self._begin_waiting(request, now)
         if self.idle:
             self._planner.ratio.reset()
             self.table.batch_is_full = False
@@ -152,13 +178,30 @@ class Scheduler:
         if self._guesses is not None:
             for admitted in step.plan.admitted:
                 self._guesses.begin(admitted.slot)
-        self._flight.append(step)
-        return step.plan
+        return step
+
+    def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
+        if self._tiers is None:
+            return ()
+        operations, ready = self._tiers.plan(self.table.memory, now)
+        for seq in ready:
+            self.table.imported(seq)
+        return operations
+
+    def ended(self, fact: Fact) -> None:
+        """What an operation of a plan has come to."""
+        assert self._tiers is not None, "a fact where there are no tiers"
+        self._tiers.ended(fact)
+        self.table.batch_is_full = False
 
     def commit(self, result: StepResult, now: float) -> None:
         """Takes in the result of the oldest uncommitted step."""
         self.table.trace.now = now
+        began = self._began[0]
         step = self._take_flight(result.step_id)
+        if self._tiers is not None:
+            self._tiers.rates.computed(int(step.plan.num_tokens[: step.plan.num_extend].sum()), now - max(began, self._ended_at))
+        self._ended_at = now
         self._committer.commit(step, result, now)
 
     def fail(self, step_id: int, message: str, now: float) -> None:
@@ -212,20 +255,28 @@ class Scheduler:
 
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses; returns the number of pages freed."""
+        if self._tiers is not None:
+            self._tiers.end_imports()
         num_pages = self.table.memory.flush()
         if self._events:
             self._events.flushed()
         return num_pages
 
+    def flush_tiers(self, tiers: Sequence[Tier]) -> int:
+        """Forgets what these hold; returns the number of pages. Of the device: flush_cache()."""
+        return 0 if self._tiers is None else self._tiers.clear(tiers)
+
     def reset_memory(self) -> None:
-        """Forgets every page and every session: the pool's content is gone. Only while idle, with nothing in flight."""
-        assert self.idle and not self._flight
+        """Forgets every page of the device and every session: the pool's content is gone. Only while idle and settled, with
+        nothing in flight."""
+        assert self.idle and self.settled and not self._flight
         self.table.reset_memory()
 
     def replace_weights(self, revision: str) -> None:
         """Steps compute with these weights from here on: nothing that others have computed counts. As reset_memory()."""
         self.revision = revision
         self.reset_memory()
+        self.flush_tiers((Tier.HOST,))  # what a storage has of other weights grows old there
 
     def tunables(self) -> dict[str, Tunable]:
         """What retune() takes, as it is."""
@@ -258,17 +309,22 @@ class Scheduler:
         if self.idle and not self._flight:
             if self.table.memory.num_leased:
                 found.append(f"{self.table.memory.num_leased} pages are leased by nobody")
-            if found:
+            if found and self.settled:
                 self.table.reset_memory()
         return found
 
     def stats(self) -> StepStats:
         return stats_of(self.table, self._planner.ratio.value, self.paused)
 
-    def _take_given(self, request: Request, now: float) -> None:
-        """Once it stands in the queue with all that it needs."""
+    def _begin_waiting(self, request: Request, now: float) -> None:
+        """Once it stands in the queue with all that it needs: output that it came with counts, and may be all there is."""
         if request.num_given and request.phase is Phase.WAITING:
             self._committer.take_given(request, now)
+        self._look_elsewhere(request)
+
+    def _look_elsewhere(self, request: Request) -> None:
+        if self._tiers is not None and request.phase is Phase.WAITING:
+            self.table.look_elsewhere(request)
 
     def _resolve(self, message: Submit, now: float) -> Submit | FinishDecision:
         """The message as it can be queued, or why it cannot. What has output already finds room in a full queue, as what is
@@ -303,5 +359,10 @@ class Scheduler:
     def _take_flight(self, step_id: int) -> Step:
         assert self._flight, "a result of no step"
         step = self._flight.pop(0)
+        del self._began[0]
         assert step.plan.step_id == step_id, "results come back in the order of their plans"
         return step
+
+
+def _tier_limits(config: SchedulerConfig) -> TierLimits:
+    return TierLimits(config.host_pages, config.has_storage, config.page_bytes, config.page_size, config.hicache_write_policy)

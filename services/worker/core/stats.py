@@ -6,7 +6,7 @@ A field that is a metric by itself says so with Told. The core knows no Promethe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, get_type_hints
 
 from services.worker.core.queue.request_table import RequestTable
@@ -67,6 +67,39 @@ class StepStats:
     accepted_tokens_total: Annotated[int, Told("rootstock_worker_accepted_tokens", "Of these, those that were right.")]
     evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
 
+    pages_quarantined: Annotated[
+        int, Told("rootstock_worker_quarantined_tokens", "Tokens of KV that copies from other tiers are writing.", True)
+    ] = 0
+    host_pages: Annotated[int, Told("sglang:hicache_host_total_tokens", "Size of the host tier in tokens.", True)] = 0
+    host_pages_used: Annotated[int, Told("sglang:hicache_host_used_tokens", "Tokens of KV in the host tier.", True)] = 0
+    storage_pages: Annotated[int, Told("rootstock_worker_storage_tokens", "Tokens of KV in the storage tier.", True)] = 0
+    num_importing: Annotated[
+        int, Told("rootstock_worker_importing_requests", "Requests that wait for a prefix from another tier.")
+    ] = 0
+    backed_up_pages_total: Annotated[int, Told("sglang:hicache_backup_tokens", "Tokens of KV copied to the host tier.", True)] = 0
+    stored_pages_total: Annotated[int, Told("sglang:backuped_tokens", "Tokens of KV written to the storage tier.", True)] = 0
+    lost_pages_total: Annotated[
+        int, Told("rootstock_worker_lost_tokens", "Tokens of KV evicted before the host tier had them.", True)
+    ] = 0
+    unstored_pages_total: Annotated[
+        int,
+        Told("rootstock_worker_unstored_tokens", "Tokens of KV that the storage tier did not take, or was too slow for.", True),
+    ] = 0
+    loaded_pages_total: Annotated[int, Told("sglang:load_back_tokens", "Tokens of KV read from the host tier.", True)] = 0
+    fetched_pages_total: Annotated[int, Told("sglang:prefetched_tokens", "Tokens of KV read from the storage tier.", True)] = 0
+    recomputed_pages_total: Annotated[
+        int, Told("rootstock_worker_recomputed_tokens", "Tokens of KV that another tier had, computed for that was sooner.", True)
+    ] = 0
+    given_up_operations_total: Annotated[
+        int, Told("rootstock_worker_late_imports", "Reads from another tier that requests stopped waiting for.")
+    ] = 0
+    failed_operations_total: Annotated[
+        int, Told("rootstock_worker_failed_copies", "Copies between tiers that did not move all of their pages.")
+    ] = 0
+    host_evicted_pages_total: Annotated[
+        int, Told("rootstock_worker_host_evicted_tokens", "Tokens of KV evicted from the host tier.", True)
+    ] = 0
+
     @property
     def pages_used(self) -> int:
         """By running requests: leased, and cached and pinned."""
@@ -117,4 +150,12 @@ def stats_of(table: RequestTable, new_token_ratio: float, paused: bool) -> StepS
         drafted_tokens_total=table.drafted_tokens_total,
         accepted_tokens_total=table.accepted_tokens_total,
         evicted_pages_total=memory.evicted_pages_total,
+        **_of_tiers(table),
     )
+
+
+def _of_tiers(table: RequestTable) -> dict[str, int]:
+    """By field; none where there are no tiers, all of which are then 0."""
+    if table.tiers is None:
+        return {}
+    return {"pages_quarantined": len(table.memory.quarantined), **asdict(table.tiers.stats())}

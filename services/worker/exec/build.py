@@ -44,6 +44,9 @@ from services.worker.exec.step.passes import POISON, ForwardPass
 from services.worker.exec.streams.capture import CudaGraphMemory, GraphMemory
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.streams.returned_memory import return_cached, return_memory
+from services.worker.exec.tiers.make_tiers import make_mover
+from services.worker.exec.tiers.page_copier import PageCopier
+from services.worker.exec.tiers.page_mover import PageMover
 from services.worker.exec.warm_up import PROMPTS, warm_up
 from services.worker.exec.weights.load_phases import LoadPhases
 from services.worker.exec.weights.load_request import LoadRequest
@@ -99,14 +102,18 @@ def build_device_executor(
         progress(f"what drafts has a context of {draft.model.max_context} tokens, and guesses nothing beyond it")
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, drafting=drafting)
     pages = made.finish(num_pages, mem_fraction_static, context_len)
-    executor = DeviceExecutor(made.runner, made.memory_parts(request, pages), steps=made.drafted_steps())
-    progress(f"loaded in: {phases.describe()}")
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
         progress(f"context_len is {fitting}, what the KV pool holds, and not the model's {loaded.context_len}")
     info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
     sizes = info.weight_bytes + draft.weight_bytes, info.kv_bytes_per_token + draft.kv_bytes_per_token
-    return executor, replace(info, max_drafts=options.max_drafts, weight_bytes=sizes[0], kv_bytes_per_token=sizes[1])
+    info = replace(info, max_drafts=options.max_drafts, weight_bytes=sizes[0], kv_bytes_per_token=sizes[1])
+    layout = f"{made.kv_layout} {info.numerics}"
+    mover, host_pages = made.tiers(pages, layout)
+    executor = DeviceExecutor(made.runner, made.memory_parts(request, pages), steps=made.drafted_steps(), mover=mover)
+    progress(f"loaded in: {phases.describe()}")
+    has_storage = mover is not None and mover.store is not None
+    return executor, replace(info, host_pages=host_pages, has_storage=has_storage, kv_layout=layout)
 
 
 def assemble_executor(
@@ -332,6 +339,24 @@ class _Assembly:
     def _token_bytes(self) -> int:
         """Of keys and values, with what drafts."""
         return self._loaded.kv_bytes_per_token + self._drafting.kv_bytes_per_token
+
+    @property
+    def kv_layout(self) -> str:
+        """Of a page: all that another worker's has to have in common with it."""
+        layers = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in (*self._loaded.layers, *self._drafting.layers)]
+        return f"{self._loaded.dtype} {self._page_size} {layers}"
+
+    def tiers(self, pages: int, layout: str) -> tuple[PageMover | None, int]:
+        """What moves pages, and how many the host's memory has; of a model that keeps none, nothing. Raises ValueError."""
+        options = self._options.tiers
+        if options is None or self._loaded.is_encoder or not self._token_bytes:
+            return None, 0
+        passes = self.runner.passes
+
+        def copier() -> PageCopier:
+            return PageCopier((passes.pool, self._drafting.pool))
+
+        return make_mover(options, pages, copier, layout, self._streams, self._progress)
 
     def drafted_steps(self) -> DraftedSteps | None:
         if not self._options.max_drafts:

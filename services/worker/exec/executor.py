@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from torch.profiler import ProfilerActivity
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.exec.contracts.operations import Operation, OperationRefused
+from services.worker.core.contracts.transfers import Fact, PageOperation
+from services.worker.exec.contracts.operations import ClearStorage, Operation, OperationRefused
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 from services.worker.exec.operator import Operator, Releasable
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
 from services.worker.exec.step_profile import StepProfile
 from services.worker.exec.streams.readback import Readback
+from services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +41,9 @@ class Steps(Protocol):
 class DeviceExecutor:
     """Implements exec.protocol.Executor. A failed step fails its own waiter.
 
-    steps: what computes them, the runner itself where nothing is drafted. memory: None where nothing can be released, for it
-    could not be made again. on_lost: called once, with a sentence, when the device answers nothing any more: the process has to
-    be replaced.
+    steps: what computes them, the runner itself where nothing is drafted. mover: of pages between tiers, None where there is one.
+    memory: None where nothing can be released, for it could not be made again. on_lost: called once, with a sentence, when the
+    device answers nothing any more: the process has to be replaced.
     """
 
     def __init__(
@@ -50,14 +52,21 @@ class DeviceExecutor:
         memory: Releasable | None = None,
         on_lost: Callable[[str], None] = _ignore,
         steps: Steps | None = None,
+        mover: PageMover | None = None,
     ) -> None:
         self._runner, self._streams = runner, runner.streams
         self._steps: Steps = runner if steps is None else steps
         self.on_lost = on_lost
+        self._mover = mover
         self._lost = False
         on_gpu = self._streams.device.type == "cuda"
         self._profile = StepProfile((ProfilerActivity.CPU, ProfilerActivity.CUDA) if on_gpu else (ProfilerActivity.CPU,))
         self._operator = Operator(self._profile, memory)
+
+    def wake_on_facts(self, wake: Callable[[], None]) -> None:
+        """wake: called on any thread whenever facts() has more to give."""
+        if self._mover is not None:
+            self._mover.on_fact = wake
 
     @property
     def runner(self) -> DeviceRunner:
@@ -82,7 +91,20 @@ class DeviceExecutor:
         result, own.result = own.result, None  # a cycle would keep the step's tensors
         return result()
 
+    def transfer(self, operations: Sequence[PageOperation]) -> None:
+        assert self._mover is not None or not operations, "pages are moved where there are tiers"
+        for operation in operations:
+            assert self._mover is not None
+            self._mover.begin(operation)
+
+    def facts(self) -> Sequence[Fact]:
+        return () if self._mover is None else self._mover.facts()
+
     def apply(self, operation: Operation) -> None:
+        if isinstance(operation, ClearStorage):
+            if self._mover is not None:
+                self._mover.clear_storage()
+            return
         try:
             self._streams.collect(partial(self._operate, operation))()
         except OperationRefused:
@@ -91,6 +113,8 @@ class DeviceExecutor:
             raise ExecutorError(f"{type(operation).__name__} failed: {error!r}") from error
 
     def close(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
         self._streams.collect(self._end)()
         self._streams.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.exec.contracts.operations import Operation, OperationRefused, ReleaseMemory, StartProfile, StopProfile
+from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation
+from services.worker.exec.contracts.operations import (
+    ClearStorage,
+    Operation,
+    OperationRefused,
+    ReleaseMemory,
+    StartProfile,
+    StopProfile,
+)
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 
 I32 = NDArray[np.int32]
@@ -30,12 +38,14 @@ class TimeModel:
 
     Where graph_rows is not 0, base is that of a step which is replayed as a graph, and eager_step comes on top where none holds
     it: with a request's first tokens, or beyond graph_rows and graph_rereads (GraphLimits). What a graph reads anew is context.
+    per_page_moved: of operations beside the steps.
     """
 
     base: float = 0.0
     per_prefill_token: float = 0.0
     per_row: float = 0.0
     per_context_token: float = 0.0
+    per_page_moved: float = 0.0
     eager_step: float = 0.0
     graph_rows: int = 0
     graph_rereads: int = 0
@@ -128,8 +138,13 @@ class FakeExecutor:
         self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
         self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # tokens of each slot whose KV counts
+        self.host: dict[int, I32] = {}  # a page's tokens by host page
+        self.storage: dict[bytes, I32] = {}
+        self._moving: list[tuple[float, PageOperation]] = []
+        self._moving_until = 0.0
         self._params: dict[int, SamplingParams] = {}
         self.fail_steps: set[int] = set()
+        self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(operation.keys)  # fewer: the rest fails
         self.row_faults: dict[int, dict[int, RowFault]] = {}
 
     def forward(self, plan: BatchPlan) -> FakeRun:
@@ -202,10 +217,45 @@ class FakeExecutor:
         told = (run.logprobs, run.prompt_logprobs, run.embeddings, counts, drafted)
         return StepResult(run.plan.step_id, run.tokens, run.faults, *told, seconds=self._time.seconds(run.plan))
 
+    def transfer(self, operations: Sequence[PageOperation]) -> None:
+        """Each takes the time of its bytes, one after another, and moves nothing before it is over."""
+        for operation in operations:
+            begin = max(self._moving_until, self._busy_until, self._clock())
+            self._moving_until = begin + self._time.per_page_moved * len(operation.keys)
+            self._moving.append((self._moving_until, operation))
+
+    def wake_on_facts(self, wake: Callable[[], None]) -> None:
+        """Nobody is woken: what becomes of operations is a matter of the clock."""
+
+    def facts(self) -> list[Fact]:
+        done: list[Fact] = []
+        while self._moving and self._moving[0][0] <= self._clock():
+            _, operation = self._moving.pop(0)
+            done.append(self._moved(operation))
+        return done
+
+    def _moved(self, operation: PageOperation) -> Fact:
+        count = self.pages_moved(operation)
+        keys, pages, host_pages = operation.keys[:count], operation.pages[:count], operation.host_pages[:count].tolist()
+        stored: tuple[bytes, ...] = ()
+        match operation.kind:
+            case OperationKind.BACK_UP:
+                self.host |= zip(host_pages, self.kv[pages].copy(), strict=True)
+            case OperationKind.LOAD if count:
+                self.kv[pages] = [self.host[page] for page in host_pages]
+            case OperationKind.STORE:
+                stored = tuple(key for key in keys if key not in self.storage)
+                self.storage |= zip(keys, [self.host[page] for page in host_pages], strict=True)
+            case OperationKind.FETCH if count:
+                self.kv[pages] = [self.storage[key] for key in keys]
+        return Fact(operation.op_id, count, self._time.per_page_moved * count, stored)
+
     def apply(self, operation: Operation) -> None:
         match operation:
             case ReleaseMemory(kv=True):
                 self.kv.fill(-1)
+            case ClearStorage():
+                self.storage.clear()
             case StartProfile() | StopProfile():
                 raise OperationRefused("the fake executor computes nothing that a profile could show")
 

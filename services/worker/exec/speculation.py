@@ -93,20 +93,21 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
 
 
 class Drafting:
-    """What an executor drafts with, from when its model is loaded until its memory is given back and taken again."""
+    """What an executor drafts with, from when its model is loaded until its memory is given back and taken again. layers: of
+    which it keeps KV, in the pages of `pool`."""
 
     def __init__(self, loaded: LoadedDraft) -> None:
         self._drafter: ModelDrafter | None = None
-        self._model, self._layers = loaded.model, loaded.model.layers if loaded.model is not None else ()
+        self._model, self.layers = loaded.model, loaded.model.layers if loaded.model is not None else ()
         self.kept, self.kv_bytes_per_token, self._shape = loaded.kept, loaded.kv_bytes_per_token, loaded.shape
-        self._pool = NO_POOL
+        self.pool = NO_POOL
 
     def allocate(self, pool: Callable[[tuple[LayerKV, ...]], KVPool]) -> None:
         """pool: of as many pages as the target's."""
-        if self._layers:
-            self._pool = pool(self._layers)
+        if self.layers:
+            self.pool = pool(self.layers)
             if self._drafter is not None:
-                self._drafter.pool = self._pool
+                self._drafter.pool = self.pool
 
     def drafter(self, table: Tensor, page_size: int, target: Callable[[], CausalModel]) -> Drafter:
         """Once there are pools. table: int32[slots, pages]. target: the model that steps run at that time."""
@@ -118,12 +119,12 @@ class Drafting:
 
         if self._model is None:
             return NgramDrafter()
-        self._drafter = ModelDrafter(self._model, self._pool, table, page_size, kept)
+        self._drafter = ModelDrafter(self._model, self.pool, table, page_size, kept)
         return self._drafter
 
     def drop(self, parts: ReleaseMemory) -> None:
         self._model = None if parts.weights else self._model
-        self._pool = NO_POOL if parts.kv else self._pool
+        self.pool = NO_POOL if parts.kv else self.pool
         if self._drafter is not None:
             self._drafter.drop(model=parts.weights, pool=parts.kv)
 

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 MAX_TRACED = 16384  # requests at once
 MAX_CHUNKS = 256  # spans of one request; later chunks are counted in its own span
 MAX_EVENTS = 64  # of one request
-_EVENTS = (TraceKind.GATED, TraceKind.UNGATED, TraceKind.RETRACTED, TraceKind.PREEMPTED)
+_EVENTS = (
+    TraceKind.GATED,
+    TraceKind.UNGATED,
+    TraceKind.IMPORTING,
+    TraceKind.IMPORTED,
+    TraceKind.RETRACTED,
+    TraceKind.PREEMPTED,
+)
 _ASKED_FOR = (ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT)  # not the worker's failures
 _REFILLS = (TraceKind.RETRACTED, TraceKind.PREEMPTED)
 

@@ -10,6 +10,7 @@ from services.shared import limits
 from services.shared.field_refusal import worded
 from services.worker.core.contracts.messages import Finish, PeerOutput, SessionTurn, Submit
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.transfers import Tier
 from services.worker.front.invalid_request import InvalidRequest
 from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb, within
 
@@ -154,6 +155,9 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         verified_rows=finish.verified.rows,
         drafted_tokens=finish.verified.drafted,
         accepted_tokens=finish.verified.accepted,
+        cached_device_tokens=finish.cached_from.get(Tier.DEVICE, 0),
+        cached_host_tokens=finish.cached_from.get(Tier.HOST, 0),
+        cached_storage_tokens=finish.cached_from.get(Tier.STORAGE, 0),
     )
     if finish.matched_token >= 0:
         pb.matched_token = finish.matched_token

@@ -17,7 +17,7 @@ class Barrier(enum.Enum):
 
     NONE = "none"  # between two steps, as the loop takes its messages; a step may be in flight
     DRAINED = "drained"  # no step in flight: the loop commits the one in flight first
-    IDLE = "idle"  # no request here either; the loop waits for that until the deadline, and serves meanwhile
+    IDLE = "idle"  # no request here either, and no operation on pages; the loop waits until the deadline, and serves meanwhile
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ class PendingCommands:
     @property
     def wants_drained(self) -> bool:
         """Some command runs as soon as no step is in flight."""
-        if self._core.idle:
+        if self._core.idle and self._core.settled:
             return bool(self._waiting)
         return any(command.barrier is not Barrier.IDLE for command in self._waiting)
 
@@ -36,7 +36,7 @@ class PendingCommands:
         """No step is in flight: runs, in order, what needs no more than that, and what needs idleness if there is."""
         waiting, self._waiting = self._waiting, []
         for command in waiting:
-            if command.barrier is Barrier.DRAINED or self._core.idle:
+            if command.barrier is Barrier.DRAINED or (self._core.idle and self._core.settled):
                 self._run(command, now)
             else:
                 self._waiting.append(command)
@@ -48,13 +48,18 @@ class PendingCommands:
                 self._waiting.remove(command)
             elif command.deadline <= now:
                 self._waiting.remove(command)
-                _refuse(command, NotIdle(f"{self._core.num_requests} requests are still here"))
+                _refuse(command, NotIdle(self._why_not_idle()))
 
     def end(self) -> None:
         """The loop ends."""
         for command in self._waiting:
             _refuse(command, LoopEnded("the worker is stopping"))
         self._waiting.clear()
+
+    def _why_not_idle(self) -> str:
+        if self._core.idle:
+            return "copies of cached pages are still under way"
+        return f"{self._core.num_requests} requests are still here"
 
     def _run(self, command: Command, now: float) -> None:
         if command.deadline <= now:

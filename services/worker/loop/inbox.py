@@ -58,11 +58,16 @@ class GrammarFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class FactsReady:
+    """The executor has facts of operations on pages: a loop that rests wakes up."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop; what still runs ends with UNAVAILABLE."""
 
 
-Message = Submit | Abort | PeerGone | OpenSession | CloseSession | GrammarReady | GrammarFailed | Command | Stop
+Message = Submit | Abort | PeerGone | OpenSession | CloseSession | GrammarReady | GrammarFailed | FactsReady | Command | Stop
 
 
 class Inbox:

@@ -27,6 +27,7 @@ from services.worker.loop.commands import PendingCommands
 from services.worker.loop.inbox import (
     Abort,
     CloseSession,
+    FactsReady,
     GrammarFailed,
     GrammarReady,
     Inbox,
@@ -145,7 +146,12 @@ class Loop:
                 self._commit(prev)
                 prev = None
             self._run_commands(prev is None)
+            self._take_facts()
             plan = self._core.plan(self._clock()) if self._slowed_s() <= 0 else None
+            if plan is not None and plan.operations:
+                self._executor.transfer(plan.operations)
+            if plan is not None and not plan.num_rows:
+                plan = None
             if plan is not None and prev is not None and not self._may_overlap(prev.plan, plan):
                 self._commit(prev)
                 prev = None
@@ -172,6 +178,10 @@ class Loop:
         if len(plan.drafts) and any(plan.drafts[row] for row, _ in matchers):
             behind = self._masks.behind(matchers, self._executor.guesses(run))
         self._executor.sample(run, masks, behind)
+
+    def _take_facts(self) -> None:
+        for fact in self._executor.facts():
+            self._core.ended(fact)
 
     def _may_overlap(self, prev: BatchPlan, plan: BatchPlan) -> bool:
         return self._consecutive_prefill_overlap or not (prev.mode is ForwardMode.EXTEND and plan.mode is ForwardMode.EXTEND)
@@ -233,6 +243,8 @@ class Loop:
                     closed.set_result(core.close_session(session_id))
             case Command():
                 self._commands.add(message, now)
+            case FactsReady():
+                pass  # they are taken with every turn
             case Stop():
                 core.closed = STOPPING
                 return False

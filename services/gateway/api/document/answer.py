@@ -21,6 +21,14 @@ def absent(description: str) -> Any:
     return Field(default_factory=lambda: None, description=description)
 
 
+class CachedByTier(Answer):
+    """Cached tokens by where their KV was: in the pool, in host memory, in the storage below it."""
+
+    device: Count
+    host: Count
+    storage: Count
+
+
 class Error(Answer):
     """What is wrong with a request, or why it has no answer."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import Answer, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
+from services.gateway.api.document.answer import Answer, CachedByTier, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
 
 Finish = Literal["stop", "length", "abort"]
 ChatFinish = Literal["stop", "length", "abort", "tool_calls"]
@@ -19,6 +19,7 @@ _REQUESTED = "With logprob_token_ids."
 
 class PromptTokensDetails(Answer):
     cached_tokens: Count
+    cached_tokens_details: CachedByTier = absent("Of workers with tiers of KV, where these were.")
 
 
 class CompletionTokensDetails(Answer):

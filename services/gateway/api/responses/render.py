@@ -140,7 +140,7 @@ def _usage(request: ClientRequest) -> Json:
     details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": details,
         "total_tokens": usage["total_tokens"],

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import Answer, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
+from services.gateway.api.document.answer import Answer, CachedByTier, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
 
 Entry = tuple[Logprob | None, Count, str | None]  # value, token id, text
 Entries = list[Entry]
@@ -53,6 +53,7 @@ class _Logprobs(_Meta):
 
 class _Ended(_Meta):
     cached_tokens: Count
+    cached_tokens_details: CachedByTier = absent("Of a worker with tiers of KV, where these were.")
     e2e_latency: Seconds = Field(description="Seconds.")
     queue_time: Seconds = Field(description="Seconds.")
     num_retractions: Count

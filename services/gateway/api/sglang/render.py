@@ -156,6 +156,7 @@ def _meta_of(choice: Choice, ending: Ending | None, count: int, hidden: bool) ->
         "prompt_tokens": ending.prompt_tokens,
         "completion_tokens": 0 if hidden else ending.completion_tokens,
         "cached_tokens": ending.cached_tokens,
+        **({} if ending.cached_by_tier is None else {"cached_tokens_details": ending.cached_by_tier}),
         "weight_version": WEIGHT_VERSION,
         "e2e_latency": round(choice.request.clock() - choice.request.arrived, 6),
         "queue_time": ending.queue_ms / 1000,

@@ -49,6 +49,7 @@ SETTINGS = (
     "waiting_timeout_s",
     "running_timeout_s",
     "speculative_adaptive",
+    "hicache_write_policy",
     "retract_interval",
 )
 

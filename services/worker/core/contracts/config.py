@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from services.worker.core.contracts.graph_limits import GraphLimits
+from services.worker.core.contracts.transfers import WritePolicy
 
 
 class SchedulePolicy(enum.StrEnum):
@@ -43,6 +44,8 @@ class SchedulerConfig:
     pooling_reuses_prefix: a vector may be computed from the tokens after a cached prefix alone (last-token pooling).
     graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits. max_drafts: tokens that it drafts and verifies
     in a decode row beside the one it computes anyway, 0 for none; speculative_adaptive: as many as pay, and not always the most.
+    host_pages: of the tier in host memory, 0 for no tiers; has_storage: there is one below it; page_bytes: of one page's KV;
+    hicache_write_policy: see WritePolicy.
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
     running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
     sessions that name none. random_seed: of the random policy.
@@ -83,6 +86,10 @@ class SchedulerConfig:
     eager_step_cost: float
     max_drafts: int
     speculative_adaptive: bool
+    host_pages: int
+    has_storage: bool
+    page_bytes: int
+    hicache_write_policy: WritePolicy
     retract_interval: int
     random_seed: int
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.transfers import Tier
 
 
 class FinishReason(enum.IntEnum):
@@ -97,6 +98,7 @@ NOTHING_VERIFIED = Verified()
 @dataclass(frozen=True, slots=True)
 class Finish:
     """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none.
+    cached_from: cached_tokens by the tier that they were in, empty where there is one.
     matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED. field: with
     INVALID_ARGUMENT what is at fault, "" for nothing in particular; message says why, without the field's name, which
     goes before it on the wire."""
@@ -110,6 +112,7 @@ class Finish:
     message: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_from: dict[Tier, int] = field(default_factory=dict)
     completion_tokens: int = 0
     queue_s: float = 0.0
     retractions: int = 0

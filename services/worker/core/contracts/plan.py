@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from kernels.contracts.row_fault import RowFault as RowFault
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.transfers import PageOperation
 
 I32 = NDArray[np.int32]
 VERIFIED_TOKENS = 16  # of a decode step, up to which it is bound by reading weights: guesses beside few rows cost little
+NO_STEP = 0  # steps are numbered from 1
 _NO_DRAFTS: I32 = np.empty(0, dtype=np.int32)
 
 
@@ -67,6 +69,8 @@ class BatchPlan:
     table_slots, table_firsts, table_counts: [updates]; table_pages: flat. For update u, logical pages
         firsts[u] .. firsts[u] + counts[u] - 1 of slot slots[u] become the next counts[u] ids of table_pages.
         Applied in order before the forward pass. A slot's table is stale beyond what its rows cover.
+    operations: that begin once all steps launched before have ended, beside this one. A plan that has nothing else is IDLE, is
+        not launched, and has no result.
     """
 
     step_id: int
@@ -87,10 +91,18 @@ class BatchPlan:
     table_counts: I32
     table_pages: I32
     drafts: I32 = field(default_factory=no_drafts)
+    operations: tuple[PageOperation, ...] = ()
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
+
+
+def idle_plan(operations: tuple[PageOperation, ...]) -> BatchPlan:
+    """Of no step."""
+    none, no_rows = no_drafts(), np.empty(0, dtype=np.bool_)
+    columns = (none, none, none, none, no_rows, none, none, none, none, (), none, none, none, none, none)
+    return BatchPlan(NO_STEP, ForwardMode.IDLE, 0, *columns, operations)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ class TraceKind(enum.StrEnum):
     QUEUED = "queued"  # prompt tokens
     GATED = "gated"  # prompt tokens; the grammar is being compiled
     UNGATED = "ungated"  # 0
+    IMPORTING = "importing"  # prompt tokens that may come from another tier
+    IMPORTED = "imported"  # those that came
     ADMITTED = "admitted"  # tokens that a prefix hit gave
     PREFILLED = "prefilled"  # tokens of KV once its last chunk, planned at this time, is computed
     JUMPED = "jumped"  # output tokens, with those the grammar has added

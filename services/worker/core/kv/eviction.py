@@ -1,4 +1,5 @@
-"""Which cached pages go first: a node's place in the order of eviction, per policy. Lower goes first."""
+"""Which cached pages go first: a node's place in the order of eviction, per policy. Lower goes first. What sessions hold goes
+last, unless it can be had back from another tier."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ EvictionOrder = Callable[[TreeNode], EvictionKey]
 
 
 def lru(node: TreeNode) -> EvictionKey:
-    return node.holds > 0, 0, node.stamp
+    return node.holds > 0 and not node.backed, 0, node.stamp
 
 
 def lfu(node: TreeNode) -> EvictionKey:
-    return node.holds > 0, node.hits, node.stamp
+    return node.holds > 0 and not node.backed, node.hits, node.stamp
 
 
 def fifo(node: TreeNode) -> EvictionKey:
-    return node.holds > 0, 0, node.born
+    return node.holds > 0 and not node.backed, 0, node.born
 
 
 def priority(node: TreeNode) -> EvictionKey:
-    return node.holds > 0, -node.rank, node.stamp
+    return node.holds > 0 and not node.backed, -node.rank, node.stamp

@@ -1,7 +1,8 @@
 """KV memory of one cache group: pages, slots and the radix tree under one owner, and the lease that a request holds.
 
-Every page is in exactly one state: free, leased by one slot, or cached in the tree; free + leased + cached = total.
-A page that is freed may be given out again at once: one forward stream orders all steps (docs/scheduler.md#steps-and-streams).
+Every page is in exactly one state: free, leased by one slot, cached in the tree, or quarantined, while an operation beside the
+forward stream writes it; free + leased + cached + quarantined = total. A page that is freed may be given out again at once: one
+forward stream orders all steps (docs/scheduler.md#steps-and-streams), and operations begin after the steps before them.
 Writes to page tables are recorded and handed to the next plan by `take_table_updates`.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.eviction import EvictionOrder
 from services.worker.core.kv.pools import ReqToTokenPool, TokenToKVPool
@@ -25,11 +27,13 @@ _EMPTY: I32 = np.empty(0, dtype=np.int32)
 @dataclass(slots=True, eq=False)
 class Lease:
     """What a running request holds: a slot, the pages in the slot's table row, and a lock on `node`, the shared part's end.
-    rank: how urgent the request is, for what it leaves in the cache."""
+    rank: how urgent the request is, for what it leaves in the cache. page_keys: of the first pages of its tokens, those that are
+    known."""
 
     slot: int
     node: TreeNode
     rank: int = 0
+    page_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +57,24 @@ class KVShape:
 
 
 class KVMemory:
-    """order: of eviction. enable_radix_cache: whether anything is shared. events: told of what is cached; None: nobody."""
+    """order: of eviction. enable_radix_cache: whether anything is shared. events: told of what is cached; None: nobody.
+    backups: see RadixCache. quarantined: pages that operations write."""
 
     def __init__(
-        self, shape: KVShape, order: EvictionOrder, enable_radix_cache: bool, events: CacheEventLog | None = None
+        self,
+        shape: KVShape,
+        order: EvictionOrder,
+        enable_radix_cache: bool,
+        events: CacheEventLog | None = None,
+        backups: BackupQueue | None = None,
     ) -> None:
         self.page_size = shape.page_size
         self.pages = TokenToKVPool(shape.num_pages)
         self.slots = ReqToTokenPool(shape.num_slots, shape.pages_per_slot)
-        self.tree = RadixCache(shape.page_size, order, events)
+        self.tree = RadixCache(shape.page_size, order, events, backups)
+        self.quarantined: set[int] = set()
         self.evicted_pages_total = 0
+        self._num_pins = 0
         self._enable_radix_cache = enable_radix_cache
         self._updates: list[tuple[I32, I32, I32, I32]] = []
 
@@ -73,7 +85,7 @@ class KVMemory:
 
     @property
     def num_leased(self) -> int:
-        return self.pages.num_pages - self.pages.num_free - self.tree.num_pages
+        return self.pages.num_pages - self.pages.num_free - self.tree.num_pages - len(self.quarantined)
 
     def match(self, namespace: str, key: bytes, limit: int) -> Match:
         """The longest hit of at most `limit` tokens that leaves at least one token of `key` to compute. Allocates nothing."""
@@ -89,8 +101,11 @@ class KVMemory:
         self.tree.forget_empty()
 
     def _usable(self, key: bytes, limit: int) -> bytes:
-        usable = min(len(key) // TOKEN_BYTES - 1, limit) // self.page_size if self._enable_radix_cache else 0
-        return key[: usable * self.page_size * TOKEN_BYTES]
+        return key[: self.usable_pages(len(key) // TOKEN_BYTES, limit) * self.page_size * TOKEN_BYTES]
+
+    def usable_pages(self, num_tokens: int, limit: int) -> int:
+        """Whole pages that a hit of at most `limit` tokens may cover of so many."""
+        return min(num_tokens - 1, limit) // self.page_size if self._enable_radix_cache else 0
 
     def lock(self, match: Match) -> None:
         self.tree.lock(match.node)
@@ -98,7 +113,7 @@ class KVMemory:
     def unlock(self, match: Match) -> None:
         self.tree.unlock(match.node)
 
-    def lease(self, match: Match, rank: int = 0) -> Lease:
+    def lease(self, match: Match, rank: int = 0, page_keys: tuple[bytes, ...] = ()) -> Lease:
         """A lease on a free slot whose table begins with the hit's pages. `match` is locked; the lease takes over the lock."""
         count = len(match.pages)
         assert match.node.lock_ref > 0, "a lease takes over the lock of its match"
@@ -108,7 +123,7 @@ class KVMemory:
         self.slots.page_table[slot, :count] = match.pages
         self.slots.num_pages[slot] = self.slots.num_shared[slot] = count
         self._record(slot, 0, match.pages)
-        return Lease(slot, match.node, rank)
+        return Lease(slot, match.node, rank, page_keys)
 
     def grow(self, lease: Lease, num_tokens: int) -> int:
         """Allocates so that the lease's table covers `num_tokens`, or as many as there are pages for. Returns tokens covered."""
@@ -147,7 +162,8 @@ class KVMemory:
         assert whole <= self.slots.num_pages[slot], "what is published lies beyond the slot's pages"
         mine = self.slots.page_table[slot, shared:whole].copy()
         cut = self.page_size * TOKEN_BYTES
-        node, theirs = self.tree.insert(lease.node, key[shared * cut : whole * cut], mine, lease.rank)
+        page_keys = lease.page_keys[shared:whole]
+        node, theirs = self.tree.insert(lease.node, key[shared * cut : whole * cut], mine, lease.rank, page_keys)
         assert node.depth == whole and len(theirs) == len(mine), "the tree holds what it was given"
         self.tree.lock(node)
         self.tree.unlock(lease.node)
@@ -177,8 +193,45 @@ class KVMemory:
         self.pages.free(self.slots.page_table[slot, shared:have].copy())
         self.tree.unlock(lease.node)
         self.slots.free(slot)
-        assert self.tree.num_locks - self.slots.num_leased in (0, 1), "a lock for every lease, and for the match in hand"
-        assert self.num_leased >= 0, "free + leased + cached = total"
+        locks = self.tree.num_locks - self._num_pins - self.slots.num_leased
+        assert locks in (0, 1), "a lock for every lease and every pin, and for the match in hand"
+        assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
+
+    # Operations beside the forward stream
+
+    def pin(self, node: TreeNode) -> None:
+        """Keeps the path to `node`: an operation reads its pages, or somebody who waits is to find it."""
+        self._num_pins += 1
+        self.tree.lock(node)
+
+    def unpin(self, node: TreeNode) -> None:
+        assert self._num_pins > 0, "unpin without pin"
+        self._num_pins -= 1
+        self.tree.unlock(node, used=False)
+
+    def quarantine(self, count: int) -> I32:
+        """int32[count]: pages that an operation is to write. Asks for no more than num_available."""
+        assert 0 < count <= self.num_available, "pages for an operation that were not counted"
+        pages = self._alloc(count)
+        self.quarantined.update(pages.tolist())
+        return pages
+
+    def free_quarantined(self, pages: I32) -> None:
+        """Their operation has ended, and nothing in them counts."""
+        self._leave_quarantine(pages)
+        self.pages.free(pages)
+
+    def publish_quarantined(self, node: TreeNode, key: bytes, pages: I32, rank: int, page_keys: tuple[bytes, ...]) -> TreeNode:
+        """Their operation has ended: they hold the KV of the tokens `key` behind `node`, which is pinned. Returns where these
+        end in the tree; pages that it has already are freed."""
+        self._leave_quarantine(pages)
+        end, theirs = self.tree.insert(node, key, pages, rank, page_keys)
+        self.pages.free(pages[pages != theirs])
+        return end
+
+    def _leave_quarantine(self, pages: I32) -> None:
+        assert self.quarantined.issuperset(pages.tolist()), "a page leaves quarantine once"
+        self.quarantined.difference_update(pages.tolist())
 
     def flush(self) -> int:
         """Evicts everything that no lease pins; returns the number of pages."""
@@ -206,7 +259,7 @@ class KVMemory:
             self.pages.free(pages)
         total = sum(map(len, freed))
         assert total >= min(count, evictable), "fewer pages were evicted than were counted evictable"
-        assert self.num_leased >= 0, "free + leased + cached = total"
+        assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
         self.evicted_pages_total += total
         return total
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.eviction import EvictionKey, EvictionOrder, lru
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
@@ -33,12 +34,19 @@ class Match:
 
 class RadixCache:
     """order: which unlocked leaf goes first. events: told of blocks that come and go; None: nobody listens, nothing is hashed.
-    num_locks: paths that are locked."""
+    backups: told of what could be copied down the tiers; None: there is one tier. num_locks: paths that are locked."""
 
-    def __init__(self, page_size: int, order: EvictionOrder = lru, events: CacheEventLog | None = None) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        order: EvictionOrder = lru,
+        events: CacheEventLog | None = None,
+        backups: BackupQueue | None = None,
+    ) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
         self._eviction_key = order
         self._events = events
+        self._backups = backups
         self._roots: dict[str, TreeNode] = {}
         self._empty_roots: list[TreeNode] = []  # that may have to go
         self._clock = 0
@@ -74,6 +82,8 @@ class RadixCache:
 
     def count_hit(self, node: TreeNode) -> None:
         """A request is admitted on the path from the root to `node`."""
+        if self._backups is not None:
+            self._backups.hit(node)
         walk: TreeNode | None = node
         while walk is not None:
             walk.hits += 1
@@ -90,8 +100,11 @@ class RadixCache:
                 break
         return node, num_pages
 
-    def insert(self, node: TreeNode, key: bytes, pages: I32, rank: int = 0) -> tuple[TreeNode, I32]:
+    def insert(
+        self, node: TreeNode, key: bytes, pages: I32, rank: int = 0, page_keys: tuple[bytes, ...] = ()
+    ) -> tuple[TreeNode, I32]:
         """Puts the tokens `key` with their `pages` below `node`, for a request of this rank. The whole path counts as used.
+        page_keys: of the first of these pages, where they are known.
 
         Returns the node at their end and int32[n], the tree's pages for them: equal to `pages` where the tree took
         those over, different where it had others already (the caller keeps and frees its own there).
@@ -100,8 +113,12 @@ class RadixCache:
         end = node.depth + len(pages)
         node, at, out = self._walk(node, key)
         if at < len(key):
-            node = self._append(node, key[at:], pages[at // self._page_bytes :], rank)
+            there = at // self._page_bytes
+            node = self._append(node, key[at:], pages[there:], rank)
+            node.page_keys = page_keys[there : len(pages)]
             out.append(node.pages)
+            if self._backups is not None:
+                self._backups.appended(node)
         assert node.depth == end, "an insert ends as deep as its key reaches"
         walk: TreeNode | None = node
         while walk is not None:
@@ -121,8 +138,11 @@ class RadixCache:
             walk = walk.parent
         assert self.num_evictable >= 0, "more pages were locked than are in the tree"
 
-    def unlock(self, node: TreeNode) -> None:
+    def unlock(self, node: TreeNode, used: bool = True) -> None:
+        """used: by a request, which made or read what is there."""
         self.num_locks -= 1
+        if self._backups is not None and used and node.lock_ref == 1:
+            self._backups.unlocked(node)
         walk: TreeNode | None = node
         while walk is not None:
             assert walk.lock_ref > 0, "unlock without lock"
@@ -152,6 +172,14 @@ class RadixCache:
                 self._queue(walk)
             root, walk = walk, walk.parent
         self._may_be_empty(root)
+
+    def mark_backed(self, node: TreeNode) -> None:
+        """All of it can be had back from another tier."""
+        if not node.backed:
+            node.backed = True
+            if node.holds:
+                node.entry = 0  # as above: it goes earlier now
+                self._queue(node)
 
     def evict(self, num_pages: int) -> list[I32]:
         """Drops unlocked leaves in the order until `num_pages` are given back, or none is left. Returns their pages."""
@@ -217,6 +245,8 @@ class RadixCache:
         upper = TreeNode(parent, node.key[:cut], node.pages[:num_pages], parent.depth + num_pages)
         upper.lock_ref, upper.holds, upper.hits = node.lock_ref, node.holds, node.hits
         upper.born, upper.stamp, upper.rank = node.born, node.stamp, node.rank
+        upper.page_keys, node.page_keys = node.page_keys[:num_pages], node.page_keys[num_pages:]
+        upper.backed = node.backed
         if self._events:
             upper.blocks, node.blocks = self._events.split(node.blocks, upper.depth, node.depth)
         parent.children[upper.key[: self._page_bytes]] = upper
@@ -251,6 +281,8 @@ class RadixCache:
         node.gone = True
         if self._events:
             self._events.removed(node)
+        if self._backups is not None:
+            self._backups.removed(node)
         if parent.parent is not None:
             self._queue(parent)
         else:

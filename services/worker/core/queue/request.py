@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,7 @@ from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import NOTHING_VERIFIED, SessionTurn, Verified
 from services.worker.core.contracts.plan import RowLogprobs
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.transfers import Tier
 from services.worker.core.kv.memory import Lease
 from services.worker.core.queue.shares import Flow, Payer
 
@@ -26,7 +28,7 @@ class Phase(enum.IntEnum):
 
 _LEGAL: dict[Phase, tuple[Phase, ...]] = {
     Phase.GATED: (Phase.WAITING, Phase.FINISHED),
-    Phase.WAITING: (Phase.EXTEND, Phase.FINISHED),
+    Phase.WAITING: (Phase.EXTEND, Phase.FINISHED, Phase.GATED),
     Phase.EXTEND: (Phase.DECODE, Phase.WAITING, Phase.FINISHED),
     Phase.DECODE: (Phase.EXTEND, Phase.WAITING, Phase.FINISHED),
     Phase.FINISHED: (),
@@ -46,7 +48,9 @@ class Request:
     wait. held: tokens of KV kept for it while an admission gate makes it wait in the queue, 0 if none does. prefix_seen: most
     bytes of its key that were cached while it waited for more (-1: it has not). prefix_passes: how many it has waited since
     they were. jump: the grammar may add tokens by itself. payer: whose share its prompt tokens are of, weight: of that share.
-    flow: the same while there are any to be planned, but for those that wait for a grammar.
+    flow: the same while there are any to be planned, but for those that wait at a gate. page_keys: of the first pages of its key,
+    where there are tiers. num_looks: how often other tiers were asked for its prefix since it last began to wait. imported: pages
+    that came from each. cached_from: num_cached_tokens, by where they were.
     """
 
     seq: int
@@ -91,6 +95,10 @@ class Request:
     payer: Payer = (b"", 0, 0)
     weight: float = 1.0
     flow: Flow | None = None
+    page_keys: list[bytes] = field(default_factory=list)
+    num_looks: int = 0
+    imported: Counter[str] = field(default_factory=Counter)
+    cached_from: dict[Tier, int] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:

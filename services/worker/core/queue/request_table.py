@@ -12,10 +12,12 @@ from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook
 from services.worker.core.contracts.messages import Finish, FinishReason
 from services.worker.core.contracts.trace import TraceKind, TraceLog
+from services.worker.core.contracts.transfers import Tier
 from services.worker.core.kv.cache_events import CacheEventLog
-from services.worker.core.kv.memory import Lease
+from services.worker.core.kv.memory import KVMemory, Lease
+from services.worker.core.kv.other_tiers import OtherTiers, Wanted
 from services.worker.core.kv.radix_cache import Match
-from services.worker.core.kv.tree_node import TreeNode
+from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.queue.configured_memory import configured_memory
 from services.worker.core.queue.deadlines import Deadlines
 from services.worker.core.queue.finish import FinishDecision
@@ -27,18 +29,25 @@ from services.worker.core.queue.sessions import SessionTable
 from services.worker.core.queue.shares import Shares
 from services.worker.core.queue.waiting_queue import WaitingQueue
 
+MOST_LOOKS = 2  # at other tiers, for each wait: when it begins, and when the request is about to be admitted
+
 
 class RequestTable:
-    """extending, decoding: running requests in order of admission. waiting, gate: those without a lease.
+    """extending, decoding: running requests in order of admission. waiting, gate: those without a lease; importing: those that
+    wait for a prefix from another tier, by seq. tiers: None where there is the device's memory alone.
 
     batch_is_full: nothing can be admitted until a running request leaves (docs/scheduler.md#admission-and-budgets). config may
     be replaced while running; sizes of pools in it are those of the start.
     """
 
-    def __init__(self, config: SchedulerConfig, book: GrammarBook | None, events: CacheEventLog | None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, book: GrammarBook | None, events: CacheEventLog | None, tiers: OtherTiers | None = None
+    ) -> None:
         self.config = config
         self._events = events
-        self.memory = configured_memory(config, events)
+        self.tiers = tiers
+        self.importing: dict[int, Request] = {}
+        self.memory = self._new_memory()
         self.columns = SlotColumns(config.max_running_requests)
         self.outputs = Outputs()
         self.trace = TraceLog()
@@ -62,12 +71,13 @@ class RequestTable:
     @property
     def num_waiting(self) -> int:
         """Those at the gate among them."""
-        return len(self.waiting) + len(self.gate)
+        return len(self.waiting) + len(self.gate) + len(self.importing)
 
     @property
     def waiting_tokens(self) -> int:
         """Of prompts and outputs of those that wait, as they were when they began to."""
-        return self.waiting.num_tokens + self.gate.num_tokens
+        importing = sum(request.queued_tokens for request in self.importing.values()) if self.importing else 0
+        return self.waiting.num_tokens + self.gate.num_tokens + importing
 
     @property
     def num_running(self) -> int:
@@ -119,11 +129,50 @@ class RequestTable:
         self.trace.add(request.request_id, TraceKind.UNGATED, 0)
         assert self._adds_up, "each request stands in one queue"
 
+    def look_elsewhere(self, request: Request) -> bool:
+        """WAITING to GATED where other tiers have more of its prefix than the tree, and reading it pays."""
+        if self.tiers is None or request.num_looks >= MOST_LOOKS:
+            return False
+        request.num_looks += 1
+        limit = self.memory.usable_pages(len(request.key) // TOKEN_BYTES, request.prefix_limit())
+        wanted = Wanted(request.seq, request.namespace, request.key, limit, request.rank, request.page_keys, request.imported)
+        if not self.tiers.consider(wanted, self.memory):
+            return False
+        self.waiting.remove(request)
+        self._unshare(request)
+        request.move(Phase.GATED)
+        self.importing[request.seq] = request
+        self.trace.add(request.request_id, TraceKind.IMPORTING, limit * self.config.page_size)
+        assert self._adds_up, "each request stands in one queue"
+        return True
+
+    def imported(self, seq: int) -> None:
+        """GATED to WAITING: what came is pinned for it, the rest is computed."""
+        request = self.importing.pop(seq)
+        request.move(Phase.WAITING)
+        self._share(request)
+        self.waiting.add(request, back=request.num_given > 0 or request.queue_s >= 0)
+        self.trace.add(request.request_id, TraceKind.IMPORTED, sum(request.imported.values()) * self.config.page_size)
+        self.batch_is_full = False
+        assert self._adds_up, "each request stands in one queue"
+
+    def free_imported(self) -> bool:
+        """Who runs is short of pages: what was imported for those who wait is theirs no more than what others left. Whether that
+        may have freed any."""
+        return self.tiers is not None and self.tiers.let_go()
+
+    @property
+    def pages_may_come_back(self) -> bool:
+        """An operation holds some."""
+        return self.tiers is not None and self.tiers.num_running > 0
+
     def begin(self, request: Request, match: Match, now: float) -> Lease:
         """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
         self.waiting.remove(request)
         request.move(Phase.EXTEND)
-        lease = request.lease = self.memory.lease(match, request.rank)
+        lease = request.lease = self.memory.lease(match, request.rank, tuple(request.page_keys))
+        if self.tiers is not None:
+            self.tiers.admitted(request.seq, request.page_keys, len(match.pages))
         cached = len(match.pages) * self.config.page_size
         self.trace.add(request.request_id, TraceKind.ADMITTED, cached)
         self.columns.begin(lease.slot, request, cached)
@@ -133,6 +182,7 @@ class RequestTable:
         if request.queue_s < 0:
             request.queue_s = now - request.arrival
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
+            request.cached_from = self._cached_from(request) if self.tiers is not None else {}
             self.prompt_tokens_total += request.num_prompt_tokens
             self.cached_tokens_total += request.num_cached_tokens
             if self.config.running_timeout_s:
@@ -193,6 +243,7 @@ class RequestTable:
         request.num_retractions += 1
         kind = TraceKind.PREEMPTED if preempted else TraceKind.RETRACTED
         self.trace.add(request.request_id, kind, len(request.output_ids))
+        request.num_looks = 0
         self.waiting.add(request, back=True)
         self.preemptions_total += preempted
         if not preempted:
@@ -212,6 +263,8 @@ class RequestTable:
             self._release(request)
             node = lease.node
             self.batch_is_full = False
+        elif request.seq in self.importing:
+            del self.importing[request.seq]
         elif request.phase is Phase.GATED:
             self.gate.leave(request)
         else:
@@ -220,6 +273,8 @@ class RequestTable:
         if request.flow is not None:
             self._unshare(request)
         del self.by_key[request.peer, request.handle]
+        if self.tiers is not None:
+            self.tiers.leave(request.seq)
         self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
         assert self._adds_up, "who has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
@@ -234,7 +289,9 @@ class RequestTable:
         assert not self.by_key and not self.num_running and not self.num_waiting, "somebody uses the memory"
         self.sessions.close_all(self.memory)
         evicted = self.memory.evicted_pages_total
-        self.memory = configured_memory(self.config, self._events)
+        if self.tiers is not None:
+            self.tiers.forget_tree()
+        self.memory = self._new_memory()
         self.memory.evicted_pages_total = evicted
         if self._events:
             self._events.cleared()
@@ -277,6 +334,7 @@ class RequestTable:
             field=ending.field,
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=request.num_cached_tokens,
+            cached_from=request.cached_from,
             completion_tokens=len(request.output_ids),
             queue_s=request.queue_s if request.queue_s >= 0 else now - request.arrival,
             retractions=request.num_retractions,
@@ -300,7 +358,18 @@ class RequestTable:
     def _adds_up(self) -> bool:
         """waiting + running = all, running + free slots = slots."""
         running = len(self.extending) + len(self.decoding)
-        return len(self.waiting) + len(self.gate) + running == len(self.by_key) and running == self.memory.slots.num_leased
+        return self.num_waiting + running == len(self.by_key) and running == self.memory.slots.num_leased
+
+    def _new_memory(self) -> KVMemory:
+        return configured_memory(self.config, self._events, None if self.tiers is None else self.tiers.queue)
+
+    def _cached_from(self, request: Request) -> dict[Tier, int]:
+        """Tokens of its hit by where they were when it came: what was imported for it, and the rest."""
+        left, found = request.num_cached_tokens, {}
+        for tier, pages in request.imported.items():
+            found[Tier(tier)] = min(left, pages * self.config.page_size)
+            left -= found[Tier(tier)]
+        return {Tier.DEVICE: left} | found
 
     def _release(self, request: Request) -> None:
         lease = request.lease

@@ -16,7 +16,9 @@ class LoadedInfo:
     computed, though it may be cut into chunks. load_seconds: (phase, seconds) as LoadPhases has them. graph_rows: numbers of
     rows that decode graphs are captured for, rising. graph_rereads, eager_step_cost: see GraphLimits. max_drafts: tokens that are
     drafted and verified in a row of a decode step, 0 where nothing drafts. numerics: a fingerprint of all that decides a result's
-    bits beside its weights; "" where these are no function of the row alone.
+    bits beside its weights; "" where these are no function of the row alone. host_pages: of the host tier, 0 where there is none;
+    has_storage: whether there is one below it.
+    kv_layout: all that two workers' pages have to agree in to be exchangeable.
     """
 
     architecture: str
@@ -38,3 +40,11 @@ class LoadedInfo:
     eager_step_cost: float = 0.0
     numerics: str = ""
     max_drafts: int = 0
+    host_pages: int = 0
+    has_storage: bool = False
+    kv_layout: str = ""
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the KV of one page, over all layers."""
+        return self.kv_bytes_per_token * self.page_size

@@ -34,7 +34,12 @@ class StopProfile:
     """Ends the profile and writes its file."""
 
 
-Operation = ReleaseMemory | ResumeMemory | StartProfile | StopProfile
+@dataclass(frozen=True, slots=True)
+class ClearStorage:
+    """Deletes what the tier below the host's memory keeps."""
+
+
+Operation = ReleaseMemory | ResumeMemory | StartProfile | StopProfile | ClearStorage
 
 
 class OperationRefused(RuntimeError):

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.worker.exec.contracts.page_store import PageStore
+
 NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # who drafts
+
+
+OpenStore = Callable[[int, bytes], PageStore]
+"""(bytes of a page, identity: 32 bytes, of layout and secret) -> the storage. Raises ValueError."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """Of KV that leaves the pool. host_bytes: of the host's memory; 0: host_ratio times the pool's. open_storage: of the tier
+    below it, None for none. secret: of the keys, see PageKeys."""
+
+    host_ratio: float
+    host_bytes: int
+    open_storage: OpenStore | None
+    secret: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +32,8 @@ class DeviceOptions:
     in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read weights
     for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of a
     decode row that are guessed and verified beside the one that it computes anyway; on a CPU alone. speculative_algorithm: who
-    guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own."""
+    guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own. tiers: of KV
+    below the device's pool; None: there are none."""
 
     device: str = "cuda:0"
     num_threads: int = 1
@@ -29,3 +48,4 @@ class DeviceOptions:
     max_drafts: int = 0
     speculative_algorithm: str = NGRAM
     draft_model: str = ""
+    tiers: TierOptions | None = None

@@ -5,13 +5,14 @@ Called from the loop's thread only. Device work of all calls runs in call order 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import Operation
 
 Masks = Mapping[int, NDArray[np.uint32]]
@@ -39,6 +40,10 @@ class Executor(Protocol):
         Blocks until that is known, not until the forward pass is done. Empty of a step that has failed.
     wait: blocks until the step's result is on the host. Raises ExecutorError if the device work failed; the step's
         effects are then undefined, and the slots in it must not be read again.
+    transfer: begins operations on pages once every step launched before has ended, and returns at once. Raises nothing: each
+        ends in one fact.
+    facts: of operations that have ended since the last call; never blocks.
+    wake_on_facts: has `wake` called, on any thread, whenever there are facts to be taken.
     apply: runs an operation in call order and returns when it is done. No step may be in flight, and none may be launched
         while KV or weights are released. Raises OperationRefused, and then nothing has changed, or ExecutorError.
     close: ends threads and frees device memory; no call may follow.
@@ -51,6 +56,12 @@ class Executor(Protocol):
     def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None: ...
 
     def wait(self, run: Run) -> StepResult: ...
+
+    def transfer(self, operations: Sequence[PageOperation]) -> None: ...
+
+    def facts(self) -> Sequence[Fact]: ...
+
+    def wake_on_facts(self, wake: Callable[[], None]) -> None: ...
 
     def apply(self, operation: Operation) -> None: ...
 

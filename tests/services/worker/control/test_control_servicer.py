@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from services.shared.rpc import grpc_server
 from services.worker.control.operations import BARRIERS
 from services.worker.control.server import ControlAddress, start_control
 from services.worker.core.contracts.messages import PauseMode
+from services.worker.core.contracts.transfers import Tier
 from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.operations import (
     Operation,
@@ -52,6 +53,10 @@ class FakeCore:
     def flush_cache(self) -> int:
         self.calls.append("flush")
         return 12
+
+    def flush_tiers(self, tiers: Sequence[Tier]) -> int:
+        self.calls.append(("flush", *map(str, tiers)))
+        return 0
 
     def pause(self, mode: PauseMode, now: float) -> None:
         self.calls.append(mode)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.engine import EXECUTORS, Built, OnLost, build_engine
+from services.worker.exec.contracts.options import TierOptions
 from services.worker.identity import weights_revision
 from services.worker.identity.model_identity import ModelIdentity, identify_model
 from services.worker.identity.weights_revision import WeightsReading
@@ -80,8 +81,8 @@ def test_a_worker_does_not_start_with_weights_that_changed_under_it(tmp_path: Pa
     (folder / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
     closed: list[bool] = []
 
-    def load(settings: WorkerSettings, on_lost: OnLost) -> Built:
-        built = make_fake(settings, on_lost)
+    def load(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
+        built = make_fake(settings, on_lost, tiers)
         (folder / "model-00002-of-00002.safetensors").write_bytes(b"half a copy")
         monkeypatch.setattr(built.executor, "close", lambda: closed.append(True))
         return built

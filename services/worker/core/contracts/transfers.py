@@ -1,0 +1,71 @@
+"""Operations on pages beside the forward stream, and the facts that they end in (docs/scheduler.md#operations-and-facts).
+
+A plan carries operations; the executor begins each once every step launched before that plan has ended, and gives exactly one
+fact of it, whatever becomes of it. Pages of the device that an operation writes are quarantined until then, pages that it reads
+are pinned. Columns are numpy int32, parallel to `keys` where they are not empty.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+NO_PAGES: I32 = np.empty(0, dtype=np.int32)
+UNASKED = -1  # in place of an operation's number: news of a store that nobody asked for
+
+
+class Tier(enum.StrEnum):
+    """Where KV is kept, the fastest first. Named as in SGLang's cached_tokens_details."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+class OperationKind(enum.IntEnum):
+    BACK_UP = 0  # device to host
+    STORE = 1  # host to storage
+    LOAD = 2  # host to device
+    FETCH = 3  # storage to device
+
+
+class WritePolicy(enum.StrEnum):
+    """Which cached pages are copied down the tiers (SGLang's --hicache-write-policy)."""
+
+    WRITE_BACK = "write_back"  # those that nobody uses any more, the coldest first, ahead of their eviction
+    WRITE_THROUGH = "write_through"  # all, as soon as they are computed
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # those that are hit again
+
+
+@dataclass(frozen=True, slots=True)
+class PageOperation:
+    """keys: one for each page, consecutive in one prompt. pages: of the device, empty for STORE. host_pages: empty for FETCH.
+    group: the cache group whose pages these are."""
+
+    op_id: int
+    kind: OperationKind
+    keys: tuple[bytes, ...]
+    pages: I32
+    host_pages: I32
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.keys, "an operation moves a page"
+        for column in (self.pages, self.host_pages):
+            assert len(column) in (0, len(self.keys)), "columns of the same pages"
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What an operation has come to. count: pages from its beginning that were moved, all of them whole; 0: it failed. seconds:
+    that moving them took. stored, dropped: keys that the storage holds now and did not, and the other way about."""
+
+    op_id: int
+    count: int = 0
+    seconds: float = 0.0
+    stored: tuple[bytes, ...] = ()
+    dropped: tuple[bytes, ...] = ()

@@ -1,0 +1,86 @@
+"""What the queue asks of the tiers below the pool, and what it says of a prompt (implemented in core/tiers)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.worker.core.kv.backup_queue import BackupQueue
+from services.worker.core.kv.memory import KVMemory
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A prompt of a request: the tree that it is matched in, its tokens as bytes, how many pages of it a hit may cover. keys: of
+    its first pages; more are made as they are needed. rank: see TreeNode. arrived: pages that came while it waited, by tier.
+    let_go: it does not wait for more."""
+
+    seq: int
+    tree: str
+    tokens: bytes
+    limit: int
+    rank: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    arrived: Counter[str] = field(default_factory=Counter)
+    let_go: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Gauges as they are now, then counters since the start: see StepStats, where each stands by the same name."""
+
+    host_pages: int = 0
+    host_pages_used: int = 0
+    storage_pages: int = 0
+    num_importing: int = 0
+    backed_up_pages_total: int = 0
+    stored_pages_total: int = 0
+    lost_pages_total: int = 0
+    unstored_pages_total: int = 0
+    loaded_pages_total: int = 0
+    fetched_pages_total: int = 0
+    recomputed_pages_total: int = 0
+    given_up_operations_total: int = 0
+    failed_operations_total: int = 0
+    host_evicted_pages_total: int = 0
+
+
+NO_TIERS = TierStats()
+
+
+class OtherTiers(Protocol):
+    """queue: what the tree offers for copies. num_running: operations that have begun and not ended. num_quarantined: pages that
+    these write."""
+
+    @property
+    def queue(self) -> BackupQueue: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_quarantined(self) -> int: ...
+
+    def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
+        """Whether more of the prompt than the tree has is elsewhere, and sooner here than computed: the request waits, then."""
+
+    def waiting(self) -> set[int]:
+        """Those that wait, by seq."""
+
+    def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
+        """The request begins, with so many pages of its prompt from the tree. keys: of its first pages."""
+
+    def leave(self, seq: int) -> None:
+        """The request has ended: what was kept for it is not any more."""
+
+    def let_go(self) -> bool:
+        """Pages are wanted by who runs: what is pinned for who waits may go. Whether there was anything."""
+
+    def forget_tree(self) -> None:
+        """The device's pages are given up. Only while no operation runs."""
+
+    def stats(self) -> TierStats: ...
+
+    def violations(self) -> list[str]:
+        """For checks."""

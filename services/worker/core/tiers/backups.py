@@ -1,0 +1,196 @@
+"""Copies of cached pages on their way down: device to host, and host to storage where there is one.
+
+Pages go ahead of their eviction, in the queue's order, a prefix before what is built on it, so that what is kept can be found
+from its beginning. So many are under way at once and no more; what is evicted before its turn comes is lost and counted. No step
+waits for a copy. Single owner: Tiers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation
+from services.worker.core.kv.backup_queue import BackupQueue
+from services.worker.core.kv.memory import KVMemory
+from services.worker.core.kv.tree_node import TreeNode
+from services.worker.core.tiers.host_index import HostIndex
+from services.worker.core.tiers.operation_ids import OperationIds
+from services.worker.core.tiers.page_keys import PageKeys
+
+LOOKS = 4  # nodes that one plan looks at
+MOST_BACK_UPS = 2  # operations under way: one copies while the other one's fact comes in
+MOST_PATH_SHARE = 2  # one part in so many of the host's pages may be one prompt's
+MOST_STORED_SHARE = 2  # one part in so many of the host's pages may wait for the storage
+
+
+@dataclass(frozen=True, slots=True)
+class _BackUp:
+    operation: PageOperation
+    node: TreeNode
+    memory: KVMemory
+
+
+class Backups:
+    """at_once: pages of one operation. stored: keys that the storage holds; None: there is no storage.
+    backed_up_pages_total: host pages written. stored_pages_total: of the storage. unstored_pages_total: that were not stored,
+    for too many waited or the storage failed. failed_total: operations."""
+
+    def __init__(
+        self, queue: BackupQueue, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, at_once: int, ids: OperationIds
+    ) -> None:
+        self._queue, self._keys, self._host, self._stored, self._at_once, self._ids = queue, keys, host, stored, at_once, ids
+        self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
+        self._looked_at: TreeNode | None = None
+        self._copying: dict[int, _BackUp] = {}
+        self._storing: PageOperation | None = None
+        self._to_store: deque[PageOperation] = deque()
+        self._on_their_way: set[bytes] = set()  # to the host
+        self._to_be_stored: set[bytes] = set()
+        self._num_to_store = 0
+        self.backed_up_pages_total = self.stored_pages_total = self.unstored_pages_total = self.failed_total = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._copying) + (self._storing is not None)
+
+    @property
+    def lost_pages_total(self) -> int:
+        return self._queue.lost_pages_total
+
+    def plan(self, memory: KVMemory) -> list[PageOperation]:
+        """Operations that begin now."""
+        operations: list[PageOperation] = []
+        for _ in range(LOOKS):
+            node = self._queue.first()
+            if node is None or len(self._copying) >= MOST_BACK_UPS:
+                break
+            operation = self._look(node, memory)
+            if operation is not None:
+                operations.append(operation)
+            elif self._queue.first() is node:
+                break  # the host has no room
+        if self._storing is None and self._to_store:
+            self._storing = self._to_store.popleft()
+            operations.append(self._storing)
+        return operations
+
+    def ended(self, fact: Fact) -> bool:
+        """Takes in a fact. False: it is of no operation of these."""
+        if self._storing is not None and fact.op_id == self._storing.op_id:
+            operation, self._storing = self._storing, None
+            self._stored_some(operation, fact)
+            return True
+        copy = self._copying.pop(fact.op_id, None)
+        if copy is None:
+            return False
+        operation, count = copy.operation, fact.count
+        self._on_their_way.difference_update(operation.keys)
+        self._host.put(operation.keys[:count], operation.host_pages[:count])
+        self._host.give_back(operation.host_pages[count:])
+        copy.memory.unpin(copy.node)
+        self.backed_up_pages_total += count
+        if count < len(operation.keys):
+            self.failed_total += 1
+            copy.node.backed = False
+        if count:
+            self._store(operation.keys[:count])
+        return True
+
+    def forget_waiting(self) -> None:
+        """Nothing that waits for the storage is stored any more."""
+        while self._to_store:
+            self._leave_out(self._to_store.pop())
+
+    def _look(self, node: TreeNode, memory: KVMemory) -> PageOperation | None:
+        """The next pages of the path to `node` that are not kept elsewhere. None: there are none, and the node is dropped; or the
+        host has no room just now."""
+        path = _path(node)
+        keys = self._path_keys(path)[: self._most]
+        if self._looked_at is not node:
+            self._looked_at = node
+            self._host.touch(keys)  # no page of the path is to make room for another one of it
+        begin = 0
+        for part in path:
+            end = min(begin + len(part.page_keys), self._most)
+            first = next((at for at in range(begin, end) if not self._is_kept(keys[at])), None)
+            if first is not None:
+                return self._copy(part, first - begin, end - begin, memory)
+            begin = end
+        self._looked_at = None
+        self._queue.drop(node)
+        for part in path:
+            if part.depth <= self._most:
+                memory.tree.mark_backed(part)
+        self._store(keys)
+        return None
+
+    def _copy(self, node: TreeNode, first: int, limit: int, memory: KVMemory) -> PageOperation | None:
+        """Of the node's pages from `first` up to `limit`."""
+        end = first + 1
+        while end < limit and end - first < self._at_once and not self._is_kept(node.page_keys[end]):
+            end += 1
+        host_pages = self._host.take(end - first)
+        if not len(host_pages):
+            return None
+        end = first + len(host_pages)
+        keys = node.page_keys[first:end]
+        operation = PageOperation(self._ids.next(), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
+        memory.pin(node)
+        self._copying[operation.op_id] = _BackUp(operation, node, memory)
+        self._on_their_way.update(keys)
+        return operation
+
+    def _is_kept(self, key: bytes) -> bool:
+        return key in self._host or key in self._on_their_way or (self._stored is not None and key in self._stored)
+
+    def _path_keys(self, path: list[TreeNode]) -> list[bytes]:
+        """Of all pages of the path, from its beginning; those that are not known yet are made."""
+        root = path[0].parent
+        assert root is not None and root.parent is None, "a path begins below a root"
+        keys: list[bytes] = []
+        for node in path:
+            if len(node.page_keys) < len(node.pages):
+                link = keys[-1] if keys else self._keys.root(root.key.decode())
+                node.page_keys = tuple(self._keys.after(link, node.key))
+            keys += node.page_keys
+        return keys
+
+    def _store(self, keys: tuple[bytes, ...] | list[bytes]) -> None:
+        """Lines up those that the host holds and the storage lacks."""
+        if self._stored is None:
+            return
+        lacking = [key for key in keys if key in self._host and key not in self._stored and key not in self._to_be_stored]
+        for at in range(0, len(lacking), self._at_once):
+            some = tuple(lacking[at : at + self._at_once])
+            if (self._num_to_store + len(some)) * MOST_STORED_SHARE > self._host.num_pages:
+                self.unstored_pages_total += len(lacking) - at
+                return
+            self._num_to_store += len(some)
+            self._to_be_stored.update(some)
+            self._to_store.append(PageOperation(self._ids.next(), OperationKind.STORE, some, NO_PAGES, self._host.pin(some)))
+
+    def _stored_some(self, operation: PageOperation, fact: Fact) -> None:
+        self.stored_pages_total += len(fact.stored)
+        self.unstored_pages_total += len(operation.keys) - fact.count
+        self.failed_total += fact.count < len(operation.keys)
+        self._leave_line(operation)
+
+    def _leave_out(self, operation: PageOperation) -> None:
+        self.unstored_pages_total += len(operation.keys)
+        self._leave_line(operation)
+
+    def _leave_line(self, operation: PageOperation) -> None:
+        self._num_to_store -= len(operation.keys)
+        self._to_be_stored.difference_update(operation.keys)
+        self._host.unpin(operation.host_pages)
+
+
+def _path(node: TreeNode) -> list[TreeNode]:
+    """From the first node below the root to `node`."""
+    out: list[TreeNode] = []
+    walk: TreeNode | None = node
+    while walk is not None and walk.parent is not None:
+        out.append(walk)
+        walk = walk.parent
+    return out[::-1]

@@ -1,0 +1,139 @@
+"""The tiers of KV memory below the device's pages: what they hold, what is copied down to them, what is read back.
+
+Plain data: ids, keys and counts; bytes are the executor's. A worker without tiers has none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.worker.core.contracts.transfers import Fact, PageOperation, Tier, WritePolicy
+from services.worker.core.kv.backup_queue import BackupQueue
+from services.worker.core.kv.memory import KVMemory
+from services.worker.core.kv.other_tiers import TierStats, Wanted
+from services.worker.core.tiers.backups import Backups
+from services.worker.core.tiers.host_index import HostIndex
+from services.worker.core.tiers.imports import Imports
+from services.worker.core.tiers.operation_ids import OperationIds
+from services.worker.core.tiers.page_keys import PageKeys
+from services.worker.core.tiers.rates import Rates
+
+SELECTIVE_HITS = 2  # admissions on a path after which it is worth a copy
+OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is larger
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """host_pages: of the host tier, 1 at least. has_storage: there is a tier below it. page_bytes: of one page's KV. policy: see
+    WritePolicy."""
+
+    host_pages: int
+    has_storage: bool
+    page_bytes: int
+    page_size: int
+    policy: WritePolicy
+
+
+class Tiers:
+    """Implements OtherTiers."""
+
+    def __init__(self, limits: TierLimits, keys: PageKeys) -> None:
+        self.queue = _queue_of(limits.policy)
+        self._host = HostIndex(limits.host_pages)
+        self._stored: set[bytes] = set()
+        stored = self._stored if limits.has_storage else None
+        self.rates = Rates(limits.page_bytes, limits.page_size)
+        ids, at_once = OperationIds(), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
+        self._imports = Imports(keys, self._host, stored, self.rates, at_once, ids)
+        self._backups = Backups(self.queue, keys, self._host, stored, at_once, ids)
+
+    @property
+    def num_running(self) -> int:
+        """Operations that have begun and not ended."""
+        return self._imports.num_running + self._backups.num_running
+
+    @property
+    def num_quarantined(self) -> int:
+        return self._imports.num_pages
+
+    def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
+        return self._imports.consider(wanted, memory)
+
+    def waiting(self) -> set[int]:
+        return self._imports.waiting()
+
+    def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
+        self._imports.admitted(seq, keys, hit)
+
+    def leave(self, seq: int) -> None:
+        self._imports.leave(seq)
+
+    def let_go(self) -> bool:
+        return self._imports.let_go()
+
+    def end_imports(self) -> None:
+        """Nothing that is under way counts any more, and nobody waits for it."""
+        self._imports.end_all()
+
+    def plan(self, memory: KVMemory, now: float) -> tuple[tuple[PageOperation, ...], list[int]]:
+        """Operations that begin now; and which requests need not wait any more, by seq."""
+        imports, ready = self._imports.plan(memory, now)
+        return (*imports, *self._backups.plan(memory)), ready
+
+    def ended(self, fact: Fact) -> None:
+        """An operation has ended, or the storage has news."""
+        self._stored.difference_update(fact.dropped)
+        self._stored.update(fact.stored)
+        known = fact.op_id < 0 or self._imports.ended(fact) or self._backups.ended(fact)
+        assert known, "a fact of an operation that was never begun, or has ended"
+
+    def clear(self, tiers: Sequence[Tier]) -> int:
+        """Forgets what they hold, but for pages that operations read; returns the number of pages. What a storage keeps is the
+        executor's to delete."""
+        count = 0
+        if Tier.HOST in tiers:
+            self._backups.forget_waiting()
+            count += self._host.clear()
+        if Tier.STORAGE in tiers:
+            self._backups.forget_waiting()
+            count += len(self._stored)
+            self._stored.clear()
+        return count
+
+    def forget_tree(self) -> None:
+        """The device's pages are given up. Only while no operation runs."""
+        assert not self.num_running, "an operation reads or writes the pages"
+        self._imports.end_all()
+        self.queue.clear()
+
+    def violations(self) -> list[str]:
+        """For checks."""
+        out = []
+        if not self.num_running and self._host.num_writing:
+            out.append("host pages are written by nobody")
+        return out
+
+    def stats(self) -> TierStats:
+        imports, backups, host = self._imports, self._backups, self._host
+        return TierStats(
+            host_pages=host.num_pages,
+            host_pages_used=host.num_cached,
+            storage_pages=len(self._stored),
+            num_importing=len(imports),
+            backed_up_pages_total=backups.backed_up_pages_total,
+            stored_pages_total=backups.stored_pages_total,
+            lost_pages_total=backups.lost_pages_total,
+            unstored_pages_total=backups.unstored_pages_total,
+            loaded_pages_total=imports.imported_pages_total[Tier.HOST],
+            fetched_pages_total=imports.imported_pages_total[Tier.STORAGE],
+            recomputed_pages_total=imports.recomputed_pages_total,
+            given_up_operations_total=imports.given_up_total,
+            failed_operations_total=imports.failed_total + backups.failed_total,
+            host_evicted_pages_total=host.evicted_total,
+        )
+
+
+def _queue_of(policy: WritePolicy) -> BackupQueue:
+    selective = policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+    return BackupQueue(policy is WritePolicy.WRITE_BACK, policy is WritePolicy.WRITE_THROUGH, SELECTIVE_HITS if selective else 0)

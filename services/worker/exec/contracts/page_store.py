@@ -1,0 +1,65 @@
+"""What keeps pages of KV under the tiers that have addresses: by key, beyond the life of a process. No torch here.
+
+A key is 32 bytes that decide the page's bytes: who asks for it twice gets the same, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a write came to. stored: keys that are held now and were not before it. dropped: keys that were held before it and
+    went to make room."""
+
+    stored: tuple[bytes, ...]
+    dropped: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCounts:
+    """corrupt_pages: that were found not to be what was written. failed_reads: pages that an error kept from being read.
+    failed_writes: times that an error cut short a write, or left what was to go. All three since the store was opened, what that
+    came upon included. bytes_on_disk: sizes of all its files. pages: held."""
+
+    corrupt_pages: int
+    failed_reads: int
+    failed_writes: int
+    bytes_on_disk: int
+    pages: int
+
+
+class PageStore(Protocol):
+    """Called from one thread at a time. Calls take as long as a disk does: whoever has no time gives the store its own thread.
+
+    Raises nothing for what a disk may do: a page that cannot be read is one that is not there, and counted.
+    page_bytes: of every page.
+    """
+
+    page_bytes: int
+
+    def keys(self) -> Sequence[bytes]:
+        """Held, oldest first; from memory, valid until the next call."""
+
+    def read(self, keys: Sequence[bytes], out: memoryview) -> int:
+        """Fills `out`, page after page, and returns how many of the first pages are there and whole; it stops at the first that
+        is not, which is forgotten. out: writable, len(keys) * page_bytes bytes; undefined behind the pages returned."""
+
+    def take_lost(self) -> tuple[bytes, ...]:
+        """Keys that have been forgotten since the last call because a read found no whole page; none of them is held."""
+
+    def write(self, keys: Sequence[bytes], pages: memoryview) -> Written:
+        """Stores as many as the disk takes, from the first on, and skips keys that it holds. What it says to be stored survives
+        the death of the process. pages: len(keys) * page_bytes bytes, read during the call alone."""
+
+    def clear(self) -> None:
+        """Forgets and deletes every page. None of them comes back in this life of the store; files that an error left are
+        deleted before anything else is written."""
+
+    def counts(self) -> StoreCounts: ...
+
+    def close(self) -> None:
+        """Pages stay on disk. No other call follows."""

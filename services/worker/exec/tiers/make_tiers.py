@@ -1,0 +1,55 @@
+"""Makes the tiers below a pool from options: host memory of a size, and a storage in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+import torch
+
+from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.pools.host_memory import free_memory
+from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.tiers.page_copier import PageCopier
+from services.worker.exec.tiers.page_mover import PageMover
+
+MOST_FREE = 0.8  # of the memory that is free, which the host tier may take
+
+
+class NoRoomForTiers(ValueError):
+    """The host's memory has no room for a page beside what is there."""
+
+
+def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_bytes: int) -> int:
+    """Raises NoRoomForTiers."""
+    asked = options.host_bytes // page_bytes if options.host_bytes else int(options.host_ratio * pool_pages)
+    most = int(free_bytes * MOST_FREE) // page_bytes
+    if options.host_bytes and asked > most:
+        raise NoRoomForTiers(f"a host tier of {options.host_bytes >> 20} MiB is more than this machine has free")
+    if min(asked, most) < 1:
+        raise NoRoomForTiers(f"the host tier has no room for a page of {page_bytes} bytes")
+    return min(asked, most)
+
+
+def make_mover(
+    options: TierOptions,
+    pool_pages: int,
+    copier: Callable[[], PageCopier],
+    layout: str,
+    streams: Streams,
+    progress: Callable[[str], None],
+) -> tuple[PageMover, int]:
+    """The mover, and the pages of the host tier. layout: see LoadedInfo. Raises ValueError for what cannot be had."""
+    page_bytes = copier().page_bytes
+    pages = host_pages(options, pool_pages, page_bytes, free_memory())
+    memory = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=streams.device.type == "cuda")
+    progress(f"host tier: {pages} pages, {pages * page_bytes >> 20} MiB")
+    store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
+    if store is not None:
+        progress(f"storage tier: {store.counts().pages} pages are there")
+    return PageMover(streams, copier, memory, store), pages
+
+
+def _identity(options: TierOptions, layout: str) -> bytes:
+    """Pages of another layout, or with keys of another secret, are of no use to anybody: they go when it is opened."""
+    return blake2b(layout.encode(), key=options.secret, digest_size=32).digest()

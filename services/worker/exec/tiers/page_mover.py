@@ -1,0 +1,188 @@
+"""Moves pages of KV between the device, host memory and a storage, beside the steps.
+
+Two threads, so that a slow disk keeps no page of the host waiting: one copies between device and host, one calls the storage.
+Each does what it was given in order. What fails is logged and moves nothing; every operation ends in one fact.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.shared.observe.log import fields
+from services.worker.core.contracts.transfers import I32, UNASKED, Fact, OperationKind, PageOperation
+from services.worker.exec.contracts.page_store import PageStore
+from services.worker.exec.streams.cuda_streams import Mark, Streams
+from services.worker.exec.tiers.page_copier import PageCopier
+
+logger = logging.getLogger(__name__)
+CLOSE_TIMEOUT_S = 30.0
+_OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """mark: where all steps have ended that were launched before the operation was begun."""
+
+    operation: PageOperation
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class _Clear:
+    """Of the storage."""
+
+
+Job = _Work | _Clear
+
+
+class PageMover:
+    """copier: of the pools as they are at that time. host: uint8[host pages, page bytes], pinned where the device is a GPU.
+    store: None where the host's memory is the last tier; called on its own thread alone. on_fact: called on any thread whenever
+    there is a fact to be taken."""
+
+    def __init__(self, streams: Streams, copier: Callable[[], PageCopier], host: Tensor, store: PageStore | None) -> None:
+        self._streams, self._copier, self._host, self._store = streams, copier, host, store
+        self.on_fact: Callable[[], None] = lambda: None
+        self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
+        if store is not None:
+            self._facts.put(Fact(UNASKED, stored=tuple(store.keys())))
+        self._of_host: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._of_storage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        queues = {"kv-host": self._of_host} | ({} if store is None else {"kv-storage": self._of_storage})
+        self._threads = [threading.Thread(target=self._serve, args=(q,), name=name, daemon=True) for name, q in queues.items()]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def store(self) -> PageStore | None:
+        return self._store
+
+    def begin(self, operation: PageOperation) -> None:
+        """Behind what was launched on the streams by now. Called on the thread that launches steps."""
+        self._streams.launch(partial(self._passed, operation))
+
+    def facts(self) -> list[Fact]:
+        found: list[Fact] = []
+        while not self._facts.empty():
+            found.append(self._facts.get_nowait())
+        return found
+
+    def clear_storage(self) -> None:
+        """Has all deleted that the storage keeps, once what was begun before is done; does not wait for it."""
+        if self._store is not None:
+            self._of_storage.put(_Clear())
+
+    def close(self) -> None:
+        """Once no operation is under way any more that anybody waits for."""
+        for waiting in (self._of_host, self._of_storage):
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+        if self._store is not None and not any(thread.is_alive() for thread in self._threads):
+            self._store.close()
+
+    def _passed(self, operation: PageOperation) -> None:
+        self._streams.copy_after_forward()
+        work = _Work(operation, self._streams.mark_copy())
+        (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
+
+    def _serve(self, jobs: queue.SimpleQueue[Job | None]) -> None:
+        torch.set_num_threads(1)  # per thread, hence here
+        stream = self._own_stream()
+        with torch.inference_mode(), stream:
+            while (job := jobs.get()) is not None:
+                if isinstance(job, _Work):
+                    self._facts.put(self._done(job))
+                    self.on_fact()
+                elif self._store is not None:
+                    self._store.clear()
+
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        device = self._streams.device
+        return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+    def _done(self, work: _Work) -> Fact:
+        operation = work.operation
+        try:
+            work.mark.wait()
+            began = time.perf_counter()
+            count, stored, dropped = self._move(operation)
+            self._synchronize()
+        except Exception:  # of any kind: what was to be moved is computed, or stays where it is
+            logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
+            return Fact(operation.op_id)
+        return Fact(operation.op_id, count, time.perf_counter() - began, stored, dropped)
+
+    def _move(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
+        """Pages moved, and keys that the storage has got and lost."""
+        match operation.kind:
+            case OperationKind.BACK_UP:
+                rows = self._to_host(self._copier().save(self._device_ids(operation.pages)))
+                self._host.index_copy_(0, _ids(operation.host_pages), rows)
+                return len(operation.keys), (), ()
+            case OperationKind.LOAD:
+                self._restore(self._host_rows(operation), operation)
+                return len(operation.keys), (), ()
+            case OperationKind.STORE:
+                return self._stored(operation)
+            case OperationKind.FETCH:
+                return self._fetched(operation)
+
+    def _stored(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
+        assert self._store is not None, "pages are stored where there is a storage"
+        written = self._store.write(operation.keys, self._host_rows(operation).numpy().data)
+        return len(written.stored), written.stored, written.dropped
+
+    def _fetched(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
+        """What was not found is not there, whoever believes so."""
+        assert self._store is not None, "pages are fetched where there is a storage"
+        rows = self._staging(len(operation.keys))
+        count = self._store.read(operation.keys, rows.numpy().data)
+        if count:
+            self._restore(rows[:count], operation)
+        missing = operation.keys[count : count + 1]
+        return count, (), tuple(dict.fromkeys((*self._store.take_lost(), *missing)))
+
+    def _host_rows(self, operation: PageOperation) -> Tensor:
+        """uint8[n, page bytes], a copy."""
+        rows = self._staging(len(operation.keys))
+        return torch.index_select(self._host, 0, _ids(operation.host_pages), out=rows)
+
+    def _restore(self, rows: Tensor, operation: PageOperation) -> None:
+        pages = self._device_ids(operation.pages[: len(rows)])
+        self._copier().restore(rows.to(pages.device, non_blocking=True), pages)
+
+    def _to_host(self, rows: Tensor) -> Tensor:
+        """The same tensor where the device is the host."""
+        if rows.device.type == "cpu":
+            return rows
+        there = self._staging(len(rows)).copy_(rows, non_blocking=True)
+        self._synchronize()
+        return there
+
+    def _staging(self, pages: int) -> Tensor:
+        return torch.empty((pages, self._host.shape[1]), dtype=torch.uint8, pin_memory=self._host.is_pinned())
+
+    def _device_ids(self, pages: I32) -> Tensor:
+        return _ids(pages).to(self._streams.device)
+
+    def _synchronize(self) -> None:
+        """All that this thread has put on the device is done."""
+        if self._streams.device.type == "cuda":
+            torch.cuda.current_stream(self._streams.device).synchronize()
+
+
+def _ids(pages: I32) -> Tensor:
+    return torch.from_numpy(pages.astype(np.int64))

@@ -1,0 +1,77 @@
+"""The folder of a store: made, locked for the store's life, and swept of what a death left half done."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from pathlib import Path
+
+from services.worker.exec.tiers.disk import Disk
+
+_NUMBER = "([0-9]{8}|[1-9][0-9]{8,})"
+_SEGMENT = re.compile(rf"segment-{_NUMBER}\.kv")
+_INDEX = re.compile(rf"segment-{_NUMBER}\.index(\.part)?")
+_PRIVATE = 0o700
+
+
+class StoreBusy(ValueError):
+    """Another store has the folder."""
+
+
+class StoreUnusable(ValueError):
+    """The folder cannot be made, is not ours, or does not let itself be written."""
+
+
+class StoreFolder:
+    """Has mode 0700. Files of other names in it are left alone. A forked child that executes nothing shares the lock."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        """Raises StoreBusy, StoreUnusable."""
+        self.path = path
+        self._disk = disk
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=_PRIVATE)
+            if path.stat().st_mode & 0o777 != _PRIVATE:
+                path.chmod(_PRIVATE)
+            self._lock = disk.create(path / "LOCK")
+        except OSError as error:
+            raise StoreUnusable(f"pages of KV cannot be kept in {path}: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            disk.close(self._lock)
+            if isinstance(error, BlockingIOError):
+                raise StoreBusy(f"another process, or another store of this one, keeps its pages in {path}") from error
+            raise StoreUnusable(f"{path} cannot be locked: {error}") from error
+
+    def segment(self, number: int) -> Path:
+        return self.path / f"segment-{number:08d}.kv"
+
+    def index(self, number: int) -> Path:
+        return self.path / f"segment-{number:08d}.index"
+
+    def part(self, number: int) -> Path:
+        """Where an index is written, before it has its name."""
+        return self.path / f"segment-{number:08d}.index.part"
+
+    def sweep(self) -> list[int]:
+        """Deletes indexes that are half written or have no segment. Returns the numbers of segments, rising."""
+        names = [path.name for path in self.path.iterdir()]
+        numbers = sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
+        there = set(numbers)
+        for name in names:
+            if (found := _INDEX.fullmatch(name)) and (found[2] or int(found[1]) not in there):
+                self._disk.unlink(self.path / name)
+        return numbers
+
+    def sync(self) -> None:
+        """Returns when a power cut takes no name in it."""
+        fd = self._disk.open(self.path, writable=False)
+        try:
+            self._disk.sync(fd)
+        finally:
+            self._disk.close(fd)
+
+    def close(self) -> None:
+        """Another store may have the folder. What is in it stays."""
+        self._disk.close(self._lock)

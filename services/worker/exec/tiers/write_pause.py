@@ -1,0 +1,30 @@
+"""How long a disk that has failed is left in peace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+FIRST_SECONDS = 1.0
+MOST_SECONDS = 300.0
+
+
+class WritePause:
+    """Doubles from failure to failure, up to five minutes, until something has worked. clock: seconds, rising."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = 0.0
+        self._until = 0.0
+
+    @property
+    def over(self) -> bool:
+        return self._seconds == 0.0 or self._clock() >= self._until
+
+    def failed(self) -> float:
+        """Begins a pause; returns its seconds."""
+        self._seconds = min(max(FIRST_SECONDS, 2 * self._seconds), MOST_SECONDS)
+        self._until = self._clock() + self._seconds
+        return self._seconds
+
+    def worked(self) -> None:
+        self._seconds = 0.0

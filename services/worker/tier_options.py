@@ -1,0 +1,73 @@
+"""What the settings say of the tiers below the KV pool, and the secret of their keys."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from functools import partial
+from pathlib import Path
+
+from services.worker.core.tiers.page_keys import SECRET_BYTES
+from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.contracts.page_store import PageStore
+from services.worker.exec.tiers.segment_store import SegmentStore
+from services.worker.settings import WorkerSettings
+
+SECRET_FILE = "secret"  # beside the pages whose keys it makes
+GB = 10**9
+
+
+def tier_options(settings: WorkerSettings) -> TierOptions | None:
+    """None: there is the device's memory alone. Raises ValueError for settings that do not go together, and for a folder that
+    cannot be used."""
+    storage = settings.hicache_storage_backend != "none"
+    if not settings.enable_hierarchical_cache:
+        if storage:
+            raise ValueError("--hicache-storage-backend needs --enable-hierarchical-cache: pages go there by way of host memory")
+        return None
+    if not settings.enable_radix_cache:
+        raise ValueError("--enable-hierarchical-cache keeps what is cached: it means nothing without the radix cache")
+    if storage != bool(settings.hicache_storage_dir):
+        raise ValueError("--hicache-storage-backend file and --hicache-storage-dir need each other")
+    folder = Path(settings.hicache_storage_dir, settings.worker_id) if storage else None
+    return TierOptions(
+        host_ratio=settings.hicache_ratio,
+        host_bytes=settings.hicache_size * GB,
+        open_storage=None if folder is None else partial(_open, folder / "pages", settings.hicache_storage_size * GB),
+        secret=secrets.token_bytes(SECRET_BYTES) if folder is None else _secret_of(folder),
+    )
+
+
+def _open(folder: Path, max_bytes: int, page_bytes: int, identity: bytes) -> PageStore:
+    return SegmentStore(folder, page_bytes, max_bytes, identity=identity)
+
+
+def _secret_of(folder: Path) -> bytes:
+    """Made with the folder, and read from then on. Raises ValueError."""
+    path = folder / SECRET_FILE
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_secret(path)
+        secret = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--hicache-storage-dir {folder} cannot be used: {error}") from error
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"{path} holds {len(secret)} bytes and not {SECRET_BYTES}: it is no secret of a file tier")
+    return secret
+
+
+def _make_secret(path: Path) -> None:
+    """Whole or not at all, whoever else makes one: the first one counts. Raises OSError."""
+    if path.exists():
+        return
+    made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+            os.fsync(file.fileno())
+        os.link(made, path)
+    except FileExistsError:
+        return  # somebody else was first
+    finally:
+        made.unlink()

@@ -1,0 +1,68 @@
+"""Tiers of real KV: what comes back from host memory and from files is what was computed, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.core.contracts.transfers import Tier
+from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.tiers.segment_store import SegmentStore
+from tests.exec.tiered import PAGE_SIZE, SECRET, Served, build
+from tests.exec.tiny_models import TinyModel
+
+POOL_PAGES = 24  # room for one prompt and a half
+PROMPT_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made)
+    return made
+
+
+def options(storage: Path | None = None, host_bytes: int = 0, host_ratio: float = 4.0) -> TierOptions:
+    def opened(page_bytes: int, identity: bytes) -> SegmentStore:
+        assert storage is not None
+        return SegmentStore(storage, page_bytes, 1 << 30, identity=identity)
+
+    return TierOptions(host_ratio, host_bytes, None if storage is None else opened, SECRET)
+
+
+def prompt(number: int) -> list[int]:
+    return [(number * 37 + at * at) % 90 + 1 for at in range(PROMPT_TOKENS)]
+
+
+@pytest.fixture
+def plain(folder: Path) -> Iterator[Served]:
+    served = Served(*build(folder, 200, None))
+    yield served
+    served.close()
+
+
+def test_from_the_host(folder: Path, plain: Served) -> None:
+    served = Served(*build(folder, POOL_PAGES, options()))
+    first = [served.ask(prompt(number), seed=number) for number in range(4)]
+    again = [served.ask(prompt(number), seed=number) for number in range(4)]
+    for number in range(4):
+        assert first[number].bits == again[number].bits == plain.ask(prompt(number), seed=number).bits
+        finish = again[number].finish
+        assert finish is not None and finish.cached_from[Tier.HOST] == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
+    assert served.core.stats().failed_operations_total == 0
+    served.close()
+
+
+def test_from_files_after_a_restart(folder: Path, plain: Served, tmp_path: Path) -> None:
+    served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")))
+    first = [served.ask(prompt(number), seed=number) for number in range(4)]
+    served.close()
+    served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")))
+    for number in range(4):
+        answer = served.ask(prompt(number), seed=number)
+        assert answer.bits == first[number].bits
+        assert answer.finish is not None
+        assert answer.finish.cached_from[Tier.STORAGE] == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
+    served.close()

@@ -1,0 +1,124 @@
+"""A scheduler and a real executor with tiers below its pool, turned by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.worker.core.contracts.messages import Finish, Submit
+from services.worker.core.contracts.plan import RowLogprobs
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.invariants import violations
+from services.worker.core.scheduler import Scheduler
+from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from services.worker.exec.build import DeviceOptions, build_device_executor
+from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.executor import DeviceExecutor
+from tests.core.deployed_config import deployed_config
+from tests.core.harness import LetterDecoder
+
+PAGE_SIZE, CONTEXT = 16, 256
+SECRET = bytes(range(SECRET_BYTES))
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def bits(self) -> list[tuple[int, str, tuple[int, ...], tuple[str, ...]]]:
+        """Tokens and logprobs, to the last bit."""
+        rows = zip(self.tokens, self.logprobs, strict=True)
+        return [(token, row.sampled.hex(), row.top_ids, tuple(value.hex() for value in row.top)) for token, row in rows]
+
+
+def build(
+    folder: Path, num_pages: int, tiers: TierOptions | None, max_slots: int = 8, **options: Any
+) -> tuple[DeviceExecutor, Scheduler]:
+    """Deterministic, with one thread, on the CPU."""
+    device = DeviceOptions(device="cpu", num_threads=1, deterministic=True, tiers=tiers, **options)
+    executor, info = build_device_executor(
+        str(folder), "float32", PAGE_SIZE, max_slots, num_pages, 0.5, CONTEXT, device, lambda _: None
+    )
+    config = deployed_config(
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        context_len=CONTEXT,
+        vocab_size=info.vocab_size,
+        max_running_requests=max_slots,
+        chunked_prefill_size=64,
+        host_pages=info.host_pages,
+        has_storage=info.has_storage,
+        page_bytes=info.page_bytes,
+        max_drafts=info.max_drafts,
+    )
+    keys = None if tiers is None else PageKeys(tiers.secret, info.kv_layout.encode(), PAGE_SIZE)
+    return executor, Scheduler(config, LetterDecoder(), revision="r1", keys=keys)
+
+
+class Served:
+    """prefers: whether reading always pays, whatever it costs: so that what is tested happens on any machine."""
+
+    def __init__(self, executor: DeviceExecutor, core: Scheduler, prefers_reading: bool = True) -> None:
+        self.executor, self.core = executor, core
+        self.answers: dict[int, Answer] = {}
+        self._next = 0
+        if prefers_reading and core._tiers is not None:
+            core._tiers.rates.computed = lambda tokens, seconds: None  # type: ignore[method-assign]
+
+    def submit(self, prompt: Sequence[int], seed: int = 0, **params: Any) -> int:
+        handle, self._next = self._next, self._next + 1
+        self.answers[handle] = Answer()
+        sampling = SamplingParams(**{"max_new_tokens": 8, "ignore_eos": True, "top_logprobs": 2, "seed": seed, **params})
+        self.core.submit(Submit(0, handle, f"r{handle}", np.array(prompt, dtype=np.int32), sampling), time.monotonic())
+        return handle
+
+    def turn(self) -> bool:
+        """Whether anything was done or is under way."""
+        core, executor = self.core, self.executor
+        for fact in executor.facts():
+            core.ended(fact)
+        plan = core.plan(time.monotonic())
+        if plan is not None:
+            executor.transfer(plan.operations)
+        if plan is not None and plan.num_rows:
+            run = executor.forward(plan)
+            executor.sample(run, {})
+            core.commit(executor.wait(run), time.monotonic())
+        self._take()
+        assert not violations(core.table)
+        return plan is not None or not core.settled or not core.idle
+
+    def drain(self) -> None:
+        """Until all have their answers and no page is on its way."""
+        began = time.monotonic()
+        while self.turn():
+            assert time.monotonic() - began < DEADLINE_S, "the requests do not end"
+
+    def ask(self, prompt: Sequence[int], **params: Any) -> Answer:
+        handle = self.submit(prompt, **params)
+        self.drain()
+        return self.answers[handle]
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def _take(self) -> None:
+        output = self.core.take_output()
+        for peer in output.peers if output else ():
+            at = 0
+            for handle, count in zip(peer.handles, peer.counts, strict=True):
+                self.answers[handle].tokens += peer.tokens[at : at + count]
+                at += count
+            for handle, rows in peer.logprobs:
+                self.answers[handle].logprobs += rows
+            for finish in peer.finishes:
+                self.answers[finish.handle].finish = finish

@@ -1,0 +1,46 @@
+"""python -m tests.exec.tiers.killed_writer FOLDER: forks a writer for each number on a line of standard input, and says so when
+it is gone. A writer says its process id first, then of every write what was stored and dropped; it writes until it is killed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from services.worker.exec.tiers.segment_store import SegmentStore
+from tests.exec.tiers.pages import keys, write
+
+PAGE = 16 << 10
+CAP = 3 << 20
+SEGMENT = 200 << 10  # a dozen pages
+
+
+def opened(folder: Path) -> SegmentStore:
+    return SegmentStore(folder, PAGE, CAP, SEGMENT, b"killed")
+
+
+def say(*words: str) -> None:
+    os.write(1, (" ".join(words) + "\n").encode())  # at once: half a line is never read
+
+
+def write_on(folder: Path, number: int) -> None:
+    it = opened(folder)
+    say("writer", str(os.getpid()))
+    while True:
+        count = 1 + number % 7
+        done = write(it, keys(*range(number, number + count)))
+        say("wrote", ",".join(key.hex() for key in done.stored), ",".join(key.hex() for key in done.dropped))
+        number += count
+
+
+def main() -> None:
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            write_on(Path(sys.argv[1]), int(line))
+        os.waitpid(child, 0)
+        say("gone")
+
+
+if __name__ == "__main__":
+    main()

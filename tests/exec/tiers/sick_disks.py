@@ -1,0 +1,151 @@
+"""Disks that are full, broken, or whose process dies."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from services.worker.exec.tiers.disk import Disk
+from tests.exec.tiers.pages import QuickDisk, size_of
+
+T = TypeVar("T")
+
+
+class DiaryDisk(Disk):
+    """calls: that make, sync or name a file, with its name."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def create(self, path: Path) -> int:
+        self.calls.append(f"create {path.name}")
+        return super().create(path)
+
+    def sync(self, fd: int) -> None:
+        self.calls.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        super().sync(fd)
+
+    def rename(self, path: Path, to: Path) -> None:
+        self.calls.append(f"rename {to.name}")
+        super().rename(path, to)
+
+
+class SickDisk(QuickDisk):
+    """broken: errno by name of a call, for as long as it is there. room: bytes that can still be written."""
+
+    def __init__(self) -> None:
+        self.broken: dict[str, int] = {}
+        self.room: int | None = None
+
+    def _may(self, call: str) -> None:
+        if number := self.broken.get(call):
+            raise OSError(number, os.strerror(number))
+
+    def create(self, path: Path) -> int:
+        self._may("create")
+        return super().create(path)
+
+    def open(self, path: Path, *, writable: bool) -> int:
+        self._may("open")
+        return super().open(path, writable=writable)
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        self._may("write")
+        if self.room is None:
+            return super().write(fd, parts, offset)
+        some = b"".join(parts)[: self.room]
+        self.room -= len(some)
+        if not some:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.pwrite(fd, some, offset)
+
+    def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
+        self._may("read")
+        return super().read(fd, parts, offset)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._may("truncate")
+        super().truncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        self._may("sync")
+
+    def rename(self, path: Path, to: Path) -> None:
+        self._may("rename")
+        super().rename(path, to)
+
+    def unlink(self, path: Path) -> None:
+        self._may("unlink")
+        super().unlink(path)
+
+
+class Killed(BaseException):
+    """Not an error that anybody handles: after it nothing that the process does reaches the disk."""
+
+
+class MortalDisk(QuickDisk):
+    """Of a process that dies instead of a call, or halfway through it if it writes. calls: that it lives to make, of those that
+    change something; None: it does not die. sizes: of the folder, after each."""
+
+    def __init__(self, folder: Path, calls: int | None = None) -> None:
+        self._folder = folder
+        self._calls = calls
+        self._open: set[int] = set()
+        self.sizes: list[int] = []
+
+    def create(self, path: Path) -> int:
+        return self._opened(self._change(lambda: super(MortalDisk, self).create(path)))
+
+    def open(self, path: Path, *, writable: bool) -> int:
+        self._live()
+        return self._opened(super().open(path, writable=writable))
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        whole = b"".join(parts)
+        return self._change(lambda: os.pwrite(fd, whole, offset), lambda: os.pwrite(fd, whole[: len(whole) // 2], offset))
+
+    def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
+        self._live()
+        return super().read(fd, parts, offset)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._change(lambda: super(MortalDisk, self).truncate(fd, size))
+
+    def rename(self, path: Path, to: Path) -> None:
+        self._change(lambda: super(MortalDisk, self).rename(path, to))
+
+    def unlink(self, path: Path) -> None:
+        self._change(lambda: super(MortalDisk, self).unlink(path))
+
+    def close(self, fd: int) -> None:
+        self._live()
+        self._open.remove(fd)
+        super().close(fd)
+
+    def bury(self) -> None:
+        """What the system does with what a dead process has open."""
+        for fd in self._open:
+            os.close(fd)
+        self._open.clear()
+
+    def _opened(self, fd: int) -> int:
+        self._open.add(fd)
+        return fd
+
+    def _live(self) -> None:
+        if self._calls is not None and self._calls < 0:
+            raise Killed
+
+    def _change(self, call: Callable[[], T], half: Callable[[], object] = lambda: None) -> T:
+        self._live()
+        if self._calls is not None:
+            self._calls -= 1
+            if self._calls < 0:
+                half()
+                raise Killed
+        done = call()
+        self.sizes.append(size_of(self._folder))
+        return done

@@ -1,0 +1,285 @@
+"""The file tier on a disk that is full, broken or read-only: nothing is raised, what is not there is counted, and it goes on."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.worker.exec.contracts.page_store import Written
+from services.worker.exec.tiers.store_folder import StoreUnusable
+from services.worker.exec.tiers.write_pause import WritePause
+from tests.exec.tiers.pages import FORMAT, SEGMENT, SLOTS, Hours, key, keys, read, readable, size_of, store, write
+from tests.exec.tiers.sick_disks import SickDisk
+
+NOTHING = Written((), ())
+ROOT = Path(__file__).resolve().parents[3]
+# Under a limit on the sizes of files, which is an error of writes like no other: half a record is written before it.
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from tests.exec.tiers.pages import FORMAT, Hours, keys, readable, store, write
+
+folder, clock = Path(sys.argv[1]), Hours()
+it = store(folder, clock=clock)
+resource.setrlimit(resource.RLIMIT_FSIZE, (FORMAT.segment_bytes(2) + 100, resource.RLIM_INFINITY))
+assert write(it, keys(1, 2, 3, 4, 5)).stored == tuple(keys(1, 2))
+assert it.counts().failed_writes == 1 and readable(it) == keys(1, 2)
+assert (folder / "segment-00000000.kv").stat().st_size == FORMAT.segment_bytes(2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+clock.pass_by()
+assert write(it, keys(1, 2, 3, 4, 5)).stored == tuple(keys(3, 4, 5))
+it.close()
+assert readable(store(folder)) == keys(1, 2, 3, 4, 5)
+print("done")
+"""
+
+
+@pytest.fixture
+def disk() -> SickDisk:
+    return SickDisk()
+
+
+@pytest.fixture
+def clock() -> Hours:
+    return Hours()
+
+
+class TestWrites:
+    @pytest.mark.parametrize("room", range(0, SEGMENT + 200, 37))
+    def test_a_full_disk_takes_what_it_has_room_for(self, tmp_path: Path, disk: SickDisk, clock: Hours, room: int) -> None:
+        """Wherever it ends: in a header, a record, an index."""
+        it = store(tmp_path, disk=disk, clock=clock)
+        disk.room = room
+        many = keys(*range(2 * SLOTS))
+        stored = write(it, many).stored
+        assert stored == tuple(many[: len(stored)]) and len(stored) < len(many)
+        assert it.counts().failed_writes == 1
+        assert readable(it) == list(stored)
+        assert it.counts().bytes_on_disk == size_of(tmp_path), "nothing half written is left"
+        disk.room = None
+        assert write(it, many) == NOTHING, "it pauses"
+        clock.pass_by()
+        assert stored + write(it, many).stored == tuple(many)
+        it.close()
+        it = store(tmp_path)
+        assert readable(it) == many and it.counts().corrupt_pages == 0
+
+    @pytest.mark.parametrize("call", ["create", "write", "sync", "rename"])
+    @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT])
+    def test_whatever_fails_is_counted_and_tried_again(
+        self, tmp_path: Path, disk: SickDisk, clock: Hours, call: str, number: int
+    ) -> None:
+        it = store(tmp_path, disk=disk, clock=clock)
+        write(it, keys(0))
+        disk.broken[call] = number
+        many = keys(*range(1, 3 * SLOTS))
+        stored = write(it, many).stored
+        assert it.counts().failed_writes == 1 and len(stored) in (0, SLOTS - 1)
+        assert readable(it) == [key(0), *stored]
+        assert not list(tmp_path.glob("*.part"))
+        clock.pass_by()
+        write(it, many)
+        assert it.counts().failed_writes == 2
+        disk.broken.clear()
+        clock.pass_by()
+        write(it, many)
+        it.close()
+        assert readable(store(tmp_path)) == [key(0), *many]
+
+    def test_what_is_left_of_a_record_is_overwritten(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+        """Where it can neither be written nor cut off."""
+        it = store(tmp_path, disk=disk, clock=clock)
+        write(it, keys(1))
+        disk.room, disk.broken = FORMAT.record_bytes - 1, {"truncate": errno.EIO}
+        assert write(it, keys(2, 3)) == NOTHING
+        assert size_of(tmp_path) == FORMAT.segment_bytes(2) - 1
+        disk.room = None
+        clock.pass_by()
+        assert write(it, keys(3, 2)).stored == tuple(keys(3, 2))
+        it.close()
+        assert readable(store(tmp_path)) == keys(1, 3, 2)
+
+    @pytest.mark.parametrize("tail", ["cut off", "left there"])
+    def test_the_cap_holds(self, tmp_path: Path, disk: SickDisk, clock: Hours, tail: str) -> None:
+        it = store(tmp_path, 4, disk, clock)
+        for number in range(0, 200, 3):
+            disk.room = 50 * (number % 41) if number % 2 else None
+            disk.broken = {} if number % 2 == 0 or tail == "cut off" else {"truncate": errno.EIO}
+            write(it, keys(number, number + 1, number + 2))
+            assert size_of(tmp_path) <= 4 * SEGMENT
+            clock.pass_by()
+        assert it.counts().failed_writes > 10
+        assert readable(it) == it.keys() != []
+
+    def test_room_that_cannot_be_made(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+        it = store(tmp_path, 4, disk, clock)
+        many = keys(*range(4 * SLOTS))
+        write(it, many)
+        disk.broken["unlink"] = errno.EROFS
+        assert write(it, keys(100)) == NOTHING
+        assert readable(it) == many and size_of(tmp_path) <= 4 * SEGMENT
+        disk.broken.clear()
+        clock.pass_by()
+        assert write(it, keys(100)) == Written(tuple(keys(100)), tuple(many[:SLOTS]))
+
+    @pytest.mark.parametrize("suffix", [".kv", ".index"])
+    def test_a_segment_that_goes_halfway(self, tmp_path: Path, clock: Hours, suffix: str) -> None:
+        """An index without a segment would be worth nothing, a segment without an index is."""
+
+        class Clinging(SickDisk):
+            def unlink(self, path: Path) -> None:
+                self.broken = {"unlink": errno.EIO} if path.suffix == suffix else {}
+                super().unlink(path)
+
+        it = store(tmp_path, 4, Clinging(), clock)
+        many = keys(*range(4 * SLOTS))
+        write(it, many)
+        assert write(it, keys(100)) == NOTHING
+        assert readable(it) == many and it.counts().bytes_on_disk == size_of(tmp_path)
+        it.close()
+        assert readable(store(tmp_path, 4)) == many
+
+    def test_half_an_index_that_stays_goes_with_its_segment(self, tmp_path: Path, disk: SickDisk) -> None:
+        it = store(tmp_path, disk=disk)
+        disk.broken = {"rename": errno.EIO, "unlink": errno.EIO}
+        assert write(it, keys(*range(SLOTS))).stored == tuple(keys(*range(SLOTS)))
+        assert size_of(tmp_path) <= SEGMENT
+        disk.broken.clear()
+        it.clear()
+        assert size_of(tmp_path) == 0
+
+    def test_what_works_ends_the_rise_of_pauses(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+        it = store(tmp_path, disk=disk, clock=clock)
+        for number in range(1, 10):
+            disk.broken["write"] = errno.EIO
+            assert write(it, keys(number)) == NOTHING
+            disk.broken.clear()
+            clock.now += 1
+            assert write(it, keys(number)).stored == tuple(keys(number))
+
+    def test_a_pause_is_no_failure(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+        it = store(tmp_path, disk=disk, clock=clock)
+        disk.broken["write"] = errno.EIO
+        for _ in range(5):
+            assert write(it, keys(1)) == NOTHING
+        assert it.counts().failed_writes == 1
+
+    def test_a_limit_of_the_system(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-c", LIMITED, str(tmp_path / "kv")]
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+
+
+class TestPause:
+    def test_it_doubles_up_to_five_minutes_until_something_works(self) -> None:
+        clock = Hours()
+        pause = WritePause(clock)
+        assert pause.over
+        assert [pause.failed() for _ in range(11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+        pause.worked()
+        assert pause.over and pause.failed() == 1
+
+    def test_it_ends_by_the_clock(self) -> None:
+        clock = Hours()
+        pause = WritePause(clock)
+        pause.failed()
+        clock.now = 0.9
+        assert not pause.over
+        clock.now = 1.0
+        assert pause.over
+
+
+class TestReads:
+    @pytest.mark.parametrize("call", ["read", "open"])
+    def test_a_page_that_cannot_be_read_is_not_there(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
+        it = store(tmp_path, disk=disk)
+        write(it, keys(1, 2, 3))
+        disk.broken[call] = errno.EIO
+        assert read(it, keys(1, 2, 3)) == 0
+        disk.broken.clear()
+        assert it.keys() == keys(2, 3) and it.take_lost() == tuple(keys(1)) and it.take_lost() == ()
+        assert (it.counts().failed_reads, it.counts().corrupt_pages) == (1, 0)
+        assert write(it, keys(1)).stored == tuple(keys(1))
+        assert read(it, keys(1, 2, 3)) == 3
+
+    def test_what_is_held_again_is_not_lost(self, tmp_path: Path, disk: SickDisk) -> None:
+        it = store(tmp_path, disk=disk)
+        write(it, keys(1))
+        disk.broken["read"] = errno.EIO
+        read(it, keys(1))
+        disk.broken.clear()
+        assert write(it, keys(1)).stored == tuple(keys(1)) and it.take_lost() == ()
+
+    @pytest.mark.parametrize("number", [0, 1], ids=["a sealed one", "the open one"])
+    def test_a_segment_that_somebody_has_deleted_is_lost_whole(self, tmp_path: Path, number: int) -> None:
+        it = store(tmp_path)
+        write(it, keys(*range(SLOTS + 2)))
+        (tmp_path / f"segment-{number:08d}.kv").unlink()
+        gone, left = keys(*range(SLOTS)), keys(SLOTS, SLOTS + 1)
+        if number:
+            gone, left = left, gone
+        assert read(it, gone) == 0
+        assert it.keys() == left and it.take_lost() == tuple(gone)
+        assert set(write(it, gone).stored) == set(gone)
+        assert set(readable(it)) == {*gone, *left}
+        assert it.counts().bytes_on_disk == size_of(tmp_path)
+
+    def test_reads_go_on_while_writes_pause(self, tmp_path: Path, disk: SickDisk) -> None:
+        it = store(tmp_path, disk=disk)
+        write(it, keys(1, 2))
+        disk.broken["write"] = errno.ENOSPC
+        write(it, keys(3))
+        assert read(it, keys(1, 2)) == 2
+
+
+class TestClear:
+    def test_what_cannot_be_deleted_goes_before_anything_is_written(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
+        it = store(tmp_path, disk=disk, clock=clock)
+        write(it, keys(*range(SLOTS + 1)))
+        disk.broken["unlink"] = errno.EIO
+        it.clear()
+        assert it.keys() == [] and read(it, keys(1)) == 0 and it.counts().bytes_on_disk > 0
+        clock.pass_by()
+        assert write(it, keys(7)) == NOTHING
+        disk.broken.clear()
+        clock.pass_by()
+        assert write(it, keys(7)).stored == tuple(keys(7))
+        it.close()
+        assert store(tmp_path).keys() == keys(7)
+
+
+class TestOpening:
+    @pytest.mark.parametrize("call", ["create", "open", "unlink", "truncate"])
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
+        it = store(tmp_path)
+        write(it, keys(1))
+        it.close()
+        disk.broken[call] = errno.EROFS
+        with pytest.raises(StoreUnusable, match=r"pages of KV cannot be kept in .*Read-only file system"):
+            store(tmp_path, disk=disk)
+        assert readable(store(tmp_path)) == keys(1), "the lock was given back"
+
+    def test_a_full_disk_has_pages_to_read(self, tmp_path: Path, disk: SickDisk) -> None:
+        it = store(tmp_path)
+        write(it, keys(*range(2 * SLOTS + 1)))
+        it.close()
+        (tmp_path / "segment-00000000.index").unlink()
+        disk.room = 0
+        it = store(tmp_path, disk=disk)
+        assert readable(it) == keys(*range(2 * SLOTS + 1)) and it.counts().failed_writes == 1
+
+    def test_a_page_that_cannot_be_read(self, tmp_path: Path) -> None:
+        class BadSector(SickDisk):
+            def read(self, fd, parts, offset):  # type: ignore[no-untyped-def]
+                self.broken = {"read": errno.EIO} if offset == FORMAT.segment_bytes(1) else {}
+                return super().read(fd, parts, offset)
+
+        it = store(tmp_path)
+        write(it, keys(1, 2, 3))
+        it.close()
+        it = store(tmp_path, disk=BadSector())
+        assert it.keys() == keys(1, 3) and it.counts().failed_reads == 1

@@ -1,0 +1,321 @@
+"""The file tier on a disk that is well: what is held, for how long, under which cap, and what stands in its files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from services.worker.exec.contracts.page_store import StoreCounts, Written
+from services.worker.exec.tiers.segment_store import LEAST_SEGMENTS, SegmentStore
+from services.worker.exec.tiers.store_folder import StoreBusy, StoreUnusable
+from tests.exec.tiers.pages import FORMAT, PAGE, SEGMENT, SLOTS, key, keys, page, read, readable, size_of, store, write
+from tests.exec.tiers.sick_disks import DiaryDisk, MortalDisk
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class TestPages:
+    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        assert write(it, keys(1, 2, 3)) == Written(tuple(keys(1, 2, 3)), ())
+        assert read(it, keys(3, 1, 2, 1)) == 4
+        assert it.keys() == keys(1, 2, 3)
+
+    def test_a_read_ends_at_the_first_that_is_not_there(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        write(it, keys(1, 2, 4, 5))
+        assert read(it, keys(1, 2, 3, 4)) == 2
+        assert read(it, keys(3, 1)) == 0
+        assert it.take_lost() == ()
+
+    def test_nothing_of_the_buffer_behind_the_pages_is_touched(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        write(it, keys(1))
+        out = bytearray(b"x" * 2 * PAGE)
+        assert it.read(keys(1, 2), memoryview(out)) == 1
+        assert out == page(key(1)) + b"x" * PAGE
+
+    def test_a_key_is_held_once(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        assert write(it, keys(1, 2, 1)).stored == tuple(keys(1, 2))
+        assert write(it, keys(2, 3)).stored == tuple(keys(3))
+        assert it.counts().pages == 3
+
+    def test_pages_over_several_segments(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        many = keys(*range(3 * SLOTS + 1))
+        assert write(it, many).stored == tuple(many)
+        assert read(it, many) == len(many)
+        assert read(it, many[::-1]) == len(many)
+
+    def test_buffers_of_other_shapes_and_types(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        pages = memoryview(page(key(1)) + page(key(2))).cast("B", (2, PAGE))
+        assert it.write(keys(1, 2), pages).stored == tuple(keys(1, 2))
+        out = bytearray(2 * PAGE)
+        assert it.read(keys(1, 2), memoryview(out).cast("i")) == 2
+        assert out == pages.tobytes()
+
+    def test_nothing_is_asked_for_and_nothing_written(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        assert it.read([], memoryview(bytearray())) == 0
+        assert it.write([], memoryview(b"")) == Written((), ())
+        assert names(tmp_path) == ["LOCK"]
+
+    def test_clear(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        write(it, keys(*range(10)))
+        it.clear()
+        assert it.keys() == [] and read(it, keys(1)) == 0
+        assert names(tmp_path) == ["LOCK"]
+        assert it.counts() == StoreCounts(0, 0, 0, 0, 0)
+        write(it, keys(1, 2))
+        assert read(it, keys(1, 2)) == 2
+
+
+class TestRestart:
+    @pytest.mark.parametrize("count", [1, SLOTS - 1, SLOTS, SLOTS + 1, 3 * SLOTS + 2])
+    def test_pages_and_their_order_survive(self, tmp_path: Path, count: int) -> None:
+        many = keys(*range(count))
+        for at, one in enumerate(many):
+            it = store(tmp_path)
+            assert it.keys() == many[:at]
+            write(it, [one])
+            it.close()
+        it = store(tmp_path)
+        assert it.keys() == many and read(it, many) == count
+        assert it.counts() == StoreCounts(0, 0, 0, size_of(tmp_path), count)
+
+    def test_the_last_segment_is_filled_on(self, tmp_path: Path) -> None:
+        for number in range(SLOTS):
+            it = store(tmp_path)
+            write(it, keys(number))
+            it.close()
+        assert names(tmp_path) == ["LOCK", "segment-00000000.index", "segment-00000000.kv"]
+
+    def test_a_sealed_segment_is_opened_without_its_pages(self, tmp_path: Path) -> None:
+        """They are checked when they are read: what is wrong there is not found before."""
+        it = store(tmp_path)
+        write(it, keys(*range(SLOTS)))
+        it.close()
+        path = tmp_path / "segment-00000000.kv"
+        path.write_bytes(path.read_bytes()[: FORMAT.segment_bytes(0)] + bytes(SLOTS * FORMAT.record_bytes))
+        it = store(tmp_path)
+        assert it.keys() == keys(*range(SLOTS)) and it.counts().corrupt_pages == 0
+        assert readable(it) == [] and it.counts().corrupt_pages == SLOTS
+
+    def test_sizes_of_segments_and_the_cap_may_change(self, tmp_path: Path) -> None:
+        many = keys(*range(22))
+        it = store(tmp_path)
+        write(it, many)
+        it.close()
+        for slots, segments in ((1, 30), (16, 8), (2, 12)):
+            cap = segments * FORMAT.bytes_with_index(slots)
+            it = SegmentStore(tmp_path, PAGE, cap, FORMAT.bytes_with_index(slots))
+            assert size_of(tmp_path) <= cap
+            held = list(it.keys())
+            assert held == many[-len(held) :] and read(it, held) == len(held)
+            more = keys(*range(100 * slots, 100 * slots + 5))
+            assert set(write(it, more).stored) == set(more)
+            many = list(it.keys())
+            it.close()
+
+    def test_a_cap_that_has_room_for_what_there_is_and_not_for_what_it_may_become(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        write(it, keys(*range(4 * SLOTS + 1)))
+        it.close()
+        cap = 4 * SEGMENT + FORMAT.bytes_with_index(2)
+        assert size_of(tmp_path) < cap
+        it = SegmentStore(tmp_path, PAGE, cap)
+        for number in range(100, 100 + 2 * SLOTS):
+            write(it, keys(number))
+            assert size_of(tmp_path) <= cap
+
+
+class TestCap:
+    def test_the_oldest_segment_goes_whole(self, tmp_path: Path) -> None:
+        it = store(tmp_path, segments=4)
+        assert write(it, keys(*range(4 * SLOTS))).dropped == ()
+        assert write(it, keys(100)).dropped == tuple(keys(*range(SLOTS)))
+        assert it.keys() == keys(*range(SLOTS, 4 * SLOTS), 100)
+        assert readable(it) == it.keys()
+
+    def test_a_write_larger_than_the_store(self, tmp_path: Path) -> None:
+        """What went in and out again in one write is neither stored nor dropped."""
+        it = store(tmp_path, segments=4)
+        write(it, keys(1000, 1001))
+        many = keys(*range(10 * SLOTS))
+        done = write(it, many)
+        assert done.dropped == tuple(keys(1000, 1001))
+        assert list(done.stored) == it.keys() == many[-len(done.stored) :]
+        assert readable(it) == it.keys()
+
+    @pytest.mark.parametrize("segments", [4, 5, 7])
+    def test_it_holds_at_every_moment(self, tmp_path: Path, segments: int) -> None:
+        disk = MortalDisk(tmp_path)
+        for begin in range(0, 200, 50):
+            it = store(tmp_path, segments, disk)
+            for number in range(begin, begin + 50, 3):
+                write(it, keys(number, number + 1, number + 2))
+                assert it.counts().bytes_on_disk == size_of(tmp_path)
+            it.close()
+        assert (segments - 1) * SEGMENT < max(disk.sizes) <= segments * SEGMENT
+
+    def test_a_small_cap_makes_small_segments(self, tmp_path: Path) -> None:
+        cap = 9 * SEGMENT
+        it = SegmentStore(tmp_path, PAGE, cap)
+        write(it, keys(*range(100)))
+        assert size_of(tmp_path) <= cap
+        assert len(list(tmp_path.glob("*.kv"))) >= LEAST_SEGMENTS
+        assert len(readable(it)) >= 9 * SLOTS * 3 // 4
+
+    def test_a_segment_has_room_for_a_page(self, tmp_path: Path) -> None:
+        it = SegmentStore(tmp_path, PAGE, 10 * SEGMENT, segment_bytes=1)
+        write(it, keys(1, 2, 3))
+        assert len(list(tmp_path.glob("*.kv"))) == 3 and read(it, keys(1, 2, 3)) == 3
+
+    def test_a_cap_without_room_for_four_segments_is_refused(self, tmp_path: Path) -> None:
+        least = 4 * FORMAT.bytes_with_index(1)
+        with pytest.raises(ValueError, match=f"{least - 1} bytes are too few for pages of {PAGE}: {least} is the least"):
+            SegmentStore(tmp_path, PAGE, least - 1)
+        it = SegmentStore(tmp_path, PAGE, least)
+        write(it, keys(*range(9)))
+        assert readable(it) == keys(5, 6, 7, 8)
+
+
+class TestFolder:
+    @pytest.fixture(autouse=True, params=[0o000, 0o022, 0o777], ids=oct)
+    def umask(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        before = os.umask(request.param)
+        yield
+        os.umask(before)
+
+    def test_nobody_else_reads_it(self, tmp_path: Path) -> None:
+        folder = tmp_path / "kv"
+        it = store(folder)
+        write(it, keys(*range(SLOTS + 1)))
+        it.close()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == dict.fromkeys(
+            ("LOCK", "segment-00000000.kv", "segment-00000000.index", "segment-00000001.kv"), 0o600
+        )
+
+    def test_a_folder_that_was_open_to_others_is_closed(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o755)
+        store(tmp_path)
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
+class TestOneStore:
+    def test_a_second_one_is_refused_while_the_first_lives(self, tmp_path: Path) -> None:
+        first = store(tmp_path)
+        write(first, keys(1))
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with pytest.raises(StoreBusy, match="another process, or another store of this one, keeps its pages in"):
+            store(tmp_path)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before, "what it had opened is closed"
+        assert read(first, keys(1)) == 1
+        first.close()
+        assert read(store(tmp_path), keys(1)) == 1
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(StoreUnusable, match=r"pages of KV cannot be kept in .*Not a directory"):
+            store(tmp_path / "file" / "kv")
+
+    def test_what_it_may_not_delete_is_left_alone(self, tmp_path: Path) -> None:
+        for name in ("notes", "segment-1.kv", "segment-00000001.txt", "segment-000000001.kv"):
+            (tmp_path / name).write_bytes(b"mine")
+        it = store(tmp_path)
+        write(it, keys(1))
+        it.clear()
+        assert names(tmp_path) == ["LOCK", "notes", "segment-000000001.kv", "segment-00000001.txt", "segment-1.kv"]
+
+    @pytest.mark.parametrize(("page_bytes", "identity"), [(0, b""), (1 << 31, b""), (PAGE, b"x" * 65)])
+    def test_what_the_format_has_no_room_for(self, tmp_path: Path, page_bytes: int, identity: bytes) -> None:
+        with pytest.raises(ValueError, match=r"a page has between|an identity has at most"):
+            SegmentStore(tmp_path, page_bytes, 1 << 40, identity=identity)
+
+
+class TestIdentity:
+    def test_pages_of_another_identity_are_deleted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        it = store(tmp_path, identity=b"a")
+        write(it, keys(*range(SLOTS + 1)))
+        it.close()
+        it = store(tmp_path, identity=b"b")
+        assert it.keys() == [] and names(tmp_path) == ["LOCK"]
+        assert [getattr(record, "fields", None) for record in caplog.records] == [{"segments": 2}]
+        write(it, keys(1))
+        it.close()
+        assert store(tmp_path, identity=b"a").keys() == []
+
+    def test_pages_of_another_size_are_deleted(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        write(it, keys(1))
+        it.close()
+        it = SegmentStore(tmp_path, PAGE + 8, 1 << 20)
+        assert it.keys() == [] and names(tmp_path) == ["LOCK"]
+
+    def test_another_version_is_deleted(self, tmp_path: Path) -> None:
+        it = store(tmp_path)
+        write(it, keys(1))
+        it.close()
+        path = tmp_path / "segment-00000000.kv"
+        body = bytearray(path.read_bytes())
+        body[8:12] = struct.pack("<I", 2)
+        body[112:128] = xxhash.xxh3_128_digest(bytes(body[:112]))
+        path.write_bytes(body)
+        assert store(tmp_path).keys() == [] and names(tmp_path) == ["LOCK"]
+
+
+class TestFiles:
+    """Written down once more, byte by byte: nothing is in the files but this."""
+
+    @staticmethod
+    def header(number: int, identity: bytes) -> bytes:
+        fields = b"RSTKVSEG" + struct.pack("<IIQQ", 1, len(identity), PAGE, number) + identity.ljust(64, b"\0") + bytes(16)
+        return fields + xxhash.xxh3_128_digest(fields)
+
+    @staticmethod
+    def record(header: bytes, of: bytes) -> bytes:
+        fields = b"RSTKVREC" + bytes(8) + of
+        seed = struct.unpack("<Q", header[-8:])[0]
+        return fields + xxhash.xxh3_128_digest(fields + xxhash.xxh3_128_digest(page(of)), seed=seed) + page(of)
+
+    def test_a_segment(self, tmp_path: Path) -> None:
+        write(store(tmp_path, identity=b"llama"), keys(*range(SLOTS + 2)))
+        header = self.header(1, b"llama")
+        expected = header + self.record(header, key(SLOTS)) + self.record(header, key(SLOTS + 1))
+        assert (tmp_path / "segment-00000001.kv").read_bytes() == expected
+
+    def test_an_index(self, tmp_path: Path) -> None:
+        write(store(tmp_path), keys(*range(SLOTS)))
+        header = self.header(0, b"")
+        body = b"RSTKVIDX" + struct.pack("<IIQ", 1, SLOTS, FORMAT.segment_bytes(SLOTS)) + header[-16:]
+        body += struct.pack("<4I", 0, 1, 2, 3) + b"".join(keys(0, 1, 2, 3))
+        assert (tmp_path / "segment-00000000.index").read_bytes() == body + xxhash.xxh3_128_digest(body)
+
+    def test_they_are_on_disk_in_the_order_in_which_they_need_each_other(self, tmp_path: Path) -> None:
+        """Pages before an index that speaks of them, an index before its name."""
+        disk = DiaryDisk()
+        write(store(tmp_path, disk=disk), keys(*range(SLOTS)))
+        part, folder = "segment-00000000.index.part", tmp_path.name
+        assert disk.calls[-5:] == [
+            "sync segment-00000000.kv",
+            f"create {part}",
+            f"sync {part}",
+            "rename segment-00000000.index",
+            f"sync {folder}",
+        ]
+
+    def test_the_lock(self, tmp_path: Path) -> None:
+        write(store(tmp_path), keys(1))
+        assert (tmp_path / "LOCK").read_bytes() == b""

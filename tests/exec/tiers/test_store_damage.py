@@ -1,0 +1,312 @@
+"""Files of the file tier that somebody or something has changed: a read gives whole, right pages or none, and a fault takes no
+more with it than it has to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.exec.tiers.segment_format import HEADER_BYTES
+from tests.exec.tiers.pages import FORMAT, SEGMENT, SLOTS, Hours, key, keys, page, read, readable, size_of, store, write
+from tests.exec.tiers.sick_disks import SickDisk
+from tests.night import NIGHTLY
+
+MANY = keys(*range(2 * SLOTS + 3))
+SEALED, OPEN = "segment-00000001.kv", "segment-00000002.kv"
+INDEX = "segment-00000001.index"
+PAGES_OF = {SEALED: MANY[SLOTS : 2 * SLOTS], OPEN: MANY[2 * SLOTS :]}
+STRIDE = 1 if NIGHTLY else 5  # bytes between those that are flipped
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two sealed segments and an open one, closed."""
+    it = store(tmp_path)
+    write(it, MANY)
+    it.close()
+    return tmp_path
+
+
+def flip(path: Path, at: int, mask: int = 0x10) -> None:
+    body = bytearray(path.read_bytes())
+    body[at] ^= mask
+    path.write_bytes(body)
+
+
+def swap(path: Path, one: int, other: int) -> None:
+    """Two records, whole."""
+    body = path.read_bytes()
+    first, second = (slice(FORMAT.segment_bytes(slot), FORMAT.segment_bytes(slot + 1)) for slot in sorted((one, other)))
+    path.write_bytes(body[: first.start] + body[second] + body[first.stop : second.start] + body[first] + body[second.stop :])
+
+
+def reopened(folder: Path) -> list[bytes]:
+    """What is found, is readable, and is readable once more."""
+    it = store(folder)
+    held = readable(it)
+    assert it.keys() == held and set(it.take_lost()).isdisjoint(held)
+    it.close()
+    it = store(folder)
+    assert readable(it) == held
+    assert write(it, MANY).stored == tuple(key for key in MANY if key not in held)
+    it.close()
+    return held
+
+
+class TestOneByte:
+    @pytest.mark.parametrize("name", [SEALED, OPEN])
+    def test_of_a_segment_takes_a_page_or_a_header_all(self, folder: Path, name: str) -> None:
+        saved = {path: path.read_bytes() for path in folder.iterdir()}
+        for at in range(0, len(saved[folder / name]), STRIDE):
+            flip(folder / name, at)
+            held = set(reopened(folder))
+            if at < HEADER_BYTES:
+                lost = PAGES_OF[name]
+            else:
+                slot = (at - HEADER_BYTES) // FORMAT.record_bytes
+                lost = PAGES_OF[name][slot : slot + 1]
+            assert held == {*MANY} - {*lost}, at
+            for path in folder.iterdir():
+                path.unlink()
+            for path, body in saved.items():
+                path.write_bytes(body)
+
+    def test_of_an_index_takes_nothing(self, folder: Path) -> None:
+        saved = (folder / INDEX).read_bytes()
+        for at in range(0, len(saved), STRIDE):
+            flip(folder / INDEX, at)
+            assert reopened(folder) == MANY
+            assert (folder / INDEX).read_bytes() == saved, "it is written again"
+
+    @pytest.mark.parametrize("number", [1, SLOTS + 1, 2 * SLOTS + 1])
+    def test_while_the_store_is_open(self, folder: Path, number: int) -> None:
+        it = store(folder)
+        flip(folder / f"segment-{number // SLOTS:08d}.kv", FORMAT.segment_bytes(number % SLOTS) + 100)
+        assert read(it, MANY) == number
+        assert it.take_lost() == (key(number),) and it.counts().corrupt_pages == 1
+        assert read(it, MANY[number:]) == 0 and read(it, MANY[number + 1 :]) == len(MANY) - number - 1
+        assert write(it, MANY).stored == (key(number),)
+        assert read(it, MANY) == len(MANY)
+        it.close()
+        assert reopened(folder)[-1] == key(number), "the newer of two pages of a key counts"
+
+    def test_of_a_page_that_was_written_again(self, folder: Path) -> None:
+        """The old page's segment has the key in its index still, and goes without it."""
+        it = store(folder)
+        flip(folder / "segment-00000000.kv", FORMAT.segment_bytes(1) + 100)
+        assert readable(it) == [each for each in MANY if each != key(1)]
+        write(it, keys(1))
+        it.close()
+        it = store(folder)
+        assert read(it, MANY) == len(MANY)
+        dropped = [each for number in range(100, 100 + 4 * SLOTS) for each in write(it, keys(number)).dropped]
+        assert dropped == keys(0, 2, 3) and read(it, MANY[SLOTS:]) == len(MANY) - SLOTS and read(it, keys(1)) == 1
+
+    def test_of_a_page_that_was_found_before_its_segment_was_sealed(self, folder: Path) -> None:
+        it = store(folder)
+        flip(folder / OPEN, FORMAT.segment_bytes(1) + 100)
+        bad = MANY[2 * SLOTS + 1]
+        assert read(it, [bad]) == 0
+        write(it, keys(100, 101))
+        it.close()
+        held = store(folder).keys()
+        assert bad not in held and len(held) == len(MANY) + 1
+
+
+class TestEnds:
+    @pytest.mark.parametrize("name", [SEALED, OPEN])
+    def test_a_segment_cut_off_anywhere(self, folder: Path, name: str) -> None:
+        whole = (folder / name).read_bytes()
+        others = [each for each in MANY if each not in PAGES_OF[name]]
+        for size in range(0, len(whole), STRIDE):
+            (folder / name).write_bytes(whole[:size])
+            (folder / INDEX).unlink(missing_ok=True)
+            left = PAGES_OF[name][: max(0, size - HEADER_BYTES) // FORMAT.record_bytes]
+            it = store(folder)
+            assert set(readable(it)) == {*others, *left}
+            assert it.counts().corrupt_pages == 0, "a torn end is no fault"
+            it.close()
+            if left:
+                assert (folder / name).stat().st_size == FORMAT.segment_bytes(len(left)), "the torn end is cut off"
+
+    @pytest.mark.parametrize("name", [SEALED, OPEN])
+    @pytest.mark.parametrize("size", [1, 63, 64, 159, 160, 161, 1000])
+    @pytest.mark.parametrize("fill", [b"\0", b"\xff", b"RSTKVREC"], ids=["zeros", "ones", "magics"])
+    def test_garbage_behind_a_segment_is_cut_off(self, folder: Path, name: str, size: int, fill: bytes) -> None:
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(before + (fill * size)[:size])
+        it = store(folder)
+        assert readable(it) == MANY
+        assert (folder / name).read_bytes() == before
+        assert size_of(folder) <= 6 * SEGMENT
+
+
+class TestPlaces:
+    def test_records_that_changed_places_under_an_index(self, folder: Path) -> None:
+        """The index says where a key is: another one is there."""
+        swap(folder / SEALED, 1, 2)
+        it = store(folder)
+        one, two = MANY[SLOTS + 1], MANY[SLOTS + 2]
+        assert read(it, [one]) == read(it, [two]) == 0
+        assert it.take_lost() == (one, two) and readable(it) == [each for each in MANY if each not in (one, two)]
+
+    def test_records_that_changed_places_without_one(self, folder: Path) -> None:
+        swap(folder / OPEN, 0, 2)
+        assert reopened(folder) == [*MANY[: 2 * SLOTS], *MANY[2 * SLOTS :][::-1]]
+
+    def test_a_record_of_another_segment(self, folder: Path) -> None:
+        """As a block that was freed and comes back: it is whole, and not this segment's."""
+        at = slice(FORMAT.segment_bytes(0), FORMAT.segment_bytes(1))
+        body = bytearray((folder / OPEN).read_bytes())
+        body[at] = (folder / SEALED).read_bytes()[at]
+        (folder / OPEN).write_bytes(body)
+        (folder / SEALED).unlink()
+        assert reopened(folder) == [*MANY[:SLOTS], *MANY[2 * SLOTS + 1 :]]
+
+    def test_a_segment_under_anothers_number(self, folder: Path) -> None:
+        (folder / SEALED).rename(folder / "segment-00000007.kv")
+        (folder / INDEX).rename(folder / "segment-00000007.index")
+        assert reopened(folder) == [*MANY[:SLOTS], *MANY[2 * SLOTS :]]
+
+    def test_an_index_of_another_segment(self, folder: Path) -> None:
+        (folder / INDEX).write_bytes((folder / "segment-00000000.index").read_bytes())
+        assert reopened(folder) == MANY
+
+    def test_indexes_that_are_missing_half_written_or_of_nothing(self, folder: Path) -> None:
+        (folder / INDEX).rename(folder / f"{INDEX}.part")
+        (folder / "segment-00000000.index").write_bytes(b"")
+        (folder / "segment-00000009.index").write_bytes(b"of nothing")
+        assert reopened(folder) == MANY
+        assert sorted(path.suffix for path in folder.iterdir()) == ["", *[".index"] * 2, *[".kv"] * 3]
+
+
+class Tried:
+    """A store beside what it is to hold: keys that it has said to hold and that nothing has damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.disk = SickDisk()
+        self.clock = Hours()
+        self.held: list[bytes] = []
+        self.damaged = False
+        self.store = store(folder, 5, self.disk, self.clock)
+
+    def write(self, first: int, count: int, step: int) -> None:
+        wanted = keys(*range(first, first + count * step, step))
+        before = list(self.held)
+        done = write(self.store, wanted)
+        assert set(done.stored) <= {*wanted} - {*before} and set(done.dropped) <= {*before} - {*done.stored}
+        self.held = [key for key in before if key not in done.dropped] + list(done.stored)
+        self.check()
+
+    def read(self, first: int, count: int, step: int) -> None:
+        wanted = keys(*range(first, first + count * step, step))
+        held = next((at for at, key in enumerate(wanted) if key not in self.held), count)
+        got = read(self.store, wanted)
+        lost = self.store.take_lost()
+        assert got == held or (self.damaged and got < held and wanted[got] in lost)
+        self.held = [key for key in self.held if key not in lost]
+        self.check()
+
+    def clear(self) -> None:
+        self.store.clear()
+        self.held = []
+        self.check()
+
+    def reopen(self) -> None:
+        """Twice: what the first one finds is what stays."""
+        for _ in range(2):
+            self.store.close()
+            self.disk.room = None
+            self.store = store(self.folder, 5, self.disk, self.clock)
+            if self.damaged:
+                self.held = list(self.store.keys())
+            self.check()
+
+    def full(self, room: int) -> None:
+        self.disk.room = room
+
+    def wait(self) -> None:
+        self.disk.room = None
+        self.clock.pass_by()
+
+    def damage(self, how: Callable[[Path, int], None], which: int, at: int) -> None:
+        files = sorted(path for path in self.folder.iterdir() if path.stat().st_size)
+        if files:
+            self.damaged = True
+            how(files[which % len(files)], at)
+
+    def check(self) -> None:
+        assert self.store.keys() == self.held
+        assert self.damaged or size_of(self.folder) <= 5 * SEGMENT
+
+
+def flip_any(path: Path, at: int) -> None:
+    flip(path, at % path.stat().st_size, 1 << at % 8)
+
+
+def swap_any(path: Path, at: int) -> None:
+    slots = (path.stat().st_size - HEADER_BYTES) // FORMAT.record_bytes
+    if path.suffix == ".kv" and slots > 1:
+        one, other = at % slots, at // 7 % slots
+        if one != other:
+            swap(path, one, other)
+
+
+def cut_any(path: Path, at: int) -> None:
+    path.write_bytes(path.read_bytes()[: at % path.stat().st_size])
+
+
+def append_any(path: Path, at: int) -> None:
+    path.write_bytes(path.read_bytes() + page(key(at), at % 400))
+
+
+def delete(path: Path, at: int) -> None:
+    path.unlink()
+
+
+NUMBER, COUNT, STEP, ANY = st.integers(0, 40), st.integers(0, 12), st.integers(1, 3), st.integers(0, 5000)
+DAMAGES = st.tuples(
+    st.just(Tried.damage), st.sampled_from([flip_any, flip_any, swap_any, cut_any, append_any, delete]), st.integers(0, 12), ANY
+)
+HEALTHY = (
+    st.tuples(st.just(Tried.write), NUMBER, COUNT, STEP),
+    st.tuples(st.just(Tried.read), NUMBER, COUNT, STEP),
+    st.tuples(st.just(Tried.reopen)),
+    st.tuples(st.just(Tried.full), st.integers(0, 1500)),
+    st.tuples(st.just(Tried.wait)),
+    st.tuples(st.just(Tried.clear)),
+)
+EXAMPLES = 2000 if NIGHTLY else 100
+Step = tuple[Any, ...]
+
+
+def lost(steps: list[Step]) -> list[bytes]:
+    """Keys that ought to be there at the end, after a restart, and are not."""
+    with TemporaryDirectory() as name:
+        tried = Tried(Path(name))
+        for call, *arguments in steps:
+            call(tried, *arguments)
+        tried.reopen()
+        out = [] if tried.damaged else [each for each in tried.held if not read(tried.store, [each])]
+        tried.store.close()
+    return out
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.lists(st.one_of(*HEALTHY), max_size=30))
+def test_without_damage_it_is_a_dictionary_under_a_cap(steps: list[Step]) -> None:
+    assert lost(steps) == []
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.lists(st.one_of(*HEALTHY[:3], DAMAGES), max_size=30))
+def test_whatever_is_damaged_no_wrong_page_is_read(steps: list[Step]) -> None:
+    """Each read of a step is checked there."""
+    assert lost(steps) == []

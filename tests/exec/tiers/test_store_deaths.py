@@ -1,0 +1,143 @@
+"""The file tier in a process that is killed: what it had said to be stored is there, and everything that is there is whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.exec.tiers.disk import Disk
+from tests.exec.tiers import killed_writer
+from tests.exec.tiers.pages import SEGMENT, SLOTS, keys, readable, size_of, store, write
+from tests.exec.tiers.sick_disks import Killed, MortalDisk
+from tests.night import NIGHTLY
+
+ROOT = Path(__file__).resolve().parents[3]
+DEATHS = 1000 if NIGHTLY else 15
+CAP = 5  # segments
+
+
+def live(folder: Path, disk: Disk, told: list[bytes]) -> None:
+    """Two lives that fill the store twice over. told: what has been said to be held, oldest first."""
+    for begin in (0, 100):
+        it = store(folder, CAP, disk)
+        for number in range(begin, begin + 5 * SLOTS, 3):
+            done = write(it, keys(*range(number, number + 3)))
+            told[:] = [each for each in told if each not in done.dropped] + list(done.stored)
+        it.close()
+
+
+def die(folder: Path, calls: int) -> tuple[list[bytes], bool]:
+    """Told by then, and whether it came to die."""
+    disk, told = MortalDisk(folder, calls), list[bytes]()
+    try:
+        live(folder, disk, told)
+    except Killed:
+        return told, True
+    finally:
+        disk.bury()
+    return told, False
+
+
+def survived(told: list[bytes], held: list[bytes], most: int) -> None:
+    """All that was told is there, but for the oldest ones, up to `most`, that the last write made room of."""
+    there = set(held)
+    gone = [each not in there for each in told]
+    assert sum(gone) <= most and not any(gone[sum(gone) :])
+
+
+def test_a_death_at_every_call(tmp_path: Path) -> None:
+    calls, died = 0, True
+    while died:
+        folder = tmp_path / str(calls)
+        told, died = die(folder, calls)
+        it = store(folder, CAP)
+        assert it.counts().corrupt_pages == 0, "a torn end is no fault"
+        held = readable(it)
+        assert it.take_lost() == () and held == it.keys()
+        survived(told, held, SLOTS)
+        assert size_of(folder) <= CAP * SEGMENT
+        assert write(it, keys(1000, 1001)).stored == tuple(keys(1000, 1001))
+        assert readable(it)[-2:] == keys(1000, 1001)
+        it.close()
+        calls += 1
+    assert calls > 80
+
+
+def test_a_death_at_every_call_of_the_next_life(tmp_path: Path) -> None:
+    """While it mends what the death before has left: with an index missing, one half written and a torn end."""
+    calls, died = 0, True
+    while died:
+        folder = tmp_path / str(calls)
+        first = store(folder, CAP)
+        write(first, keys(*range(3 * SLOTS + 2)))
+        first.close()
+        (folder / "segment-00000001.index").rename(folder / "segment-00000001.index.part")
+        with (folder / "segment-00000003.kv").open("ab") as file:
+            file.write(b"torn")
+        disk = MortalDisk(folder, calls)
+        try:
+            store(folder, CAP, disk).close()
+            died = False
+        except Killed:
+            died = True
+        disk.bury()
+        assert readable(store(folder, CAP)) == keys(*range(3 * SLOTS + 2))
+        calls += 1
+    assert calls > 5
+
+
+class Writers:
+    """Of one folder, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "tests.exec.tiers.killed_writer", str(folder)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def die(self, number: int, writes: int, seconds: float, told: list[bytes]) -> None:
+        """Has one write pages from `number` on, and kills it so many seconds after so many writes. told: as it says."""
+        assert self._process.stdin and self._process.stdout
+        print(number, file=self._process.stdin, flush=True)
+        pid = int(self._process.stdout.readline().removeprefix("writer "))
+        for at, line in enumerate(iter(self._process.stdout.readline, "gone\n")):
+            assert line.startswith("wrote "), line
+            stored, dropped = ([bytes.fromhex(word) for word in words.split(",") if word] for words in line[6:-1].split(" "))
+            assert stored
+            told[:] = [each for each in told if each not in dropped] + stored
+            if at == writes:
+                time.sleep(seconds)
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[Writers]:
+    them = Writers(tmp_path)
+    yield them
+    them.end()
+
+
+def test_kill_9_of_a_process_that_writes(tmp_path: Path, writers: Writers) -> None:
+    chance = random.Random(9)
+    told: list[bytes] = []
+    number = 0
+    for _ in range(DEATHS):
+        writers.die(number, chance.randrange(40), chance.random() * 0.004, told)
+        it = killed_writer.opened(tmp_path)
+        held = readable(it)
+        assert held == it.keys() and it.counts().corrupt_pages == 0
+        survived(told, held, 2 * killed_writer.SEGMENT // killed_writer.PAGE)
+        assert len(held) > len(told) - 30 and size_of(tmp_path) <= killed_writer.CAP
+        it.close()
+        told[:] = held
+        number += 10_000
+    assert len(told) > 100
