@@ -216,7 +216,8 @@ async def serve(settings: WorkerSettings) -> None:
     masks = cast(MaskFiller, engine.masks)  # whose matchers are the book's own, which the core hands back as they are
     loop = Loop(engine.core, engine.executor, inbox, measured, observer, masks, *overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
-    servicer = WorkerServicer(inbox, outbox, info, _limits(settings, engine), worker_metrics.times.arrived, load_report, spans)
+    limits, arrived = _limits(settings, engine), worker_metrics.times.arrived
+    servicer = WorkerServicer(inbox, outbox, info, limits, arrived, load_report, spans, engine.keys)
     stop = grpc_server.stop_signal()
     server = await grpc_server.start_server(
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)

@@ -56,7 +56,7 @@ class Built:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """defaults: of requests that leave sampling parameters out. book: None where structured output is off. publishes_index: the
-    core tells of the blocks it caches. stats: see Built."""
+    core tells of the blocks it caches. stats: see Built. keys: of pages in other tiers, None where there are none."""
 
     core: Scheduler
     executor: Executor
@@ -68,6 +68,7 @@ class Engine:
     tokenizer: HfTokenizer
     book: CompiledBook | None
     masks: MaskFiller
+    keys: PageKeys | None
 
     def close(self) -> None:
         """Once the loop has ended."""
@@ -100,7 +101,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
     most = VERIFIED_TOKENS if info.max_drafts else 0
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms, most)
-    return Engine(core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks)
+    return Engine(core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks, keys)
 
 
 def defaults_of(settings: WorkerSettings) -> SamplingDefaults:

@@ -17,10 +17,14 @@ from dataclasses import replace
 import grpc
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
+from services.shared.index.cache_namespace import cache_namespace
 from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_SESSION_ID_CHARS
 from services.shared.observe.log import fields
 from services.shared.observe.tracing import trace_fields
 from services.shared.sampling_defaults import SamplingDefaults
+from services.worker.core.contracts.messages import PromptKeys, Submit
+from services.worker.core.contracts.tree_name import tree_name
+from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.front.busyness import LoadReport
 from services.worker.front.outbox import PeerStream, ProtocolError, StreamOutbox, unavailable
 from services.worker.front.spans import RequestSpans
@@ -32,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """on_arrival(peer, handle) is called for each request before the scheduler can see it."""
+    """on_arrival(peer, handle) is called for each request before the scheduler can see it. keys: of prompts' pages, which are
+    made here and not on the scheduler's thread; None where nobody keeps pages by them."""
 
     def __init__(
         self,
@@ -43,10 +48,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         on_arrival: Callable[[int, int], None],
         load: LoadReport,
         spans: RequestSpans | None = None,
+        keys: PageKeys | None = None,
     ) -> None:
         self._on_arrival = on_arrival
         self._load = load
         self._spans = spans
+        self._keys = keys
         self._inbox = inbox
         self._outbox = outbox
         self._info = info
@@ -147,7 +154,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         if self._spans is not None:
             resumed = len(message.output_ids)
             self._spans.arrived(peer, message.handle, message.request_id, message.traceparent, resumed)
-        self._inbox.put(submit)
+        self._inbox.put(self._with_keys(submit))
+
+    def _with_keys(self, submit: Submit) -> Submit:
+        """A session's turn has a prompt that only the core knows."""
+        if self._keys is None or submit.session is not None:
+            return submit
+        tree = tree_name(self._info.revision, cache_namespace(submit.lora, submit.salt))
+        tokens = submit.prompt_ids.tobytes()
+        keys = self._keys.after(self._keys.root(tree), tokens)
+        return replace(submit, page_keys=PromptKeys(tree, tuple(keys)))
 
 
 def _who(message: worker_pb2.Submit) -> dict[str, str]:

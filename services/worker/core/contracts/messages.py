@@ -52,12 +52,22 @@ class SessionTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptKeys:
+    """Keys of a prompt's whole pages, for tiers of KV, in the tree of this name: where it is another one's by now, they count for
+    nothing."""
+
+    tree: str
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """prompt_ids: int32[n], n >= 1; in a session, what this turn adds. timeout_s: from arrival to the last token, 0 for none.
     salt, lora: cache namespace. routing_key: requests of one key share a cache elsewhere; the routing-key policy groups them.
     output_ids: output that the request has already, sampled elsewhere; it goes on after it as a retracted request does.
     revision: of the weights that it is for, "" for any. tenant: whose it is, b"" for nobody in particular; weight: of its share,
-    above 0. batch: of prompts of this peer that came together, 0 for one that came alone.
+    above 0. batch: of prompts of this peer that came together, 0 for one that came alone. page_keys: made by whoever read the
+    message; None: the core makes those that it needs.
     """
 
     peer: int
@@ -77,6 +87,7 @@ class Submit:
     tenant: bytes = b""
     batch: int = 0
     weight: float = 1.0
+    page_keys: PromptKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,5 +72,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         payer=(message.tenant, message.peer, message.batch) if message.batch else (message.tenant, 0, 0),
         weight=message.weight,
     )
+    if message.page_keys is not None and message.page_keys.tree == request.namespace and message.session is None:
+        request.page_keys = list(message.page_keys.keys)
     request.rekey()
     return request
