@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 import pytest
 
 NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
-FEW = 4  # cases of a test that all run by day
+FEW = 2  # cases of a test that all run by day
 
 
 def wait_for_night(config: pytest.Config, items: list[pytest.Item], slow: Callable[[pytest.Item], bool]) -> None:
-    """Half of the cases of slow tests that differ in their parameters alone, the same ones every time, are taken out by day."""
+    """Half of the cases of slow tests that differ in their parameters alone, or more, are taken out by day: the same ones every
+    time, and never all of a test's."""
     if NIGHTLY:
         return
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in filter(slow, items):
         tests[item.nodeid.partition("[")[0]].append(item)
-    many = [item for cases in tests.values() if len(cases) > FEW for item in cases]
-    by_night = {item for item in many if crc32(item.nodeid.encode()) % 2}
+    by_night = {item for cases in tests.values() if len(cases) > FEW for item in _of_the_night(cases)}
     config.hook.pytest_deselected(items=[item for item in items if item in by_night])
     items[:] = [item for item in items if item not in by_night]
+
+
+def _of_the_night(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """All but those with an even checksum, of which half of the cases at most stay, and one at least."""
+    checksums = {case: crc32(case.nodeid.encode()) for case in cases}
+    ordered = sorted(cases, key=lambda case: (checksums[case] % 2, checksums[case]))
+    even = sum(checksum % 2 == 0 for checksum in checksums.values())
+    return ordered[max(1, min(even, (len(cases) + 1) // 2)) :]

@@ -1,4 +1,4 @@
-"""A model without any sense, and 200 schemas made at random: whatever it samples at temperature 1 parses and validates.
+"""A model without any sense, and a hundred schemas made at random: whatever it samples at temperature 1 parses and validates.
 
 Every schema here bounds its output, so that each answer has to end by itself, too.
 """
@@ -21,8 +21,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.system import DEMO, System
+from tests.night import NIGHTLY
 
-NUM_SCHEMAS = 200
+NUM_SCHEMAS = 200 if NIGHTLY else 100
 IN_FLIGHT = 32
 MAX_TOKENS = 3500  # far more than the longest that these schemas allow is likely to take
 DEPTH = 3

@@ -13,10 +13,12 @@ from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.device import load_target
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.weights.load_request import LoadRequest
+from tests.night import NIGHTLY
 
 # `kernel_name` is cpp where a test or its module does not have this mark: see tests/exec/conftest.py.
 KERNELS = ["cpp", "torch"]
 on_both_kernels = pytest.mark.parametrize("kernel_name", KERNELS, indirect=True, scope="module")
+on_both_by_night = pytest.mark.parametrize("kernel_name", KERNELS if NIGHTLY else KERNELS[:1], indirect=True, scope="module")
 
 
 def build_host_executor(

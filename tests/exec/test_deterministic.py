@@ -24,7 +24,7 @@ from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
 WORLD = World()
-CONTEXTS = 1000 if NIGHTLY else 80  # of each way of sampling, a third
+CONTEXTS = 1000 if NIGHTLY else 40  # of each way of sampling, a third
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 
 
@@ -61,7 +61,7 @@ def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path) -> 
     """With torch's linear layers: their sums depend on the number of rows on every CPU, those of our kernels on some."""
     executor = made_of(folder, "float32", deterministic=False, kernels="torch")
     *_, target = targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS)
-    assert len(strings(WORLD, executor, target, range(40))) > 1
+    assert any(len(strings(WORLD, executor, target, range(seed, seed + 1))) > 1 for seed in range(40))
     executor.close()
 
 

@@ -43,6 +43,7 @@ from tests.exec.device_doubles import (
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.host_executors import build_host_executor, load_request
 from tests.exec.tiny_models import MODELS
+from tests.night import NIGHTLY
 
 PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
 
@@ -94,6 +95,7 @@ class WatchedAttention(WatchedKernels):
 # For what has nothing to do with the model.
 of_one_model = pytest.mark.parametrize("folder", ["qwen3"], indirect=True, scope="module")
 BOTH = ["qwen3", "mistral-window"]
+of_one_by_day = pytest.mark.parametrize("folder", BOTH if NIGHTLY else BOTH[:1], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -195,6 +197,7 @@ def test_everything_at_once_is_what_the_cpu_executor_says(device: Device, cpu: E
     assert device.graphs.replays > 40, "decode steps are replayed"
 
 
+@of_one_by_day
 def test_batches_beyond_the_largest_graph_and_between_sizes(device: Device, cpu: Executor) -> None:
     for count in (1, 2, 3, 7, 8, 9, 12):
         mine, theirs = sequences(count), sequences(count)
@@ -267,6 +270,7 @@ def test_two_steps_in_flight_relay_on_the_device(device: Device) -> None:
     assert [int(device.executor.wait(run).tokens[0]) for run in runs] == twin.output
 
 
+@of_one_by_day
 def test_forced_tokens_take_sampled_ones_back(device: Device, cpu: Executor) -> None:
     """A slot with penalties that goes on with other tokens than it has sampled, as jump-forward has it."""
     outputs = []
@@ -321,6 +325,7 @@ def test_what_a_step_costs_without_its_graph_is_measured_at_the_start(folder: Pa
     assert graph_limits(8, 0.05, weight_bytes=16_000_000, kv_bytes_per_token=0).rereads == 0
 
 
+@of_one_by_day
 def test_known_tokens_stay_out_of_a_graph_that_would_read_too_much(device: Device) -> None:
     runner = device.executor.runner
     runner.graph_limits = GraphLimits(8, 20)
@@ -329,6 +334,7 @@ def test_known_tokens_stay_out_of_a_graph_that_would_read_too_much(device: Devic
     assert runner.stats.eager_steps == steps + 2
 
 
+@of_one_by_day
 def test_a_graph_of_more_tokens_than_slots_samples_slots_alone(folder: Path, cpu: Executor) -> None:
     """Masks of one such graph are none of another's."""
     device = Device(folder, slots=2, max_graph_rows=16)
@@ -390,6 +396,7 @@ def test_a_result_that_could_not_be_fetched_fails_its_step_alone(device: Device,
     assert len(twin.output) == 4
 
 
+@of_one_by_day
 def test_warm_up_launches_every_kernel_that_steps_bring(folder: Path) -> None:
     launched = set[str]()
 
@@ -433,6 +440,7 @@ class FailsAtThird(GraphMemoryDouble):
         return super().capture(work)
 
 
+@of_one_by_day
 def test_what_cannot_be_captured_is_launched_step_by_step(folder: Path, cpu: Executor) -> None:
     device = Device(folder, FailsAtThird)
     assert same(run_all(Guarded(device), sequences(3), 6), run_all(Driver(cpu, PAGE_SIZE), sequences(3), 6))

@@ -18,10 +18,12 @@ from services.worker.exec.contracts.protocol import Executor
 from tests.exec.device_executors import executor_of
 from tests.exec.random_steps import CONTEXT, MAX_SLOTS, POOL_TOKENS, VOCAB, Recorder, Repeater, Turned, drive, random_config
 from tests.exec.tiny_models import MODELS
+from tests.night import NIGHTLY
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 STEPS = 2000 if DEVICE != "cpu" else 300
 TURNS = 60  # between two drains of everything
+KERNELS = ["auto"] if DEVICE != "cpu" else ["cpp", "torch"] if NIGHTLY else ["cpp"]
 PAGE_SIZES = (4, 1, 16)
 NEAR = 2e-3  # of a logit: two tokens so near may change places by rounding
 COLUMNS = (
@@ -42,7 +44,7 @@ def model(folder: Path) -> Any:
     return MODELS["qwen3"].build(folder).to(DEVICE)
 
 
-@pytest.fixture(scope="module", params=["cpp", "torch"] if DEVICE == "cpu" else ["auto"])
+@pytest.fixture(scope="module", params=KERNELS)
 def executors(request: pytest.FixtureRequest, folder: Path, model: Any) -> Any:
     made: dict[int, Executor] = {}
 

@@ -20,7 +20,7 @@ from services.worker.exec.streams.readback import Readback
 from tests.all_pairs import each_pair, each_value
 from tests.exec.device_doubles import InlineStreams
 from tests.exec.driver import Driver, Sequence, i32
-from tests.exec.host_executors import KERNELS, build_host_executor, on_both_kernels
+from tests.exec.host_executors import KERNELS, build_host_executor, on_both_by_night, on_both_kernels
 from tests.exec.sampling import Sampling
 from tests.exec.tiny_models import MODELS
 
@@ -241,7 +241,7 @@ def test_a_prompt_whose_logits_are_not_sound_is_a_fault(
     assert scores_of(kernels, params, prompt_plan(6, 4, 1), lambda wanted: table[wanted])[1] == {}
 
 
-@on_both_kernels
+@on_both_by_night
 def test_more_top_logprobs_than_the_vocabulary_has(kernels: SampleKernels) -> None:
     sampler = Sampling(1, 8, kernels)
     sampler.admit(SlotParams(0, 0, replace(GREEDY, top_logprobs=20), (), i32([])))

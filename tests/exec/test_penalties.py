@@ -14,7 +14,7 @@ from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotPara
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.sampling.dry import MAX_PENALTY, Repeats
 from tests.all_pairs import each_pair
-from tests.exec.host_executors import on_both_kernels
+from tests.exec.host_executors import on_both_by_night, on_both_kernels
 from tests.exec.sampling import Sampling
 
 VOCAB = 40
@@ -168,7 +168,7 @@ def test_extend_rows_of_a_running_slot(
     assert edited(sampler) == edited(penalised(kernels, PROMPT, sequence))
 
 
-@on_both_kernels
+@on_both_by_night
 def test_a_chunked_prompt_counts_once(kernels: SampleKernels) -> None:
     sampler, output = penalised(kernels, PROMPT, [7, 7]), [7, 7]
     for start in range(0, len(PROMPT) + 2, 2):

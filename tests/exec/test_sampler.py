@@ -15,7 +15,7 @@ from kernels.reference.draws import largest, support
 from services.worker.core.contracts.plan import RowFault, SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from tests.all_pairs import each_value
-from tests.exec.host_executors import on_both_kernels
+from tests.exec.host_executors import on_both_by_night
 from tests.exec.sampling import Sampling
 from tests.kernels.sampling_case import uniforms
 
@@ -120,7 +120,7 @@ def test_uniforms_depend_on_seed_and_position_alone() -> None:
     assert np.histogram(grid, bins=10, range=(0, 1))[0].tolist() == pytest.approx([1000] * 10, abs=120)
 
 
-@on_both_kernels
+@on_both_by_night
 def test_a_draw_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
     params = SamplingParams(8, temperature=1.0, top_p=0.9, seed=11)
     sampler = Sampling(4, len(LOGITS), kernels)
@@ -196,12 +196,12 @@ def test_nan_faults_its_row_alone(kernels: SampleKernels, params: SamplingParams
     assert result.tokens.tolist() == [3, 0, 3]
 
 
-@on_both_kernels
+@on_both_by_night
 def test_tiny_temperature_is_greedy(kernels: SampleKernels) -> None:
     assert sample_one(sampler_of(kernels, SamplingParams(8, temperature=1e-9)), [1e4, *[-1e4] * 6, 9999.0]) == 0
 
 
-@on_both_kernels
+@on_both_by_night
 def test_logprobs_are_of_the_raw_logits(kernels: SampleKernels) -> None:
     sampler = sampler_of(kernels, SamplingParams(8, temperature=0.1, top_k=1, logit_bias=((6, 100.0),), top_logprobs=3))
     sampler.admit(slot_params(1, replace(GREEDY, top_logprobs=0), [], 0))

@@ -26,7 +26,7 @@ from tests.exec.tiny_models import TinyModel
 from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
-CONTEXTS = 300 if NIGHTLY else 12  # of each way of sampling
+CONTEXTS = 300 if NIGHTLY else 6  # of each way of sampling
 WORLD = World(max_drafts=4)
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 
@@ -53,6 +53,12 @@ def executors(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[De
     yield plain, drafting
     plain.close()
     drafting.close()
+
+
+# For what has nothing to do with the type.
+of_one_dtype_by_day = pytest.mark.parametrize(
+    "executors", ["bfloat16", "float32"] if NIGHTLY else ["float32"], indirect=True, scope="module"
+)
 
 
 def guess_with(executor: DeviceExecutor, drafter: Drafter) -> None:
@@ -100,6 +106,7 @@ def test_under_a_grammar_the_same_ids_and_bits(folder: Path, number: int) -> Non
     drafting.close()
 
 
+@of_one_dtype_by_day
 def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
     """A prompt that ends as it has begun, with the answer in between; greedily the model goes round."""
     plain, drafting = executors
@@ -110,6 +117,7 @@ def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecu
     assert strings(WORLD, drafting, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
 
 
+@of_one_dtype_by_day
 def test_fewer_steps_where_guesses_are_right(
     executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +174,7 @@ def test_steps_that_are_computed_in_pieces(folder: Path) -> None:
     assert said[0] == said[1]
 
 
+@of_one_dtype_by_day
 def test_a_step_that_fails_in_the_middle_is_forgotten(
     executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +218,7 @@ def test_ngrams_say_what_followed_last() -> None:
     assert drafter.propose({0: 2})[0] == [1, 2], "what stood behind it is gone"
 
 
+@of_one_dtype_by_day
 def test_guesses_rest_where_they_are_wrong_and_come_back(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
     plain, drafting = executors
     target = next(targets(WORLD, random.Random(5), 5, 200))

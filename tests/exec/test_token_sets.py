@@ -13,7 +13,7 @@ from kernels.contracts.sample_ops import SampleKernels
 from services.worker.core.contracts.plan import RowFault, SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.contracts.step_data import Outcome
-from tests.exec.host_executors import on_both_kernels
+from tests.exec.host_executors import on_both_by_night, on_both_kernels
 from tests.exec.sampling import Sampling
 
 VOCAB = 100  # three words and a bit
@@ -87,7 +87,7 @@ def test_draws_stay_inside_and_reach_everything(kernels: SampleKernels, params: 
     assert set(result.tokens.tolist()) == {31, 50, 51} and not result.faults
 
 
-@on_both_kernels
+@on_both_by_night
 def test_a_mixed_batch_masks_its_own_rows_alone(kernels: SampleKernels) -> None:
     rows = [GREEDY, GREEDY, replace(GREEDY, banned_token_ids=(99,)), GREEDY, replace(GREEDY, presence_penalty=1.0)]
     result = sample(kernels, rows, {3: mask(12), 1: mask(70, 8)})

@@ -15,7 +15,7 @@ from services.worker.grammar.schema.formats import PATTERNS
 from tests.grammar import model
 from tests.night import NIGHTLY
 
-SCHEMAS = 2000 if NIGHTLY else 200
+BLOCKS, SCHEMAS = (10, 200) if NIGHTLY else (6, 20)  # of each block
 WRITES = 5 if NIGHTLY else 2
 NAMES = ["a", "b", "name", "naïve 世界", 'quo"te', "a\\b", "", "line\nend", "x_1", "x"]
 TEXT_PATTERNS = [
@@ -124,11 +124,11 @@ def with_definitions(schema: Any) -> Any:
     return {"$defs": definitions, "anyOf": [schema]}
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(BLOCKS))
 def test_everything_written_under_a_schemas_mask_validates(block: int) -> None:
     chooser = random.Random(block)
     ended = written = 0
-    for _ in range(SCHEMAS // 10):
+    for _ in range(SCHEMAS):
         schema = with_definitions(make_schema(chooser, 3))
         grammar = model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
         validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)

@@ -14,7 +14,19 @@ from tests.night import wait_for_night
 
 HERE = Path(__file__).parent
 SLOW = ("triton", "test_top_n_sigma", "test_cpu_kernels", "test_sampling_twin")
-ALL = ("::test_paged_attention", "::test_draw")  # whose cases have each a body or a rule to themselves
+ALL = (  # whose cases have each a body, a rule or a back end to themselves
+    "::test_a_greedy_row_is_as_without",
+    "::test_a_row_that_is_not_finite_gives_no_token",
+    "::test_draw",
+    "::test_given_ids_may_be_none_where_all_rows_decode",
+    "::test_greedy_cases",
+    "::test_known_ids_stand_in_for_relayed_ones",
+    "::test_many_tokens_of_one_row",
+    "::test_measure_logprobs",
+    "::test_paged_attention",
+    "::test_rope_write_kv",
+    "::test_sigma_is_of_what_the_edits_leave",
+)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

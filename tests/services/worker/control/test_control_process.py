@@ -88,11 +88,11 @@ def test_released_and_resumed_memory_changes_no_answer(worker: Process, tags: li
 
 
 def test_a_used_kv_cache_goes_back_to_the_system(worker: Process) -> None:
-    for start in range(6):
+    for start in range(4):
         worker.answer([start + 3 + (i * 7 + start) % 900 for i in range(2000)], 2)
     used = worker.control.GetInternalState(pb.GetInternalStateRequest(), timeout=GUARD_S).stats["pages_cached"].whole
     written = used * PAGE_SIZE * TOKEN_BYTES
-    assert written > 40 << 20
+    assert written > 30 << 20
     held = worker.rss()
     worker.control.ReleaseMemory(pb.ReleaseMemoryRequest(tags=[pb.MEMORY_TAG_KV_CACHE]), timeout=GUARD_S)
     assert held - worker.rss() > 0.9 * written
