@@ -135,7 +135,16 @@ def essence(answers: list[Any]) -> Essence:
     return Essence(exact, numbers)
 
 
-VARYING = {"id", "created", "cached_tokens", "e2e_latency", "queue_time", "num_retractions", "prompt_tokens_details"}
+VARYING = {
+    "id",
+    "created",
+    "cached_tokens",
+    "cached_tokens_details",
+    "e2e_latency",
+    "queue_time",
+    "num_retractions",
+    "prompt_tokens_details",
+}
 NUMBERS = {"logprob", "token_logprobs", "embedding", "top_logprobs"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from services.worker.core.contracts.transfers import Tier
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.segment_store import SegmentStore
-from tests.exec.tiered import PAGE_SIZE, SECRET, Served, build
+from tests.exec.tiered import PAGE_SIZE, SECRET, Answer, Served, build
 from tests.exec.tiny_models import TinyModel
 
 POOL_PAGES = 24  # room for one prompt and a half
@@ -36,6 +36,12 @@ def prompt(number: int) -> list[int]:
     return [(number * 37 + at * at) % 90 + 1 for at in range(PROMPT_TOKENS)]
 
 
+def came_from(answer: Answer, tier: Tier) -> bool:
+    """All of the prompt's whole pages were there, most of them in this tier."""
+    assert answer.finish is not None and answer.finish.cached_tokens == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
+    return answer.finish.cached_from[tier] > answer.finish.cached_tokens // 2
+
+
 @pytest.fixture
 def plain(folder: Path) -> Iterator[Served]:
     served = Served(*build(folder, 200, None))
@@ -49,8 +55,7 @@ def test_from_the_host(folder: Path, plain: Served) -> None:
     again = [served.ask(prompt(number), seed=number) for number in range(4)]
     for number in range(4):
         assert first[number].bits == again[number].bits == plain.ask(prompt(number), seed=number).bits
-        finish = again[number].finish
-        assert finish is not None and finish.cached_from[Tier.HOST] == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
+        assert came_from(again[number], Tier.HOST)
     assert served.core.stats().failed_operations_total == 0
     served.close()
 
@@ -63,6 +68,5 @@ def test_from_files_after_a_restart(folder: Path, plain: Served, tmp_path: Path)
     for number in range(4):
         answer = served.ask(prompt(number), seed=number)
         assert answer.bits == first[number].bits
-        assert answer.finish is not None
-        assert answer.finish.cached_from[Tier.STORAGE] == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
+        assert came_from(answer, Tier.STORAGE)
     served.close()

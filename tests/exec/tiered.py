@@ -72,7 +72,9 @@ class Served:
         self.answers: dict[int, Answer] = {}
         self._next = 0
         if prefers_reading and core._tiers is not None:
-            core._tiers.rates.computed = lambda tokens, seconds: None  # type: ignore[method-assign]
+            rates = core._tiers.rates
+            rates.reading_pays = lambda source, pages: True  # type: ignore[method-assign]
+            rates.is_over = lambda source, pages, elapsed: False  # type: ignore[method-assign]
 
     def submit(self, prompt: Sequence[int], seed: int = 0, **params: Any) -> int:
         handle, self._next = self._next, self._next + 1

@@ -1,0 +1,41 @@
+"""Tiers of KV in whole systems: mixed requests in a crowd, in a pool that is far too small, whose prefixes come back from host
+memory and, behind a killed worker, from files. Deterministic, so that bits are compared with a system that has room."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
+from tests.e2e.system import System
+from tests.night import NIGHTLY
+
+CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
+ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 2)
+POOL_TOKENS = 768
+
+
+def read_from(system: System) -> tuple[float, float]:
+    """Tokens that the worker has had from its host's memory, and from its files."""
+    return system.metric("worker-0", "sglang:load_back_tokens_total"), system.metric("worker-0", "sglang:prefetched_tokens_total")
+
+
+def test_mixed_requests_get_the_same_answers_wherever_their_prefixes_are(tmp_path: Path) -> None:
+    with System(tmp_path / "plain", worker_flags="--deterministic") as system:
+        expected = [essence(answers) for answers in asyncio.run(ask_all(system, ASKS, 4))]
+    tiers = f"--enable-hierarchical-cache --hicache-size 1 --hicache-storage-backend file --hicache-storage-dir {tmp_path / 'kv'}"
+    flags = f"--deterministic {CROWD} {tiers}"
+    with System(tmp_path / "tiers", max_total_tokens=POOL_TOKENS, worker_flags=flags, log_level="info") as system:
+        for turn in range(3):
+            order = random.Random(turn).sample(range(len(ASKS)), len(ASKS))
+            answers = asyncio.run(ask_all(system, [ASKS[index] for index in order], 20))
+            wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
+            assert wrong == [], f"in turn {turn}"
+            host, files = read_from(system)
+            assert (files if turn == 2 else host) > 0, "prefixes came back from the host, and from files behind the killed worker"
+            assert '"level":"error"' not in system.log("worker-0"), "no step failed and no invariant broke"
+            if turn == 1:
+                system.kill("worker-0")
+                system.start("worker-0")
+                system.wait_ready()
