@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
 import sys
 from collections.abc import Callable
 from typing import cast
@@ -52,6 +51,7 @@ from services.worker.metrics.phase import LifeMetrics, WorkerLife
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 from services.worker.pod_cost import PodCost, pod_patch
 from services.worker.settings import WorkerSettings
+from services.worker.worker_id import worker_id
 
 logger = logging.getLogger("services.worker")
 
@@ -109,7 +109,7 @@ class MeasuredOutbox:
 
 def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_pb2.WorkerInfo:
     return worker_pb2.WorkerInfo(
-        worker_id=settings.worker_id or f"{socket.gethostname()}-{settings.port}",
+        worker_id=worker_id(settings),
         generation=generation,
         model=engine.weights.identity.model,
         context_len=engine.info.context_len,

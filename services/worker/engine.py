@@ -95,7 +95,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
     events = CacheEventLog(info.page_size, block_hash, weights.tree_root) if publishes else None
-    keys = None if tiers is None else PageKeys(tiers.secret, info.kv_layout.encode(), info.page_size)
+    keys = None if tiers is None or not info.host_pages else PageKeys(tiers.secret, info.kv_layout.encode(), info.page_size)
     core = Scheduler(config, ModelText(tokenizer), book, events, weights.identity.revision, keys)
     built.executor.wake_on_facts(lambda: inbox.put(FactsReady()))
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from functools import partial
@@ -11,7 +12,11 @@ from services.worker.core.tiers.page_keys import SECRET_BYTES
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.tiers.segment_store import SegmentStore
+from services.worker.exec.tiers.store_folder import StoreUnusable
 from services.worker.settings import WorkerSettings
+from services.worker.worker_id import worker_id
+
+logger = logging.getLogger(__name__)
 
 SECRET_FILE = "secret"  # beside the pages whose keys it makes
 GB = 10**9
@@ -29,30 +34,41 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
         raise ValueError("--enable-hierarchical-cache keeps what is cached: it means nothing without the radix cache")
     if storage != bool(settings.hicache_storage_dir):
         raise ValueError("--hicache-storage-backend file and --hicache-storage-dir need each other")
-    folder = Path(settings.hicache_storage_dir, settings.worker_id) if storage else None
+    folder = Path(settings.hicache_storage_dir, worker_id(settings))
+    secret = _secret_of(folder) if storage else None
     return TierOptions(
         host_ratio=settings.hicache_ratio,
         host_bytes=settings.hicache_size * GB,
-        open_storage=None if folder is None else partial(_open, folder / "pages", settings.hicache_storage_size * GB),
-        secret=secrets.token_bytes(SECRET_BYTES) if folder is None else _secret_of(folder),
+        open_storage=partial(_open, folder / "pages", settings.hicache_storage_size * GB) if secret else None,
+        secret=secret or secrets.token_bytes(SECRET_BYTES),
     )
 
 
-def _open(folder: Path, max_bytes: int, page_bytes: int, identity: bytes) -> PageStore:
-    return SegmentStore(folder, page_bytes, max_bytes, identity=identity)
+def _open(folder: Path, max_bytes: int, page_bytes: int, identity: bytes) -> PageStore | None:
+    """A disk that does not serve costs prefixes, and not the worker."""
+    try:
+        return SegmentStore(folder, page_bytes, max_bytes, identity=identity)
+    except StoreUnusable as error:
+        logger.error("this worker runs without its file tier: %s", error)
+        return None
 
 
-def _secret_of(folder: Path) -> bytes:
-    """Made with the folder, and read from then on. Raises ValueError."""
+def _secret_of(folder: Path) -> bytes | None:
+    """Made with the folder, and read from then on; None where the disk does not serve. Raises ValueError for one that others
+    could have made or read."""
     path = folder / SECRET_FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_secret(path)
-        secret = path.read_bytes()
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found, secret = os.fstat(file.fileno()), file.read(SECRET_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"--hicache-storage-dir {folder} cannot be used: {error}") from error
+        logger.error("this worker runs without its file tier: %s", error)
+        return None
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ValueError(f"{path} is not this user's alone (mode 0600): whoever can read it can make keys of pages")
     if len(secret) != SECRET_BYTES:
-        raise ValueError(f"{path} holds {len(secret)} bytes and not {SECRET_BYTES}: it is no secret of a file tier")
+        raise ValueError(f"{path} does not hold {SECRET_BYTES} bytes: it is no secret of a file tier")
     return secret
 
 

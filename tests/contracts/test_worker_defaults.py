@@ -50,7 +50,7 @@ SETTINGS_ELSEWHERE = {
     "grace_s": MAIN,
     "metrics_host": MAIN,
     "metrics_port": MAIN,
-    "worker_id": MAIN,
+    "worker_id": "services/worker/worker_id.py",
     "redis_url": MAIN,
     "pod_name": MAIN,
     "pod_namespace": MAIN,

@@ -148,7 +148,7 @@ class Engine:
         if not self.overlap:
             self._commit()
         for fact in self.executor.facts():
-            self.core.ended(fact)
+            self.core.ended(fact, self.now)
             self.check()
         plan = self.core.plan(self.now)
         self.check()
@@ -157,7 +157,7 @@ class Engine:
             self.plans.append(plan)
             self.executor.transfer(plan.operations)
             run = self.executor.forward(plan) if plan.num_rows else None
-        busy = plan is not None or self.prev is not None or not self.core.settled
+        busy = plan is not None or self.prev is not None or not self.core.settled or bool(self.executor._moving)
         if self.overlap:
             self._commit()
         if run is not None:

@@ -1,15 +1,22 @@
-"""Tiers below the pool: what is copied down, what comes back, and that nothing else is ever read."""
+"""Tiers below the pool: what is copied down and when, what is kept there, and whom it is kept for."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import Finish
-from services.worker.core.contracts.transfers import Tier
+from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKind, PageOperation, Tier, WritePolicy
+from services.worker.core.tiers.backups import MOST_BACK_UPS
+from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import Engine
+
+MIB = 1 << 20  # an operation moves 16 of them at most
 
 
 def tiered(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> Engine:
@@ -26,24 +33,379 @@ def tiered(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> E
     return Engine(deployed_config(**{**values, **changes}), overlap, page_moved_s=page_moved_s)
 
 
+def slow(engine: Engine) -> Engine:
+    """Computing is known to take long: reading pays."""
+    tiers = engine.core._tiers
+    assert tiers is not None
+    tiers.rates.computed(1000, 0, 1000.0)
+    return engine
+
+
 def prompt(number: int, length: int = 40) -> list[int]:
     return [number] * length
 
 
-def ask(engine: Engine, handle: int, ids: list[int], **params: Any) -> Finish:
-    engine.submit(handle, ids, max_new_tokens=4, ignore_eos=True, **params)
+def ask(engine: Engine, handle: int, ids: list[int], max_new_tokens: int = 4, **params: Any) -> Finish:
+    engine.submit(handle, ids, max_new_tokens=max_new_tokens, ignore_eos=True, **params)
     engine.drain()
     engine.check_answer(handle)
     return engine.finishes[handle]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_what_was_evicted_comes_back_from_the_host(overlap: bool) -> None:
-    engine = tiered(overlap)
-    for number in range(3):
-        ask(engine, number, prompt(number))  # each takes more than half of the pool
-    finish = ask(engine, 9, prompt(0))
-    assert finish.cached_tokens == 36
-    assert finish.cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
-    stats = engine.core.stats()
-    assert stats.loaded_pages_total == 9 and stats.lost_pages_total == 0 and stats.recomputed_pages_total == 0
+def moved(engine: Engine, kind: OperationKind) -> list[PageOperation]:
+    """In the order in which they began."""
+    return [operation for plan in engine.plans for operation in plan.operations if operation.kind is kind]
+
+
+def num_moved(engine: Engine, kind: OperationKind) -> int:
+    return sum(len(operation.keys) for operation in moved(engine, kind))
+
+
+def keys_of(ids: list[int]) -> list[bytes]:
+    """Of the whole pages of a prompt without a salt."""
+    keys = PageKeys(bytes(SECRET_BYTES), b"", 4)
+    return keys.after(keys.root(""), np.array(ids, dtype=np.int32).tobytes())
+
+
+def num_running(engine: Engine) -> int:
+    """Operations under way."""
+    tiers = engine.core.table.tiers
+    assert tiers is not None
+    return tiers.num_running
+
+
+def turns(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.turn()
+
+
+class TestTheWayBack:
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_what_was_evicted_comes_back_from_the_host(self, overlap: bool) -> None:
+        engine = tiered(overlap)
+        for number in range(3):
+            ask(engine, number, prompt(number))  # each takes more than half of the pool
+        finish = ask(engine, 9, prompt(0))
+        assert finish.cached_tokens == 36
+        assert finish.cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
+        stats = engine.core.stats()
+        assert stats.loaded_pages_total == 9 and stats.lost_pages_total == 0 and stats.recomputed_pages_total == 0
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_what_the_host_forgot_comes_back_from_the_storage(self, overlap: bool) -> None:
+        engine = tiered(overlap, has_storage=True)
+        ask(engine, 0, prompt(0))
+        assert engine.core.stats().storage_pages == 10
+        engine.core.flush_cache()
+        assert engine.core.flush_tiers((Tier.HOST,)) == 10
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 36}
+        assert engine.core.stats().fetched_pages_total == 9 and num_moved(engine, OperationKind.LOAD) == 0
+
+    def test_a_prompt_may_come_from_everywhere(self) -> None:
+        """Of ten pages the device has two, and the host has lost the last ones to others."""
+        engine = slow(tiered(has_storage=True, host_pages=24, chunked_prefill_size=64))
+        for number in range(3):
+            ask(engine, number, prompt(number))
+        engine.core.flush_cache()
+        ask(engine, 8, prompt(0, 9))
+        in_host = [key in keys_of(prompt(0)) for key in moved_to_host(engine)].count(True)
+        finish = ask(engine, 9, prompt(0))
+        assert 2 < in_host < 9
+        assert finish.cached_from == {Tier.DEVICE: 8, Tier.HOST: 4 * in_host - 8, Tier.STORAGE: 36 - 4 * in_host}
+
+    def test_what_is_on_the_device_is_not_read(self) -> None:
+        engine = tiered()
+        ask(engine, 0, prompt(0))
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 36}
+        assert num_moved(engine, OperationKind.LOAD) == 0
+
+    @settings(max_examples=12, deadline=None)
+    @given(asked=st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 1), st.integers(1, 32)), max_size=6))
+    def test_a_request_finds_what_its_own_salt_has_left_and_nothing_else(self, asked: list[tuple[str, int, int]]) -> None:
+        engine = slow(tiered(has_storage=True, host_pages=400))
+        known: dict[str, list[list[int]]] = {"": [], "a": [], "b": []}
+        for handle, (salt, number, length) in enumerate(asked):
+            ids = prompt(number, length)
+            finish = ask(engine, handle, ids, salt=salt)
+            shared = max((common_pages(ids[:-1], other) for other in known[salt]), default=0)
+            assert finish.cached_tokens == 4 * shared
+            known[salt].append(ids + engine.outputs[handle][:-1])
+            engine.core.flush_cache()
+            if handle % 2:
+                engine.core.flush_tiers((Tier.HOST,))
+
+    def test_who_waits_for_pages_holds_nobody_up(self) -> None:
+        engine = tiered(page_moved_s=0.003)
+        ask(engine, 0, prompt(0))
+        engine.core.flush_cache()
+        engine.submit(1, prompt(0), max_new_tokens=4, ignore_eos=True)
+        engine.submit(2, [9], max_new_tokens=2, ignore_eos=True)
+        turns(engine, 2)
+        assert engine.core.stats().num_importing == 1 and engine.outputs[2]
+        engine.drain()
+        assert engine.finishes[1].cached_tokens == 36
+
+
+def common_pages(one: list[int], other: list[int]) -> int:
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return same // 4
+
+
+def moved_to_host(engine: Engine) -> list[bytes]:
+    """Keys of the pages that the fake host memory has from the last copy to each of them."""
+    held: dict[int, bytes] = {}
+    for operation in moved(engine, OperationKind.BACK_UP):
+        held |= zip(operation.host_pages.tolist(), operation.keys, strict=True)
+    return list(held.values())
+
+
+class TestCopies:
+    def test_write_back_copies_nothing_while_somebody_uses_it(self) -> None:
+        engine = tiered()
+        engine.submit(0, prompt(0), max_new_tokens=8, ignore_eos=True)
+        while not engine.finishes:
+            assert num_running(engine) == 0
+            engine.turn()
+        engine.drain()
+        assert num_moved(engine, OperationKind.BACK_UP) == 11
+
+    def test_write_back_copies_those_first_who_left_first(self) -> None:
+        engine = tiered(page_moved_s=0.05, chunked_prefill_size=64, num_pages=64)
+        left = [3, 1, 2, 0]
+        for number in range(4):
+            engine.submit(number, prompt(number, 12), max_new_tokens=2 + 2 * left.index(number), ignore_eos=True)
+        engine.drain()
+        order = [key for operation in moved(engine, OperationKind.BACK_UP) for key in operation.keys]
+        begins = [order.index(keys_of(prompt(number, 12))[0]) for number in left]
+        assert begins == sorted(begins)
+
+    @pytest.mark.parametrize("policy", WritePolicy)
+    def test_a_prefix_is_copied_before_what_hangs_on_it(self, policy: WritePolicy) -> None:
+        engine = tiered(hicache_write_policy=policy, page_bytes=8 * MIB, page_moved_s=0.003, num_pages=32)
+        tails = [prompt(0, 16) + prompt(number, 16) for number in (1, 2, 1, 1, 2)]
+        for handle, ids in enumerate(tails):
+            ask(engine, handle, ids)
+        order = [key for operation in moved(engine, OperationKind.BACK_UP) for key in operation.keys]
+        for ids in tails:
+            keys = [key for key in keys_of(ids) if key in order]
+            assert keys == keys_of(ids)[: len(keys)] and [order.index(key) for key in keys] == sorted(map(order.index, keys))
+        assert len(order) == len(set(order)) >= 7
+
+    def test_write_through_copies_before_anybody_leaves(self) -> None:
+        engine = tiered(hicache_write_policy=WritePolicy.WRITE_THROUGH)
+        engine.submit(0, prompt(0), max_new_tokens=20, ignore_eos=True)
+        while num_moved(engine, OperationKind.BACK_UP) < 10:
+            engine.turn()
+        assert not engine.finishes
+        engine.drain()
+        engine.check_answer(0)
+
+    def test_selective_copies_what_is_hit_a_second_time(self) -> None:
+        engine = tiered(hicache_write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+        copied = []
+        for handle in range(3):
+            ask(engine, handle, prompt(0))
+            copied.append(num_moved(engine, OperationKind.BACK_UP))
+        assert copied == [0, 0, 9]
+
+    def test_what_is_kept_is_not_copied_again(self) -> None:
+        engine = tiered()
+        for handle in range(3):
+            ask(engine, handle, prompt(0))
+            engine.core.flush_cache()
+        counts = [moved_to_host(engine).count(key) for key in keys_of(prompt(0))]
+        assert counts == [1] * 10
+
+    @pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH])
+    def test_what_the_host_has_lost_is_copied_again_when_it_is_used(self, policy: WritePolicy) -> None:
+        engine = slow(tiered(hicache_write_policy=policy))
+        ask(engine, 0, prompt(0))
+        engine.core.flush_tiers((Tier.HOST,))
+        ask(engine, 1, prompt(0))
+        engine.core.flush_cache()
+        assert ask(engine, 2, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
+
+    def test_so_many_copies_to_the_host_are_under_way_at_most(self) -> None:
+        engine = tiered(has_storage=True, page_bytes=8 * MIB, page_moved_s=0.02, num_pages=64)
+        for number in range(4):
+            engine.submit(number, prompt(number, 32), max_new_tokens=4, ignore_eos=True)
+        most = 0
+        while len(engine.finishes) < 4 or not engine.core.settled:
+            engine.turn()
+            most = max(most, num_running(engine))
+        assert most == MOST_BACK_UPS
+        assert {len(operation.keys) for operation in moved(engine, OperationKind.BACK_UP)} == {1, 2}  # 16 MiB at most
+
+    def test_of_a_prompt_longer_than_half_of_the_host_only_the_beginning_is_kept(self) -> None:
+        engine = tiered(host_pages=8)
+        ask(engine, 0, prompt(0))
+        assert engine.core.stats().backed_up_pages_total == 4
+        engine.core.flush_cache()
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
+
+    @pytest.mark.parametrize("chunk", [16, 64])
+    def test_of_a_prompt_the_host_loses_the_end_first(self, chunk: int) -> None:
+        """chunk: the prompt comes to the host in three operations, or in one."""
+        engine = tiered(host_pages=24, chunked_prefill_size=chunk)
+        for number in range(3):
+            ask(engine, number, prompt(number))
+        left = [key in moved_to_host(engine) for key in keys_of(prompt(0))]
+        assert left == [True] * 4 + [False] * 6
+
+    def test_what_goes_before_its_turn_is_lost_and_counted(self) -> None:
+        engine = tiered(page_bytes=16 * MIB, page_moved_s=0.5)
+        for number in range(4):
+            engine.submit(number, prompt(number), max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        for number in range(4):
+            engine.check_answer(number)
+        stats = engine.core.stats()
+        assert stats.lost_pages_total > 0 and engine.core.settled
+
+    def test_what_is_flushed_while_it_is_copied_is_forgotten_when_that_ends(self) -> None:
+        engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
+        engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
+        while not num_running(engine):
+            engine.turn()
+        engine.core.flush_cache()
+        assert engine.core.table.memory.tree.num_pages == 10, "an operation reads them"
+        engine.drain()
+        assert engine.core.table.memory.tree.num_pages == engine.core.stats().host_pages_used == 0
+        assert ask(engine, 1, prompt(0)).cached_tokens == 0
+
+    def test_of_a_copy_that_failed_partly_the_rest_is_copied_when_it_is_used_again(self) -> None:
+        engine = tiered(chunked_prefill_size=64)
+        engine.executor.pages_moved = lambda operation: 3 if len(moved(engine, OperationKind.BACK_UP)) == 1 else 0
+        ask(engine, 0, prompt(0))
+        assert engine.core.stats().host_pages_used == 3
+        engine.executor.pages_moved = lambda operation: len(operation.keys)
+        ask(engine, 1, prompt(0))
+        assert engine.core.stats().host_pages_used == 10
+
+    def test_a_copy_that_failed_is_not_tried_again_until_its_pages_are_used(self) -> None:
+        """Three nodes, of which two are copied at once."""
+        engine = tiered()
+        engine.executor.pages_moved = lambda operation: 0
+        engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
+        turns(engine, 60)
+        assert engine.core.settled and len(moved(engine, OperationKind.BACK_UP)) <= 3
+
+    def test_what_could_not_be_copied_is_lost_when_it_goes(self) -> None:
+        engine = tiered(chunked_prefill_size=64)
+        engine.executor.pages_moved = lambda operation: 0
+        ask(engine, 0, prompt(0))
+        engine.core.flush_cache()
+        assert engine.core.stats().lost_pages_total == 0, "nobody wanted its place"
+        for number in range(1, 3):
+            ask(engine, number, prompt(number))
+        assert engine.core.stats().lost_pages_total > 0
+
+    def test_what_could_not_be_stored_is_counted(self) -> None:
+        engine = tiered(has_storage=True, chunked_prefill_size=64)
+        engine.executor.pages_moved = lambda operation: 4 if operation.kind is OperationKind.STORE else len(operation.keys)
+        ask(engine, 0, prompt(0))
+        stats = engine.core.stats()
+        assert (stats.stored_pages_total, stats.unstored_pages_total, stats.storage_pages) == (4, 6, 4)
+
+    def test_what_waits_for_the_storage_takes_half_of_the_host_at_most(self) -> None:
+        engine = tiered(has_storage=True, host_pages=16, page_moved_s=0.02, num_pages=64)
+        for number in range(4):
+            engine.submit(number, prompt(number, 24), max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        stats = engine.core.stats()
+        assert stats.unstored_pages_total > 0
+        assert 0 < stats.stored_pages_total < stats.backed_up_pages_total
+
+
+class TestForgetting:
+    def test_a_flushed_host_serves_nobody(self) -> None:
+        engine = tiered()
+        ask(engine, 0, prompt(0))
+        engine.core.flush_cache()
+        assert engine.core.flush_tiers((Tier.HOST,)) == 10
+        assert engine.core.stats().host_pages_used == 0
+        assert ask(engine, 1, prompt(0)).cached_tokens == 0
+
+    def test_a_flushed_storage_serves_nobody_and_the_host_goes_on(self) -> None:
+        engine = tiered(has_storage=True)
+        ask(engine, 0, prompt(0))
+        assert engine.core.flush_tiers((Tier.STORAGE,)) == 10
+        engine.core.flush_cache()
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
+        engine.core.flush_cache()
+        engine.core.flush_tiers((Tier.HOST, Tier.STORAGE))
+        assert ask(engine, 2, prompt(0)).cached_tokens == 0
+
+    def test_pages_that_are_read_outlive_a_flush_of_the_host(self) -> None:
+        engine = tiered(page_moved_s=0.003, num_pages=32)
+        ask(engine, 0, prompt(0))
+        engine.core.flush_cache()
+        engine.submit(1, prompt(0), max_new_tokens=4, ignore_eos=True)
+        engine.turn()
+        assert engine.core.flush_tiers((Tier.HOST,)) == 1  # of ten, nine are read
+        engine.drain()
+        assert engine.finishes[1].cached_tokens == 36
+        assert engine.core.flush_tiers((Tier.HOST,)) == 10  # nothing reads them any more
+
+    def test_what_waits_for_the_storage_is_forgotten_with_the_host(self) -> None:
+        engine = tiered(has_storage=True, page_moved_s=0.01, page_bytes=8 * MIB)
+        engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
+        while not engine.core.stats().stored_pages_total:
+            engine.turn()
+        engine.core.flush_tiers((Tier.HOST,))
+        before = num_moved(engine, OperationKind.STORE)
+        unstored = engine.core.stats().unstored_pages_total
+        assert unstored > 0 and num_moved(engine, OperationKind.STORE) == before
+
+    def test_new_weights_find_nothing_in_the_host(self) -> None:
+        engine = tiered()
+        ask(engine, 0, prompt(0))
+        engine.core.replace_weights("others")
+        assert ask(engine, 1, prompt(0)).cached_tokens == 0
+
+    def test_the_memory_is_not_reset_while_an_operation_is_under_way(self) -> None:
+        engine = slow(tiered(page_moved_s=0.05))
+        engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
+        while engine.core.settled:
+            engine.turn()
+        assert engine.core.idle and engine.prev is None
+        with pytest.raises(AssertionError):
+            engine.core.reset_memory()
+        engine.drain()
+        engine.core.reset_memory()
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
+
+
+class TestFacts:
+    def test_one_of_an_operation_that_never_began_is_none(self) -> None:
+        with pytest.raises(AssertionError, match="never begun"):
+            tiered().core.ended(Fact(7), 0.0)
+
+    def test_an_operation_ends_once(self) -> None:
+        engine = tiered()
+        ask(engine, 0, prompt(0))
+        with pytest.raises(AssertionError, match="never begun"):
+            engine.core.ended(Fact(moved(engine, OperationKind.BACK_UP)[0].op_id, 10), engine.now)
+
+    def test_where_there_are_no_tiers_there_are_none(self) -> None:
+        with pytest.raises(AssertionError, match="no tiers"):
+            tiered(host_pages=0).core.ended(Fact(UNASKED), 0.0)
+
+    def test_what_another_worker_has_stored_is_found_once_it_is_told(self) -> None:
+        other = tiered(has_storage=True)
+        ask(other, 0, prompt(0))
+        engine = tiered(has_storage=True)
+        engine.executor.storage = other.executor.storage
+        assert ask(engine, 0, prompt(1)).cached_tokens == 0
+        engine.core.ended(Fact(UNASKED, stored=tuple(other.executor.storage)), engine.now)
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 36}
+
+    def test_what_the_storage_has_dropped_is_not_asked_for(self) -> None:
+        engine = tiered(has_storage=True)
+        ask(engine, 0, prompt(0))
+        engine.core.flush_cache()
+        engine.core.flush_tiers((Tier.HOST,))
+        engine.core.ended(Fact(UNASKED, dropped=tuple(keys_of(prompt(0))[5:])), engine.now)
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 20}

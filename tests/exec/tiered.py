@@ -41,20 +41,26 @@ class Answer:
 
 
 def build(
-    folder: Path, num_pages: int, tiers: TierOptions | None, max_slots: int = 8, **options: Any
+    folder: Path,
+    num_pages: int,
+    tiers: TierOptions | None,
+    max_slots: int = 8,
+    dtype: str = "float32",
+    context_len: int = CONTEXT,
+    **options: Any,
 ) -> tuple[DeviceExecutor, Scheduler]:
-    """Deterministic, with one thread, on the CPU."""
-    device = DeviceOptions(device="cpu", num_threads=1, deterministic=True, tiers=tiers, **options)
+    """Unless options say otherwise, deterministic and with one thread, on the CPU."""
+    device = DeviceOptions(**{"device": "cpu", "num_threads": 1, "deterministic": True, "tiers": tiers, **options})
     executor, info = build_device_executor(
-        str(folder), "float32", PAGE_SIZE, max_slots, num_pages, 0.5, CONTEXT, device, lambda _: None
+        str(folder), dtype, PAGE_SIZE, max_slots, num_pages, 0.5, context_len, device, lambda _: None
     )
     config = deployed_config(
         num_pages=num_pages,
         page_size=PAGE_SIZE,
-        context_len=CONTEXT,
+        context_len=context_len,
         vocab_size=info.vocab_size,
         max_running_requests=max_slots,
-        chunked_prefill_size=64,
+        chunked_prefill_size=max(64, context_len // 4),
         host_pages=info.host_pages,
         has_storage=info.has_storage,
         page_bytes=info.page_bytes,
@@ -74,7 +80,7 @@ class Served:
         if prefers_reading and core._tiers is not None:
             rates = core._tiers.rates
             rates.reading_pays = lambda source, pages: True  # type: ignore[method-assign]
-            rates.is_over = lambda source, pages, elapsed: False  # type: ignore[method-assign]
+            rates.is_over = lambda source, pages, elapsed, rest: False  # type: ignore[method-assign]
 
     def submit(self, prompt: Sequence[int], seed: int = 0, **params: Any) -> int:
         handle, self._next = self._next, self._next + 1
@@ -87,7 +93,7 @@ class Served:
         """Whether anything was done or is under way."""
         core, executor = self.core, self.executor
         for fact in executor.facts():
-            core.ended(fact)
+            core.ended(fact, time.monotonic())
         plan = core.plan(time.monotonic())
         if plan is not None:
             executor.transfer(plan.operations)
@@ -97,7 +103,8 @@ class Served:
             core.commit(executor.wait(run), time.monotonic())
         self._take()
         assert not violations(core.table)
-        return plan is not None or not core.settled or not core.idle
+        storing = core._tiers is not None and core._tiers.num_storing > 0
+        return plan is not None or storing or not core.settled or not core.idle
 
     def drain(self) -> None:
         """Until all have their answers and no page is on its way."""

@@ -9,6 +9,7 @@ from tests.mutants.faults.gateway import GATEWAY
 from tests.mutants.faults.grammar import GRAMMAR
 from tests.mutants.faults.kernels import KERNELS
 from tests.mutants.faults.speculation import SPECULATION
+from tests.mutants.faults.tiers import TIERS
 from tests.mutants.faults.worker import WORKER
 
 KERNELS_TOO = (
@@ -40,6 +41,10 @@ AREAS: dict[str, tuple[str, ...]] = {
     "core": (
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
         *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares")),
+    ),
+    "tiers": tuple(
+        f"tests/core/test_{name}.py"
+        for name in ("rules_tiers", "rules_imports", "rules_import_limits", "page_keys", "host_index", "rates")
     ),
     "speculation": (
         "tests/core/test_draft_controller.py",
@@ -76,4 +81,4 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *WORKER)
+FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *WORKER)

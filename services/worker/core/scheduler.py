@@ -38,7 +38,8 @@ class Scheduler:
     """book: compiled grammars, None if structured output is not offered. events: told of cached blocks, None if nobody asks.
     closed: why new requests are turned away, "" while they are welcome; set by whoever takes away what they need. revision: of
     the weights that steps compute with, "" where they have no name; requests for others are turned away, and what is cached is
-    kept by it. keys: of pages that are kept in other tiers; None where the configuration has none."""
+    kept by it. begins_copies: to other tiers; not while somebody waits for none to be under way. keys: of pages that are kept in
+    other tiers; None where the configuration has none."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Scheduler:
         self._ended_at = 0.0
         self._next_seq = 0
         self.paused = False
+        self.begins_copies = True
         self.closed = ""
         self.revision = revision
 
@@ -76,7 +78,7 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """No operation is under way: pages may be given up."""
+        """No operation that reads or writes the device's pages is under way: they may be given up."""
         return self._tiers is None or not self._tiers.num_running
 
     @property
@@ -183,15 +185,15 @@ class Scheduler:
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
         if self._tiers is None:
             return ()
-        operations, ready = self._tiers.plan(self.table.memory, now)
+        operations, ready = self._tiers.plan(self.table.memory, now, bool(self._flight), self.begins_copies)
         for seq in ready:
             self.table.imported(seq)
         return operations
 
-    def ended(self, fact: Fact) -> None:
+    def ended(self, fact: Fact, now: float) -> None:
         """What an operation of a plan has come to."""
         assert self._tiers is not None, "a fact where there are no tiers"
-        self._tiers.ended(fact)
+        self._tiers.ended(fact, now)
         self.table.batch_is_full = False
 
     def commit(self, result: StepResult, now: float) -> None:
@@ -200,7 +202,9 @@ class Scheduler:
         began = self._began[0]
         step = self._take_flight(result.step_id)
         if self._tiers is not None:
-            self._tiers.rates.computed(int(step.plan.num_tokens[: step.plan.num_extend].sum()), now - max(began, self._ended_at))
+            plan, seconds = step.plan, now - max(began, self._ended_at)
+            extended = int(plan.num_tokens[: plan.num_extend].sum())
+            self._tiers.step_ended(extended, plan.num_rows - plan.num_extend, seconds, now)
         self._ended_at = now
         self._committer.commit(step, result, now)
 
@@ -256,7 +260,7 @@ class Scheduler:
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses; returns the number of pages freed."""
         if self._tiers is not None:
-            self._tiers.end_imports()
+            self._tiers.end_all()
         num_pages = self.table.memory.flush()
         if self._events:
             self._events.flushed()

@@ -6,9 +6,10 @@ A field that is a metric by itself says so with Told. The core knows no Promethe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, get_type_hints
 
+from services.worker.core.kv.other_tiers import TierStats
 from services.worker.core.queue.request_table import RequestTable
 
 
@@ -88,7 +89,12 @@ class StepStats:
     loaded_pages_total: Annotated[int, Told("sglang:load_back_tokens", "Tokens of KV read from the host tier.", True)] = 0
     fetched_pages_total: Annotated[int, Told("sglang:prefetched_tokens", "Tokens of KV read from the storage tier.", True)] = 0
     recomputed_pages_total: Annotated[
-        int, Told("rootstock_worker_recomputed_tokens", "Tokens of KV that another tier had, computed for that was sooner.", True)
+        int,
+        Told(
+            "rootstock_worker_recomputed_tokens",
+            "Tokens of KV that another tier had when their request began, and that were computed all the same.",
+            True,
+        ),
     ] = 0
     given_up_operations_total: Annotated[
         int, Told("rootstock_worker_late_imports", "Reads from another tier that requests stopped waiting for.")
@@ -154,8 +160,12 @@ def stats_of(table: RequestTable, new_token_ratio: float, paused: bool) -> StepS
     )
 
 
+_OF_TIERS = tuple(field.name for field in fields(TierStats))
+
+
 def _of_tiers(table: RequestTable) -> dict[str, int]:
     """By field; none where there are no tiers, all of which are then 0."""
     if table.tiers is None:
         return {}
-    return {"pages_quarantined": len(table.memory.quarantined), **asdict(table.tiers.stats())}
+    stats = table.tiers.stats()
+    return {"pages_quarantined": len(table.memory.quarantined)} | {name: getattr(stats, name) for name in _OF_TIERS}

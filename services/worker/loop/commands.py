@@ -25,6 +25,11 @@ class PendingCommands:
             return bool(self._waiting)
         return any(command.barrier is not Barrier.IDLE for command in self._waiting)
 
+    @property
+    def waits_for_settling(self) -> bool:
+        """Some command runs as soon as no operation on pages is under way."""
+        return self._core.idle and any(command.barrier is Barrier.IDLE for command in self._waiting)
+
     def add(self, command: Command, now: float) -> None:
         """Runs it at once if it asks for no barrier."""
         if command.barrier is Barrier.NONE:

@@ -146,7 +146,7 @@ class Loop:
                 self._commit(prev)
                 prev = None
             self._run_commands(prev is None)
-            self._take_facts()
+            self._core.begins_copies = not self._commands.waits_for_settling
             plan = self._core.plan(self._clock()) if self._slowed_s() <= 0 else None
             if plan is not None and plan.operations:
                 self._executor.transfer(plan.operations)
@@ -181,7 +181,7 @@ class Loop:
 
     def _take_facts(self) -> None:
         for fact in self._executor.facts():
-            self._core.ended(fact)
+            self._core.ended(fact, self._clock())
 
     def _may_overlap(self, prev: BatchPlan, plan: BatchPlan) -> bool:
         return self._consecutive_prefill_overlap or not (prev.mode is ForwardMode.EXTEND and plan.mode is ForwardMode.EXTEND)
@@ -198,6 +198,7 @@ class Loop:
         """Applies messages; blocks for one while there is nothing to do. False: a Stop was among them."""
         idle = may_block and self._core.idle and not len(self._commands)
         messages = self._rest(self._wait_s(idle, stuck)) if may_block else self._inbox.drain(0.0)
+        self._take_facts()
         if idle and not messages:
             self._check_idle()
         return not [message for message in messages if not self._apply(message)]

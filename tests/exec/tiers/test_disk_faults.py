@@ -253,7 +253,7 @@ class TestClear:
 
 
 class TestOpening:
-    @pytest.mark.parametrize("call", ["create", "open", "unlink", "truncate"])
+    @pytest.mark.parametrize("call", ["create", "open"])
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
         it = store(tmp_path)
         write(it, keys(1))
@@ -262,6 +262,18 @@ class TestOpening:
         with pytest.raises(StoreUnusable, match=r"pages of KV cannot be kept in .*Read-only file system"):
             store(tmp_path, disk=disk)
         assert readable(store(tmp_path)) == keys(1), "the lock was given back"
+
+    @pytest.mark.parametrize("call", ["read", "truncate", "unlink"])
+    def test_a_segment_that_cannot_be_read_costs_its_own_pages(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
+        it = store(tmp_path)
+        write(it, keys(1))
+        it.close()
+        disk.broken[call] = errno.EIO
+        it = store(tmp_path, disk=disk)
+        assert readable(it) == [] and it.counts().failed_reads > 0
+        del disk.broken[call]
+        write(it, keys(2))
+        assert readable(it) == keys(2)
 
     def test_a_full_disk_has_pages_to_read(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path)

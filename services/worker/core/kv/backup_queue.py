@@ -23,7 +23,7 @@ class BackupQueue:
     def unlocked(self, node: TreeNode) -> None:
         """Nobody uses it any more: whoever came first is the coldest. What was copied before is looked at again, for copies may
         have gone."""
-        if self._when_unlocked or node.backed:
+        if self._when_unlocked or self._when_appended or node.backed:
             self._offer(node)
 
     def appended(self, node: TreeNode) -> None:

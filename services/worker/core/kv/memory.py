@@ -226,6 +226,7 @@ class KVMemory:
         end in the tree; pages that it has already are freed."""
         self._leave_quarantine(pages)
         end, theirs = self.tree.insert(node, key, pages, rank, page_keys)
+        self.tree.mark_backed(end)  # it came from where it is kept
         self.pages.free(pages[pages != theirs])
         return end
 
@@ -234,8 +235,13 @@ class KVMemory:
         self.quarantined.difference_update(pages.tolist())
 
     def flush(self) -> int:
-        """Evicts everything that no lease pins; returns the number of pages."""
-        return self._evict(self.tree.num_evictable)
+        """Forgets everything that nobody uses; returns the number of pages."""
+        return self._evict(self.tree.num_evictable, needed=False)
+
+    def forget(self, node: TreeNode) -> None:
+        """And what it hung on, as far as nobody uses that."""
+        for pages in self.tree.forget(node):
+            self.pages.free(pages)
 
     def take_table_updates(self) -> PageTableUpdates:
         """What was written to page tables since the last call, in order."""
@@ -252,9 +258,9 @@ class KVMemory:
             self._evict(count - self.pages.num_free)
         return self.pages.alloc(count)
 
-    def _evict(self, count: int) -> int:
+    def _evict(self, count: int, needed: bool = True) -> int:
         evictable = self.tree.num_evictable
-        freed = self.tree.evict(count)
+        freed = self.tree.evict(count, needed)
         for pages in freed:
             self.pages.free(pages)
         total = sum(map(len, freed))

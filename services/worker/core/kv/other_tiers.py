@@ -50,7 +50,8 @@ NO_TIERS = TierStats()
 
 
 class OtherTiers(Protocol):
-    """queue: what the tree offers for copies. num_running: operations that have begun and not ended. num_quarantined: pages that
+    """queue: what the tree offers for copies. num_running: operations under way that read or write the device's pages.
+    num_quarantined: pages that
     these write."""
 
     @property

@@ -181,8 +181,19 @@ class RadixCache:
                 node.entry = 0  # as above: it goes earlier now
                 self._queue(node)
 
-    def evict(self, num_pages: int) -> list[I32]:
-        """Drops unlocked leaves in the order until `num_pages` are given back, or none is left. Returns their pages."""
+    def forget(self, node: TreeNode) -> list[I32]:
+        """Drops it, and then what it hung on, as far as nobody uses that. Returns their pages."""
+        freed: list[I32] = []
+        while self._is_evictable(node):
+            assert node.parent is not None
+            freed.append(node.pages)
+            self._remove(node, needed=False)
+            node = node.parent
+        return freed
+
+    def evict(self, num_pages: int, needed: bool = True) -> list[I32]:
+        """Drops unlocked leaves in the order until `num_pages` are given back, or none is left. Returns their pages. needed: by
+        somebody; else they are to be forgotten."""
         freed: list[I32] = []
         count = 0
         while count < num_pages and self._leaves:
@@ -197,7 +208,7 @@ class RadixCache:
                 continue
             freed.append(node.pages)
             count += len(node.pages)
-            self._remove(node)
+            self._remove(node, needed)
         return freed
 
     def nodes(self) -> list[TreeNode]:
@@ -269,7 +280,7 @@ class RadixCache:
             self._events.stored(node)
         return node
 
-    def _remove(self, node: TreeNode) -> None:
+    def _remove(self, node: TreeNode, needed: bool) -> None:
         parent = node.parent
         assert parent is not None
         assert not node.gone and not node.lock_ref and not node.children, "only unlocked leaves go"
@@ -281,7 +292,7 @@ class RadixCache:
         node.gone = True
         if self._events:
             self._events.removed(node)
-        if self._backups is not None:
+        if self._backups is not None and needed:
             self._backups.removed(node)
         if parent.parent is not None:
             self._queue(parent)

@@ -67,8 +67,8 @@ class WaitingQueue:
         else:
             assert request.seq not in rank.fresh, "a request stands in the queue twice"
             assert request.flow is not None, "who waits has prompt tokens to be planned"
-            rank.fresh[request.seq] = request
-            rank.flows.setdefault(request.flow, {})[request.seq] = request
+            rank.fresh = _with(rank.fresh, request)
+            rank.flows[request.flow] = _with(rank.flows.get(request.flow, {}), request)
         self._size += 1
         request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
         self.num_tokens += request.queued_tokens
@@ -182,3 +182,10 @@ class WaitingQueue:
                 yield from free
                 passed += len(some) - sum(request.seq not in mine.fresh for request in free)
                 size *= 2
+
+
+def _with(requests: dict[int, Request], request: Request) -> dict[int, Request]:
+    """The same dictionary, in order of arrival: another one where the request has waited elsewhere meanwhile."""
+    came_back = bool(requests) and next(reversed(requests)) > request.seq
+    requests[request.seq] = request
+    return dict(sorted(requests.items())) if came_back else requests

@@ -18,17 +18,21 @@ from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.operation_ids import OperationIds
 from services.worker.core.tiers.page_keys import PageKeys
 
-LOOKS = 4  # nodes that one plan looks at
-MOST_BACK_UPS = 2  # operations under way: one copies while the other one's fact comes in
+LOOKS = 16  # at nodes, in one plan
+MOST_BACK_UPS = 8  # operations under way: a turn may take as long as a large step
 MOST_PATH_SHARE = 2  # one part in so many of the host's pages may be one prompt's
 MOST_STORED_SHARE = 2  # one part in so many of the host's pages may wait for the storage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _BackUp:
+    """offered: the node of the queue whose path it is of. counts: whether what it copies is kept."""
+
     operation: PageOperation
+    offered: TreeNode
     node: TreeNode
     memory: KVMemory
+    counts: bool = True
 
 
 class Backups:
@@ -42,8 +46,12 @@ class Backups:
         self._queue, self._keys, self._host, self._stored, self._at_once, self._ids = queue, keys, host, stored, at_once, ids
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
         self._looked_at: TreeNode | None = None
+        self._looked, self._looked_keys = 0, list[bytes]()  # of its path's keys, so many are kept
+        self._backed: dict[bytes, TreeNode] = {}  # by the key of its last page, which is the first to go
+        host.on_gone = self.gone
         self._copying: dict[int, _BackUp] = {}
         self._storing: PageOperation | None = None
+        self._storing_counts = True
         self._to_store: deque[PageOperation] = deque()
         self._on_their_way: set[bytes] = set()  # to the host
         self._to_be_stored: set[bytes] = set()
@@ -51,8 +59,14 @@ class Backups:
         self.backed_up_pages_total = self.stored_pages_total = self.unstored_pages_total = self.failed_total = 0
 
     @property
-    def num_running(self) -> int:
-        return len(self._copying) + (self._storing is not None)
+    def num_copying(self) -> int:
+        """Operations under way that read the device's pages."""
+        return len(self._copying)
+
+    @property
+    def num_storing(self) -> int:
+        """Pages."""
+        return self._num_to_store
 
     @property
     def lost_pages_total(self) -> int:
@@ -71,7 +85,7 @@ class Backups:
             elif self._queue.first() is node:
                 break  # the host has no room
         if self._storing is None and self._to_store:
-            self._storing = self._to_store.popleft()
+            self._storing, self._storing_counts = self._to_store.popleft(), True
             operations.append(self._storing)
         return operations
 
@@ -84,49 +98,88 @@ class Backups:
         copy = self._copying.pop(fact.op_id, None)
         if copy is None:
             return False
-        operation, count = copy.operation, fact.count
+        operation = copy.operation
+        counts = copy.counts
+        count = fact.count if counts else 0
         self._on_their_way.difference_update(operation.keys)
         self._host.put(operation.keys[:count], operation.host_pages[:count])
         self._host.give_back(operation.host_pages[count:])
+        self._host.touch([key for part in _path(copy.node) for key in part.page_keys])  # what came first goes last
         copy.memory.unpin(copy.node)
         self.backed_up_pages_total += count
-        if count < len(operation.keys):
+        if fact.count < len(operation.keys):
             self.failed_total += 1
             copy.node.backed = False
-        if count:
-            self._store(operation.keys[:count])
+            self._put_off(copy.offered)
+        if not counts:
+            copy.memory.forget(copy.node)
+        self._store(operation.keys[:count])
         return True
+
+    def end_all(self) -> None:
+        """What is under way to the host counts for nothing, and is forgotten when it ends."""
+        for copy in self._copying.values():
+            copy.counts = False
+
+    def is_void(self, fact: Fact) -> bool:
+        """What it stored was to be forgotten meanwhile."""
+        return self._storing is not None and fact.op_id == self._storing.op_id and not self._storing_counts
+
+    def forget_storing(self) -> None:
+        """What is stored just now, and what waits for it, is to be forgotten."""
+        self._storing_counts = False
+        self.forget_waiting()
 
     def forget_waiting(self) -> None:
         """Nothing that waits for the storage is stored any more."""
         while self._to_store:
             self._leave_out(self._to_store.pop())
 
+    def clear(self) -> None:
+        """The tree is given up."""
+        self._queue.clear()
+        self._looked_at = None
+        self._backed.clear()
+
+    def gone(self, key: bytes) -> None:
+        """The host does not hold it any more: whoever was backed by it is not, unless the storage has it."""
+        node = self._backed.pop(key, None)
+        if node is not None and not (self._stored is not None and key in self._stored):
+            node.backed = False
+
+    def _put_off(self, node: TreeNode) -> None:
+        """A copy of it has failed: it is not tried again before its next use."""
+        if self._queue.first() is node:
+            self._queue.drop(node)
+        self._looked_at = None
+
     def _look(self, node: TreeNode, memory: KVMemory) -> PageOperation | None:
         """The next pages of the path to `node` that are not kept elsewhere. None: there are none, and the node is dropped; or the
         host has no room just now."""
         path = _path(node)
-        keys = self._path_keys(path)[: self._most]
         if self._looked_at is not node:
-            self._looked_at = node
-            self._host.touch(keys)  # no page of the path is to make room for another one of it
-        begin = 0
-        for part in path:
-            end = min(begin + len(part.page_keys), self._most)
-            first = next((at for at in range(begin, end) if not self._is_kept(keys[at])), None)
-            if first is not None:
-                return self._copy(part, first - begin, end - begin, memory)
-            begin = end
+            self._looked_at, self._looked = node, 0
+            self._looked_keys = self._path_keys(path)[: self._most]
+            self._host.touch(self._looked_keys)  # no page of the path is to make room for another one of it
+        keys, at = self._looked_keys, self._looked
+        while at < len(keys) and self._is_kept(keys[at]):
+            at += 1
+        self._looked = at
+        if at < len(keys):
+            part = next(part for part in path if part.depth > at)
+            begin = part.depth - len(part.pages)
+            return self._copy(node, part, at - begin, min(part.depth, self._most) - begin, memory)
         self._looked_at = None
         self._queue.drop(node)
         for part in path:
             if part.depth <= self._most:
                 memory.tree.mark_backed(part)
+                self._backed[keys[part.depth - 1]] = part
         self._store(keys)
         return None
 
-    def _copy(self, node: TreeNode, first: int, limit: int, memory: KVMemory) -> PageOperation | None:
-        """Of the node's pages from `first` up to `limit`."""
+    def _copy(self, offered: TreeNode, node: TreeNode, first: int, limit: int, memory: KVMemory) -> PageOperation | None:
+        """Of the node's pages from `first` up to `limit`, as many as one operation takes."""
         end = first + 1
         while end < limit and end - first < self._at_once and not self._is_kept(node.page_keys[end]):
             end += 1
@@ -137,7 +190,7 @@ class Backups:
         keys = node.page_keys[first:end]
         operation = PageOperation(self._ids.next(), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
         memory.pin(node)
-        self._copying[operation.op_id] = _BackUp(operation, node, memory)
+        self._copying[operation.op_id] = _BackUp(operation, offered, node, memory)
         self._on_their_way.update(keys)
         return operation
 

@@ -8,7 +8,7 @@ touches the last one first, so that prefixes outlive what is built on them. Sing
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,11 @@ I32 = NDArray[np.int32]
 
 
 class HostIndex:
-    """evicted_total: pages that made room for others."""
+    """evicted_total: pages that made room for others. on_gone: told of each key that is not held any more."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.on_gone: Callable[[bytes], None] = lambda key: None
         self._free = list(range(num_pages))[::-1]
         self._writing: set[int] = set()
         self._cached: OrderedDict[bytes, int] = OrderedDict()  # the coldest first
@@ -94,16 +95,21 @@ class HostIndex:
         gone = [key for key, page in self._cached.items() if page not in self._pins]
         for key in gone:
             self._free.append(self._cached.pop(key))
+            self.on_gone(key)
         assert self._adds_up, "free + writing + cached = total"
         return len(gone)
 
     def _evict(self) -> bool:
-        for key, page in self._cached.items():
-            if page not in self._pins:
-                del self._cached[key]
-                self._free.append(page)
+        for _ in range(len(self._pins) + 1):
+            key = next(iter(self._cached), None)
+            if key is None:
+                return False
+            if self._cached[key] not in self._pins:
+                self._free.append(self._cached.pop(key))
                 self.evicted_total += 1
+                self.on_gone(key)
                 return True
+            self._cached.move_to_end(key)  # it is in use, and no reason to be looked at again soon
         return False
 
     @property

@@ -9,8 +9,8 @@ for whoever comes next. Pins are wishes: where running requests are short of pag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Tier
 from services.worker.core.kv.memory import KVMemory
@@ -22,22 +22,24 @@ from services.worker.core.tiers.page_keys import PageKeys, leading
 from services.worker.core.tiers.rates import Rates
 
 MOST_QUARANTINED_SHARE = 2  # one part in so many of the pool's pages may be written at once
+MOST_AT_ONCE = 8  # operations of one request under way
 _KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH}
 
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    """Under way. node: where its pages are to hang, pinned. first: the page of its prompt that it begins with. counts: whether
-    what it brings is published."""
+    """Under way. node: of the tree, pinned: its pages hang there or behind those of the operation before it. first: the page of
+    its prompt that it begins with. began: when the steps that it has to wait for had ended; None: they have not. counts: whether
+    what it brings is published. late: nobody waits for it any more."""
 
     operation: PageOperation
     source: Tier
     wanted: Wanted
     node: TreeNode
     first: int
-    began: float
     memory: KVMemory
-    waits: list[Wanted]
+    began: float | None
+    waits: list[Wanted] = field(default_factory=list)
     counts: bool = True
     late: bool = False
 
@@ -56,11 +58,9 @@ class Imports:
         self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}
         self._running: dict[int, _Operation] = {}
         self._coming: dict[bytes, _Operation] = {}
+        self._free_at = dict.fromkeys(_KINDS, 0.0)  # when a source had its last operation done
         self.imported_pages_total: Counter[Tier] = Counter()
         self.recomputed_pages_total = self.failed_total = self.given_up_total = 0
-
-    def waiting(self) -> set[int]:
-        return set(self._waits)
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -74,6 +74,9 @@ class Imports:
         """That operations under way write."""
         return sum(len(running.operation.pages) for running in self._running.values())
 
+    def waiting(self) -> set[int]:
+        return set(self._waits)
+
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
         """Whether more of the prompt than the tree has is elsewhere, and sooner here than computed: the request waits, then."""
         assert wanted.seq not in self._waits, "a request waits once"
@@ -81,23 +84,27 @@ class Imports:
         if hit >= wanted.limit or not self._is_elsewhere(wanted, hit):
             return False
         source, count = self._run(wanted, hit)
-        if source is not None and not self.rates.reading_pays(source, count):
+        if source is not None and not self._is_had(source, count):
             return False
         self._waits[wanted.seq] = self._due[wanted.seq] = wanted
         return True
 
-    def plan(self, memory: KVMemory, now: float) -> tuple[list[PageOperation], list[int]]:
-        """Operations that begin now, and who need not wait any more."""
+    def step_ended(self, now: float) -> None:
+        """All steps that were launched before the operations under way have ended."""
+        for running in self._running.values():
+            if running.began is None:
+                running.began = now
+
+    def plan(self, memory: KVMemory, now: float, in_flight: bool) -> tuple[list[PageOperation], list[int]]:
+        """Operations that begin now, and who need not wait any more. in_flight: a step is."""
+        self._give_up_late(now)
         operations: list[PageOperation] = []
-        for running in list(self._running.values()):
-            self._give_up_late(running, now)
         ready: list[int] = []
         due, self._due = self._due, {}
         for seq, wanted in due.items():
-            operation = self._move_on(wanted, memory, now)
-            if operation is not None:
-                operations.append(operation)
-            elif not any(wanted in running.waits for running in self._running.values()):
+            begun = self._move_on(wanted, memory, None if in_flight else now)
+            operations += begun
+            if not begun and not any(wanted in running.waits for running in self._running.values()):
                 del self._waits[seq]
                 ready.append(seq)
         return operations, ready
@@ -117,29 +124,29 @@ class Imports:
                 running.waits = [other for other in running.waits if other is not wanted]
         self._unpin(seq)
 
-    def ended(self, fact: Fact) -> bool:
+    def ended(self, fact: Fact, now: float) -> bool:
         """Takes in a fact. False: it is of no operation of these."""
         running = self._running.pop(fact.op_id, None)
         if running is None:
             return False
-        operation, memory, count = running.operation, running.memory, fact.count
+        operation, memory = running.operation, running.memory
         for key in operation.keys:
             del self._coming[key]
         if running.source is Tier.HOST:
             self._host.unpin(operation.host_pages)
-        if count < len(operation.keys):
-            self.failed_total += 1
-        if count and running.counts:
-            self._publish(running, count)
-        else:
-            count = 0
+        self.failed_total += fact.count < len(operation.keys)
+        self._free_at[running.source] = now
+        self.rates.moved(running.source, fact.count, fact.seconds)
+        count = self._published(running, fact.count if running.counts else 0)
         if count < len(operation.keys):
             memory.free_quarantined(operation.pages[count:])
         memory.unpin(running.node)
-        self.rates.moved(running.source, fact.count, fact.seconds)
         self.imported_pages_total[running.source] += count
+        asked = running.wanted if running.wanted.seq in self._waits else None
+        for wanted in dict.fromkeys((*running.waits, *([] if asked is None else [asked]))):
+            if shared := _shared(operation.keys[:count], wanted.keys[running.first :]):
+                wanted.arrived[running.source] += shared
         for wanted in running.waits:
-            wanted.arrived[running.source] += count
             if count == len(operation.keys):
                 self._due[wanted.seq] = wanted
             else:
@@ -170,52 +177,69 @@ class Imports:
         key = wanted.keys[at]
         return key in self._host or key in self._stored or key in self._coming
 
+    def _is_had(self, source: Tier, count: int) -> bool:
+        """Reading so many pages pays; not behind an operation of that source that is late itself."""
+        stuck = any(running.late and running.source is source for running in self._running.values())
+        return not stuck and self.rates.reading_pays(source, count)
+
     def _run(self, wanted: Wanted, first: int) -> tuple[Tier | None, int]:
-        """Where page `first` is, and how many from there on are in one place. None: it is on its way."""
+        """Where page `first` is, and how many from there on are in one place, and not on their way. None: it is on its way, or
+        nowhere."""
         rest = wanted.keys[first : wanted.limit]
-        if rest[0] in self._coming:
+        if not rest or rest[0] in self._coming:
             return None, 0
         for tier, held in ((Tier.HOST, self._host), (Tier.STORAGE, self._stored)):
             if count := leading(rest, held):
-                return tier, count
+                coming = next((at for at in range(count) if rest[at] in self._coming), count)
+                return tier, coming
         return None, 0
 
-    def _move_on(self, wanted: Wanted, memory: KVMemory, now: float) -> PageOperation | None:
-        """The next operation for a request that waits. None: it waits for one that is under way, or there is none to come."""
+    def _move_on(self, wanted: Wanted, memory: KVMemory, began: float | None) -> list[PageOperation]:
+        """The next operations for a request that waits. None: it waits for one that is under way, or there is none to come."""
         if wanted.let_go:
-            return None
+            return []
         match = memory.match(wanted.tree, wanted.tokens, wanted.limit * memory.page_size)
         first = len(match.pages)
         self._pin(wanted.seq, match.node, memory)
         if first >= wanted.limit or not self._is_elsewhere(wanted, first):
-            return None
+            return []
         coming = self._coming.get(wanted.keys[first])
         if coming is not None:
             if coming.counts and not coming.late:
                 coming.waits.append(wanted)
-            return None
-        source, count = self._run(wanted, first)
-        assert source is not None, "a page that is elsewhere is in a tier"
-        room = min(count, self._at_once, self._room(wanted, first, memory))
-        if room <= 0 or not self.rates.reading_pays(source, count):
-            return None
-        return self._begin(wanted, match.node, source, first, room, memory, now)
+            return []
+        return self._begin_more(wanted, match.node, first, memory, began)
+
+    def _begin_more(
+        self, wanted: Wanted, node: TreeNode, first: int, memory: KVMemory, began: float | None
+    ) -> list[PageOperation]:
+        """One behind the other, as far as they pay and there is room. The request waits for the first."""
+        operations: list[PageOperation] = []
+        at = first
+        while len(operations) < MOST_AT_ONCE:
+            source, count = self._run(wanted, at)
+            room = min(count, self._at_once, self._room(wanted, at, memory))
+            if source is None or room <= 0 or (not operations and not self._is_had(source, count)):
+                break
+            running = self._begin(wanted, node, source, at, room, memory, began)
+            if not operations:
+                running.waits.append(wanted)
+            operations.append(running.operation)
+            at += room
+        return operations
 
     def _begin(
-        self, wanted: Wanted, node: TreeNode, source: Tier, first: int, count: int, memory: KVMemory, now: float
-    ) -> PageOperation:
+        self, wanted: Wanted, node: TreeNode, source: Tier, first: int, count: int, memory: KVMemory, began: float | None
+    ) -> _Operation:
         keys = tuple(wanted.keys[first : first + count])
-        while any(key in self._coming for key in keys):
-            keys = keys[: next(i for i, key in enumerate(keys) if key in self._coming)]
         memory.pin(node)
-        pages = memory.quarantine(len(keys))
+        pages = memory.quarantine(count)
         host_pages = self._host.pin(keys) if source is Tier.HOST else NO_PAGES
-        self._host.touch(wanted.keys)
+        self._host.touch(wanted.keys[: first + count])
         operation = PageOperation(self._ids.next(), _KINDS[source], keys, pages, host_pages)
-        running = _Operation(operation, source, wanted, node, first, now, memory, [wanted])
-        self._running[operation.op_id] = running
+        running = self._running[operation.op_id] = _Operation(operation, source, wanted, node, first, memory, began)
         self._coming |= dict.fromkeys(keys, running)
-        return operation
+        return running
 
     def _room(self, wanted: Wanted, first: int, memory: KVMemory) -> int:
         """Pages that an operation may take: what is left has room for one request, this one."""
@@ -223,24 +247,35 @@ class Imports:
         quarantined = memory.pages.num_pages // MOST_QUARANTINED_SHARE - len(memory.quarantined)
         return min(quarantined, memory.num_available - rest)
 
-    def _publish(self, running: _Operation, count: int) -> None:
+    def _published(self, running: _Operation, count: int) -> int:
+        """How many of its pages are in the tree now: none where what they are built on is not there."""
         wanted, operation, memory = running.wanted, running.operation, running.memory
+        if not count:
+            return 0
         size = memory.page_size * TOKEN_BYTES
+        match = memory.match(wanted.tree, wanted.tokens, running.first * memory.page_size)
+        if match.node.depth < running.first:
+            return 0
         tokens = wanted.tokens[running.first * size : (running.first + count) * size]
-        assert running.node.depth == running.first, "an operation's pages hang where its prompt's hit ended"
-        memory.publish_quarantined(running.node, tokens, operation.pages[:count], wanted.rank, operation.keys[:count])
+        memory.publish_quarantined(match.node, tokens, operation.pages[:count], wanted.rank, operation.keys[:count])
+        return count
 
-    def _give_up_late(self, running: _Operation, now: float) -> None:
-        """Those that wait for it compute the rest; it goes on."""
-        elapsed, count = now - running.began, len(running.operation.keys)
-        if running.late or not self.rates.is_over(running.source, count, elapsed):
-            return
-        running.late = True
-        self.rates.given_up(running.source, count, elapsed)
-        self.given_up_total += 1
-        for wanted in running.waits:
-            self._let_go(wanted)
-        running.waits = []
+    def _give_up_late(self, now: float) -> None:
+        """Those who wait for an operation that is late compute the rest; it goes on. Of each source only the one that has its
+        turn can be late."""
+        for source in _KINDS:
+            running = next((each for each in self._running.values() if each.source is source), None)
+            if running is None or running.late or running.began is None or not running.waits:
+                continue
+            elapsed, count = now - max(running.began, self._free_at[source]), len(running.operation.keys)
+            over = [w for w in running.waits if self.rates.is_over(source, count, elapsed, w.limit - running.first - count)]
+            for wanted in over:
+                self._let_go(wanted)
+            running.waits = [wanted for wanted in running.waits if wanted not in over]
+            if over and not running.waits:
+                running.late = True
+                self.rates.given_up(source, count, elapsed)
+                self.given_up_total += 1
 
     def _let_go(self, wanted: Wanted) -> None:
         """It does not wait any more: the next plan says so."""
@@ -257,3 +292,9 @@ class Imports:
         if (pinned := self._pinned.pop(seq, None)) is not None:
             node, memory = pinned
             memory.unpin(node)
+
+
+def _shared(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """How many of the first ones are the same."""
+    count = min(len(keys), len(others))
+    return next((at for at in range(count) if keys[at] != others[at]), count)

@@ -1,4 +1,4 @@
-"""Whether KV is sooner here by being read or by being computed, by what both have taken lately."""
+"""Whether KV is sooner here by being read or by being computed, by what both have taken lately. All times in seconds."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from services.worker.core.contracts.transfers import Tier
 
 FADES = 0.7  # of a measured rate, with each further measurement
 FORGIVES = 1.05  # of a rate, each time that it was too low
+LARGE_TOKENS = 128  # of a step of extends alone: what a step takes beside them does not count for much then
 FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9}  # taken for true until something was read
-LATENCY_S = {Tier.HOST: 1e-3, Tier.STORAGE: 5e-3}  # of one operation, its way through the loop's turns with it
-UNKNOWN_S = 1.0  # that an operation may take while nobody knows what computing takes
+LATENCY_S = {Tier.HOST: 1e-3, Tier.STORAGE: 5e-3}  # of the first of some operations, its way through the loop's turns with it
+UNKNOWN_S = 1.0  # that reading may take while nobody knows what computing takes
 
 
 class Rates:
-    """page_bytes: of one page's KV. All times in seconds."""
+    """page_bytes: of one page's KV."""
 
     def __init__(self, page_bytes: int, page_size: int) -> None:
         self._page_bytes, self._page_size = page_bytes, page_size
         self._bytes_s = dict(FIRST_BYTES_S)
         self._token_s: float | None = None
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A step has extended so many tokens."""
-        if tokens >= self._page_size and seconds > 0:
-            self._token_s = _faded(self._token_s, seconds / tokens)
+    def computed(self, extended: int, rows: int, seconds: float) -> None:
+        """A step has computed so many tokens of extends, and so many rows of others. Small steps, and those that do something
+        else, say little of what a token costs."""
+        if extended >= LARGE_TOKENS and not rows and seconds > 0:
+            self._token_s = _faded(self._token_s, seconds / extended)
 
     def moved(self, source: Tier, pages: int, seconds: float) -> None:
         """An operation has read so many pages; what it failed at is not in them."""
@@ -37,27 +39,25 @@ class Rates:
     def reading_s(self, source: Tier, pages: int) -> float:
         return LATENCY_S[source] + pages * self._page_bytes / self._bytes_s[source]
 
-    def computing_s(self, pages: int) -> float | None:
-        """None: nothing was computed yet."""
-        return None if self._token_s is None else pages * self._page_size * self._token_s
+    def computing_s(self, pages: int) -> float:
+        return UNKNOWN_S if self._token_s is None else pages * self._page_size * self._token_s
 
     def bytes_s(self, source: Tier) -> float:
         return self._bytes_s[source]
 
     def reading_pays(self, source: Tier, pages: int) -> bool:
         """Each no makes the next yes likelier: what is never read is never measured again."""
-        computing = self.computing_s(pages)
-        pays = computing is None or self.reading_s(source, pages) < computing
+        pays = self._token_s is None or self.reading_s(source, pages) < self.computing_s(pages)
         if not pays:
             self._bytes_s[source] *= FORGIVES
         return pays
 
-    def is_over(self, source: Tier, pages: int, elapsed: float) -> bool:
-        """Of an operation that has run for so long and is not done: computing its pages would be sooner. One that is late is
-        taken to be late by as much again."""
+    def is_over(self, source: Tier, pages: int, elapsed: float, rest: int) -> bool:
+        """Of an operation that has run for so long and is not done: computing its pages and the `rest` behind them would be
+        sooner than reading all that. An operation that is late is taken to be late by as much again."""
         left = max(self.reading_s(source, pages) - elapsed, 0.0) or elapsed
-        computing = self.computing_s(pages)
-        return left > (UNKNOWN_S if computing is None else computing)
+        behind = self.reading_s(source, rest) if rest else 0.0
+        return left + behind > self.computing_s(pages + rest)
 
 
 def _faded(before: float | None, now: float) -> float:

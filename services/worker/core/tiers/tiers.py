@@ -50,8 +50,13 @@ class Tiers:
 
     @property
     def num_running(self) -> int:
-        """Operations that have begun and not ended."""
-        return self._imports.num_running + self._backups.num_running
+        """Operations under way that read or write the device's pages: those to the storage do neither."""
+        return self._imports.num_running + self._backups.num_copying
+
+    @property
+    def num_storing(self) -> int:
+        """Pages of the host that are being stored, or wait for it."""
+        return self._backups.num_storing
 
     @property
     def num_quarantined(self) -> int:
@@ -72,20 +77,29 @@ class Tiers:
     def let_go(self) -> bool:
         return self._imports.let_go()
 
-    def end_imports(self) -> None:
-        """Nothing that is under way counts any more, and nobody waits for it."""
+    def end_all(self) -> None:
+        """The device's pages are to be forgotten: nothing that reads or writes them counts any more, and nobody waits for it."""
         self._imports.end_all()
+        self._backups.end_all()
 
-    def plan(self, memory: KVMemory, now: float) -> tuple[tuple[PageOperation, ...], list[int]]:
-        """Operations that begin now; and which requests need not wait any more, by seq."""
-        imports, ready = self._imports.plan(memory, now)
-        return (*imports, *self._backups.plan(memory)), ready
+    def plan(self, memory: KVMemory, now: float, in_flight: bool, begins: bool) -> tuple[tuple[PageOperation, ...], list[int]]:
+        """Operations that begin now; and which requests need not wait any more, by seq. in_flight: a step is. begins: copies may
+        begin; they may not where somebody waits for the device's pages to be nobody's."""
+        imports, ready = self._imports.plan(memory, now, in_flight)
+        copies = self._backups.plan(memory) if begins else []
+        return (*imports, *copies), ready
 
-    def ended(self, fact: Fact) -> None:
+    def step_ended(self, extended: int, rows: int, seconds: float, now: float) -> None:
+        """It has computed so many tokens of extends, and so many rows of others."""
+        self.rates.computed(extended, rows, seconds)
+        self._imports.step_ended(now)
+
+    def ended(self, fact: Fact, now: float) -> None:
         """An operation has ended, or the storage has news."""
         self._stored.difference_update(fact.dropped)
-        self._stored.update(fact.stored)
-        known = fact.op_id < 0 or self._imports.ended(fact) or self._backups.ended(fact)
+        if not self._backups.is_void(fact):
+            self._stored.update(fact.stored)
+        known = fact.op_id < 0 or self._imports.ended(fact, now) or self._backups.ended(fact)
         assert known, "a fact of an operation that was never begun, or has ended"
 
     def clear(self, tiers: Sequence[Tier]) -> int:
@@ -96,7 +110,7 @@ class Tiers:
             self._backups.forget_waiting()
             count += self._host.clear()
         if Tier.STORAGE in tiers:
-            self._backups.forget_waiting()
+            self._backups.forget_storing()
             count += len(self._stored)
             self._stored.clear()
         return count
@@ -105,7 +119,7 @@ class Tiers:
         """The device's pages are given up. Only while no operation runs."""
         assert not self.num_running, "an operation reads or writes the pages"
         self._imports.end_all()
-        self.queue.clear()
+        self._backups.clear()
 
     def violations(self) -> list[str]:
         """For checks."""

@@ -10,8 +10,9 @@ from services.worker.exec.contracts.page_store import PageStore
 NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # who drafts
 
 
-OpenStore = Callable[[int, bytes], PageStore]
-"""(bytes of a page, identity: 32 bytes, of layout and secret) -> the storage. Raises ValueError."""
+OpenStore = Callable[[int, bytes], PageStore | None]
+"""(bytes of a page, identity: 32 bytes, of layout and secret) -> the storage; None if its disk does not serve.
+Raises ValueError."""
 
 
 @dataclass(frozen=True, slots=True)

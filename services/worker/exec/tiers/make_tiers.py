@@ -21,7 +21,7 @@ class NoRoomForTiers(ValueError):
 
 
 def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_bytes: int) -> int:
-    """Raises NoRoomForTiers."""
+    """free_bytes: of the host's memory, beside the pool. Raises NoRoomForTiers."""
     asked = options.host_bytes // page_bytes if options.host_bytes else int(options.host_ratio * pool_pages)
     most = int(free_bytes * MOST_FREE) // page_bytes
     if options.host_bytes and asked > most:
@@ -41,13 +41,25 @@ def make_mover(
 ) -> tuple[PageMover, int]:
     """The mover, and the pages of the host tier. layout: see LoadedInfo. Raises ValueError for what cannot be had."""
     page_bytes = copier().page_bytes
-    pages = host_pages(options, pool_pages, page_bytes, free_memory())
-    memory = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=streams.device.type == "cuda")
-    progress(f"host tier: {pages} pages, {pages * page_bytes >> 20} MiB")
+    on_host = streams.device.type == "cpu"  # where the pool's pages are taken from the system only when they are written
+    free = free_memory() - (pool_pages * page_bytes if on_host else 0)
+    pages = host_pages(options, pool_pages, page_bytes, free)
+    memory = torch.empty((pages, page_bytes), dtype=torch.uint8)
+    if not on_host:
+        _pin(memory)
+    cut = "" if options.host_bytes or pages == int(options.host_ratio * pool_pages) else ", which is all that is free"
+    progress(f"host tier: {pages} pages, {pages * page_bytes >> 20} MiB{cut}")
     store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
     if store is not None:
         progress(f"storage tier: {store.counts().pages} pages are there")
     return PageMover(streams, copier, memory, store), pages
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """In place: torch's own pinned memory has sizes of powers of two. Raises NoRoomForTiers."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error) != 0:
+        raise NoRoomForTiers(f"a host tier of {memory.nbytes >> 20} MiB cannot be pinned (CUDA error {int(error)})")
 
 
 def _identity(options: TierOptions, layout: str) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,18 +21,29 @@ class PageCopier:
         self.page_bytes = sum(part.shape[1] for part in self._parts)
 
     def save(self, pages: Tensor) -> Tensor:
-        """pages: int64[n]. Returns uint8[n, page_bytes]; both on the pools' device."""
+        """pages: int64[n], on the pools' device. Returns uint8[n, page_bytes] there."""
         rows = torch.empty((len(pages), self.page_bytes), dtype=torch.uint8, device=pages.device)
-        at = 0
-        for part in self._parts:
-            rows[:, at : at + part.shape[1]] = part.index_select(0, pages)
-            at += part.shape[1]
+        for part, columns in self._columns(rows):
+            if part.device.type == "cpu":
+                for column, page in zip(columns, pages.tolist(), strict=True):
+                    column.copy_(part[page])  # one copy of bytes that lie together: many times as fast as by index
+            else:
+                columns.copy_(part.index_select(0, pages))
         return rows
 
     def restore(self, rows: Tensor, pages: Tensor) -> None:
         """The other way."""
         assert rows.shape == (len(pages), self.page_bytes), "a row for every page"
+        for part, columns in self._columns(rows):
+            if part.device.type == "cpu":
+                for column, page in zip(columns, pages.tolist(), strict=True):
+                    part[page].copy_(column)
+            else:
+                part.index_copy_(0, pages, columns)
+
+    def _columns(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each layer's part, and its bytes of the rows."""
         at = 0
         for part in self._parts:
-            part.index_copy_(0, pages, rows[:, at : at + part.shape[1]])
+            yield part, rows[:, at : at + part.shape[1]]
             at += part.shape[1]

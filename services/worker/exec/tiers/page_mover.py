@@ -71,7 +71,11 @@ class PageMover:
 
     def begin(self, operation: PageOperation) -> None:
         """Behind what was launched on the streams by now. Called on the thread that launches steps."""
-        self._streams.launch(partial(self._passed, operation))
+        try:
+            self._streams.launch(partial(self._passed, operation))
+        except Exception:  # whatever a lost device raises: steps find that out for themselves
+            logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
+            self._facts.put(Fact(operation.op_id))
 
     def facts(self) -> list[Fact]:
         found: list[Fact] = []
@@ -122,15 +126,24 @@ class PageMover:
             self._synchronize()
         except Exception:  # of any kind: what was to be moved is computed, or stays where it is
             logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
+            self._settle()
             return Fact(operation.op_id)
         return Fact(operation.op_id, count, time.perf_counter() - began, stored, dropped)
+
+    def _settle(self) -> None:
+        """Nothing that was begun writes a page after its fact. On a device that is lost nothing is written any more."""
+        try:
+            self._synchronize()
+        except Exception as error:  # whatever the driver raises
+            logger.error("the device does not answer any more", extra=fields(error=repr(error)))
 
     def _move(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         """Pages moved, and keys that the storage has got and lost."""
         match operation.kind:
             case OperationKind.BACK_UP:
                 rows = self._to_host(self._copier().save(self._device_ids(operation.pages)))
-                self._host.index_copy_(0, _ids(operation.host_pages), rows)
+                for page, row in zip(operation.host_pages.tolist(), rows, strict=True):
+                    self._host[page].copy_(row)
                 return len(operation.keys), (), ()
             case OperationKind.LOAD:
                 self._restore(self._host_rows(operation), operation)
@@ -158,7 +171,9 @@ class PageMover:
     def _host_rows(self, operation: PageOperation) -> Tensor:
         """uint8[n, page bytes], a copy."""
         rows = self._staging(len(operation.keys))
-        return torch.index_select(self._host, 0, _ids(operation.host_pages), out=rows)
+        for page, row in zip(operation.host_pages.tolist(), rows, strict=True):
+            row.copy_(self._host[page])
+        return rows
 
     def _restore(self, rows: Tensor, operation: PageOperation) -> None:
         pages = self._device_ids(operation.pages[: len(rows)])

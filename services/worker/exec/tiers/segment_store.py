@@ -129,7 +129,13 @@ class SegmentStore:
         foreign = 0
         numbers = self._folder.sweep()
         for number in numbers:
-            found = recover(self._place(number), self._capacity)
+            self._next_number = number + 1
+            try:
+                found = recover(self._place(number), self._capacity)
+            except OSError as error:  # of one file: the others may be whole
+                self._failed_reads += 1
+                logger.warning("a segment cannot be read", extra=fields(number=number, error=str(error)))
+                continue
             self._corrupt_pages += found.corrupt
             self._failed_reads += found.failed
             if found.segment is None:
@@ -138,7 +144,6 @@ class SegmentStore:
                 self._disk.unlink(self._folder.segment(number))
             else:
                 self._take(found.segment, is_last=number == numbers[-1])
-            self._next_number = number + 1
         self._make_room(0, [])
         if foreign:
             text = "deleted segments that are broken, or of another identity, page size or version"

@@ -1,0 +1,176 @@
+"""What tiers of KV cost and save on a CPU: python -m tests.benchmarks.tiers [cost|reuse] [--prompts N] ...
+
+Random weights at the shape of Qwen3-0.6B, bfloat16, the default write policy.
+
+cost: prompts that are asked once, with tiers (host and files) and without, in turns, in one process: medians of the ratio of
+requests a second and of TTFT (from submission to the first token, of prompts that come one after another), with their 95 %
+intervals.
+
+reuse: --prompts prompts of 1,024 tokens, four times as many as the pool holds, are asked by a process that is then killed by
+SIGKILL. Another one opens its files and asks a part of them again: TTFT from a file in the page cache, from the disk where the
+kernel's cache can be dropped, and computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from services.worker.core.contracts.transfers import Tier
+from services.worker.core.tiers.page_keys import SECRET_BYTES
+from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.tiers.segment_store import SegmentStore
+from tests.benchmarks.cpu_decode import build_model
+from tests.benchmarks.deterministic_cost import interval
+from tests.exec.tiered import PAGE_SIZE, Served, build
+
+SECRET = bytes(range(SECRET_BYTES))
+REUSE_TOKENS, COST_TOKENS, NEW_TOKENS = 1024, 256, 8
+VOCAB = 100_000  # of the tokens that prompts are of
+HOST_BYTES, FILE_BYTES = 2 << 30, 24 << 30
+
+
+def tier_options(folder: Path) -> TierOptions:
+    def opened(page_bytes: int, identity: bytes) -> SegmentStore:
+        return SegmentStore(folder, page_bytes, FILE_BYTES, identity=identity)
+
+    return TierOptions(0.0, HOST_BYTES, opened, SECRET)
+
+
+def served(model: Path, pages: int, folder: Path | None, threads: int, context: int) -> Served:
+    tiers = None if folder is None else tier_options(folder)
+    executor, core = build(model, pages, tiers, dtype="bfloat16", num_threads=threads, deterministic=False, context_len=context)
+    return Served(executor, core, prefers_reading=False)
+
+
+def prompt(number: int, length: int) -> list[int]:
+    """Unlike any other from its first token on."""
+    return [(number * 7919 + at * at * 31 + at) % VOCAB + 1 for at in range(length)]
+
+
+def ttft(one: Served, ids: Sequence[int]) -> tuple[float, int]:
+    """Seconds to the first token, and prompt tokens that came from another tier."""
+    begun = time.perf_counter()
+    answer = one.ask(ids, max_new_tokens=1, temperature=0.0, top_logprobs=-1)
+    assert answer.finish is not None
+    found = answer.finish.cached_from
+    return time.perf_counter() - begun, found.get(Tier.HOST, 0) + found.get(Tier.STORAGE, 0)
+
+
+def until_answered(one: Served, handles: Sequence[int]) -> None:
+    while any(one.answers[handle].finish is None for handle in handles):
+        one.turn()
+
+
+def cost(args: argparse.Namespace, model: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        pages = 4 * args.prompts * COST_TOKENS // PAGE_SIZE
+        runs = {
+            "without": served(model, pages, None, args.threads, 512),
+            "with": served(model, pages, Path(folder), args.threads, 512),
+        }
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        firsts: dict[str, list[float]] = {name: [] for name in runs}
+        number = 0
+        for turn in range(args.pairs + 1):
+            for name in list(runs)[:: 1 if turn % 2 else -1]:
+                one = runs[name]
+                ids = [prompt(number + index, COST_TOKENS) for index in range(args.prompts + 2)]
+                number += len(ids)
+                begun = time.perf_counter()
+                until_answered(one, [one.submit(each, max_new_tokens=NEW_TOKENS, top_logprobs=-1) for each in ids[2:]])
+                took = time.perf_counter() - begun
+                first = median(ttft(one, each)[0] for each in ids[:2])
+                if turn:  # the first one warms up
+                    times[name].append(took)
+                    firsts[name].append(first)
+        for what, found in (("requests a second", times), ("TTFT", firsts)):
+            ratios = [a / b for a, b in zip(found["without"], found["with"], strict=True)]
+            low, high = interval(ratios)
+            print(f"{what}, with tiers to without: {median(ratios):.3f} [{low:.3f}, {high:.3f}], {len(ratios)} pairs", flush=True)
+        print(f"tokens a second without: {args.prompts * (COST_TOKENS + NEW_TOKENS) / median(times['without']):.0f}")
+        stats = runs["with"].core.stats()
+        print(f"with: {stats.backed_up_pages_total} pages copied, {stats.stored_pages_total} stored")
+
+
+def fill(args: argparse.Namespace, model: Path, folder: Path) -> None:
+    """Twice, and then nothing more: whoever started this kills it."""
+    one = served(model, args.prompts * REUSE_TOKENS // PAGE_SIZE // 4, folder, args.threads, 2048)
+    begun = time.perf_counter()
+    for turn in range(2):
+        found = [ttft(one, prompt(number, REUSE_TOKENS)) for number in range(args.prompts)]
+        print(
+            f"turn {turn}: median TTFT {median(each[0] for each in found):.3f} s, {sum(each[1] for each in found)} tokens read",
+            flush=True,
+        )
+    print(f"filled in {time.perf_counter() - begun:.0f} s", flush=True)
+    signal.pause()
+
+
+def reuse(args: argparse.Namespace, model: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        command = [sys.executable, "-m", "tests.benchmarks.tiers", "fill", "--folder", folder, "--prompts", str(args.prompts)]
+        command += ["--threads", str(args.threads), "--model", str(model)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                if line.startswith("filled"):
+                    child.send_signal(signal.SIGKILL)
+        one = served(model, args.prompts * REUSE_TOKENS // PAGE_SIZE // 4, Path(folder), args.threads, 2048)
+        computed = [ttft(one, prompt(1_000_000 + number, REUSE_TOKENS))[0] for number in range(args.pairs)]
+        for what in ("a warm page cache", "the disk, its cache dropped"):
+            if what.startswith("the disk") and not _drop_caches():
+                print("the kernel's cache cannot be dropped here")
+                break
+            found = [ttft(one, prompt(number, REUSE_TOKENS)) for number in range(args.pairs)]
+            assert all(tokens >= REUSE_TOKENS - PAGE_SIZE for _, tokens in found), "all of them were read"
+            ratios = [a / b[0] for a, b in zip(computed, found, strict=True)]
+            low, high = interval(ratios)
+            print(
+                f"TTFT computed / from {what}: {median(ratios):.1f} [{low:.1f}, {high:.1f}],"
+                f" {median(computed):.3f} s to {median(each[0] for each in found):.3f} s",
+                flush=True,
+            )
+            one.core.flush_cache()
+
+
+def _drop_caches() -> bool:
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cost", "reuse", "fill"])
+    parser.add_argument("--prompts", type=int, default=0, help="cost: at once (8); reuse: in all (64)")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--folder", type=Path, help="for files; by default the system's own")
+    parser.add_argument("--model", type=Path, help="as cpu_decode writes it; made where it is not given")
+    args = parser.parse_args()
+    args.prompts = args.prompts or (8 if args.what == "cost" else 64)
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or Path(folder)
+        if args.model is None:
+            build_model().save_pretrained(model)
+        if args.what == "fill":
+            fill(args, model, args.folder)
+        else:
+            {"cost": cost, "reuse": reuse}[args.what](args, model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The host's pages against a model of two lists: what is there, in the order in which it goes, and what operations have."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.worker.core.tiers.host_index import I32, HostIndex
+
+PAGES = 12
+KEYS = [bytes([number]) for number in range(20)]
+
+prompts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 5)).map(lambda at: KEYS[at[0] : at[0] + at[1]])
+
+
+def filled(*prompts: bytes) -> HostIndex:
+    """Each letter is a key; so many pages as letters."""
+    index = HostIndex(sum(map(len, prompts)))
+    for prompt in prompts:
+        index.put(keys(prompt), index.take(len(prompt)))
+    return index
+
+
+def keys(prompt: bytes) -> list[bytes]:
+    return [prompt[at : at + 1] for at in range(len(prompt))]
+
+
+def left(index: HostIndex, prompts: bytes) -> bytes:
+    return b"".join(key for key in keys(prompts) if key in index)
+
+
+def test_a_prefix_outlives_what_is_built_on_it() -> None:
+    index = filled(b"abc", b"def")
+    index.take(2)
+    assert left(index, b"abcdef") == b"adef"
+
+
+def test_what_is_used_again_outlives_what_is_not() -> None:
+    index = filled(b"abc", b"def")
+    index.touch(keys(b"ab"))
+    index.take(4)
+    assert left(index, b"abcdef") == b"ab"
+    index.take(1)
+    assert left(index, b"abcdef") == b"a"
+
+
+def test_what_is_read_is_never_evicted_and_never_cleared() -> None:
+    index = filled(b"abc")
+    pages = index.pin(keys(b"bc"))
+    assert len(index.take(3)) == 1 and left(index, b"abc") == b"bc"
+    assert index.clear() == 0
+    index.unpin(pages)
+    assert index.clear() == 2
+
+
+def test_what_two_read_stays_until_both_are_done() -> None:
+    index = filled(b"a")
+    for _ in range(2):
+        pages = index.pin(keys(b"a"))
+    index.unpin(pages)
+    assert not len(index.take(1))
+    index.unpin(pages)
+    assert len(index.take(1)) == 1
+
+
+def test_a_pin_is_taken_back_once() -> None:
+    index = filled(b"a")
+    pages = index.pin(keys(b"a"))
+    index.unpin(pages)
+    with pytest.raises(AssertionError, match="without pin"):
+        index.unpin(pages)
+
+
+def test_a_key_that_came_twice_keeps_its_first_page() -> None:
+    index = HostIndex(4)
+    first, second = index.take(1), index.take(1)
+    index.put([b"a"], first)
+    index.put([b"a"], second)
+    assert index.pin([b"a"]).tolist() == first.tolist()
+    assert index.num_writing == 0 and len(index.take(4)) == 3
+
+
+def test_what_nothing_was_written_to_is_free_again() -> None:
+    index = HostIndex(2)
+    index.give_back(index.take(2))
+    assert index.num_writing == 0 and len(index.take(2)) == 2
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """cold: keys that are held, the first to go first. writing, reading: of operations under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = HostIndex(PAGES)
+        self.cold: list[bytes] = []
+        self.page_of: dict[bytes, int] = {}
+        self.writing: list[tuple[list[bytes], I32]] = []
+        self.reading: list[tuple[list[bytes], I32]] = []
+        self.evicted = 0
+
+    def pinned(self) -> set[bytes]:
+        return {key for keys, _ in self.reading for key in keys}
+
+    def num_writing(self) -> int:
+        return sum(len(pages) for _, pages in self.writing)
+
+    def use(self, keys: list[bytes]) -> None:
+        for key in reversed([key for key in keys if key in self.page_of]):
+            self.cold.remove(key)
+            self.cold.append(key)
+
+    @rule(keys=prompts)
+    def begin_to_write(self, keys: list[bytes]) -> None:
+        free = PAGES - len(self.cold) - self.num_writing()
+        loose = [key for key in self.cold if key not in self.pinned()]
+        taken = self.index.take(len(keys))
+        gone = loose[: max(len(taken) - free, 0)]
+        assert len(taken) == min(len(keys), free + len(loose))
+        for key in gone:
+            self.cold.remove(key)
+            del self.page_of[key]
+        self.evicted += len(gone)
+        self.writing.append((keys[: len(taken)], taken))
+
+    @precondition(lambda self: self.writing)
+    @rule(count=st.integers(0, 5))
+    def end_of_writing(self, count: int) -> None:
+        keys, pages = self.writing.pop(0)
+        self.index.put(keys[:count], pages[:count])
+        self.index.give_back(pages[count:])
+        for key, page in zip(keys[:count], pages[:count].tolist(), strict=True):
+            if key not in self.page_of:
+                self.page_of[key] = page
+                self.cold.append(key)
+        self.use(keys[:count])
+
+    @rule(keys=prompts)
+    def touch(self, keys: list[bytes]) -> None:
+        self.index.touch(keys)
+        self.use(keys)
+
+    @rule(keys=prompts)
+    def begin_to_read(self, keys: list[bytes]) -> None:
+        held = [key for key in keys if key in self.page_of]
+        pages = self.index.pin(held)
+        assert pages.tolist() == [self.page_of[key] for key in held]
+        self.reading.append((held, pages))
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def end_of_reading(self) -> None:
+        _, pages = self.reading.pop(0)
+        self.index.unpin(pages)
+
+    @rule()
+    def clear(self) -> None:
+        gone = [key for key in self.cold if key not in self.pinned()]
+        assert self.index.clear() == len(gone)
+        for key in gone:
+            self.cold.remove(key)
+            del self.page_of[key]
+
+    @invariant()
+    def states_add_up(self) -> None:
+        assert self.index.num_cached == len(self.cold) and self.index.num_writing == self.num_writing()
+        assert self.index.num_pinned == len(self.pinned()) and self.index.evicted_total == self.evicted
+        assert [key in self.index for key in KEYS] == [key in self.page_of for key in KEYS]
+        pages = [*self.page_of.values(), *(page for _, pages in self.writing for page in pages.tolist())]
+        assert len(pages) == len(set(pages)) <= PAGES
+
+
+AgainstAModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgainstAModel = AgainstAModel.TestCase

@@ -1,0 +1,98 @@
+"""Keys of pages: who has one page's key has named every token before it, and whatever else decides what the page holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.core.tiers.page_keys import KEY_BYTES, SECRET_BYTES, PageKeys, leading
+
+PAGE = 4
+SECRET = bytes(range(SECRET_BYTES))
+
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+pages = st.integers(1, 8).flatmap(lambda n: st.lists(st.integers(0, 2**31 - 1), min_size=n * PAGE, max_size=n * PAGE))
+
+
+def data(ids: list[int]) -> bytes:
+    return np.array(ids, dtype=np.int32).tobytes()
+
+
+def keys_of(ids: list[int], secret: bytes = SECRET, layout: bytes = b"l", tree: str = "t", group: int = 0) -> list[bytes]:
+    keys = PageKeys(secret, layout, PAGE)
+    return keys.after(keys.root(tree, group), data(ids))
+
+
+@given(tokens)
+def test_each_whole_page_has_a_key_of_its_own(ids: list[int]) -> None:
+    keys = keys_of(ids)
+    assert len(keys) == len(ids) // PAGE == len(set(keys))
+    assert all(len(key) == KEY_BYTES for key in keys)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"secret": bytes(SECRET_BYTES)},
+        {"layout": b"l2"},
+        {"layout": b""},
+        {"tree": "t2"},
+        {"tree": ""},
+        {"group": 1},
+        {"layout": b"lt", "tree": ""},
+        {"layout": b"", "tree": "lt"},
+    ],
+)
+@given(ids=pages)
+def test_no_key_is_that_of_another_secret_layout_tree_or_group(other: dict[str, object], ids: list[int]) -> None:
+    assert not set(keys_of(ids)) & set(keys_of(ids, **other))  # type: ignore[arg-type]
+
+
+@given(ids=pages, at=st.integers(0), by=st.integers(1, 2**31 - 1))
+def test_another_token_makes_other_keys_from_its_page_on(ids: list[int], at: int, by: int) -> None:
+    at %= len(ids)
+    changed = [*ids[:at], (ids[at] + by) % 2**31, *ids[at + 1 :]]
+    same = [one == other for one, other in zip(keys_of(ids), keys_of(changed), strict=True)]
+    assert same == [number < at // PAGE for number in range(len(same))]
+
+
+@given(ids=tokens, cuts=st.lists(st.integers(0, 10)))
+def test_keys_are_the_same_however_they_are_made(ids: list[int], cuts: list[int]) -> None:
+    keys = PageKeys(SECRET, b"l", PAGE)
+    made: list[bytes] = []
+    for end in sorted(min(cut, len(ids) // PAGE) for cut in [*cuts, 10]):
+        keys.extend(made, keys.root("t"), data(ids), end)
+        assert len(made) == end
+    assert made == keys_of(ids)
+
+
+@given(ids=pages, at=st.integers(0))
+def test_what_comes_after_a_page_follows_from_its_key_alone(ids: list[int], at: int) -> None:
+    whole = keys_of(ids)
+    at = 1 + at % len(whole)
+    assert PageKeys(SECRET, b"l", PAGE).after(whole[at - 1], data(ids[at * PAGE :])) == whole[at:]
+
+
+def test_what_is_there_already_is_made_no_more() -> None:
+    keys = PageKeys(SECRET, b"l", PAGE)
+    made = keys_of([1] * 12)
+    keys.extend(made, keys.root("t"), data([1] * 12), 2)
+    assert len(made) == 3
+
+
+def test_part_of_a_page_has_no_key() -> None:
+    keys = PageKeys(SECRET, b"l", PAGE)
+    with pytest.raises(AssertionError, match="whole pages"):
+        keys.extend([], keys.root("t"), data([1] * 7), 2)
+
+
+def test_a_short_secret_is_none() -> None:
+    with pytest.raises(AssertionError, match="secret"):
+        PageKeys(SECRET[1:], b"l", PAGE)
+
+
+@pytest.mark.parametrize(("held", "count"), [("", 0), ("a", 1), ("abd", 2), ("bcd", 0), ("abcd", 4)])
+def test_what_is_held_counts_up_to_the_first_that_is_not(held: str, count: int) -> None:
+    assert leading([letter.encode() for letter in "abcd"], {letter.encode() for letter in held}) == count

@@ -1,0 +1,127 @@
+"""Whether reading pays: by what reading and computing have taken, and what nobody knows yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.core.contracts.transfers import Tier
+from services.worker.core.tiers.rates import FADES, FIRST_BYTES_S, LARGE_TOKENS, LATENCY_S, UNKNOWN_S, Rates
+
+PAGE_BYTES, PAGE_SIZE = 1 << 20, 16
+
+
+def rates(token_s: float = 0.0) -> Rates:
+    """token_s: that computing a token has taken, 0 if nothing was computed."""
+    made = Rates(PAGE_BYTES, PAGE_SIZE)
+    made.computed(1000, 0, 1000 * token_s)
+    return made
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.STORAGE])
+@pytest.mark.parametrize("pages", [1, 10_000])
+def test_reading_pays_while_nobody_knows_what_computing_takes(tier: Tier, pages: int) -> None:
+    assert rates().computing_s(pages) == UNKNOWN_S
+    assert rates().reading_pays(tier, pages)
+
+
+@pytest.mark.parametrize(
+    ("tier", "token_s", "pages", "pays"),
+    [
+        (Tier.HOST, 1e-4, 1, True),  # 1.26 ms to read, 1.6 ms to compute
+        (Tier.HOST, 1e-4, 100, True),  # 27 ms, 160 ms
+        (Tier.HOST, 1e-5, 1, False),  # 1.26 ms, 0.16 ms
+        (Tier.HOST, 1e-5, 100, False),  # 27 ms, 16 ms
+        (Tier.HOST, 3e-5, 1, False),  # 1.26 ms, 0.48 ms: the way there costs more than it brings
+        (Tier.HOST, 3e-5, 100, True),  # 27 ms, 48 ms
+        (Tier.STORAGE, 1e-4, 1, False),  # 6 ms, 1.6 ms
+        (Tier.STORAGE, 1e-4, 100, True),  # 110 ms, 160 ms
+        (Tier.STORAGE, 3e-5, 100, False),  # 110 ms, 48 ms
+    ],
+)
+def test_what_is_sooner_here_is_chosen(tier: Tier, token_s: float, pages: int, pays: bool) -> None:
+    assert rates(token_s).reading_pays(tier, pages) is pays
+
+
+def test_reading_takes_its_latency_and_its_bytes() -> None:
+    for tier in (Tier.HOST, Tier.STORAGE):
+        assert rates().reading_s(tier, 8) == LATENCY_S[tier] + 8 * PAGE_BYTES / FIRST_BYTES_S[tier]
+    assert rates(1e-3).computing_s(8) == pytest.approx(8 * PAGE_SIZE * 1e-3)
+
+
+def test_what_computing_takes_fades_into_what_it_took_before() -> None:
+    known = rates(1e-3)
+    known.computed(200, 0, 200 * 2e-3)
+    assert known.computing_s(1) == pytest.approx(PAGE_SIZE * (FADES * 1e-3 + (1 - FADES) * 2e-3))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "seconds"), [(LARGE_TOKENS - 1, 0, 1.0), (1000, 1, 1.0), (0, 0, 1.0), (1000, 0, 0.0), (1000, 0, -1.0)]
+)
+def test_steps_that_say_little_are_not_counted(tokens: int, rows: int, seconds: float) -> None:
+    """A few tokens behind a cached prefix cost a whole step, and rows that decode cost their part of it."""
+    known = rates(1e-3)
+    known.computed(tokens, rows, seconds)
+    assert known.computing_s(1) == pytest.approx(PAGE_SIZE * 1e-3)
+
+
+def test_a_large_step_of_extends_counts() -> None:
+    known = rates()
+    known.computed(LARGE_TOKENS, 0, LARGE_TOKENS * 0.03)
+    assert known.computing_s(2) == pytest.approx(2 * PAGE_SIZE * 0.03)
+
+
+def test_what_was_read_is_learned_of_its_own_tier_alone() -> None:
+    known = rates()
+    known.moved(Tier.HOST, 10, 1.0)
+    assert known.bytes_s(Tier.HOST) == pytest.approx(FADES * FIRST_BYTES_S[Tier.HOST] + (1 - FADES) * 10 * PAGE_BYTES)
+    assert known.bytes_s(Tier.STORAGE) == FIRST_BYTES_S[Tier.STORAGE]
+
+
+@pytest.mark.parametrize(("pages", "seconds"), [(0, 1.0), (10, 0.0), (10, -1.0)])
+def test_what_brought_nothing_says_nothing_of_the_rate(pages: int, seconds: float) -> None:
+    known = rates()
+    known.moved(Tier.HOST, pages, seconds)
+    assert known.bytes_s(Tier.HOST) == FIRST_BYTES_S[Tier.HOST]
+
+
+def test_each_refusal_makes_the_next_yes_likelier() -> None:
+    known = rates(1e-5)
+    refusals = 0
+    while not known.reading_pays(Tier.HOST, 100):
+        refusals += 1
+        assert refusals < 100
+    assert refusals > 1
+    before = known.bytes_s(Tier.HOST)
+    assert known.reading_pays(Tier.HOST, 100) and known.bytes_s(Tier.HOST) == before
+
+
+def test_an_operation_is_over_once_computing_would_be_sooner() -> None:
+    known = rates(1e-4)  # 100 pages: 27 ms to read, 160 ms to compute
+    assert [known.is_over(Tier.HOST, 100, elapsed, 0) for elapsed in (0.0, 0.02, 0.1, 0.159)] == [False] * 4
+    assert known.is_over(Tier.HOST, 100, 0.161, 0)
+
+
+def test_one_that_should_not_have_begun_is_over_at_once() -> None:
+    """100 pages: 27 ms to read, 16 ms to compute. When most of it is done, it is waited for."""
+    known = rates(1e-5)
+    assert known.is_over(Tier.HOST, 100, 0.0, 0) and not known.is_over(Tier.HOST, 100, 0.02, 0)
+
+
+def test_while_computing_is_unknown_one_is_over_after_a_second() -> None:
+    assert not rates().is_over(Tier.HOST, 10, UNKNOWN_S, 0)
+    assert rates().is_over(Tier.HOST, 10, UNKNOWN_S + 0.01, 0)
+
+
+def test_one_that_is_given_up_is_no_faster_than_it_was() -> None:
+    known = rates()
+    known.given_up(Tier.HOST, 10, 2.0)
+    assert known.bytes_s(Tier.HOST) == 5 * PAGE_BYTES
+    known.given_up(Tier.HOST, 10, 0.001)
+    known.given_up(Tier.HOST, 10, 0.0)
+    assert known.bytes_s(Tier.HOST) == 5 * PAGE_BYTES
+
+
+def test_what_is_behind_an_operation_is_weighed_with_it() -> None:
+    """10 pages are late, but the 1,000 behind them are read in 0.26 s, and computed in 1.6 s."""
+    known = rates(1e-4)
+    assert known.is_over(Tier.HOST, 10, 0.1, 0) and not known.is_over(Tier.HOST, 10, 0.1, 1000)

@@ -1,0 +1,162 @@
+"""Imports against computing, and against those who run: when waiting is over, and who gives pages back to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.core.contracts.messages import FinishReason
+from services.worker.core.contracts.trace import TraceKind
+from services.worker.core.contracts.transfers import UNASKED, Fact, Tier
+from services.worker.exec.fake import TimeModel
+from tests.core.harness import Engine
+from tests.core.test_rules_imports import begin, cold, quarantined, roomy
+from tests.core.test_rules_tiers import MIB, ask, prompt, tiered, turns
+from tests.core.test_scheduler_properties import check_run
+
+
+def computing_takes(engine: Engine, token_s: float) -> None:
+    tiers = engine.core._tiers
+    assert tiers is not None
+    tiers.rates.computed(1000, 0, 1000 * token_s)
+
+
+class TestWhetherItPays:
+    def late(self, page_moved_s: float = 5.0) -> Engine:
+        """Request 0 waits for nine pages, and what computing takes is known."""
+        engine = roomy(page_moved_s=0.0)
+        ask(engine, 1000, prompt(0))
+        engine.core.flush_cache()
+        computing_takes(engine, 1e-3)
+        engine.executor._time = TimeModel(per_page_moved=page_moved_s)
+        begin(engine, 0, prompt(0))
+        engine.turn()
+        assert quarantined(engine) == 9
+        return engine
+
+    def test_a_late_operation_is_given_up_and_the_rest_is_computed(self) -> None:
+        engine = self.late()
+        while not engine.finishes.get(0):
+            engine.turn()
+        assert engine.now < 1.0 and not engine.core.settled and quarantined(engine) == 9
+        engine.check_answer(0)
+        stats = engine.core.stats()
+        assert stats.given_up_operations_total == 1 and stats.recomputed_pages_total == 9
+        engine.drain()
+        assert engine.now > 45.0 and not quarantined(engine)
+        check_run(engine)
+
+    def test_what_a_late_operation_brings_is_there_for_the_next_one(self) -> None:
+        engine = self.late()
+        while not engine.core.stats().given_up_operations_total:
+            engine.turn()
+        engine.abort(0)
+        engine.drain()
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 36}
+
+    def test_nobody_waits_for_an_operation_that_is_late(self) -> None:
+        engine = self.late()
+        while not engine.core.stats().given_up_operations_total:
+            engine.turn()
+        engine.abort(0)
+        begin(engine, 1, prompt(0))
+        turns(engine, 3)
+        assert engine.core.stats().num_running == 1
+        engine.drain()
+        check_run(engine)
+
+    def test_while_computing_is_unknown_an_operation_has_a_second(self) -> None:
+        other = tiered(has_storage=True)
+        ask(other, 0, prompt(0))
+        engine = roomy(page_moved_s=0.2, has_storage=True)
+        engine.executor.storage = other.executor.storage
+        engine.core.ended(Fact(UNASKED, stored=tuple(other.executor.storage)), engine.now)
+        begin(engine, 0, prompt(0))
+        turns(engine, 95)
+        assert quarantined(engine) == 9 and engine.core.stats().num_importing == 1
+        turns(engine, 15)
+        assert engine.core.stats().num_importing == 0 and engine.core.stats().given_up_operations_total == 1
+        engine.drain()
+        check_run(engine)
+
+    def test_what_is_sooner_computed_is_not_read_until_that_was_refused_often(self) -> None:
+        engine = roomy(page_bytes=20 * MIB)
+        ask(engine, 0, prompt(0))
+        computing_takes(engine, 5e-4)
+        read_at = 0
+        for handle in range(1, 40):
+            engine.core.flush_cache()
+            cached = ask(engine, handle, prompt(0)).cached_tokens
+            if cached:
+                read_at = handle
+                break
+            assert engine.core.stats().recomputed_pages_total == 9 * handle
+        assert read_at > 2
+        assert TraceKind.IMPORTING not in [event.kind for event in engine.core.trace("r1")]
+
+
+class TestRoom:
+    def test_running_requests_take_pins_back_before_anybody_is_retracted(self) -> None:
+        """Two run in 16 pages each at last; nine of 40 were imported for one that finds no slot."""
+        engine = cold(roomy(num_pages=32, max_running_requests=2), prompt(0))
+        for handle in (1, 2):
+            begin(engine, handle, prompt(handle, 16), 48)
+        turns(engine, 3)
+        begin(engine, 0, prompt(0))
+        engine.drain()
+        stats = engine.core.stats()
+        assert stats.loaded_pages_total == 9 and stats.retractions_total == 0
+        check_run(engine)
+
+    def test_one_that_runs_alone_takes_pins_back_before_it_ends(self) -> None:
+        engine = cold(roomy(num_pages=20, max_running_requests=1), prompt(0))
+        begin(engine, 1, prompt(1, 16), 48)
+        engine.turn()
+        begin(engine, 0, prompt(0))
+        engine.drain()
+        assert engine.core.stats().loaded_pages_total > 4
+        assert engine.finishes[1].reason is FinishReason.LENGTH
+        check_run(engine)
+
+    @pytest.mark.parametrize("prompt_tokens", [16, 60])
+    def test_nobody_ends_for_want_of_pages_while_an_operation_holds_some(self, prompt_tokens: int) -> None:
+        """Sixteen pages are wanted in the end, and of twenty an operation holds nine for a request that has gone."""
+        engine = cold(roomy(num_pages=20, page_moved_s=0.3), prompt(0))
+        begin(engine, 0, prompt(0))
+        engine.turn()
+        engine.abort(0)
+        begin(engine, 1, prompt(1, prompt_tokens), 64 - prompt_tokens)
+        turns(engine, 60)
+        assert quarantined(engine) == 9 and not engine.finishes.get(1)
+        engine.drain()
+        assert engine.finishes[1].reason is FinishReason.LENGTH
+        check_run(engine)
+
+    def test_operations_write_half_of_the_pool_at_most(self) -> None:
+        engine = cold(roomy(num_pages=32, host_pages=128), prompt(0, 56), prompt(1, 56))
+        for number in range(2):
+            begin(engine, number, prompt(number, 56))
+        most = 0
+        while len(engine.core.table.by_key):
+            engine.turn()
+            most = max(most, quarantined(engine))
+        assert most == 16
+        check_run(engine)
+
+    def test_its_own_request_keeps_room_for_the_rest(self) -> None:
+        """Of 16 pages 11 are for the request itself, those that are imported among them."""
+        engine = cold(roomy(num_pages=16), prompt(0))
+        begin(engine, 0, prompt(0))
+        engine.turn()
+        assert quarantined(engine) == 8
+        engine.drain()
+        assert engine.finishes[0].cached_tokens == 36
+
+    def test_one_that_was_let_go_is_computed_and_right(self) -> None:
+        """What it has been given goes to one that runs while more is on its way to it."""
+        engine = cold(roomy(page_bytes=8 * MIB, page_moved_s=0.02, num_pages=24), prompt(0))
+        begin(engine, 1, prompt(1, 16), 48)
+        engine.turn()
+        begin(engine, 0, prompt(0))
+        engine.drain()
+        check_run(engine)
+        assert engine.core.stats().retractions_total == 0

@@ -1,0 +1,355 @@
+"""Imports: who waits for pages of another tier, for how long, and what becomes of the pages whatever becomes of the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.worker.core.contracts.config import SchedulePolicy
+from services.worker.core.contracts.messages import ErrorCode, PauseMode, SessionTurn
+from services.worker.core.contracts.plan import ForwardMode
+from services.worker.core.contracts.sampling import EmbeddingParams
+from services.worker.core.contracts.trace import TraceKind
+from services.worker.core.contracts.transfers import OperationKind, Tier
+from tests.core.fake_grammar import spec
+from tests.core.harness import Engine
+from tests.core.test_rules_tiers import ask, keys_of, moved, num_moved, num_running, prompt, slow, tiered, turns
+from tests.core.test_scheduler_properties import check_run
+
+LOAD, FETCH = OperationKind.LOAD, OperationKind.FETCH
+
+
+def cold(engine: Engine, *prompts: list[int]) -> Engine:
+    """What these have left is in other tiers alone."""
+    for number, ids in enumerate(prompts):
+        ask(engine, 1000 + number, ids)
+        engine.core.flush_cache()
+    return slow(engine)
+
+
+def roomy(page_moved_s: float = 0.003, **changes: Any) -> Engine:
+    return tiered(page_moved_s=page_moved_s, **{"num_pages": 64, **changes})
+
+
+def begin(engine: Engine, handle: int, ids: list[int], max_new_tokens: int = 4, **params: Any) -> None:
+    engine.submit(handle, ids, max_new_tokens=max_new_tokens, ignore_eos=True, **params)
+
+
+def importing(**changes: Any) -> Engine:
+    """Request 0 waits for nine pages."""
+    engine = cold(roomy(**changes), prompt(0))
+    begin(engine, 0, prompt(0))
+    engine.turn()
+    assert len(engine.core.table.memory.quarantined) == num_moved(engine, LOAD) == 9
+    return engine
+
+
+def resume(engine: Engine) -> None:
+    engine.core.resume()
+    engine.idle_turns = 0  # those of the pause
+
+
+def cached_pages(engine: Engine) -> int:
+    return engine.core.table.memory.tree.num_pages
+
+
+def quarantined(engine: Engine) -> int:
+    return len(engine.core.table.memory.quarantined)
+
+
+class TestSharing:
+    @pytest.mark.parametrize("kind", [LOAD, FETCH])
+    def test_requests_of_one_prompt_import_it_once(self, kind: OperationKind) -> None:
+        engine = cold(roomy(has_storage=kind is FETCH), prompt(0))
+        if kind is FETCH:
+            engine.core.flush_tiers((Tier.HOST,))
+        for handle in range(4):
+            begin(engine, handle, prompt(0))
+        engine.drain()
+        assert num_moved(engine, kind) == 9
+        assert [engine.finishes[handle].cached_tokens for handle in range(4)] == [36] * 4
+        check_run(engine)
+
+    def test_only_pages_that_the_tree_lacks_are_imported(self) -> None:
+        engine = cold(roomy(), prompt(0))
+        ask(engine, 0, prompt(0, 20))
+        before = num_moved(engine, LOAD)
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 20, Tier.HOST: 16}
+        assert num_moved(engine, LOAD) - before == 4
+
+    def test_what_two_prompts_share_comes_once(self) -> None:
+        tails = [prompt(1, 20) + prompt(number, 20) for number in (2, 3)]
+        engine = cold(roomy(), *tails)
+        before = num_moved(engine, LOAD)
+        for handle, ids in enumerate(tails):
+            begin(engine, handle, ids)
+        engine.drain()
+        assert num_moved(engine, LOAD) - before == 5 + 4 + 4
+        assert [engine.finishes[handle].cached_tokens for handle in range(2)] == [36, 36]
+        check_run(engine)
+
+    def test_of_what_came_for_another_only_what_is_shared_counts(self) -> None:
+        """Five pages are on the device, one more is shared and comes with three that are the other's alone."""
+        engine = cold(roomy(), prompt(1, 24) + prompt(2, 16))
+        ask(engine, 8, prompt(1, 20))
+        begin(engine, 0, prompt(1, 24) + prompt(2, 16))
+        begin(engine, 1, prompt(1, 24) + prompt(3, 16))
+        engine.drain()
+        assert engine.finishes[0].cached_from == {Tier.DEVICE: 20, Tier.HOST: 16}
+        assert engine.finishes[1].cached_from == {Tier.DEVICE: 20, Tier.HOST: 4}
+
+    def test_one_who_leaves_takes_nothing_from_those_who_wait_with_it(self) -> None:
+        engine = importing()
+        begin(engine, 1, prompt(0))
+        engine.turn()
+        engine.abort(0)
+        engine.drain()
+        assert num_moved(engine, LOAD) == 9 and engine.finishes[1].cached_tokens == 36
+        check_run(engine)
+
+
+class TestWhoLeaves:
+    @pytest.mark.parametrize("pages", [9, 4, 0])
+    def test_the_pages_of_one_who_is_aborted_are_quarantined_until_the_fact(self, pages: int) -> None:
+        """pages: that come all the same."""
+        engine = importing()
+        engine.executor.pages_moved = lambda operation: pages
+        engine.abort(0)
+        assert quarantined(engine) == 9 and not engine.core.settled
+        while num_running(engine):
+            assert quarantined(engine) == 9
+            engine.turn()
+        memory = engine.core.table.memory
+        assert not memory.quarantined and engine.core.settled
+        assert (memory.tree.num_evictable, memory.pages.num_free) == (pages, 64 - pages)
+        check_run(engine)
+
+    def test_what_came_for_nobody_is_there_for_the_next_one(self) -> None:
+        engine = importing()
+        engine.abort(0)
+        engine.drain()
+        assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 36}
+        assert num_moved(engine, LOAD) == 9
+
+    def test_time_may_be_over_meanwhile(self) -> None:
+        engine = cold(roomy(page_moved_s=0.02), prompt(0))
+        begin(engine, 0, prompt(0), timeout_s=0.05)
+        turns(engine, 8)
+        assert engine.finishes[0].error is ErrorCode.TIMEOUT and quarantined(engine) == 9
+        engine.drain()
+        assert cached_pages(engine) == 9 and not quarantined(engine)
+        check_run(engine)
+
+    def test_what_came_is_pinned_until_its_request_begins_or_ends(self) -> None:
+        engine = cold(roomy(max_running_requests=1), prompt(0))
+        begin(engine, 1, [9], 30)
+        engine.turn()
+        begin(engine, 0, prompt(0))
+        turns(engine, 8)
+        assert engine.core.stats().num_importing == 0 and engine.core.settled
+        assert engine.core.table.memory.tree.num_evictable == 0
+        engine.abort(0)
+        assert engine.core.table.memory.tree.num_evictable == 9
+        engine.drain()
+        check_run(engine)
+
+    def test_a_flush_ends_the_import_and_the_request_computes(self) -> None:
+        engine = importing()
+        engine.core.flush_cache()
+        engine.drain()
+        assert engine.finishes[0].cached_tokens == 0
+        assert num_moved(engine, LOAD) == 9 and engine.core.stats().loaded_pages_total == 0
+        check_run(engine)
+
+    def test_one_who_waits_keeps_its_place_in_the_queue(self) -> None:
+        engine = cold(roomy(max_running_requests=1), prompt(0))
+        begin(engine, 2, [9], 12)
+        engine.turn()
+        begin(engine, 0, prompt(0))
+        engine.turn()
+        begin(engine, 1, [8])
+        engine.drain()
+        assert list(engine.finishes)[-2:] == [0, 1]
+
+    def test_one_who_leaves_the_head_of_the_queue_for_an_import_comes_back_there(self) -> None:
+        """When it came, the device had its prefix; those behind it must not begin first."""
+        engine = slow(roomy(max_running_requests=1))
+        begin(engine, 9, prompt(0), 12)
+        turns(engine, 4)
+        begin(engine, 0, prompt(0))
+        for handle in (1, 2, 3):
+            begin(engine, handle, [handle], 8)
+        engine.core.pause(PauseMode.IN_PLACE, engine.now)
+        engine.abort(9)
+        turns(engine, 8)
+        engine.core.flush_cache()
+        resume(engine)
+        engine.drain()
+        assert num_moved(engine, LOAD) == 9
+        assert list(engine.finishes).index(0) < list(engine.finishes).index(2)
+
+    def test_its_trace_says_what_it_waited_for_and_what_came(self) -> None:
+        engine = importing()
+        engine.drain()
+        told = [(event.kind, event.detail) for event in engine.core.trace("r0")]
+        assert (TraceKind.IMPORTING, 36) in told and (TraceKind.IMPORTED, 36) in told and (TraceKind.ADMITTED, 36) in told
+
+
+class TestWhatFails:
+    @pytest.mark.parametrize("kind", [LOAD, FETCH])
+    def test_an_operation_that_brings_nothing_costs_its_time_alone(self, kind: OperationKind) -> None:
+        engine = cold(roomy(has_storage=kind is FETCH), prompt(0))
+        if kind is FETCH:
+            engine.core.flush_tiers((Tier.HOST,))
+        engine.executor.pages_moved = lambda operation: 0
+        finish = ask(engine, 0, prompt(0))
+        stats = engine.core.stats()
+        assert finish.cached_tokens == 0 and not any(finish.cached_from.values())
+        assert stats.loaded_pages_total == stats.fetched_pages_total == 0
+        assert stats.failed_operations_total > 0 and stats.recomputed_pages_total == 9
+        check_run(engine)
+
+    def test_what_a_partly_failed_operation_has_brought_counts(self) -> None:
+        engine = importing()
+        engine.executor.pages_moved = lambda operation: 4 if len(moved(engine, LOAD)) == 1 else 0
+        engine.drain()
+        stats = engine.core.stats()
+        assert engine.finishes[0].cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
+        assert stats.loaded_pages_total == 4 and stats.failed_operations_total > 0 and stats.recomputed_pages_total == 5
+        check_run(engine)
+
+    def test_what_failed_is_asked_for_once_more_at_most(self) -> None:
+        engine = importing()
+        engine.executor.pages_moved = lambda operation: 0
+        engine.drain()
+        assert len(moved(engine, LOAD)) <= 2
+
+
+class TestWhileOthersRest:
+    def test_a_paused_scheduler_plans_operations_without_rows(self) -> None:
+        engine = cold(roomy(), prompt(0))
+        engine.core.pause(PauseMode.IN_PLACE, engine.now)
+        begin(engine, 0, prompt(0))
+        first = len(engine.plans)
+        turns(engine, 6)
+        (plan,) = engine.plans[first:]
+        assert plan.mode is ForwardMode.IDLE and plan.num_rows == 0 and len(plan.operations) == 1
+        assert cached_pages(engine) == 9 and engine.core.settled and not engine.finishes.get(0)
+        resume(engine)
+        engine.drain()
+        assert engine.finishes[0].cached_tokens == 36
+        check_run(engine)
+
+    def test_plans_without_rows_are_idle_and_all_others_have_some(self) -> None:
+        engine = cold(tiered(has_storage=True), prompt(0), prompt(1))
+        assert {plan.num_rows == 0 for plan in engine.plans if plan.mode is ForwardMode.IDLE} == {True}
+        assert all(plan.num_rows for plan in engine.plans if plan.mode is not ForwardMode.IDLE)
+        assert all(plan.operations for plan in engine.plans if plan.mode is ForwardMode.IDLE)
+
+
+class TestWhoImports:
+    @pytest.mark.parametrize(
+        ("params", "pages"),
+        [
+            ({}, 9),
+            ({"prompt_logprobs_from": 0}, 0),
+            ({"prompt_logprobs_from": 21}, 5),
+            ({"prompt_logprobs_from": 39}, 9),
+        ],
+    )
+    def test_no_more_comes_than_a_hit_may_cover(self, params: dict[str, Any], pages: int) -> None:
+        engine = cold(roomy(), prompt(0))
+        assert ask(engine, 0, prompt(0), **params).cached_tokens == 4 * pages
+        assert num_moved(engine, LOAD) == pages
+
+    @pytest.mark.parametrize(("reuses", "pages"), [(True, 9), (False, 0)])
+    def test_a_vector_imports_what_it_may_reuse(self, reuses: bool, pages: int) -> None:
+        engine = cold(roomy(pooling_reuses_prefix=reuses), prompt(0))
+        engine.submit(0, prompt(0), max_new_tokens=1, embedding=EmbeddingParams())
+        engine.drain()
+        engine.check_answer(0)
+        assert num_moved(engine, LOAD) == pages and engine.finishes[0].cached_tokens == 4 * pages
+
+    def test_one_with_a_grammar_imports_once_that_is_compiled(self) -> None:
+        engine = cold(roomy(), prompt(0))
+        engine.submit(0, prompt(0), max_new_tokens=8, grammar=spec(1, 6))
+        turns(engine, 3)
+        assert num_moved(engine, LOAD) == 0 and engine.core.stats().num_importing == 0
+        engine.compile()
+        assert engine.core.stats().num_importing == 1
+        engine.drain()
+        assert engine.finishes[0].cached_tokens == 36
+        check_run(engine)
+
+    @pytest.mark.parametrize("more", [{}, {"grammar": spec(1, 17), "top_logprobs": 0}])
+    def test_one_that_comes_with_output_imports_that_too(self, more: dict[str, Any]) -> None:
+        engine = roomy()
+        params = {"max_new_tokens": 14, "ignore_eos": True, **more}
+        engine.submit(0, prompt(0), **params)
+        engine.drain()
+        engine.core.flush_cache()
+        slow(engine)
+        engine.submit(1, prompt(0), output=engine.outputs[0][:9], **params)
+        engine.drain()
+        assert num_moved(engine, LOAD) == 12  # of 49 tokens all but one
+        assert engine.finishes[1].cached_from == {Tier.DEVICE: 0, Tier.HOST: 40}
+        check_run(engine)
+
+    def test_a_retracted_request_imports_again(self) -> None:
+        engine = slow(roomy())
+        begin(engine, 0, prompt(0), 12)
+        turns(engine, 8)
+        engine.core.pause(PauseMode.RETRACT, engine.now)
+        turns(engine, 8)
+        engine.core.flush_cache()
+        assert num_moved(engine, LOAD) == 0
+        resume(engine)
+        engine.drain()
+        assert num_moved(engine, LOAD) >= 10 and engine.finishes[0].cached_tokens == 0
+        check_run(engine)
+
+    def test_a_retracted_one_comes_back_before_those_that_have_not_run(self) -> None:
+        """It came last, and ran first for its output is the longest."""
+        engine = slow(roomy(max_running_requests=1, schedule_policy=SchedulePolicy.LOF))
+        begin(engine, 1, [8])
+        begin(engine, 2, [9])
+        begin(engine, 0, prompt(0), 12)
+        turns(engine, 8)
+        engine.core.retune({"schedule_policy": "fcfs"})
+        engine.core.pause(PauseMode.RETRACT, engine.now)
+        turns(engine, 8)
+        engine.core.flush_cache()
+        resume(engine)
+        engine.drain()
+        assert num_moved(engine, LOAD) >= 10 and list(engine.finishes)[-3:] == [1, 0, 2]
+
+    def test_one_that_waited_long_looks_again_before_it_begins(self) -> None:
+        """When it came, the device had its prefix."""
+        engine = slow(roomy(max_running_requests=1))
+        begin(engine, 1, prompt(0), 12)
+        turns(engine, 4)
+        begin(engine, 0, prompt(0))
+        engine.core.pause(PauseMode.IN_PLACE, engine.now)
+        engine.abort(1)
+        turns(engine, 8)
+        engine.core.flush_cache()
+        resume(engine)
+        engine.drain()
+        assert engine.finishes[0].cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
+        check_run(engine)
+
+    def test_a_sessions_turn_imports_what_the_one_before_has_left(self) -> None:
+        engine = slow(roomy())
+        engine.open_session("s")
+        ask(engine, 0, prompt(0, 30), session=SessionTurn("s"))
+        engine.core.flush_cache()
+        finish = ask(engine, 1, prompt(1, 6), session=SessionTurn("s"))
+        assert finish.cached_from == {Tier.DEVICE: 0, Tier.HOST: 32}
+        check_run(engine)
+
+    def test_one_that_waits_is_no_extend_and_no_row(self) -> None:
+        engine = importing()
+        stats = engine.core.stats()
+        assert (stats.num_running, stats.num_waiting, stats.pages_leased, stats.pages_quarantined) == (0, 1, 0, 9)
+        assert all(key in engine.plans[-1].operations[0].keys for key in keys_of(prompt(0))[:9])
