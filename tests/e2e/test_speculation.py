@@ -33,7 +33,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
         return [essence(answers) for answers in asyncio.run(ask_all(system, ASKS, 4))]
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS] if NIGHTLY else ["eagle3", "mtp"])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS] if NIGHTLY else ["eagle3"])
 def test_mixed_requests_get_the_same_answers_to_the_last_bit(tmp_path: Path, expected: list[object], algorithm: str) -> None:
     order = random.Random(1).sample(range(len(ASKS)), len(ASKS))
     flags = f"--deterministic {CROWD} {ALGORITHMS[algorithm]}"
