@@ -227,7 +227,7 @@ class ExtendPlanner:
                 return False
             if self._free_slots(request) <= 0:
                 return True
-            if table.look_elsewhere(request):
+            if table.tiers is not None and table.look_elsewhere(request):
                 continue
             answer = self._ask(request)
             if answer.ending is not None:

@@ -147,7 +147,7 @@ class Scheduler:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.table.trace.now = now
-        operations = self._plan_operations(now)
+        operations = self._plan_operations(now) if self._tiers is not None else ()
         step = self._plan_step(now)
         if step is None:
             return idle_plan(operations) if operations else None
@@ -183,8 +183,7 @@ class Scheduler:
         return step
 
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
-        if self._tiers is None:
-            return ()
+        assert self._tiers is not None, "operations are of tiers"
         operations, ready = self._tiers.plan(self.table.memory, now, bool(self._flight), self.begins_copies)
         for seq in ready:
             self.table.imported(seq)

@@ -101,7 +101,8 @@ class KVMemory:
         self.tree.forget_empty()
 
     def _usable(self, key: bytes, limit: int) -> bytes:
-        return key[: self.usable_pages(len(key) // TOKEN_BYTES, limit) * self.page_size * TOKEN_BYTES]
+        usable = min(len(key) // TOKEN_BYTES - 1, limit) // self.page_size if self._enable_radix_cache else 0
+        return key[: usable * self.page_size * TOKEN_BYTES]
 
     def usable_pages(self, num_tokens: int, limit: int) -> int:
         """Whole pages that a hit of at most `limit` tokens may cover of so many."""
