@@ -78,8 +78,8 @@ class Engine:
 
     def _poison_freed_pages(self) -> None:
         """Whoever reads a page that was given back, once the steps that were launched before have ended, reads no token."""
-        free = self.core.table.memory.pages.free_pages()
-        self.executor.kv[free] = POISON
+        if isinstance(self.executor, FakeExecutor):
+            self.executor.kv[self.core.table.memory.pages.free_pages()] = POISON
 
     def submit(
         self,
@@ -157,7 +157,8 @@ class Engine:
             self.plans.append(plan)
             self.executor.transfer(plan.operations)
             run = self.executor.forward(plan) if plan.num_rows else None
-        busy = plan is not None or self.prev is not None or not self.core.settled or bool(self.executor._moving)
+        moving = bool(self.config.host_pages and self.executor.num_moving)
+        busy = plan is not None or self.prev is not None or not self.core.settled or moving
         if self.overlap:
             self._commit()
         if run is not None:

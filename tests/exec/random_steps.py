@@ -13,6 +13,7 @@ import numpy as np
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams
+from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.protocol import NO_MASKS, Executor, Guesses, Masks, Run
@@ -44,6 +45,12 @@ class Recorder:
     def wait(self, run: Run) -> StepResult:
         result = self.results[run.plan.step_id] = self.executor.wait(run)
         return result
+
+    def transfer(self, operations: Sequence[PageOperation]) -> None:
+        self.executor.transfer(operations)
+
+    def facts(self) -> Sequence[Fact]:
+        return self.executor.facts()
 
 
 class Repeater(FakeExecutor):

@@ -224,6 +224,11 @@ class FakeExecutor:
             self._moving_until = begin + self._time.per_page_moved * len(operation.keys)
             self._moving.append((self._moving_until, operation))
 
+    @property
+    def num_moving(self) -> int:
+        """Operations under way."""
+        return len(self._moving)
+
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Nobody is woken: what becomes of operations is a matter of the clock."""
 

@@ -253,17 +253,16 @@ class TestClear:
 
 
 class TestOpening:
-    @pytest.mark.parametrize("call", ["create", "open"])
-    def test_a_folder_that_cannot_be_written(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path, disk: SickDisk) -> None:
         it = store(tmp_path)
         write(it, keys(1))
         it.close()
-        disk.broken[call] = errno.EROFS
+        disk.broken["create"] = errno.EROFS
         with pytest.raises(StoreUnusable, match=r"pages of KV cannot be kept in .*Read-only file system"):
             store(tmp_path, disk=disk)
         assert readable(store(tmp_path)) == keys(1), "the lock was given back"
 
-    @pytest.mark.parametrize("call", ["read", "truncate", "unlink"])
+    @pytest.mark.parametrize("call", ["open", "read", "truncate", "unlink"])
     def test_a_segment_that_cannot_be_read_costs_its_own_pages(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
         it = store(tmp_path)
         write(it, keys(1))
