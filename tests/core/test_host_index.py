@@ -119,8 +119,11 @@ class AgainstAModel(RuleBasedStateMachine):
         gone = loose[: max(len(taken) - free, 0)]
         assert len(taken) == min(len(keys), free + len(loose))
         for key in gone:
-            self.cold.remove(key)
-            del self.page_of[key]
+            while self.cold[0] != key:
+                self.cold.append(self.cold.pop(0))  # it is being read, and so in use
+            del self.cold[0], self.page_of[key]
+        if len(taken) < len(keys):
+            assert self.pinned().issuperset(self.cold), "whoever finds no room has looked at all that is there"
         self.evicted += len(gone)
         self.writing.append((keys[: len(taken)], taken))
 

@@ -100,10 +100,8 @@ class HostIndex:
         return len(gone)
 
     def _evict(self) -> bool:
-        for _ in range(len(self._pins) + 1):
-            key = next(iter(self._cached), None)
-            if key is None:
-                return False
+        for _ in range(len(self._cached)):
+            key = next(iter(self._cached))
             if self._cached[key] not in self._pins:
                 self._free.append(self._cached.pop(key))
                 self.evicted_total += 1
