@@ -23,8 +23,8 @@ GB = 10**9
 
 
 def tier_options(settings: WorkerSettings) -> TierOptions | None:
-    """None: there is the device's memory alone. Raises ValueError for settings that do not go together, and for a folder that
-    cannot be used."""
+    """None: there is the device's memory alone. Raises ValueError for settings that do not go together, and for a secret that
+    others know."""
     storage = settings.hicache_storage_backend != "none"
     if not settings.enable_hierarchical_cache:
         if storage:
@@ -34,7 +34,10 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
         raise ValueError("--enable-hierarchical-cache keeps what is cached: it means nothing without the radix cache")
     if storage != bool(settings.hicache_storage_dir):
         raise ValueError("--hicache-storage-backend file and --hicache-storage-dir need each other")
-    folder = Path(settings.hicache_storage_dir, worker_id(settings))
+    name = worker_id(settings)
+    if storage and ("/" in name or name in (".", "..")):
+        raise ValueError(f"the worker's id is the name of its folder in --hicache-storage-dir, which {name!r} cannot be")
+    folder = Path(settings.hicache_storage_dir, name)
     secret = _secret_of(folder) if storage else None
     return TierOptions(
         host_ratio=settings.hicache_ratio,

@@ -45,6 +45,26 @@ class TestWhetherItPays:
         assert engine.now > 45.0 and not quarantined(engine)
         check_run(engine)
 
+    def test_a_step_that_fails_makes_nobody_wait_for_ever(self) -> None:
+        """The operation has its turn when that step has ended, however it ended, and no other one comes."""
+        engine = roomy(page_moved_s=0.0)
+        ask(engine, 1000, prompt(0))
+        engine.core.flush_cache()
+        computing_takes(engine, 1e-3)
+        engine.executor._time = TimeModel(per_page_moved=5.0)
+        begin(engine, 1, prompt(1, 16))
+        engine.turn()
+        begin(engine, 0, prompt(0))
+        plan = engine.core.plan(engine.now)
+        assert plan is not None and engine.prev is not None
+        engine.executor.transfer(plan.operations)
+        engine.core.fail(engine.prev.plan.step_id, "made to fail", engine.now)
+        if plan.num_rows:
+            engine.core.fail(plan.step_id, "made to fail", engine.now)
+        engine.prev = None
+        turns(engine, 30)
+        assert engine.core.stats().given_up_operations_total == 1 and engine.finishes[0].completion_tokens == 4
+
     def test_what_a_late_operation_brings_is_there_for_the_next_one(self) -> None:
         engine = self.late()
         while not engine.core.stats().given_up_operations_total:

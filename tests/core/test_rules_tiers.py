@@ -13,6 +13,7 @@ from services.worker.core.contracts.messages import Finish
 from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKind, PageOperation, Tier, WritePolicy
 from services.worker.core.tiers.backups import MOST_BACK_UPS
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from services.worker.exec.contracts.operations import ClearStorage
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import Engine
 
@@ -338,16 +339,57 @@ class TestForgetting:
         engine.core.flush_tiers((Tier.HOST, Tier.STORAGE))
         assert ask(engine, 2, prompt(0)).cached_tokens == 0
 
-    def test_pages_that_are_read_outlive_a_flush_of_the_host(self) -> None:
+    def test_what_is_read_goes_on_and_is_forgotten_by_the_host(self) -> None:
         engine = tiered(page_moved_s=0.003, num_pages=32)
         ask(engine, 0, prompt(0))
         engine.core.flush_cache()
         engine.submit(1, prompt(0), max_new_tokens=4, ignore_eos=True)
         engine.turn()
-        assert engine.core.flush_tiers((Tier.HOST,)) == 1  # of ten, nine are read
+        assert engine.core.flush_tiers((Tier.HOST,)) == 10
+        assert engine.core.stats().host_pages_used == 0
         engine.drain()
         assert engine.finishes[1].cached_tokens == 36
-        assert engine.core.flush_tiers((Tier.HOST,)) == 10  # nothing reads them any more
+        engine.check_answer(1)
+
+    def test_what_is_being_copied_does_not_come_to_a_host_that_was_flushed(self) -> None:
+        engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
+        engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
+        while not num_running(engine):
+            engine.turn()
+        engine.core.flush_tiers((Tier.HOST,))
+        engine.drain()
+        assert engine.core.stats().host_pages_used == 0
+        assert engine.core.table.memory.tree.num_pages == 10, "the pool was not flushed"
+        ask(engine, 1, prompt(0))
+        assert engine.core.stats().host_pages_used == 10, "it is copied when it is used again"
+
+    def test_what_is_being_stored_does_not_come_to_a_storage_that_was_flushed(self) -> None:
+        engine = tiered(page_moved_s=0.01, has_storage=True, chunked_prefill_size=64)
+        engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
+        while not moved(engine, OperationKind.STORE):
+            engine.turn()
+        engine.core.flush_tiers((Tier.STORAGE,))
+        engine.drain()
+        engine.executor.apply(ClearStorage())  # as the executor does it, behind what was begun before
+        assert engine.core.stats().storage_pages == 0
+        ask(engine, 1, prompt(0))
+        assert engine.core.stats().storage_pages == 10, "it is stored when it is used again"
+
+    def test_who_lost_its_copy_is_not_backed_any_more(self) -> None:
+        """Neither by a flush nor by what a storage says it has dropped; and nobody who went is remembered."""
+        engine = tiered(has_storage=True, chunked_prefill_size=64)
+        ask(engine, 0, prompt(0))
+        (node,) = engine.core.table.memory.tree.nodes()
+        backed = engine.core._tiers.queue.backed  # type: ignore[union-attr]
+        assert node.backed and list(backed.values()) == [node]
+        engine.core.flush_tiers((Tier.HOST,))
+        assert node.backed, "the storage has it"
+        engine.core.ended(Fact(UNASKED, dropped=tuple(keys_of(prompt(0)))), engine.now)
+        assert not node.backed and not backed
+        ask(engine, 1, prompt(0))
+        assert node.backed
+        engine.core.flush_cache()
+        assert not backed, "it has gone"
 
     def test_what_waits_for_the_storage_is_forgotten_with_the_host(self) -> None:
         engine = tiered(has_storage=True, page_moved_s=0.01, page_bytes=8 * MIB)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.worker.core.contracts.transfers import Tier
+from services.worker.core.contracts.messages import FinishReason
+from services.worker.core.contracts.transfers import PageOperation, Tier
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiered import PAGE_SIZE, SECRET, Answer, Served, build
 from tests.exec.tiny_models import TinyModel
+from tests.night import NIGHTLY
 
 POOL_PAGES = 24  # room for one prompt and a half
 PROMPT_TOKENS = 200
@@ -69,4 +73,47 @@ def test_from_files_after_a_restart(folder: Path, plain: Served, tmp_path: Path)
         answer = served.ask(prompt(number), seed=number)
         assert answer.bits == first[number].bits
         assert came_from(answer, Tier.STORAGE)
+    served.close()
+
+
+SCHEDULES = 60 if NIGHTLY else 4
+
+
+@pytest.mark.parametrize("seed", range(SCHEDULES))
+def test_poisoned_pages_are_never_read_whoever_leaves_and_however_late_copies_come(
+    folder: Path, plain: Served, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of few prompts come, leave in every phase and share what is on its way, while copies take up to many steps."""
+    rng = random.Random(seed)
+    served = Served(*build(folder, POOL_PAGES, options(tmp_path / "pages")), poisoned=True)
+    mover = served.executor._mover
+    assert mover is not None
+    move = mover._move
+
+    def late(operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
+        time.sleep(rng.choice((0.0, 0.0, 0.02, 0.1)))
+        return move(operation)
+
+    monkeypatch.setattr(mover, "_move", late)
+    asked: dict[int, tuple[int, int]] = {}
+    for _ in range(14):
+        number, length = rng.randrange(3), rng.choice((60, 120, PROMPT_TOKENS))
+        handle = served.submit(prompt(number)[:length], seed=number, temperature=1.0, frequency_penalty=0.3)
+        asked[handle] = number, length
+        for _ in range(rng.randrange(12)):
+            served.turn()
+        if rng.random() < 0.3:
+            served.abort(rng.choice(list(asked)))
+        if rng.random() < 0.1:
+            served.core.flush_cache()
+    served.drain()
+    for handle, (number, length) in asked.items():
+        answer = served.answers[handle]
+        assert answer.finish is not None
+        if answer.finish.reason is FinishReason.LENGTH:
+            wanted = plain.ask(prompt(number)[:length], seed=number, temperature=1.0, frequency_penalty=0.3)
+            assert answer.bits == wanted.bits
+    memory, stats = served.core.table.memory, served.core.stats()
+    assert memory.num_leased == 0 and not memory.quarantined and memory.tree.num_evictable == memory.tree.num_pages
+    assert stats.backed_up_pages_total > 0 and stats.failed_operations_total == 0
     served.close()

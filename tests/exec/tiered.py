@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from services.worker.core.contracts.messages import Finish, Submit
 from services.worker.core.contracts.plan import RowLogprobs
@@ -71,12 +72,13 @@ def build(
 
 
 class Served:
-    """prefers: whether reading always pays, whatever it costs: so that what is tested happens on any machine."""
+    """prefers_reading: it always pays, whatever it costs: so that what is tested happens on any machine. poisoned: pages that
+    were given back are filled with NaN after each step."""
 
-    def __init__(self, executor: DeviceExecutor, core: Scheduler, prefers_reading: bool = True) -> None:
+    def __init__(self, executor: DeviceExecutor, core: Scheduler, prefers_reading: bool = True, poisoned: bool = False) -> None:
         self.executor, self.core = executor, core
         self.answers: dict[int, Answer] = {}
-        self._next = 0
+        self._next, self._poisoned = 0, poisoned
         if prefers_reading and core._tiers is not None:
             rates = core._tiers.rates
             rates.reading_pays = lambda source, pages: True  # type: ignore[method-assign]
@@ -101,6 +103,8 @@ class Served:
             run = executor.forward(plan)
             executor.sample(run, {})
             core.commit(executor.wait(run), time.monotonic())
+        if self._poisoned:
+            self._poison()
         self._take()
         assert not violations(core.table)
         storing = core._tiers is not None and core._tiers.num_storing > 0
@@ -117,8 +121,19 @@ class Served:
         self.drain()
         return self.answers[handle]
 
+    def abort(self, handle: int) -> None:
+        self.core.abort(0, handle, time.monotonic())
+
     def close(self) -> None:
         self.executor.close()
+
+    def _poison(self) -> None:
+        """No step is in flight, and no operation writes a page that is free."""
+        free = torch.from_numpy(self.core.table.memory.pages.free_pages().astype(np.int64))
+        pool = self.executor.runner.passes.pool
+        with torch.inference_mode():
+            for each in (*pool.keys, *pool.values):
+                each[free] = torch.nan
 
     def _take(self) -> None:
         output = self.core.take_output()

@@ -23,8 +23,8 @@ class Ending:
 
     stop_reason: the matched stop string, stop pattern or stop token id; None for the end of sequence.
     matched: the same, but with the end of sequence's token id. retractions: how often it lost its memory to others.
-    verified_rows, drafted_tokens, accepted_tokens: see worker.proto. cached_by_tier: cached_tokens by where they were; None of a
-    worker that has one tier.
+    verified_rows, drafted_tokens, accepted_tokens: see worker.proto. cached_by_tier: cached_tokens by where they were; None
+    where none was cached, and of a worker that has one tier.
     """
 
     finish_reason: str  # "stop", "length" or "abort"

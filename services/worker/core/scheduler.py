@@ -192,8 +192,8 @@ class Scheduler:
     def ended(self, fact: Fact, now: float) -> None:
         """What an operation of a plan has come to."""
         assert self._tiers is not None, "a fact where there are no tiers"
-        self._tiers.ended(fact, now)
-        self.table.batch_is_full = False
+        if self._tiers.ended(fact, now):
+            self.table.batch_is_full = False
 
     def commit(self, result: StepResult, now: float) -> None:
         """Takes in the result of the oldest uncommitted step."""
@@ -210,6 +210,8 @@ class Scheduler:
     def fail(self, step_id: int, message: str, now: float) -> None:
         """The oldest uncommitted step failed as a whole: its requests end with an error, the others go on."""
         ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+        if self._tiers is not None:
+            self._tiers.step_ended(0, 0, 0.0, now)
         for request in self._take_flight(step_id).requests:
             if self.table.by_key.get((request.peer, request.handle)) is request:
                 self.table.end(request, ending, now)

@@ -92,9 +92,8 @@ class DeviceExecutor:
         return result()
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
-        assert self._mover is not None or not operations, "pages are moved where there are tiers"
         for operation in operations:
-            assert self._mover is not None
+            assert self._mover is not None, "pages are moved where there are tiers"
             self._mover.begin(operation)
 
     def facts(self) -> Sequence[Fact]:

@@ -235,6 +235,7 @@ class Running:
     submit: worker_pb2.Submit
     script: list[int]
     made: list[int] = field(default_factory=list)
+    by_tier: dict[str, int] = field(default_factory=dict)
     said_pieces: int = 0  # of prompt_logprobs
 
     def __post_init__(self) -> None:
@@ -252,6 +253,7 @@ class Running:
             prompt_tokens=len(self.submit.prompt_ids),
             cached_tokens=min(3, len(self.submit.prompt_ids)),
             completion_tokens=len(self.made),
+            **self.by_tier,
         )
         text = text_of(self.made)
         matched = [stop for stop in sampling.stop if text.endswith(stop)]
@@ -306,6 +308,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.refuse: list[tuple[Any, ...]] = []  # ABORT finishes for the next submits, as in Refusal
         self.steps_left: int | None = None
         self.merge = 1  # steps in one message, as a worker sends them to a slow front end
+        self.by_tier: dict[str, int] = {}  # of a Finish, where the cached tokens were
         self.early_prompt = False  # a prompt's first log probabilities come before any step
         self.load: worker_pb2.WorkerLoad | None = None  # as told last
         self.beat_s: float | None = None
@@ -396,7 +399,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     refusal = Refusal(pb.ERROR_CODE_OTHER_WEIGHTS, "others") if other else Refusal(*self.refuse.pop(0))
                     refused.append(worker_pb2.Finish(handle=submit.handle, reason=pb.FINISH_REASON_ABORT, **refusal._asdict()))
                 else:
-                    running[submit.handle] = Running(submit, ids_of(self.answer(submit)))
+                    running[submit.handle] = Running(submit, ids_of(self.answer(submit)), by_tier=self.by_tier)
             for handle in message.aborts:
                 self.aborted.append(handle)
                 running.pop(handle, None)

@@ -10,11 +10,13 @@ from services.worker.core.kv.tree_node import TreeNode
 
 class BackupQueue:
     """What offers a node. unlocked: nobody uses it any more. appended: it is new. hits: so many admissions on its path, 0 for
-    never. lost_pages_total: pages that went before they were copied."""
+    never. backed: nodes that are kept as a whole in another tier, by the key of their last page, which is the first to go there.
+    lost_pages_total: pages that went before they were copied."""
 
     def __init__(self, unlocked: bool, appended: bool, hits: int) -> None:
         self._when_unlocked, self._when_appended, self._hits = unlocked, appended, hits
         self._nodes: deque[TreeNode] = deque()
+        self.backed: dict[bytes, TreeNode] = {}
         self.lost_pages_total = 0
 
     def __len__(self) -> int:
@@ -35,8 +37,16 @@ class BackupQueue:
         if self._hits and node.hits + 1 >= self._hits:
             self._offer(node)
 
-    def removed(self, node: TreeNode) -> None:
-        if not node.backed:
+    def marked(self, node: TreeNode) -> None:
+        """All of it is kept elsewhere."""
+        if len(node.page_keys) == len(node.pages):
+            self.backed[node.page_keys[-1]] = node
+
+    def removed(self, node: TreeNode, needed: bool) -> None:
+        """needed: its place was, by somebody."""
+        if node.page_keys and self.backed.get(node.page_keys[-1]) is node:
+            del self.backed[node.page_keys[-1]]
+        if needed and not node.backed:
             self.lost_pages_total += len(node.pages)
 
     def first(self) -> TreeNode | None:
@@ -56,6 +66,7 @@ class BackupQueue:
     def clear(self) -> None:
         """The tree is given up."""
         self._nodes.clear()
+        self.backed.clear()
 
     def _offer(self, node: TreeNode) -> None:
         if not node.offered and node.parent is not None:

@@ -30,29 +30,25 @@ class Wanted:
 class TierStats:
     """Gauges as they are now, then counters since the start: see StepStats, where each stands by the same name."""
 
-    host_pages: int = 0
-    host_pages_used: int = 0
-    storage_pages: int = 0
-    num_importing: int = 0
-    backed_up_pages_total: int = 0
-    stored_pages_total: int = 0
-    lost_pages_total: int = 0
-    unstored_pages_total: int = 0
-    loaded_pages_total: int = 0
-    fetched_pages_total: int = 0
-    recomputed_pages_total: int = 0
-    given_up_operations_total: int = 0
-    failed_operations_total: int = 0
-    host_evicted_pages_total: int = 0
-
-
-NO_TIERS = TierStats()
+    host_pages: int
+    host_pages_used: int
+    storage_pages: int
+    num_importing: int
+    backed_up_pages_total: int
+    stored_pages_total: int
+    lost_pages_total: int
+    unstored_pages_total: int
+    loaded_pages_total: int
+    fetched_pages_total: int
+    recomputed_pages_total: int
+    given_up_operations_total: int
+    failed_operations_total: int
+    host_evicted_pages_total: int
 
 
 class OtherTiers(Protocol):
     """queue: what the tree offers for copies. num_running: operations under way that read or write the device's pages.
-    num_quarantined: pages that
-    these write."""
+    num_quarantined: pages that these write."""
 
     @property
     def queue(self) -> BackupQueue: ...

@@ -175,6 +175,8 @@ class RadixCache:
 
     def mark_backed(self, node: TreeNode) -> None:
         """All of it can be had back from another tier."""
+        if self._backups is not None:
+            self._backups.marked(node)
         if not node.backed:
             node.backed = True
             if node.holds:
@@ -292,8 +294,8 @@ class RadixCache:
         node.gone = True
         if self._events:
             self._events.removed(node)
-        if self._backups is not None and needed:
-            self._backups.removed(node)
+        if self._backups is not None:
+            self._backups.removed(node, needed)
         if parent.parent is not None:
             self._queue(parent)
         else:

@@ -76,7 +76,7 @@ class RequestTable:
     @property
     def waiting_tokens(self) -> int:
         """Of prompts and outputs of those that wait, as they were when they began to."""
-        importing = sum(request.queued_tokens for request in self.importing.values()) if self.importing else 0
+        importing = sum(request.queued_tokens for request in self.importing.values())
         return self.waiting.num_tokens + self.gate.num_tokens + importing
 
     @property

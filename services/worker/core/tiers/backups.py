@@ -8,6 +8,7 @@ waits for a copy. Single owner: Tiers.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation
@@ -15,7 +16,6 @@ from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.tiers.host_index import HostIndex
-from services.worker.core.tiers.operation_ids import OperationIds
 from services.worker.core.tiers.page_keys import PageKeys
 
 LOOKS = 16  # at nodes, in one plan
@@ -26,13 +26,15 @@ MOST_STORED_SHARE = 2  # one part in so many of the host's pages may wait for th
 
 @dataclass(slots=True)
 class _BackUp:
-    """offered: the node of the queue whose path it is of. counts: whether what it copies is kept."""
+    """offered: the node of the queue whose path it is of. counts: whether what it copies is kept. forgotten: the pages that it
+    reads go with it."""
 
     operation: PageOperation
     offered: TreeNode
     node: TreeNode
     memory: KVMemory
     counts: bool = True
+    forgotten: bool = False
 
 
 class Backups:
@@ -41,13 +43,12 @@ class Backups:
     for too many waited or the storage failed. failed_total: operations."""
 
     def __init__(
-        self, queue: BackupQueue, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, at_once: int, ids: OperationIds
+        self, queue: BackupQueue, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, at_once: int, ids: Iterator[int]
     ) -> None:
         self._queue, self._keys, self._host, self._stored, self._at_once, self._ids = queue, keys, host, stored, at_once, ids
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
         self._looked_at: TreeNode | None = None
         self._looked, self._looked_keys = 0, list[bytes]()  # of its path's keys, so many are kept
-        self._backed: dict[bytes, TreeNode] = {}  # by the key of its last page, which is the first to go
         host.on_gone = self.gone
         self._copying: dict[int, _BackUp] = {}
         self._storing: PageOperation | None = None
@@ -99,8 +100,7 @@ class Backups:
         if copy is None:
             return False
         operation = copy.operation
-        counts = copy.counts
-        count = fact.count if counts else 0
+        count = fact.count if copy.counts else 0
         self._on_their_way.difference_update(operation.keys)
         self._host.put(operation.keys[:count], operation.host_pages[:count])
         self._host.give_back(operation.host_pages[count:])
@@ -109,17 +109,20 @@ class Backups:
         self.backed_up_pages_total += count
         if fact.count < len(operation.keys):
             self.failed_total += 1
-            copy.node.backed = False
             self._put_off(copy.offered)
-        if not counts:
+        if count < len(operation.keys):
+            copy.node.backed = False
+        if copy.forgotten:
             copy.memory.forget(copy.node)
         self._store(operation.keys[:count])
         return True
 
-    def end_all(self) -> None:
-        """What is under way to the host counts for nothing, and is forgotten when it ends."""
+    def forget_copies(self, pages_too: bool) -> None:
+        """What is under way to the host counts for nothing when it ends. pages_too: those of the device are to be forgotten."""
+        self._looked_at = None
         for copy in self._copying.values():
             copy.counts = False
+            copy.forgotten |= pages_too
 
     def is_void(self, fact: Fact) -> bool:
         """What it stored was to be forgotten meanwhile."""
@@ -139,12 +142,10 @@ class Backups:
         """The tree is given up."""
         self._queue.clear()
         self._looked_at = None
-        self._backed.clear()
 
     def gone(self, key: bytes) -> None:
-        """The host does not hold it any more: whoever was backed by it is not, unless the storage has it."""
-        node = self._backed.pop(key, None)
-        if node is not None and not (self._stored is not None and key in self._stored):
+        """A tier does not hold it any more: whoever was backed by it is not, unless another one does."""
+        if not self._is_kept(key) and (node := self._queue.backed.pop(key, None)) is not None:
             node.backed = False
 
     def _put_off(self, node: TreeNode) -> None:
@@ -174,7 +175,6 @@ class Backups:
         for part in path:
             if part.depth <= self._most:
                 memory.tree.mark_backed(part)
-                self._backed[keys[part.depth - 1]] = part
         self._store(keys)
         return None
 
@@ -188,7 +188,7 @@ class Backups:
             return None
         end = first + len(host_pages)
         keys = node.page_keys[first:end]
-        operation = PageOperation(self._ids.next(), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
+        operation = PageOperation(next(self._ids), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
         memory.pin(node)
         self._copying[operation.op_id] = _BackUp(operation, offered, node, memory)
         self._on_their_way.update(keys)
@@ -221,7 +221,7 @@ class Backups:
                 return
             self._num_to_store += len(some)
             self._to_be_stored.update(some)
-            self._to_store.append(PageOperation(self._ids.next(), OperationKind.STORE, some, NO_PAGES, self._host.pin(some)))
+            self._to_store.append(PageOperation(next(self._ids), OperationKind.STORE, some, NO_PAGES, self._host.pin(some)))
 
     def _stored_some(self, operation: PageOperation, fact: Fact) -> None:
         self.stored_pages_total += len(fact.stored)

@@ -1,8 +1,9 @@
 """The pages of host memory: which key's KV lies in which, as ids; the memory behind them is the executor's.
 
-Each page is in exactly one state: free, being written by an operation, or cached under its key; free + writing + cached =
-total. A cached page that an operation reads is pinned. What was used longest ago goes first; who touches keys of a prompt
-touches the last one first, so that prefixes outlive what is built on them. Single owner: Tiers.
+Each page is in exactly one state: free, being written by an operation, cached under its key, or forgotten while an operation
+reads it; free + writing + cached + forgotten = total. A page that an operation reads is pinned. What was used longest ago goes
+first; who touches keys of a prompt touches the last one first, so that prefixes outlive what is built on them. Single owner:
+Tiers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class HostIndex:
         self._writing: set[int] = set()
         self._cached: OrderedDict[bytes, int] = OrderedDict()  # the coldest first
         self._pins: Counter[int] = Counter()
+        self._forgotten: set[int] = set()
         self.evicted_total = 0
 
     def __contains__(self, key: object) -> bool:
@@ -62,14 +64,14 @@ class HostIndex:
             else:
                 self._cached[key] = page
             self._cached.move_to_end(key)
-        assert self._adds_up, "free + writing + cached = total"
+        assert self._adds_up, "free + writing + cached + forgotten = total"
 
     def give_back(self, pages: I32) -> None:
         """Nothing was written to them that counts."""
         for page in pages.tolist():
             self._writing.remove(page)
             self._free.append(page)
-        assert self._adds_up, "free + writing + cached = total"
+        assert self._adds_up, "free + writing + cached + forgotten = total"
 
     def pin(self, keys: Sequence[bytes]) -> I32:
         """The pages of keys that are held; they stay until unpin."""
@@ -83,6 +85,9 @@ class HostIndex:
             self._pins[page] -= 1
             if not self._pins[page]:
                 del self._pins[page]
+                if page in self._forgotten:
+                    self._forgotten.remove(page)
+                    self._free.append(page)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The prompt that these keys lead through is in use; those that are not held do not count."""
@@ -91,12 +96,15 @@ class HostIndex:
                 self._cached.move_to_end(key)
 
     def clear(self) -> int:
-        """Forgets every key whose page no operation reads; returns their number."""
-        gone = [key for key, page in self._cached.items() if page not in self._pins]
-        for key in gone:
-            self._free.append(self._cached.pop(key))
+        """Forgets every key; returns their number. Pages that operations read are free once that has ended."""
+        gone, self._cached = self._cached, OrderedDict()
+        for key, page in gone.items():
+            if page in self._pins:
+                self._forgotten.add(page)
+            else:
+                self._free.append(page)
             self.on_gone(key)
-        assert self._adds_up, "free + writing + cached = total"
+        assert self._adds_up, "free + writing + cached + forgotten = total"
         return len(gone)
 
     def _evict(self) -> bool:
@@ -112,4 +120,5 @@ class HostIndex:
 
     @property
     def _adds_up(self) -> bool:
-        return len(self._free) + len(self._writing) + len(self._cached) == self.num_pages
+        held = len(self._writing) + len(self._cached) + len(self._forgotten)
+        return len(self._free) + held == self.num_pages

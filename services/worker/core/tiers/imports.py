@@ -9,7 +9,7 @@ for whoever comes next. Pins are wishes: where running requests are short of pag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Tier
@@ -17,7 +17,6 @@ from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.tiers.host_index import HostIndex
-from services.worker.core.tiers.operation_ids import OperationIds
 from services.worker.core.tiers.page_keys import PageKeys, leading
 from services.worker.core.tiers.rates import Rates
 
@@ -49,7 +48,7 @@ class Imports:
     by where from. recomputed_pages_total: that were there when their request began, and computed all the same."""
 
     def __init__(
-        self, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, rates: Rates, at_once: int, ids: OperationIds
+        self, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, rates: Rates, at_once: int, ids: Iterator[int]
     ) -> None:
         self._keys, self._host, self._at_once, self._ids, self.rates = keys, host, at_once, ids, rates
         self._stored: Collection[bytes] = () if stored is None else stored
@@ -236,7 +235,7 @@ class Imports:
         pages = memory.quarantine(count)
         host_pages = self._host.pin(keys) if source is Tier.HOST else NO_PAGES
         self._host.touch(wanted.keys[: first + count])
-        operation = PageOperation(self._ids.next(), _KINDS[source], keys, pages, host_pages)
+        operation = PageOperation(next(self._ids), _KINDS[source], keys, pages, host_pages)
         running = self._running[operation.op_id] = _Operation(operation, source, wanted, node, first, memory, began)
         self._coming |= dict.fromkeys(keys, running)
         return running

@@ -42,9 +42,6 @@ class Rates:
     def computing_s(self, pages: int) -> float:
         return UNKNOWN_S if self._token_s is None else pages * self._page_size * self._token_s
 
-    def bytes_s(self, source: Tier) -> float:
-        return self._bytes_s[source]
-
     def reading_pays(self, source: Tier, pages: int) -> bool:
         """Each no makes the next yes likelier: what is never read is never measured again."""
         pays = self._token_s is None or self.reading_s(source, pages) < self.computing_s(pages)

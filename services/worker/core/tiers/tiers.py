@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from services.worker.core.contracts.transfers import Fact, PageOperation, Tier, WritePolicy
 from services.worker.core.kv.backup_queue import BackupQueue
@@ -15,7 +16,6 @@ from services.worker.core.kv.other_tiers import TierStats, Wanted
 from services.worker.core.tiers.backups import Backups
 from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.imports import Imports
-from services.worker.core.tiers.operation_ids import OperationIds
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.rates import Rates
 
@@ -44,7 +44,7 @@ class Tiers:
         self._stored: set[bytes] = set()
         stored = self._stored if limits.has_storage else None
         self.rates = Rates(limits.page_bytes, limits.page_size)
-        ids, at_once = OperationIds(), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
+        ids, at_once = count(1), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
         self._imports = Imports(keys, self._host, stored, self.rates, at_once, ids)
         self._backups = Backups(self.queue, keys, self._host, stored, at_once, ids)
 
@@ -80,7 +80,7 @@ class Tiers:
     def end_all(self) -> None:
         """The device's pages are to be forgotten: nothing that reads or writes them counts any more, and nobody waits for it."""
         self._imports.end_all()
-        self._backups.end_all()
+        self._backups.forget_copies(pages_too=True)
 
     def plan(self, memory: KVMemory, now: float, in_flight: bool, begins: bool) -> tuple[tuple[PageOperation, ...], list[int]]:
         """Operations that begin now; and which requests need not wait any more, by seq. in_flight: a step is. begins: copies may
@@ -94,25 +94,32 @@ class Tiers:
         self.rates.computed(extended, rows, seconds)
         self._imports.step_ended(now)
 
-    def ended(self, fact: Fact, now: float) -> None:
-        """An operation has ended, or the storage has news."""
+    def ended(self, fact: Fact, now: float) -> bool:
+        """An operation has ended, or the storage has news. Whether pages of the device are somebody else's to take now."""
         self._stored.difference_update(fact.dropped)
+        for key in fact.dropped:
+            self._backups.gone(key)
         if not self._backups.is_void(fact):
             self._stored.update(fact.stored)
+        before = self.num_running
         known = fact.op_id < 0 or self._imports.ended(fact, now) or self._backups.ended(fact)
         assert known, "a fact of an operation that was never begun, or has ended"
+        return self.num_running < before
 
     def clear(self, tiers: Sequence[Tier]) -> int:
-        """Forgets what they hold, but for pages that operations read; returns the number of pages. What a storage keeps is the
-        executor's to delete."""
+        """Forgets what they hold; returns the number of pages. What a storage keeps is the executor's to delete."""
         count = 0
         if Tier.HOST in tiers:
             self._backups.forget_waiting()
+            self._backups.forget_copies(pages_too=False)
             count += self._host.clear()
         if Tier.STORAGE in tiers:
             self._backups.forget_storing()
             count += len(self._stored)
+            gone = list(self._stored)
             self._stored.clear()
+            for key in gone:
+                self._backups.gone(key)
         return count
 
     def forget_tree(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.worker.exec.contracts.page_store import PageStore
 
@@ -23,7 +23,7 @@ class TierOptions:
     host_ratio: float
     host_bytes: int
     open_storage: OpenStore | None
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

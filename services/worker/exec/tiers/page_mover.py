@@ -76,6 +76,7 @@ class PageMover:
         except Exception:  # whatever a lost device raises: steps find that out for themselves
             logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
             self._facts.put(Fact(operation.op_id))
+            self.on_fact()
 
     def facts(self) -> list[Fact]:
         found: list[Fact] = []

@@ -153,6 +153,8 @@ def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[ht
     ("method", "path", "body", "rpc", "request_"),
     [
         ("POST", "/flush_cache", '{"empty_cache": true}', "FlushCache", pb.FlushCacheRequest()),
+        ("POST", "/flush_cache", '{"tiers": ["host"]}', "FlushCache", pb.FlushCacheRequest(tiers=["host"])),
+        ("POST", "/clear_hicache_storage_backend", "", "FlushCache", pb.FlushCacheRequest(tiers=["storage"])),
         ("GET", "/get_server_info", "", "GetInternalState", pb.GetInternalStateRequest()),
         ("GET", "/server_info", "", "GetInternalState", pb.GetInternalStateRequest()),
         ("GET", "/set_internal_state", "", "GetInternalState", pb.GetInternalStateRequest()),

@@ -31,6 +31,30 @@ def echoing(shared: System) -> Iterator[System]:
     shared.worker.answer = lambda submit: ANSWER
 
 
+class TestTiers:
+    """Where the cached tokens were, of a worker that says so."""
+
+    @pytest.fixture(autouse=True)
+    def tiers(self, shared: System) -> Iterator[None]:
+        shared.worker.by_tier = {"cached_device_tokens": 1, "cached_host_tokens": 2}
+        yield
+        shared.worker.by_tier = {}
+
+    def test_meta_info_says_where_they_were(self, shared: System) -> None:
+        meta = generate(shared).json()["meta_info"]
+        assert meta["cached_tokens_details"] == {"device": 1, "host": 2, "storage": 0}
+
+    def test_usage_adds_up_those_of_each_prompts_first_choice(self, shared: System) -> None:
+        answer = shared.openai().completions.create(model=MODEL, prompt=["a", "bb"], n=2)
+        details = answer.usage.prompt_tokens_details
+        assert details.cached_tokens == 3
+        assert details.model_extra == {"cached_tokens_details": {"device": 2, "host": 4, "storage": 0}}
+
+    def test_the_responses_api_has_no_place_for_it(self, shared: System) -> None:
+        answer = shared.post("/v1/responses", {"model": MODEL, "input": "a"}).json()
+        assert set(answer["usage"]["input_tokens_details"]) == {"cached_tokens", "cache_write_tokens"}
+
+
 class TestOneAnswer:
     def test_shape(self, shared: System) -> None:
         answer = generate(shared, rid="my-1").json()

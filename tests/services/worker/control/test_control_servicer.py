@@ -26,6 +26,7 @@ from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.operations import (
+    ClearStorage,
     Operation,
     OperationRefused,
     ReleaseMemory,
@@ -213,6 +214,37 @@ def test_a_call_without_the_token_reaches_nothing(metadata: tuple[tuple[str, str
         return loop
 
     assert asyncio.run(run()).commands == []
+
+
+@pytest.mark.parametrize(
+    ("names", "forgotten", "pages"),
+    [
+        ((), ["flush", ("flush", "device", "host")], 12),
+        (("device",), ["flush", ("flush", "device")], 12),
+        (("storage",), [("flush", "storage")], 0),
+        (("host", "storage"), [("flush", "host", "storage")], 0),
+    ],
+)
+def test_a_flush_is_of_the_tiers_that_it_names(names: tuple[str, ...], forgotten: list[Any], pages: int) -> None:
+    async def run() -> tuple[FakeLoop, int]:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            return loop, (await stub.FlushCache(pb.FlushCacheRequest(tiers=names))).pages
+
+    loop, found = asyncio.run(run())
+    assert loop.core.calls == forgotten and found == pages
+    assert loop.executor.applied == [ClearStorage()] * ("storage" in names)
+
+
+def test_a_flush_of_an_unknown_tier_forgets_nothing() -> None:
+    async def run() -> tuple[FakeLoop, tuple[grpc.StatusCode, str]]:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            return loop, await status_of(stub.FlushCache(pb.FlushCacheRequest(tiers=["device", "tape"])))
+
+    loop, (code, details) = asyncio.run(run())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and "tape is none of device, host, storage" in details
+    assert loop.core.calls == []
 
 
 def test_a_call_with_the_token_is_answered() -> None:

@@ -11,6 +11,7 @@ from rootstock.v1 import common_pb2, worker_pb2
 from services.gateway.request.logprobs import LogprobTable, TokenLogprob
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, Verified
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.transfers import Tier
 from services.worker.front.wire import InvalidRequest, output_to_pb, refusal_to_pb
 
 
@@ -68,12 +69,19 @@ def test_finish_with_a_vector() -> None:
     )
 
 
+def test_cached_tokens_by_tier() -> None:
+    finish = Finish(1, "r", FinishReason.LENGTH, cached_tokens=9, cached_from={Tier.DEVICE: 2, Tier.HOST: 3, Tier.STORAGE: 4})
+    pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
+    assert (pb.cached_tokens, pb.cached_device_tokens, pb.cached_host_tokens, pb.cached_storage_tokens) == (9, 2, 3, 4)
+
+
 def test_finish_by_a_pattern_after_retractions() -> None:
     finish = Finish(1, "r", FinishReason.MATCHED_REGEX, matched_stop="a+", retractions=2, queue_s=0.25, completion_tokens=9)
     finish = replace(finish, verified=Verified().and_row(3, 2).and_row(1, 0))
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.reason, pb.matched_stop) == (common_pb2.FINISH_REASON_MATCHED_REGEX, "a+")
     assert (pb.retractions, pb.queue_ms, pb.completion_tokens) == (2, 250, 9)
+    assert not (pb.cached_device_tokens or pb.cached_host_tokens or pb.cached_storage_tokens), "it has one tier"
     assert (pb.verified_rows, pb.drafted_tokens, pb.accepted_tokens) == (2, 4, 2)
     assert not pb.HasField("matched_token") and not pb.embedding
 

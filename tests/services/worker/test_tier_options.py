@@ -1,0 +1,138 @@
+"""What settings of tiers come to: what goes together, whose the secret is, and a disk that does not serve."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.shared.settings import of_values
+from services.worker.core.tiers.page_keys import SECRET_BYTES
+from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.tiers.make_tiers import NoRoomForTiers, host_pages
+from services.worker.settings import WorkerSettings
+from services.worker.tier_options import GB, tier_options
+
+PAGE, IDENTITY = 4096, bytes(32)
+
+
+def options(**values: Any) -> TierOptions | None:
+    return tier_options(of_values(WorkerSettings, values))
+
+
+def in_files(folder: Path, **values: Any) -> TierOptions:
+    found = options(
+        enable_hierarchical_cache=True, hicache_storage_backend="file", hicache_storage_dir=str(folder), worker_id="w", **values
+    )
+    assert found is not None
+    return found
+
+
+def test_by_default_there_are_none() -> None:
+    assert options() is None
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"hicache_storage_backend": "file", "hicache_storage_dir": "kv"}, "needs --enable-hierarchical-cache"),
+        ({"enable_hierarchical_cache": True, "enable_radix_cache": False}, "means nothing without the radix cache"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "need each other"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_dir": "kv"}, "need each other"),
+    ],
+)
+def test_what_does_not_go_together_is_named(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        options(**values)
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "/a"])
+def test_a_worker_that_has_no_name_for_a_folder(tmp_path: Path, name: str) -> None:
+    flags = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match="name of its folder"):
+        options(worker_id=name, **flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_files_no_two_workers_have_one_secret() -> None:
+    first, second = (options(enable_hierarchical_cache=True, hicache_size=3) for _ in range(2))
+    assert first is not None and second is not None
+    assert first.host_bytes == 3 * GB and first.open_storage is None
+    assert len(first.secret) == SECRET_BYTES and first.secret != second.secret
+    assert repr(first.secret) not in repr(first)
+
+
+def test_with_files_the_secret_outlives_the_worker_and_is_its_users_alone(tmp_path: Path) -> None:
+    first = in_files(tmp_path)
+    assert in_files(tmp_path).secret == first.secret
+    assert (tmp_path / "w" / "secret").stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["secret"], "nothing half made is left"
+    other = options(
+        enable_hierarchical_cache=True, hicache_storage_backend="file", hicache_storage_dir=str(tmp_path), worker_id="x"
+    )
+    assert other is not None and other.secret != first.secret
+
+
+def test_a_secret_that_others_can_read_is_none(tmp_path: Path) -> None:
+    in_files(tmp_path)
+    (tmp_path / "w" / "secret").chmod(0o640)
+    with pytest.raises(ValueError, match="not this user's alone"):
+        in_files(tmp_path)
+
+
+def test_a_secret_of_another_length_is_none(tmp_path: Path) -> None:
+    in_files(tmp_path)
+    (tmp_path / "w" / "secret").write_bytes(b"short")
+    with pytest.raises(ValueError, match="does not hold 32 bytes"):
+        in_files(tmp_path)
+
+
+def test_a_secret_is_not_read_through_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "w").mkdir()
+    (tmp_path / "elsewhere").write_bytes(bytes(SECRET_BYTES))
+    os.symlink(tmp_path / "elsewhere", tmp_path / "w" / "secret")
+    assert in_files(tmp_path).open_storage is None and "without its file tier" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_costs_the_files_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "w").write_text("a file stands there")
+    assert in_files(tmp_path).open_storage is None and "without its file tier" in caplog.text
+
+
+def test_a_store_that_cannot_be_opened_costs_the_files_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = in_files(tmp_path)
+    (tmp_path / "w" / "pages").write_text("a file stands there")
+    assert found.open_storage is not None
+    assert found.open_storage(PAGE, IDENTITY) is None and "without its file tier" in caplog.text
+
+
+def test_two_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
+    found = in_files(tmp_path)
+    assert found.open_storage is not None
+    store = found.open_storage(PAGE, IDENTITY)
+    assert store is not None
+    with pytest.raises(ValueError):
+        found.open_storage(PAGE, IDENTITY)
+    store.close()
+
+
+class TestSizeOfTheHostTier:
+    def sized(self, ratio: float = 2.0, size: int = 0, free: int = 1000 * PAGE) -> int:
+        return host_pages(TierOptions(ratio, size, None, bytes(SECRET_BYTES)), 100, PAGE, free)
+
+    def test_by_the_ratio_or_by_its_own_size(self) -> None:
+        assert self.sized() == 200 and self.sized(size=50 * PAGE) == 50
+
+    def test_by_the_ratio_it_takes_what_is_free_and_no_more(self) -> None:
+        assert self.sized(ratio=20.0) == 800
+
+    def test_what_was_asked_for_and_is_not_free_is_refused(self) -> None:
+        with pytest.raises(NoRoomForTiers, match="more than this machine has free"):
+            self.sized(size=900 * PAGE)
+
+    @pytest.mark.parametrize("free", [0, -5 * PAGE])
+    def test_no_room_for_a_page(self, free: int) -> None:
+        with pytest.raises(NoRoomForTiers, match="no room for a page"):
+            self.sized(free=free)
