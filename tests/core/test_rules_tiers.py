@@ -228,6 +228,17 @@ class TestCopies:
         engine.core.flush_cache()
         assert ask(engine, 2, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
 
+    def test_whoever_is_left_first_is_copied_first(self) -> None:
+        """One page is an operation, and eight are under way: of the first prompt some wait when the second one ends."""
+        engine = tiered(page_bytes=16 * MIB, page_moved_s=0.2, num_pages=64, chunked_prefill_size=64)
+        for handle in range(2):
+            engine.submit(handle, prompt(handle), max_new_tokens=4, ignore_eos=True)
+            while handle not in engine.finishes:
+                engine.turn()
+        assert 0 < len(moved_to_host(engine)) < 10
+        engine.drain()
+        assert moved_to_host(engine) == [*keys_of(prompt(0)), *keys_of(prompt(1))]
+
     def test_so_many_copies_to_the_host_are_under_way_at_most(self) -> None:
         engine = tiered(has_storage=True, page_bytes=8 * MIB, page_moved_s=0.02, num_pages=64)
         for number in range(4):

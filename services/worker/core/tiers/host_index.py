@@ -88,6 +88,7 @@ class HostIndex:
                 if page in self._forgotten:
                     self._forgotten.remove(page)
                     self._free.append(page)
+        assert self._adds_up, "free + writing + cached + forgotten = total"
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The prompt that these keys lead through is in use; those that are not held do not count."""

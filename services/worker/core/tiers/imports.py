@@ -264,7 +264,7 @@ class Imports:
         turn can be late."""
         for source in _KINDS:
             running = next((each for each in self._running.values() if each.source is source), None)
-            if running is None or running.late or running.began is None or not running.waits:
+            if running is None or running.began is None or not running.waits:
                 continue
             elapsed, count = now - max(running.began, self._free_at[source]), len(running.operation.keys)
             over = [w for w in running.waits if self.rates.is_over(source, count, elapsed, w.limit - running.first - count)]

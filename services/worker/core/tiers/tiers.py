@@ -133,6 +133,8 @@ class Tiers:
         out = []
         if not self.num_running and self._host.num_writing:
             out.append("host pages are written by nobody")
+        if not self.num_running and not self.num_storing and self._host.num_pinned:
+            out.append("host pages are read by nobody")
         return out
 
     def stats(self) -> TierStats:
