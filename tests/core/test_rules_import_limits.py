@@ -45,6 +45,17 @@ class TestWhetherItPays:
         assert engine.now > 45.0 and not quarantined(engine)
         check_run(engine)
 
+    def test_who_waits_behind_another_ones_operation_is_not_late_for_that(self) -> None:
+        """Each takes 0.27 s, one behind the other; computing takes 0.36 s."""
+        engine = cold(roomy(num_pages=64), prompt(0), prompt(1))
+        computing_takes(engine, 1e-2)
+        engine.executor._time = TimeModel(per_page_moved=0.03)
+        begin(engine, 0, prompt(0))
+        begin(engine, 1, prompt(1))
+        engine.drain()
+        assert engine.core.stats().given_up_operations_total == 0
+        assert engine.finishes[0].cached_tokens == engine.finishes[1].cached_tokens == 36
+
     def test_a_step_that_fails_makes_nobody_wait_for_ever(self) -> None:
         """The operation has its turn when that step has ended, however it ended, and no other one comes."""
         engine = roomy(page_moved_s=0.0)

@@ -162,6 +162,19 @@ def moved_to_host(engine: Engine) -> list[bytes]:
     return list(held.values())
 
 
+def test_what_one_salt_was_answered_is_no_other_salts() -> None:
+    """Not a page of its prompt is whole before there is output."""
+    engine = slow(tiered())
+    engine.submit(0, [5, 5], salt="a", max_new_tokens=30, ignore_eos=True)
+    engine.drain()
+    said = [5, 5, *engine.outputs[0]]
+    engine.core.flush_cache()
+    assert engine.core.stats().host_pages_used == 7
+    assert ask(engine, 1, said).cached_tokens == ask(engine, 2, said, salt="b").cached_tokens == 0
+    engine.core.flush_cache()
+    assert ask(engine, 3, said, salt="a").cached_tokens == 28
+
+
 class TestCopies:
     def test_write_back_copies_nothing_while_somebody_uses_it(self) -> None:
         engine = tiered()
