@@ -17,6 +17,7 @@ from tests.core.test_scheduler_properties import check_run
 def computing_takes(engine: Engine, token_s: float) -> None:
     tiers = engine.core._tiers
     assert tiers is not None
+    tiers.rates._token_s = None  # whatever was known before
     tiers.rates.computed(1000, 0, 1000 * token_s)
 
 
