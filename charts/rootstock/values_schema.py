@@ -21,7 +21,8 @@ DECIDED: dict[str, set[str]] = {
     "detokenizer": _CODEC,
     "worker": _CODEC
     | {"control_host", "control_port", "control_token", "control_token_file"}
-    | {"redis_url", "worker_id", "pod_name", "pod_namespace"},
+    | {"redis_url", "worker_id", "pod_name", "pod_namespace"}
+    | {"disaggregation_mode", "disaggregation_host", "disaggregation_port"},
 }
 _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
@@ -146,7 +147,7 @@ def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Sch
         "pdb": closed(
             {"enabled": BOOLEAN, "maxUnavailable": {"anyOf": [integer(1), string(r"^([1-9][0-9]?|100)%$")]}},
         ),
-        "settings": settings_schema(service),
+        "settings": ref("workerSettings") if service == "worker" else settings_schema(service),
         "extraEnv": array(ref("env")),
         "podLabels": ref("labels"),
         "podAnnotations": STRINGS,
@@ -158,6 +159,28 @@ def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Sch
         "priorityClassName": string(),
         **(more or {}),
     }
+
+
+def _prefill() -> Schema:
+    """What workers that compute prompts may have of their own; everything else is as the others have it."""
+    autoscaling = {
+        "enabled": BOOLEAN,
+        "minReplicas": integer(1),  # while there is none, nothing waits for one: the others compute prompts too
+        "maxReplicas": integer(1),
+        "backlogPerReplica": {"type": "number", "exclusiveMinimum": 0},
+        "busyShare": SHARE,
+    }
+    return closed(
+        {
+            "replicas": integer(0),
+            "resources": ref("resources"),
+            "autoscaling": closed(autoscaling),
+            "settings": ref("workerSettings"),
+            "nodeSelector": STRINGS,
+            "tolerations": array(ref("toleration")),
+            "affinity": ANY_OBJECT,
+        }
+    )
 
 
 def _components() -> dict[str, Schema]:
@@ -188,6 +211,7 @@ def _components() -> dict[str, Schema]:
         "startupSeconds": integer(30),
         "cacheSize": ref("quantity"),
         "cacheStorageClass": string(),
+        "prefill": _prefill(),
     }
     return {
         "gateway": closed(_component("gateway", {**cpu, "targetStreams": integer(1)}, gateway)),
@@ -327,6 +351,7 @@ def render() -> str:
         **_definitions(),
         "pullPolicy": choice("Always", "IfNotPresent", "Never"),
         "model": _model(),
+        "workerSettings": settings_schema("worker"),
         **_components(),
     }
     schema = {

@@ -41,12 +41,12 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
         _service("detokenizer", next(take), next(take), front, name) for name in names("detokenizer", settings.detokenizers)
     ]
     workers: list[Part] = []
-    for index in range(settings.workers):
+    for index, name in enumerate(worker_names(settings)):
         port, metrics_port, control_port = next(take), next(take), next(take)
-        flags = _worker_flags(settings, model_path, index, redis_port)
+        flags = _worker_flags(settings, model_path, index, name, redis_port)
         if settings.admin_port:
             flags += ["--control-port", str(control_port)]
-        workers.append(_service("worker", port, metrics_port, flags + common, f"worker-{index}"))
+        workers.append(_service("worker", port, metrics_port, flags + common, name))
     others = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
     others += ["--state-redis-url", _redis_url(state_port)] if settings.state_dir else []
     others += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
@@ -80,6 +80,12 @@ def names(service: str, count: int) -> list[str]:
     return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
+def worker_names(settings: LocalSettings) -> list[str]:
+    """In the order of their roles; where roles are apart, each is called as its own."""
+    roles = settings.worker_roles
+    return [f"{'worker' if role == 'both' else role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
+
+
 def served_name(settings: LocalSettings) -> str:
     """What clients call the model: a folder's own name, or the whole hub id."""
     folder = Path(settings.model)
@@ -87,7 +93,7 @@ def served_name(settings: LocalSettings) -> str:
 
 
 def num_ports(settings: LocalSettings) -> int:
-    return 1 + 2 * (settings.tokenizers + settings.detokenizers) + 3 * (settings.gateways + settings.workers)
+    return 1 + 2 * (settings.tokenizers + settings.detokenizers) + 3 * (settings.gateways + len(settings.worker_roles))
 
 
 def _service(service: str, port: int, metrics_port: int, flags: list[str], name: str) -> Part:
@@ -123,10 +129,15 @@ def memory_flags(workers: int, index: int, gpus: int) -> list[str]:
     return ["--device", f"cuda:{index % gpus}", *share]
 
 
-def _worker_flags(settings: LocalSettings, model_path: str, index: int, redis_port: int) -> list[str]:
-    threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) // settings.workers)
-    flags = ["--model", model_path, "--dtype", settings.dtype, "--num-threads", str(threads), "--worker-id", f"worker-{index}"]
-    flags += memory_flags(settings.workers, index, num_gpus())
+def _worker_flags(settings: LocalSettings, model_path: str, index: int, name: str, redis_port: int) -> list[str]:
+    workers, role = len(settings.worker_roles), settings.worker_roles[index]
+    threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) // workers)
+    flags = ["--model", model_path, "--dtype", settings.dtype, "--num-threads", str(threads), "--worker-id", name]
+    flags += memory_flags(workers, index, num_gpus())
     flags += ["--served-model-name", served_name(settings)]
     flags += ["--redis-url", _redis_url(redis_port), "--max-total-tokens", str(settings.max_total_tokens)]
+    if role != "both":
+        flags += ["--disaggregation-mode", role]
+    if role == "prefill":
+        flags += ["--disaggregation-host", HOST]  # at a port that it finds free
     return flags + shlex.split(settings.worker_flags)

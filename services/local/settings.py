@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -19,6 +19,13 @@ class LocalSettings(BaseSettings):
     port: int = Field(8000, ge=1, le=65535, description="HTTP port of the first gateway; all other ports are free ones.")
     admin_port: int = Field(0, ge=0, le=65535, description="HTTP port for operators (docs/control.md), on loopback; 0: none.")
     workers: int = Field(1, ge=1, le=64, description="Number of worker processes.")
+    prefill_workers: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="Number of workers that compute prompts for others; above 0, with decode_workers, in place of workers.",
+    )
+    decode_workers: int = Field(0, ge=0, le=32, description="Number of workers that go on from what those have computed.")
     gateways: int = Field(1, ge=1, le=16, description="Number of gateway processes, each with an HTTP port of its own.")
     tokenizers: int = Field(1, ge=1, le=16, description="Number of tokenizer processes.")
     detokenizers: int = Field(1, ge=1, le=16, description="Number of detokenizer processes.")
@@ -37,3 +44,14 @@ class LocalSettings(BaseSettings):
     log_dir: str = Field("build/run", description="Folder for the processes' logs; one folder below it for each gateway port.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level in those logs.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds until every process must be ready.")
+
+    @model_validator(mode="after")
+    def _roles_go_together(self) -> LocalSettings:
+        if bool(self.prefill_workers) != bool(self.decode_workers):
+            raise ValueError("prefill_workers and decode_workers go together: each needs one of the others at least")
+        return self
+
+    @property
+    def worker_roles(self) -> list[str]:
+        """Of each worker process, its --disaggregation-mode."""
+        return ["prefill"] * self.prefill_workers + ["decode"] * self.decode_workers or ["both"] * self.workers

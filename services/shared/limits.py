@@ -48,6 +48,7 @@ MAX_METADATA_CHARS = 512
 MAX_ROUTING_KEY_CHARS = 256
 MAX_REQUEST_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
+MAX_ADDRESS_CHARS = 256  # of another worker
 MAX_REVISION_CHARS = 256
 MAX_TENANT_BYTES = 16
 MAX_HEAD_BYTES = 64 << 10  # request line and headers of an HTTP request, or what follows a chunked body

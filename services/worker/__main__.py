@@ -10,6 +10,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import cast
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -47,6 +48,7 @@ from services.worker.metrics.executor_metrics import ExecutorMetrics
 from services.worker.metrics.grammar_metrics import GrammarMetrics
 from services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
 from services.worker.metrics.loop_counts import LoopCounts
+from services.worker.metrics.peer_metrics import PeerMetrics
 from services.worker.metrics.phase import LifeMetrics, WorkerLife
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 from services.worker.pod_cost import PodCost, pod_patch
@@ -126,6 +128,9 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         auto_truncates=settings.allow_auto_truncate,
         sampling_defaults=worker_pb2.SamplingDefaults(**engine.defaults.as_dict()),
         numerics=engine.info.numerics,
+        role="" if settings.disaggregation_mode == "both" else settings.disaggregation_mode,
+        kv_port=engine.info.kv_port,
+        kv_layout=blake2b(engine.info.kv_layout.encode(), digest_size=16).digest(),
     )
 
 
@@ -158,6 +163,8 @@ def _register(registry: CollectorRegistry, worker_metrics: WorkerMetrics, engine
     registry.register(ReloadMetrics(lambda: engine.weights.reload_s, model))
     if engine.stats is not None:
         registry.register(ExecutorMetrics(engine.stats, model))
+    if engine.room_server is not None:
+        registry.register(PeerMetrics(engine.room_server, model))
     if engine.book is not None:
         pool = engine.book.pool
         grammar_metrics = GrammarMetrics(model, lambda: pool.timeouts)
@@ -201,7 +208,7 @@ async def serve(settings: WorkerSettings) -> None:
     warming = asyncio.create_task(_warm_up(engine))
     info = _info(settings, engine, secrets.randbits(63))
     counts = LoopCounts(info.page_size, info.num_pages, info.max_running_requests)
-    worker_metrics = WorkerMetrics(info.model, counts)
+    worker_metrics = WorkerMetrics(info.model, counts, engine_type=info.role or "unified")
     _register(registry, worker_metrics, engine, info.model)
     publisher = _publisher(settings, info, registry)
     pulse = Pulse()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
-from services.worker.core.tiers.page_keys import PageKeys
+from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.device_limits import most_step_tokens, resolved
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.contracts.options import PeerOptions, TierOptions
+from services.worker.exec.contracts.peer_pages import RoomServer
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from services.worker.grammar.book import CompiledBook
@@ -31,8 +33,9 @@ from services.worker.grammar.match.mask_filler import MaskFiller
 from services.worker.identity.model_identity import ServedWeights, identify_model
 from services.worker.identity.sampling_defaults import sampling_defaults
 from services.worker.identity.weights_revision import WeightsReading
-from services.worker.loop.inbox import FactsReady, GrammarFailed, GrammarReady, Inbox
+from services.worker.loop.inbox import FactsReady, GrammarFailed, GrammarReady, Inbox, RoomLeft
 from services.worker.loop.text_rules import ModelText
+from services.worker.peer_options import peer_options
 from services.worker.scheduler_config import scheduler_config
 from services.worker.settings import WorkerSettings
 from services.worker.tier_options import tier_options
@@ -51,12 +54,22 @@ class Built:
     executor: Executor
     info: LoadedInfo
     stats: ExecutorStats | None = None
+    room_server: RoomServer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Where KV goes from the pool, and comes from: None for nowhere."""
+
+    tiers: TierOptions | None
+    peers: PeerOptions | None
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """defaults: of requests that leave sampling parameters out. book: None where structured output is off. publishes_index: the
-    core tells of the blocks it caches. stats: see Built. keys: of pages in other tiers, None where there are none."""
+    core tells of the blocks it caches. stats: see Built. keys: of pages in other tiers, None where there are none.
+    room_server: lets others read KV here, None: nobody reads."""
 
     core: Scheduler
     executor: Executor
@@ -69,6 +82,7 @@ class Engine:
     book: CompiledBook | None
     masks: MaskFiller
     keys: PageKeys | None
+    room_server: RoomServer | None
 
     def close(self) -> None:
         """Once the loop has ended."""
@@ -85,8 +99,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     settings = resolved(settings, _gpu_bytes(settings) if name == "cuda" else None)
     running, chunk = settings.max_running_requests, settings.chunked_prefill_size
     logger.info("at most %d requests run at once; prompts are cut after %s tokens (0: never)", running, chunk)
-    tiers = tier_options(settings)
-    built, weights = _load(name, settings, on_lost, tiers)
+    moves = Moves(tier_options(settings), peer_options(settings, lambda room: inbox.put(RoomLeft(room))))
+    built, weights = _load(name, settings, on_lost, moves)
     info = built.info
     tokenizer = load_tokenizer(settings.model)
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
@@ -95,13 +109,18 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
     events = CacheEventLog(info.page_size, block_hash, weights.tree_root) if publishes else None
-    keys = None if tiers is None or not info.host_pages else PageKeys(tiers.secret, info.kv_layout.encode(), info.page_size)
+    keys = None
+    if info.host_pages or info.reads_peers:
+        secret = secrets.token_bytes(SECRET_BYTES) if moves.tiers is None else moves.tiers.secret
+        keys = PageKeys(secret, info.kv_layout.encode(), info.page_size)
     core = Scheduler(config, ModelText(tokenizer), book, events, weights.identity.revision, keys)
     built.executor.wake_on_facts(lambda: inbox.put(FactsReady()))
     threads, fill_ms = settings.grammar_mask_threads, settings.grammar_fill_ms
     most = VERIFIED_TOKENS if info.max_drafts else 0
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms, most)
-    return Engine(core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks, keys)
+    return Engine(
+        core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks, keys, built.room_server
+    )
 
 
 def defaults_of(settings: WorkerSettings) -> SamplingDefaults:
@@ -109,10 +128,10 @@ def defaults_of(settings: WorkerSettings) -> SamplingDefaults:
     return sampling_defaults(settings.model, settings.sampling_defaults == "model", settings.preferred_sampling_params)
 
 
-def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> tuple[Built, ServedWeights]:
+def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> tuple[Built, ServedWeights]:
     """executor: of EXECUTORS. The weights are named while they are loaded."""
     with WeightsReading(Path(settings.model)) as reading:
-        built = EXECUTORS[executor](settings, on_lost, tiers)
+        built = EXECUTORS[executor](settings, on_lost, moves)
         try:
             identity = identify_model(settings.model, settings.served_model_name, reading.revision())
         except BaseException:
@@ -173,16 +192,16 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def _cpu(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
+def _cpu(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
     """What is set for a GPU says nothing here: `auto` may come to this executor with the same settings."""
-    return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost, tiers)
+    return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost, moves)
 
 
-def _cuda(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
-    return _computing(settings.device, GPU_FRACTION, settings, on_lost, tiers)
+def _cuda(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
+    return _computing(settings.device, GPU_FRACTION, settings, on_lost, moves)
 
 
-def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
+def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
     """fraction: of the device's memory, unless the settings have another."""
     from services.worker.exec.build import build_device_executor  # as above
     from services.worker.exec.contracts.options import DeviceOptions
@@ -200,7 +219,8 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         max_drafts=settings.speculative_num_steps if settings.speculative_algorithm != "none" else 0,
         speculative_algorithm=settings.speculative_algorithm,
         draft_model=settings.speculative_draft_model_path,
-        tiers=tiers,
+        tiers=moves.tiers,
+        peers=moves.peers,
     )
     executor, info = build_device_executor(
         model_path=settings.model,
@@ -214,10 +234,10 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         progress=logger.info,
     )
     executor.on_lost = on_lost
-    return Built(executor, info, executor.runner.stats)
+    return Built(executor, info, executor.runner.stats, executor.room_server)
 
 
-def _fake(settings: WorkerSettings, _: OnLost, tiers: TierOptions | None) -> Built:
+def _fake(settings: WorkerSettings, _: OnLost, moves: Moves) -> Built:
     """The model folder's config and tokenizer, and no weights."""
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
     eos = config.get("eos_token_id")
@@ -234,8 +254,8 @@ def _fake(settings: WorkerSettings, _: OnLost, tiers: TierOptions | None) -> Bui
         weight_bytes=0,
         kv_bytes_per_token=0,
         embedding_size=FAKE_EMBEDDING_SIZE,
-        host_pages=0 if tiers is None else max(1, int(tiers.host_ratio * num_pages)),
-        has_storage=tiers is not None and tiers.open_storage is not None,
+        host_pages=0 if moves.tiers is None else max(1, int(moves.tiers.host_ratio * num_pages)),
+        has_storage=moves.tiers is not None and moves.tiers.open_storage is not None,
     )
     pages_per_request = -(-context_len // settings.page_size)
     time_model = TimeModel(base=settings.fake_step_s)
@@ -245,7 +265,7 @@ def _fake(settings: WorkerSettings, _: OnLost, tiers: TierOptions | None) -> Bui
     return Built(executor, info)
 
 
-EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost, TierOptions | None], Built]] = {
+EXECUTORS: dict[str, Callable[[WorkerSettings, OnLost, Moves], Built]] = {
     "cpu": _cpu,
     "cuda": _cuda,
     "fake": _fake,

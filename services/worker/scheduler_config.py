@@ -60,6 +60,8 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         has_storage=info.has_storage,
         page_bytes=info.page_bytes,
         hicache_write_policy=settings.hicache_write_policy,
+        reads_peers=info.reads_peers,
+        disaggregation_hold_s=settings.disaggregation_hold_s,
         retract_interval=settings.retract_interval,
         random_seed=RANDOM_SEED,
     )

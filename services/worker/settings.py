@@ -139,6 +139,16 @@ class WorkerSettings(ServiceSettings):
         "", description="Folder of the file tier, in which each worker has its own, by its worker_id."
     )
     hicache_storage_size: int = Field(32, ge=1, description="GB that the file tier may take; the oldest go first.")
+    disaggregation_mode: Literal["both", "prefill", "decode"] = Field(
+        "both",
+        description="prefill: computes prompts, up to their first token, for workers that decode; decode: reads from these what"
+        " they have computed; both: computes whole answers (docs/pd.md).",
+    )
+    disaggregation_host: str = Field("127.0.0.1", description="Address at which a prefill worker's KV is read.")
+    disaggregation_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    disaggregation_hold_s: float = Field(
+        10.0, gt=0, description="Seconds for which a prefill worker keeps a prompt's KV that nobody comes for."
+    )
     enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")
     schedule_conservativeness: float = Field(1.0, gt=0, description="Factor on the KV reserved for running requests' output.")
     allow_auto_truncate: bool = Field(

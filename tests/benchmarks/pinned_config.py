@@ -49,6 +49,8 @@ PINNED = SchedulerConfig(
     has_storage=False,
     page_bytes=0,
     hicache_write_policy=WritePolicy.WRITE_BACK,
+    reads_peers=False,
+    disaggregation_hold_s=10.0,
     retract_interval=0,
     random_seed=0,
 )

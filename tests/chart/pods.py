@@ -29,6 +29,11 @@ class PodTemplate:
         return self.labels.get(COMPONENT, "")
 
     @property
+    def service(self) -> str:
+        """Of the services, the one that it runs: workers of two components may run one."""
+        return str(self.container()["name"])
+
+    @property
     def model(self) -> str:
         return self.labels.get(MODEL, "")
 

@@ -23,6 +23,7 @@ GATEWAY = f"Deployment/{FULL}-gateway"
 TOKENIZER = f"Deployment/{FULL}-tokenizer-demo"
 DETOKENIZER = f"Deployment/{FULL}-detokenizer-demo"
 WORKER = f"Deployment/{FULL}-worker-demo"
+PREFILL = f"Deployment/{FULL}-prefill-demo"
 POD = "spec template spec "
 Values = dict[str, Any]
 Fields = dict[str, Any]  # by path
@@ -398,6 +399,153 @@ WORKERS: dict[str, Case] = {
                 "spec rolloutStrategy rollingUpdateConfiguration maxSurge": 0,  # there is no spare group
                 "spec leaderWorkerTemplate workerTemplate metadata labels app.kubernetes.io/component": "worker-member",
             }
+        },
+    ),
+    "prompts computed apart": (
+        merged(VARIANTS["apart"], {"worker": {"resources": GPU_RESOURCES, "gpus": 1, "nodeSelector": {"a": "b"}}}),
+        {
+            PREFILL: {
+                "spec replicas": 2,
+                "spec template metadata labels rootstock.io/role": "prefill",
+                "spec selector matchLabels rootstock.io/role": ABSENT,
+                container("worker", "ports kv= containerPort"): 7103,
+                container("worker", "envFrom 0 configMapRef name"): f"{FULL}-prefill-demo",
+                container("worker", "resources limits nvidia.com/gpu"): 1,
+                container("worker", "resources requests memory"): "32Gi",
+                POD + "nodeSelector": {"a": "b"},
+                POD + "serviceAccountName": f"{FULL}-worker",
+            },
+            WORKER: {
+                "spec replicas": 3,
+                "spec template metadata labels rootstock.io/role": "decode",
+                "spec selector matchLabels rootstock.io/role": ABSENT,  # it may be switched on and off
+                container("worker", "ports kv="): ABSENT,
+            },
+            f"ConfigMap/{FULL}-prefill-demo": {
+                "data ROOTSTOCK_DISAGGREGATION_MODE": "prefill",
+                "data ROOTSTOCK_DISAGGREGATION_HOST": "0.0.0.0",
+                "data ROOTSTOCK_DISAGGREGATION_PORT": "7103",
+                "data ROOTSTOCK_EXECUTOR": "cuda",
+            },
+            OF_WORKERS: {"data ROOTSTOCK_DISAGGREGATION_MODE": "decode", "data ROOTSTOCK_DISAGGREGATION_PORT": ABSENT},
+            CONFIG: {
+                "data ROOTSTOCK_WORKERS": ",".join(f"dns:///{FULL}-{each}.serving.svc:7003" for each in ("worker", "prefill"))
+            },
+            f"Service/{FULL}-prefill": {
+                "spec clusterIP": "None",
+                "spec publishNotReadyAddresses": False,
+                "spec selector app.kubernetes.io/component": "prefill",
+                "spec ports 0 port": 7003,
+            },
+            f"PodDisruptionBudget/{FULL}-prefill-demo": {"spec maxUnavailable": 1},
+        },
+    ),
+    "whole answers": (
+        {},
+        {
+            WORKER: {"spec template metadata labels rootstock.io/role": ABSENT},
+            OF_WORKERS: {"data ROOTSTOCK_DISAGGREGATION_MODE": ABSENT},
+        },
+    ),
+    "prompts computed apart, in places of their own": (
+        merged(
+            VARIANTS["apart"],
+            {
+                "worker": {
+                    "nodeSelector": {"pool": "all"},
+                    "tolerations": [{"key": "a", "operator": "Exists"}],
+                    "settings": {"max_running_requests": 8, "max_prefill_tokens": 4096},
+                    "prefill": {
+                        "resources": {"limits": {"memory": "6Gi"}},
+                        "settings": {"max_prefill_tokens": 8192},
+                        "nodeSelector": {"class": "compute"},
+                        "tolerations": [{"key": "b", "operator": "Exists"}],
+                        "affinity": {"podAffinity": {"of": "prefill"}},
+                    },
+                }
+            },
+        ),
+        {
+            PREFILL: {
+                POD + "nodeSelector": {"pool": "all", "class": "compute"},
+                POD + "tolerations 0 key": "b",
+                POD + "affinity": {"podAffinity": {"of": "prefill"}},
+                container("worker", "resources"): {
+                    "limits": {"memory": "6Gi"},
+                    "requests": {"cpu": "500m", "memory": "2Gi"},
+                },
+            },
+            WORKER: {
+                POD + "nodeSelector": {"pool": "all"},
+                POD + "tolerations 0 key": "a",
+                POD + "affinity": ABSENT,
+                container("worker", "resources limits memory"): "4Gi",
+            },
+            f"ConfigMap/{FULL}-prefill-demo": {
+                "data ROOTSTOCK_MAX_PREFILL_TOKENS": "8192",
+                "data ROOTSTOCK_MAX_RUNNING_REQUESTS": "8",
+            },
+            OF_WORKERS: {"data ROOTSTOCK_MAX_PREFILL_TOKENS": "4096"},
+        },
+    ),
+    "prompts computed apart, found in EndpointSlices": (
+        merged(VARIANTS["apart"], VARIANTS["discovery"]),
+        {CONFIG: {"data ROOTSTOCK_WORKERS": f"k8s:///{FULL}-worker.serving:7003,k8s:///{FULL}-prefill.serving:7003"}},
+    ),
+    "prompts computed apart, with disks": (
+        VARIANTS["apart-on-local-disks"],
+        {
+            f"StatefulSet/{FULL}-prefill-demo": {
+                "spec serviceName": f"{FULL}-prefill",
+                "spec replicas": 2,
+                "spec volumeClaimTemplates 0 spec resources requests storage": "20Gi",
+            },
+            f"StatefulSet/{FULL}-worker-demo": {"spec serviceName": f"{FULL}-worker", "spec replicas": 3},
+        },
+    ),
+    "each kind scaled by figures of its own": (
+        merged(
+            VARIANTS["apart-by-hpa"],
+            {"worker": {"prefill": {"autoscaling": {"maxReplicas": 3, "backlogPerReplica": 1.5, "busyShare": 0.6}}}},
+        ),
+        {
+            f"HorizontalPodAutoscaler/{FULL}-prefill-demo": {
+                "spec scaleTargetRef name": f"{FULL}-prefill-demo",
+                "spec minReplicas": 1,
+                "spec maxReplicas": 3,
+                "spec metrics 0 pods metric name": "rootstock_busy_share",
+                "spec metrics 0 pods target averageValue": "600m",
+                "spec metrics 1 pods metric name": "sglang_num_queue_reqs",
+                "spec metrics 1 pods target averageValue": "1500m",
+                "spec metrics 2": ABSENT,
+                UP + "policies 0": {"type": "Percent", "value": 100, "periodSeconds": 180},
+            },
+            WORKERS_HPA: {
+                "spec maxReplicas": 6,
+                "spec metrics 0 external metric name": "rootstock_backlog",
+                "spec metrics 2 pods metric name": "sglang_token_usage",
+            },
+            PREFILL: {"spec replicas": ABSENT},
+        },
+    ),
+    "one kind scaled, the other not": (
+        merged(VARIANTS["apart"], {"worker": {"autoscaling": {"enabled": True}}}),
+        {PREFILL: {"spec replicas": 2}, WORKER: {"spec replicas": ABSENT}},
+    ),
+    "each kind scaled by KEDA": (
+        VARIANTS["apart-by-keda"],
+        {
+            f"ScaledObject/{FULL}-prefill-demo": {
+                "spec scaleTargetRef name": f"{FULL}-prefill-demo",
+                "spec minReplicaCount": 1,
+                "spec maxReplicaCount": 4,
+                "spec triggers 0 name": "prompts",
+                "spec triggers 0 metadata threshold": "2",
+                "spec triggers 1 name": "busy",
+                "spec triggers 1 metadata threshold": "0.7",
+                "spec triggers 2": ABSENT,
+            },
+            WORKERS_KEDA: {"spec triggers 0 name": "backlog", "spec triggers 2 name": "token-usage"},
         },
     ),
     "a model's own workers": (

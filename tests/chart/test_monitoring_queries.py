@@ -21,7 +21,7 @@ from services.local.ports import HOST
 from tests.chart import adapter
 from tests.chart.prometheus import Prometheus
 from tests.chart.promql import selectors
-from tests.chart.release import CHART, NAMESPACE, render
+from tests.chart.release import CHART, NAMESPACE, merged, render
 from tests.chart.test_monitoring_rules import RULES, alerts, rules
 from tests.e2e.system import System, wait_until
 
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.needs("prometheus", "promtool")
 
 MODEL = "demo"
 HPA = {"worker": {"autoscaling": {"enabled": True}}, "gateway": {"autoscaling": {"enabled": True}}}
+APART = {"worker": {"prefill": {"autoscaling": {"enabled": True}}}}
 KEDA = {**HPA, "autoscaling": {"engine": "keda"}, "gateway": {"autoscaling": {"enabled": True}, "queueTimeoutSeconds": 300}}
 
 # Selectors that may find nothing, and why.
@@ -64,13 +65,14 @@ def panel_queries() -> list[tuple[str, str, str]]:
     return out
 
 
-def keda_queries() -> dict[str, str]:
-    triggers = [trigger for each in render(KEDA).kind("ScaledObject") for trigger in each["spec"]["triggers"]]
+def keda_queries(values: dict[str, Any] = KEDA) -> dict[str, str]:
+    """By the trigger's name."""
+    triggers = [trigger for each in render(values).kind("ScaledObject") for trigger in each["spec"]["triggers"]]
     return {each["name"]: each["metadata"]["query"] for each in triggers if each["type"] == "prometheus"}
 
 
-def adapter_rules() -> dict[str, list[dict[str, Any]]]:
-    release = render({"autoscaling": {"adapterRules": True}})
+def adapter_rules(over: dict[str, Any] | None = None) -> dict[str, list[dict[str, Any]]]:
+    release = render(merged({"autoscaling": {"adapterRules": True}}, over or {}))
     (found,) = [each for each in release.kind("ConfigMap") if each["metadata"]["name"].endswith("-adapter-rules")]
     return dict(yaml.safe_load(found["data"]["config.yaml"]))
 
@@ -187,6 +189,30 @@ def test_kedas_queries_are_one_number_each_and_nothing_where_figures_are_missing
                 assert watched.prometheus.query(other) == [], "none to ask is no load of 0"
 
 
+def of_no_role(query: str) -> str:
+    """As if the workers here, which have none, were those that it asks about."""
+    return re.sub(r'engine_type="(prefill|decode)"', 'engine_type="unified"', query)
+
+
+def test_kedas_queries_are_about_one_kind_of_workers_where_there_are_two(watched: Watched) -> None:
+    queries, usual = keda_queries(merged(KEDA, APART)), keda_queries()
+    assert set(queries) == {*usual, "prompts", "busy"}
+    roles = {name: set(re.findall(r'engine_type="(\w+)"', query)) for name, query in queries.items()}
+    assert roles == {
+        **{name: {"decode"} for name in ("backlog", "running", "token-usage")},
+        **{name: {"prefill"} for name in ("prompts", "busy")},
+        "streams": set(),
+    }
+    now = time.time()
+    for name, query in queries.items():
+        ((labels, value),) = watched.prometheus.query(of_no_role(query), at=now)
+        assert labels == {}
+        if name in usual:  # of one kind that is all there is, the same as of all
+            assert [(labels, pytest.approx(value))] == watched.prometheus.query(usual[name], at=now), name
+    for name in ("prompts", "busy"):
+        assert watched.prometheus.query(queries[name]) == [], "of workers that Prometheus does not see"
+
+
 def test_keda_is_told_nothing_of_workers_whose_figures_are_missing(watched: Watched) -> None:
     """0 while there are none; while gateways know of workers that Prometheus does not see, nothing."""
     queries = keda_queries()
@@ -224,6 +250,21 @@ def test_the_adapter_answers_what_the_hpas_ask(watched: Watched) -> None:
     for rules_of in adapter_rules().values():
         for rule in rules_of:
             assert watched.prometheus.query(rule["seriesQuery"]), rule["seriesQuery"]
+
+
+def test_the_adapter_answers_for_workers_that_compute_prompts(watched: Watched) -> None:
+    rules = {rule["name"]["as"]: rule for rule in adapter_rules(APART)["rules"]}
+    release = render(merged(HPA, APART))
+    asked = release.get("HorizontalPodAutoscaler", "llm-rootstock-prefill-demo")["spec"]["metrics"]
+    assert len(asked) == 2
+    for metric in asked:
+        rule = rules[metric["pods"]["metric"]["name"]]
+        answers = watched.prometheus.query(adapter.pods_query(rule, NAMESPACE, watched.pods["worker"]))
+        assert sorted(labels["pod"] for labels, _ in answers) == sorted(watched.pods["worker"])
+        assert watched.prometheus.query(rule["seriesQuery"]), rule["seriesQuery"]
+    (backlog,) = [rule for rule in adapter_rules(APART)["externalRules"] if rule["name"]["as"] == "rootstock_backlog"]
+    query = adapter.external_query(backlog, NAMESPACE, {"model": MODEL})
+    assert 'engine_type="decode"' in query and len(watched.prometheus.query(of_no_role(query))) == 1
 
 
 def test_sglangs_own_dashboard_shows_our_figures(watched: Watched) -> None:
@@ -271,7 +312,10 @@ def test_a_panel_has_a_unit_a_text_and_the_variables() -> None:
 
 def test_the_chart_installs_the_dashboards_and_scrapes_every_component() -> None:
     release = render(
-        {"monitoring": {"dashboards": {"enabled": True}, "serviceMonitor": {"enabled": True, "labels": {"release": "p"}}}}
+        {
+            "monitoring": {"dashboards": {"enabled": True}, "serviceMonitor": {"enabled": True, "labels": {"release": "p"}}},
+            "worker": {"prefill": {"replicas": 1}},
+        }
     )
     installed = {
         key.removeprefix("rootstock-").removesuffix(".json"): json.loads(text)

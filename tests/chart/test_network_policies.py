@@ -28,7 +28,7 @@ INTERNET = Party("internet", ip="203.0.113.7")
 NODE_DNS = Party("dns on the node", ip="169.254.20.10")
 OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
 ANY = "*"  # everybody outside
-SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 8000, 8001, 9101, 9102, 9103, 9104)
+SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 7103, 8000, 8001, 9101, 9102, 9103, 9104)
 PORTS = (22, 53, 80, 443, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
 
 REQUEST = {
@@ -54,6 +54,14 @@ NAMES = names("gateway", "worker", "test")
 HELM_TEST = {("test", "gateway", 8000)}
 DELETION_COST = {("worker", ANY, 443), ("worker", ANY, 6443)}
 WHOLE = REQUEST | METRICS | NAMES | HELM_TEST | DELETION_COST
+OF_PREFILL = {
+    ("gateway", "prefill", 7003),
+    ("prefill", "redis", 6379),
+    ("prometheus", "prefill", 9103),
+    ("prefill", ANY, 443),
+    ("prefill", ANY, 6443),
+    ("worker", "prefill", 7103),
+}
 COLLECTOR = {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker")}
 
 CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
@@ -84,6 +92,14 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
     "prometheus elsewhere": (
         {"networkPolicy": {"monitoring": [{"podSelector": {"matchLabels": {"app": "other"}}}]}},
         WHOLE - METRICS | {("neighbour", target, port) for _, target, port in METRICS},
+    ),
+    "prompts are computed apart": (VARIANTS["apart"], WHOLE | OF_PREFILL | names("prefill")),
+    "prompts are computed apart, with the control service": (
+        merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": False}}),
+        WHOLE - DELETION_COST
+        | {each for each in OF_PREFILL if each[1] != ANY}
+        | names("prefill")
+        | {("gateway", "worker", 7004), ("gateway", "prefill", 7004)},
     ),
     "prefetch": (
         VARIANTS["prefetch"],
@@ -151,6 +167,18 @@ def test_hosts_of_one_worker_talk_to_each_other_and_to_no_other_workers() -> Non
     )
 
 
+def test_only_those_that_decode_read_what_others_have_computed() -> None:
+    release = render(VARIANTS["apart-in-one-of-two-models"])
+    policies = list(release.kind("NetworkPolicy"))
+    inside = parties(release)
+    by_name = {party.name: party for party in inside}
+    assert {"worker/small", "worker/large", "prefill/large"} <= set(by_name)
+    readers = {each.source for each in edges(policies, inside, OUTSIDE, {(7103, "TCP")}) if each.target == "prefill/large"}
+    assert readers == {"worker/large"}
+    for source in ("prefill/large", "worker/small"):
+        assert not [each for each in by_name.values() if passes(policies, by_name[source], each, 7103, "TCP")], source
+
+
 def test_no_policies_where_they_are_off() -> None:
     assert not list(render(VARIANTS["open-network"]).kind("NetworkPolicy"))
 
@@ -162,7 +190,11 @@ def test_whatever_a_service_is_told_to_reach_it_may_reach() -> None:
         found = graph(release)
         told = release.get("ConfigMap", pod(release, "gateway").owner["metadata"]["name"])["data"]
         for target, port in (("tokenizer", 7001), ("detokenizer", 7002), ("worker", 7003)):
-            address = told[f"{ENV_PREFIX}{target.upper()}S"]
+            address, *more = told[f"{ENV_PREFIX}{target.upper()}S"].split(",")
+            if [each.rpartition("/")[2].partition(".")[0].rpartition("-")[2] for each in more] != ["prefill"] * len(more) or (
+                more and ("gateway", "prefill", port) not in found
+            ):
+                yield f"{target}s at {more}"
             if not address.endswith((f"-{target}.{NAMESPACE}.svc:{port}", f"-{target}.{NAMESPACE}:{port}")):
                 yield f"{target}s at {address}"
             if ("gateway", target, port) not in found:

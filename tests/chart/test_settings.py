@@ -23,13 +23,14 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "detokenizer": DetokenizerSettings,
     "worker": WorkerSettings,
 }
-PORTS = ("port", "health_port", "metrics_port", "control_port", "admin_port", "peer_port")
+PORTS = ("port", "health_port", "metrics_port", "control_port", "admin_port", "peer_port", "disaggregation_port")
 HOSTS = {
     "port": "host",
     "health_port": "host",
     "metrics_port": "metrics_host",
     "control_port": "control_host",
     "peer_port": "peer_host",
+    "disaggregation_port": "disaggregation_host",
 }
 # Variables of other programs that a service runs, and those that the values files themselves give.
 FOREIGN = {
@@ -60,16 +61,16 @@ def settings_of(release: Release, each: PodTemplate, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         for name, value in found.items():
             patch.setenv(name, value)
-        return load(SERVICES[each.component], each.component, [])
+        return load(SERVICES[each.service], each.service, [])
 
 
 def service_pods(release: Release) -> list[PodTemplate]:
-    return [each for each in pods(release) if each.component in SERVICES]
+    return [each for each in pods(release) if each.service in SERVICES]
 
 
 def test_every_release_has_all_services() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
-        yield from set(SERVICES) ^ {each.component for each in service_pods(release)}
+        yield from set(SERVICES) ^ {each.service for each in service_pods(release)}
 
     assert offences(law) == {}
 
@@ -77,7 +78,7 @@ def test_every_release_has_all_services() -> None:
 def test_variables_are_settings() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
-            known = {ENV_PREFIX + field.upper() for field in SERVICES[each.component].model_fields}
+            known = {ENV_PREFIX + field.upper() for field in SERVICES[each.service].model_fields}
             yield from (f"{each.role}: {name}" for name in sorted(set(variables(release, each)) - known - FOREIGN))
 
     assert offences(law) == {}
@@ -108,7 +109,7 @@ def test_commands_are_the_services_own() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
             container = each.container()
-            if container["command"] != ["python", "-m", f"services.{each.component}"] or container.get("args"):
+            if container["command"] != ["python", "-m", f"services.{each.service}"] or container.get("args"):
                 yield f"{each.role}: {container['command']} {container.get('args', '')}"
 
     assert offences(law) == {}
@@ -168,3 +169,17 @@ def test_a_models_settings_override_the_workers() -> None:
 def test_the_drain_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
     release = render({"drainSeconds": 33})
     assert {settings_of(release, each, monkeypatch).grace_s for each in service_pods(release)} == {33.0}
+
+
+def test_workers_of_two_kinds_know_theirs_and_gateways_find_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = {"worker": {"settings": {"max_prefill_tokens": 4096, "page_size": 32}}}
+    apart = {"worker": {"prefill": {"settings": {"max_prefill_tokens": 8192}}}}
+    release = render(merged(merged(VARIANTS["apart"], over), apart))
+    found = {each.component: settings_of(release, each, monkeypatch) for each in service_pods(release)}
+    decode, prefill, gateway = found["worker"], found["prefill"], found["gateway"]
+    assert isinstance(decode, WorkerSettings) and isinstance(prefill, WorkerSettings) and isinstance(gateway, GatewaySettings)
+    assert (decode.disaggregation_mode, decode.disaggregation_port) == ("decode", 0)
+    assert (prefill.disaggregation_mode, prefill.disaggregation_port) == ("prefill", 7103)
+    assert (decode.max_prefill_tokens, prefill.max_prefill_tokens) == (4096, 8192)
+    assert decode.page_size == prefill.page_size == 32
+    assert gateway.workers == tuple(f"dns:///llm-rootstock-{each}.{NAMESPACE}.svc:7003" for each in ("worker", "prefill"))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chart.release import render
+from tests.chart.release import merged, render
 from tests.chart.template_fields import (
     BESIDES,
     CASES,
     EVERY,
     FULL,
     GATEWAYS,
+    PREFILL,
     SERVICES,
     WORKER,
     WORKERS,
@@ -44,6 +45,15 @@ def test_no_case_hides_another() -> None:
         ({}, f"Role/{FULL}-gateway"),
         ({"worker": {"deletionCost": False}}, f"Role/{FULL}-worker"),
         ({"worker": {"pdb": {"enabled": False}}}, f"PodDisruptionBudget/{FULL}-worker-demo"),
+        (merged(VARIANTS["apart"], {"worker": {"pdb": {"enabled": False}}}), f"PodDisruptionBudget/{FULL}-prefill-demo"),
+        ({}, PREFILL),
+        ({}, f"Service/{FULL}-prefill"),
+        ({}, f"NetworkPolicy/{FULL}-prefill"),
+        ({}, f"NetworkPolicy/{FULL}-decode"),
+        (VARIANTS["apart"], f"HorizontalPodAutoscaler/{FULL}-prefill-demo"),
+        (merged(VARIANTS["apart"], VARIANTS["open-network"]), f"NetworkPolicy/{FULL}-decode"),
+        (VARIANTS["apart-in-one-of-two-models"], f"Deployment/{FULL}-prefill-small"),
+        (VARIANTS["monitoring"], f"ConfigMap/{FULL}-dashboard-prefill-and-decode"),
         ({"gateway": {"pdb": {"enabled": False}}}, f"PodDisruptionBudget/{FULL}-gateway"),
         (VARIANTS["redis-elsewhere"], f"Deployment/{FULL}-redis"),
         (VARIANTS["redis-elsewhere"], f"Service/{FULL}-redis"),
@@ -73,6 +83,7 @@ CHECKSUM = "spec template metadata annotations checksum/config"
         ({"logLevel": "debug"}, set(EVERY)),
         ({"gateway": {"replicas": 7}, "worker": {"replicas": 7}}, set()),
         ({"monitoring": {"serviceMonitor": {"enabled": True}}}, set()),
+        (VARIANTS["apart"], {"worker", "gateway"}),
     ],
 )
 def test_changed_settings_start_new_pods_and_no_others(change: Values, restarted: set[str]) -> None:

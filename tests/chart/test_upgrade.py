@@ -86,6 +86,17 @@ def test_a_changed_value_changes_nothing_that_is_fixed(change: str) -> None:
     assert offences(lambda start, before: conflicts(before, release_of(start, CHANGES[change])), STARTS) == {}
 
 
+@pytest.mark.parametrize(("start", "kind"), [("defaults", "Deployment"), ("local-disks", "StatefulSet")])
+def test_prompts_may_be_computed_apart_from_one_release_to_the_next(start: str, kind: str) -> None:
+    """And together again."""
+    before, after = release_of(start), release_of(start, {"worker": {"prefill": {"replicas": 1}}})
+    assert conflicts(before, after) == []
+    new = {title(each) for each in after.objects} - {title(each) for each in before.objects}
+    assert f"{kind}/llm-rootstock-prefill-demo" in new and not {title(each) for each in before.objects} - {
+        title(each) for each in after.objects
+    }
+
+
 def test_one_more_model_leaves_the_others_running() -> None:
     before, after = render({"models": [model("a")]}), render({"models": [model("new"), model("a")]})
     kept = [each for each in before.objects if each["metadata"]["labels"].get(MODEL) == "a"]

@@ -26,6 +26,7 @@ def cache(**over: Any) -> Values:
 
 
 CACHED = [model(path="/models/demo")]
+PREFILL = {"replicas": 1}
 
 # One of each kind that Helm enforces; which fields have which is one file, compared by tests/contracts/test_chart_schema.py.
 # Name of the case → values, what the refusal says. A place in the values is written /as/a/path.
@@ -45,6 +46,18 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
         ("/worker/settings/schedule_policy", "value must be one of 'fcfs'"),
     ),
     "setting that the chart decides": (gateway(settings={"host": "127.0.0.1"}), ("/gateway/settings", "'host' not allowed")),
+    "role as a setting": (
+        worker(settings={"disaggregation_mode": "prefill"}),
+        ("/worker/settings", "additional properties 'disaggregation_mode' not allowed"),
+    ),
+    "prompts from zero": (
+        worker(prefill={"autoscaling": {"enabled": True, "minReplicas": 0}}),
+        ("/worker/prefill/autoscaling/minReplicas", "minimum: got 0, want 1"),
+    ),
+    "key that both kinds of workers share": (
+        worker(prefill={"kind": "StatefulSet"}),
+        ("/worker/prefill", "additional properties 'kind' not allowed"),
+    ),
     "secret as a setting": (gateway(settings={"api_keys_file": "/keys"}), ("/gateway/settings", "'api_keys_file' not allowed")),
     "no replica": ({"tokenizer": {"replicas": 0}}, ("/tokenizer/replicas", "minimum: got 0, want 1")),
     "no model": ({"models": []}, ("/models", "minItems: got 0, want 1")),
@@ -84,6 +97,22 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "disk without a source": (
         worker(kind="StatefulSet", cacheSize="10Gi"),
         "worker.cacheSize needs something to copy from. Set modelCache.type and put the model's path below /models",
+    ),
+    "prompts apart, of groups of hosts": (
+        worker(kind="LeaderWorkerSet", prefill=PREFILL),
+        "model demo: worker.prefill needs workers of one pod each, and worker.kind is LeaderWorkerSet. Set kind to Deployment",
+    ),
+    "prompts for nobody": (
+        worker(replicas=0, prefill=PREFILL),
+        "of which there may be none: worker.replicas is 0. Raise it, or set prefill.replicas to 0.",
+    ),
+    "KV of two layouts": (
+        worker(settings={"page_size": 16}, prefill={**PREFILL, "settings": {"page_size": 32}}),
+        "model demo: worker.prefill.settings.page_size is not what worker.settings has",
+    ),
+    "KV to read, and none that is kept": (
+        worker(settings={"enable_radix_cache": False}, prefill=PREFILL),
+        "worker.prefill moves cached KV from worker to worker, and settings.enable_radix_cache is false.",
     ),
     "setting as a variable": (
         worker(extraEnv=[{"name": "ROOTSTOCK_PAGE_SIZE", "value": "32"}]),
@@ -199,6 +228,19 @@ def test_there_is_a_case_for_every_sentence() -> None:
     """Of templates/_validate.tpl: a new check needs a case here."""
     checks = (CHART / "templates" / "_validate.tpl").read_text().count("{{- fail ")
     assert len(SENTENCES) == checks + 1, "two checks have two cases, that of the release's name is below"
+
+
+def test_workers_that_compute_prompts_are_checked_as_others_are() -> None:
+    apart = {"prefill": {"autoscaling": {"enabled": True, "minReplicas": 9}}}
+    assert "worker.prefill of model demo: autoscaling.minReplicas (9) is above maxReplicas (4)." in refusal(worker(**apart))
+    one_node = merged(SHARED_CACHE, {**cache(pvc={"accessMode": "ReadWriteOnce"}), "models": CACHED})
+    one_node = merged(one_node, {"tokenizer": {"replicas": 1}, "detokenizer": {"replicas": 1}})
+    assert refusal(one_node) == ""
+    assert "ReadWriteOnce is a volume of one node, but worker has several" in refusal(merged(one_node, worker(prefill=PREFILL)))
+    from_zero = merged(KEDA, worker(prefill=PREFILL))
+    assert "of which there may be none: worker.autoscaling.minReplicas is 0." in refusal(from_zero)
+    assert refusal(merged(from_zero, worker(autoscaling={"minReplicas": 1}))) == ""
+    assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""  # what is refused with it alone
 
 
 def test_a_release_whose_name_no_service_can_have_is_refused() -> None:

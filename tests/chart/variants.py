@@ -70,6 +70,9 @@ KEDA: Values = merged(
     },
 )
 
+APART: Values = {"worker": {"replicas": 3, "prefill": {"replicas": 2}}}
+BOTH_SCALED: Values = {"worker": {"prefill": {"autoscaling": {"enabled": True}}}}
+
 VARIANTS: dict[str, Values] = {
     "two-models": TWO_MODELS,
     "stateful-set": {"worker": {"kind": "StatefulSet", "replicas": 2}},
@@ -99,6 +102,14 @@ VARIANTS: dict[str, Values] = {
     },
     "hpa": HPA,
     "keda": KEDA,
+    "apart": APART,
+    "apart-on-local-disks": merged(
+        merged(SHARED_CACHE, APART),
+        {"worker": {"kind": "StatefulSet", "cacheSize": "20Gi"}, "models": [model(path="/models/demo")]},
+    ),
+    "apart-by-hpa": merged(merged(HPA, BOTH_SCALED), MONITORING),
+    "apart-by-keda": merged(merged(KEDA, BOTH_SCALED), {"worker": {"autoscaling": {"minReplicas": 1}}}),
+    "apart-in-one-of-two-models": {"models": [model("small"), model("large", worker=APART["worker"])]},
     "access": ACCESS,
     "tuned": TUNED,
     "operated": OPERATED,

@@ -17,6 +17,7 @@ BINDING = "services/worker/scheduler_config.py"
 MODEL = "services/worker/exec/contracts/model_info.py"
 ENGINE = "services/worker/engine.py"
 TIERS = "services/worker/tier_options.py"
+PEERS = "services/worker/peer_options.py"
 MAIN = "services/worker/__main__.py"
 CONTROL = "services/worker/__main__.py"
 TRACING = "services/shared/observe/tracing.py"
@@ -37,6 +38,7 @@ FIELDS_WITHOUT_A_SETTING = {
     "host_pages": MODEL,
     "has_storage": MODEL,
     "page_bytes": MODEL,
+    "reads_peers": MODEL,
     "bos_token_id": ENGINE,
     "random_seed": BINDING,
 }
@@ -103,6 +105,9 @@ SETTINGS_ELSEWHERE = {
     "hicache_storage_backend": TIERS,
     "hicache_storage_dir": TIERS,
     "hicache_storage_size": TIERS,
+    "disaggregation_mode": PEERS,
+    "disaggregation_host": PEERS,
+    "disaggregation_port": PEERS,
     "fake_step_s": ENGINE,
 }
 # Of these, what a simulation goes by beside what the scheduler does.

@@ -13,6 +13,7 @@ import numpy as np
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
 from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog
@@ -48,7 +49,8 @@ class Engine:
         self.checked = checked
         self.book = SlowBook(config.vocab_size)
         self.events = CacheEventLog(config.page_size, chained, lambda namespace: namespace.encode())
-        keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if config.host_pages else None
+        self.moves = config.host_pages > 0 or config.reads_peers
+        keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if self.moves else None
         self.core = Scheduler(config, LetterDecoder(), self.book, self.events, keys=keys)
         self.now = 0.0
         self.executor = FakeExecutor(
@@ -94,12 +96,15 @@ class Engine:
         routing_key: str = "",
         output: Sequence[int] = (),
         payer: tuple[bytes, int, float] = (b"", 0, 1.0),
+        hand_over: Room | None = None,
+        source: Source | None = None,
         **params: Any,
     ) -> None:
-        """output: what the request has already, sampled elsewhere. payer: its tenant, its batch, its tenant's weight."""
+        """output: what the request has already, sampled elsewhere. payer: its tenant, its batch, its tenant's weight. hand_over,
+        source: see Submit."""
         ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
         more: dict[str, Any] = {"routing_key": routing_key, "session": session, "output_ids": tuple(output)}
-        more |= dict(zip(("tenant", "batch", "weight"), payer, strict=True))
+        more |= dict(zip(("tenant", "batch", "weight"), payer, strict=True)) | {"hand_over": hand_over, "source": source}
         message = Submit(peer, handle, f"r{handle}", ids, sampling, stream, salt, priority, timeout_s, **more)
         self.submitted[handle] = self._whole(message)
         if session is not None:
@@ -150,14 +155,16 @@ class Engine:
         for fact in self.executor.facts():
             self.core.ended(fact, self.now)
             self.check()
+        self.hear_of_left_rooms()
         plan = self.core.plan(self.now)
         self.check()
+        self._tell_rooms()
         run = None
         if plan is not None:
             self.plans.append(plan)
             self.executor.transfer(plan.operations)
             run = self.executor.forward(plan) if plan.num_rows else None
-        moving = bool(self.config.host_pages and self.executor.num_moving)
+        moving = bool(self.moves and self.executor.num_moving)
         busy = plan is not None or self.prev is not None or not self.core.settled or moving
         if self.overlap:
             self._commit()
@@ -175,11 +182,21 @@ class Engine:
         self.idle_turns = 0 if busy or self.core.idle or waits_for_compiler else self.idle_turns + 1
         return busy
 
+    def hear_of_left_rooms(self) -> None:
+        while isinstance(self.executor, FakeExecutor) and self.executor.left_rooms:
+            self.core.leave_room(self.executor.left_rooms.pop())
+            self.check()
+
+    def _tell_rooms(self) -> None:
+        events = self.core.take_rooms()
+        if events is not None:
+            self.executor.rooms(events)
+
     def drain(self, limit: int = 100_000) -> None:
         for _ in range(limit):
             self.compile()
             busy = self.turn()
-            if self.core.idle and self.prev is None and (not busy or not self.config.host_pages):
+            if self.core.idle and self.prev is None and (not busy or not self.moves):
                 return
             assert self.idle_turns < 3, "the scheduler is stuck with requests waiting"
         raise AssertionError("livelock: the requests did not end")
@@ -224,6 +241,9 @@ class Engine:
             expected = (ErrorCode.CANCELLED, ErrorCode.OUT_OF_MEMORY, ErrorCode.TIMEOUT, ErrorCode.QUEUE_FULL)
             assert finish.error in expected, finish
             assert got == want[: len(got)]
+        elif finish.reason is FinishReason.HANDED_OVER:
+            assert message.hand_over is not None
+            assert got == want[: given + 1], "it is handed over with its next token"
         elif message.session is not None and finish.reason is FinishReason.LENGTH:
             assert got == want[: len(got)], "the session's capacity may cut a turn short"
         else:
@@ -273,6 +293,7 @@ class Engine:
             self._take()
 
     def _take(self) -> None:
+        self._tell_rooms()
         output = self.core.take_output()
         for peer in output.peers if output else ():
             at = 0

@@ -99,11 +99,12 @@ class System:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
-    def metric(self, name: str, metric: str) -> float:
-        """Sum over the labels of one metric of one process."""
+    def metric(self, name: str, metric: str, **labels: str) -> float:
+        """Sum over the labels of one metric of one process, over those with these alone."""
         with urllib.request.urlopen(self.parts[name].metrics_url, timeout=5) as response:
             families = text_string_to_metric_families(response.read().decode())
-            values = [s.value for family in families for s in family.samples if s.name == metric]
+            samples = [sample for family in families for sample in family.samples if sample.name == metric]
+            values = [sample.value for sample in samples if labels.items() <= sample.labels.items()]
         assert values, f"{name} has no metric {metric}"
         return sum(values)
 

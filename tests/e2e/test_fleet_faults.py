@@ -1,5 +1,5 @@
-"""A fleet under 200 streams at once, while one thing after the other happens to it: no request fails, every text is that of the
-undisturbed run, and nothing is held afterwards."""
+"""A fleet under 200 streams at once, by day 100 and half the room for them, while one thing after the other happens to it: no
+request fails, every text is that of the undisturbed run, and nothing is held afterwards."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tests.e2e.fleet_cases import Answer, Case, make_cases
 from tests.e2e.fleet_clients import Clients, Wave, check
 from tests.night import NIGHTLY
 
-STREAMS = 200
-NUM_CASES = 96
+STREAMS, NUM_CASES, POOL_TOKENS = (200, 96, 12_288) if NIGHTLY else (100, 48, 12_288)  # of each worker
 BY_NIGHT = (
     "state",
     "worker-0",
@@ -34,7 +33,7 @@ Expected = Mapping[Case, Answer]
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(tmp_path_factory.mktemp("fleet")) as started:
+    with Fleet(tmp_path_factory.mktemp("fleet"), max_total_tokens=POOL_TOKENS) as started:
         yield started
 
 

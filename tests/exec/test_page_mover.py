@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, OperationKind, PageOperation
+from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, OperationKind, PageOperation, Pull
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
+from services.worker.exec.tiers.pool_reader import PoolReader
 from services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGES, HOST_PAGES, DEADLINE_S = 6, 8, 20.0
@@ -144,6 +146,79 @@ def test_a_slow_storage_keeps_nobody_from_the_host(moving: Moving, monkeypatch: 
     assert moving.moved(OperationKind.LOAD, [1], [0]).count == 1
     going.set()
     assert moving.fact().count == 0
+
+
+class Elsewhere:
+    """Another worker whose pages are all of one byte, by address; "gone" has none, and "slow" waits until it is told."""
+
+    def __init__(self) -> None:
+        self.going = threading.Event()
+        self.left: list[Source] = []
+
+    def read(self, pull: Pull, count: int, out: memoryview) -> int:
+        if pull.source.address == "slow" and not self.going.wait(DEADLINE_S):
+            raise AssertionError("nobody lets it go on")
+        out[:] = bytes([pull.source.room.number]) * len(out)
+        return 0 if pull.source.address == "gone" else count
+
+    def leave(self, source: Source) -> None:
+        self.left.append(source)
+
+    def close(self) -> None:
+        self.going.set()
+
+
+def pull(address: str, number: int, pages: list[int]) -> PageOperation:
+    source = Source(Room(number, 1, bytes(16)), address, 9)
+    column = np.array(pages, dtype=np.int32)
+    return PageOperation(number, OperationKind.PULL, tuple(KEYS[: len(pages)]), column, NO_PAGES, pull=Pull(source, 0, bytes(32)))
+
+
+class TestOtherWorkers:
+    @pytest.fixture
+    def elsewhere(self, moving: Moving) -> Iterator[Elsewhere]:
+        """In place of what the mover has: nothing else reads from other workers."""
+        peers = Elsewhere()
+        moving.mover.close()
+        moving.mover = PageMover(moving.streams, lambda: moving.copier, moving.host, None, peers)
+        moving.mover.on_fact = moving.woken.release
+        yield peers
+
+    def test_their_pages_come(self, moving: Moving, elsewhere: Elsewhere) -> None:
+        before = moving.page(0)
+        moving.mover.begin(pull("a", 3, [4, 2]))
+        assert moving.fact().count == 2 and moving.page(0) == before
+        for page in (4, 2):
+            assert set(b"".join(moving.page(page))) == {3}
+
+    def test_what_does_not_come_writes_nothing(self, moving: Moving, elsewhere: Elsewhere) -> None:
+        before = moving.page(4)
+        moving.mover.begin(pull("gone", 3, [4]))
+        assert moving.fact().count == 0 and moving.page(4) == before
+
+    def test_one_that_is_slow_keeps_nobody_from_another(self, moving: Moving, elsewhere: Elsewhere) -> None:
+        moving.mover.begin(pull("slow", 1, [4]))
+        moving.mover.begin(pull("a", 2, [5]))
+        assert moving.fact().op_id == 2
+        elsewhere.going.set()
+        assert moving.fact().op_id == 1
+
+    def test_it_is_left_behind_what_is_read_of_it(self, moving: Moving, elsewhere: Elsewhere) -> None:
+        slow = pull("slow", 1, [4])
+        assert slow.pull is not None
+        moving.mover.begin(slow)
+        moving.mover.leave(slow.pull.source)
+        assert not elsewhere.left
+        elsewhere.going.set()
+        moving.fact()
+        moving.mover.close()
+        assert elsewhere.left == [slow.pull.source]
+
+
+def test_whoever_serves_pages_reads_what_the_pool_has(moving: Moving) -> None:
+    read = PoolReader(torch.device("cpu"), lambda: moving.copier)
+    found = bytes(read(np.array([4, 1], dtype=np.int32)))
+    assert found == b"".join(moving.page(4)) + b"".join(moving.page(1))
 
 
 def test_at_the_start_it_says_what_the_files_hold(tmp_path: Path) -> None:

@@ -252,7 +252,38 @@ AUTOSCALING = Dashboard(
     ],
 )  # fmt: skip
 
-DASHBOARDS = (OVERVIEW, ENGINE, ROUTING, AUTOSCALING)
+PREFILL = Dashboard(
+    "prefill-and-decode",
+    "Rootstock / Prefill and decode",
+    "Workers that compute prompts against those that decode. docs/kubernetes/prefill-and-decode.md explains the figures.",
+    [
+        Panel("Waiting", "Requests in workers' queues; what prefill workers are scaled by, for each of them.", "short",
+              {"{{engine_type}}": f"sum by (engine_type) (sglang:num_queue_reqs{{{WK}}})"}),
+        Panel("Busy", "Share of the time in which a worker computes, the mean; the other figure of prefill workers.", "percentunit",
+              {"{{engine_type}}": f"avg by (engine_type) (sum by (pod, engine_type) (rate(sglang:forward_execution_seconds_total{{{WK}}}[{WINDOW}])))"}),
+        Panel("KV pool in use", "The mean; what those that decode are scaled by.", "percentunit",
+              {"{{engine_type}}": f"avg by (engine_type) (sglang:token_usage{{{WK}}})"}, most=1),
+        Panel("Running", "Requests that run.", "short",
+              {"{{engine_type}}": f"sum by (engine_type) (sglang:num_running_reqs{{{WK}}})"}),
+        Panel("Prompt tokens computed", "Per second. What those that decode compute are short prompts, and those that found nobody else.",
+              "short",
+              {"{{engine_type}}": rate("sglang:realtime_tokens_total", f'{WK},mode="prefill_compute"', "engine_type")}),
+        Panel("Handed over", "Choices per second that went on at another worker: from a room with their KV, or from none.", "reqps",
+              {"{{source}}": rate(f"{GATEWAY}handovers_total", NS, "source")}, stack=True),
+        Panel("KV read", "Tokens per second that came from prefill workers.", "short",
+              {"{{pod}}": rate("rootstock_worker_pulled_tokens_total", WK, "pod")}, stack=True),
+        Panel("Speed of reads", "At which KV came from prefill workers lately; before the first read, what is guessed.", "Bps",
+              {"{{pod}}": f"rootstock_worker_pull_bytes_per_second{{{WK}}}"}),
+        Panel("Rooms", "Prompts whose KV is kept for those that decode.", "short",
+              {"{{pod}}": f"rootstock_worker_rooms{{{WK}}}"}),
+        Panel("In vain", "Per second: rooms that nobody came for in time, reads that brought nothing. Such prompts are computed again.",
+              "ops",
+              {"expired": rate("rootstock_worker_rooms_expired_total", WK),
+               "refused": rate("rootstock_worker_refused_pulls_total", WK)}),
+    ],
+)  # fmt: skip
+
+DASHBOARDS = (OVERVIEW, ENGINE, ROUTING, AUTOSCALING, PREFILL)
 
 
 def panel_json(panel: Panel, number: int) -> dict[str, Any]:

@@ -43,10 +43,10 @@ ROOTSTOCK_REDIS_URL: redis://{{ include "rootstock.host" (dict "root" .root "com
 {{- end }}
 {{- end }}
 
-{{/* Where a component's replicas are. Takes {root, component, port}. */}}
+{{/* Where a component's replicas are. Takes {root, component, pool, port}. */}}
 {{- define "rootstock.target" -}}
 {{- if eq .root.Values.gateway.discovery "k8s" -}}
-k8s:///{{ include "rootstock.fullname" .root }}-{{ .component }}.{{ .root.Release.Namespace }}:{{ .port }}
+k8s:///{{ include "rootstock.fullname" .root }}-{{ default .component .pool }}.{{ .root.Release.Namespace }}:{{ .port }}
 {{- else -}}
 dns:///{{ include "rootstock.host" . }}:{{ .port }}
 {{- end -}}
@@ -70,6 +70,7 @@ ROOTSTOCK_PEERS: {{ include "rootstock.target" (dict "root" .root "component" "g
 ROOTSTOCK_TOKENIZERS: {{ include "rootstock.target" (dict "root" .root "component" "tokenizer" "port" 7001) }}
 ROOTSTOCK_DETOKENIZERS: {{ include "rootstock.target" (dict "root" .root "component" "detokenizer" "port" 7002) }}
 ROOTSTOCK_WORKERS: {{ include "rootstock.target" (dict "root" .root "component" "worker" "port" 7003) }}
+{{- if include "rootstock.hasPrefill" .root }},{{ include "rootstock.target" (dict "root" .root "component" "worker" "pool" "prefill" "port" 7003) }}{{ end }}
 {{- $names := list }}
 {{- range .root.Values.models }}{{ $names = append $names .name }}{{ end }}
 ROOTSTOCK_MODELS: {{ join "," $names | quote }}
@@ -107,6 +108,13 @@ ROOTSTOCK_PROFILE_DIR: /tmp/profiles
 {{- if .root.Values.auth.controlTokenSecret }}
 ROOTSTOCK_CONTROL_HOST: "0.0.0.0"
 ROOTSTOCK_CONTROL_PORT: "7004"
+{{- end }}
+{{- if ne .mode "both" }}
+ROOTSTOCK_DISAGGREGATION_MODE: {{ .mode }}
+{{- end }}
+{{- if eq .mode "prefill" }}
+ROOTSTOCK_DISAGGREGATION_HOST: "0.0.0.0"
+ROOTSTOCK_DISAGGREGATION_PORT: "7103"
 {{- end }}
 {{- include "rootstock.config.redis" . }}
 {{- end }}

@@ -5,6 +5,8 @@ Names, labels, images. A "scope" is what most helpers take: a dict of
   values     the component's values, with the model's overrides merged in
   model      an entry of rootstock.models; absent where a component serves all models
   role       what pods are labelled as instead of `component`, where a component has pods of two kinds
+  pool       what objects and their pods are called instead of `component`: prefill, of workers that compute prompts
+  mode       of workers: both, or prefill and decode where a model has such
 */}}
 
 {{/* A name of at most .max characters; a longer one is cut and told apart by a hash. Takes {name, max}. */}}
@@ -44,25 +46,46 @@ Names, labels, images. A "scope" is what most helpers take: a dict of
 {{- toJson $models -}}
 {{- end }}
 
+{{/* JSON list of scopes without `root`, one for each set of workers: a model's, and those that compute prompts for them, if any. */}}
+{{- define "rootstock.workerPools" -}}
+{{- $pools := list -}}
+{{- range $model := include "rootstock.models" . | fromJsonArray -}}
+{{- $prefill := $model.worker.prefill -}}
+{{- $values := omit $model.worker "prefill" -}}
+{{- $apart := or $prefill.autoscaling.enabled (gt (int $prefill.replicas) 0) -}}
+{{- $pools = append $pools (dict "component" "worker" "mode" (ternary "decode" "both" $apart) "values" $values "model" $model) -}}
+{{- if $apart -}}
+{{- $own := mergeOverwrite (deepCopy $values) (deepCopy $prefill) -}}
+{{- $pools = append $pools (dict "component" "worker" "pool" "prefill" "mode" "prefill" "values" $own "model" $model) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $pools -}}
+{{- end }}
+
+{{/* "true" if a model has workers that compute prompts for others. Takes the root. */}}
+{{- define "rootstock.hasPrefill" -}}
+{{- range include "rootstock.workerPools" . | fromJsonArray }}{{ if eq .mode "prefill" }}true{{ end }}{{ end -}}
+{{- end }}
+
 {{- define "rootstock.name" -}}
 {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
 {{/* Name of a component's objects. Takes a scope. */}}
 {{- define "rootstock.componentName" -}}
-{{ include "rootstock.fullname" .root }}-{{ .component }}{{ with .model }}-{{ .slug }}{{ end }}
+{{ include "rootstock.fullname" .root }}-{{ default .component .pool }}{{ with .model }}-{{ .slug }}{{ end }}
 {{- end }}
 
 {{/* Address of a component's Service inside the cluster. Takes a scope. */}}
 {{- define "rootstock.host" -}}
-{{ include "rootstock.fullname" .root }}-{{ .component }}.{{ .root.Release.Namespace }}.svc
+{{ include "rootstock.fullname" .root }}-{{ default .component .pool }}.{{ .root.Release.Namespace }}.svc
 {{- end }}
 
 {{/* What never changes while a release lives: selectors are made of it. Takes a scope. */}}
 {{- define "rootstock.selector" -}}
 app.kubernetes.io/name: {{ include "rootstock.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-{{- with default .component .role }}
+{{- with default (default .component .pool) .role }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- with .model }}

@@ -4,6 +4,7 @@
 {{- define "rootstock.pod.metadata" -}}
 labels:
   {{- $own := include "rootstock.labels" . | fromYaml }}
+  {{- if has .mode (list "prefill" "decode") }}{{ $_ := set $own "rootstock.io/role" .mode }}{{ end }}
   {{- mergeOverwrite (deepCopy .values.podLabels) (omit $own "helm.sh/chart" "app.kubernetes.io/managed-by") | toYaml | nindent 2 }}
 annotations:
   checksum/config: {{ include "rootstock.config" . | sha256sum }}

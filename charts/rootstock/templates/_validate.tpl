@@ -33,6 +33,32 @@
 {{- end -}}
 {{- end }}
 
+{{/* Of models whose prompts are computed by workers of their own. */}}
+{{- define "rootstock.validate.prefill" -}}
+{{- range $pool := include "rootstock.workerPools" . | fromJsonArray -}}
+{{- if eq .mode "prefill" -}}
+  {{- $worker := .model.worker -}}
+  {{- if eq $worker.kind "LeaderWorkerSet" -}}
+    {{- fail (printf "model %s: worker.prefill needs workers of one pod each, and worker.kind is LeaderWorkerSet. Set kind to Deployment or StatefulSet, or prefill.replicas to 0." .model.name) -}}
+  {{- end -}}
+  {{- $least := ternary $worker.autoscaling.minReplicas $worker.replicas $worker.autoscaling.enabled -}}
+  {{- if lt (int $least) 1 -}}
+    {{- fail (printf "model %s: worker.prefill has prompts computed for workers that decode, of which there may be none: worker.%s is 0. Raise it, or set prefill.replicas to 0." .model.name (ternary "autoscaling.minReplicas" "replicas" $worker.autoscaling.enabled)) -}}
+  {{- end -}}
+  {{- range $name := list "page_size" "dtype" "deterministic" "context_len" "speculative_algorithm" "speculative_draft_model_path" -}}
+    {{- if and (hasKey $worker.prefill.settings $name) (ne (index $worker.prefill.settings $name | toString) (index $worker.settings $name | toString)) -}}
+      {{- fail (printf "model %s: worker.prefill.settings.%s is not what worker.settings has, and workers read each other's KV only where it is the same. Set it in worker.settings, which holds for both." $pool.model.name $name) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- range $settings := list $worker.settings $worker.prefill.settings -}}
+    {{- if eq (toString $settings.enable_radix_cache) "false" -}}
+      {{- fail (printf "model %s: worker.prefill moves cached KV from worker to worker, and settings.enable_radix_cache is false. Remove it, or set prefill.replicas to 0." $pool.model.name) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "rootstock.validate.settings" -}}
 {{- $scopes := list (dict "at" "gateway" "values" .Values.gateway) -}}
 {{- range $model := include "rootstock.models" . | fromJsonArray -}}
@@ -68,6 +94,9 @@
   {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
     {{- $at := printf "%s of model %s" $component $model.name -}}
     {{- $scopes = append $scopes (dict "at" $at "values" (index $model $component) "cpu" (ne $component "worker")) -}}
+  {{- end -}}
+  {{- if $model.worker.prefill.autoscaling.enabled -}}
+    {{- $scopes = append $scopes (dict "at" (printf "worker.prefill of model %s" $model.name) "values" $model.worker.prefill "cpu" false) -}}
   {{- end -}}
   {{- $worker := $model.worker -}}
   {{- if $worker.autoscaling.enabled -}}
@@ -141,6 +170,7 @@
       {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
         {{- $values := index $model $component -}}
         {{- $many := ternary (gt (int $values.autoscaling.maxReplicas) 1) (gt (int $values.replicas) 1) $values.autoscaling.enabled -}}
+        {{- $many = or $many (gt (int (dig "prefill" "replicas" 0 $values)) 0) (dig "prefill" "autoscaling" "enabled" false $values) -}}
         {{- if and $model.cached (or $many (gt (int (default 1 $values.hosts)) 1)) -}}
           {{- fail (printf "model %s: modelCache.pvc.accessMode ReadWriteOnce is a volume of one node, but %s has several replicas. Set accessMode to ReadWriteMany, or one replica of everything on one node." $model.name $component) -}}
         {{- end -}}

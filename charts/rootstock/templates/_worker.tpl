@@ -102,6 +102,10 @@ containers:
       - name: control
         containerPort: 7004
       {{- end }}
+      {{- if eq .mode "prefill" }}
+      - name: kv
+        containerPort: 7103
+      {{- end }}
     {{- include "rootstock.probes" (dict "service" "worker" "port" 7003 "startupSeconds" .values.startupSeconds) | nindent 4 }}
     resources:
       {{- include "rootstock.worker.resources" . | nindent 6 }}

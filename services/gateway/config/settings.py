@@ -88,6 +88,11 @@ class GatewaySettings(ServiceSettings):
     hedge_after_s: float = Field(
         0.0, ge=0, description="Seconds without a token after which a second worker gets a copy of a request; 0: never."
     )
+    disaggregation_min_tokens: int = Field(
+        512,
+        ge=1,
+        description="Tokens of a prompt beyond those that its decode worker has cached, from which a prefill worker computes it.",
+    )
     enable_priority_scheduling: bool = Field(False, description="Requests that wait here go by their priority first.")
     schedule_low_priority_values_first: bool = Field(False, description="Lower values are more urgent.")
     api_keys_file: str = Field(

@@ -19,6 +19,7 @@ from rootstock.v1 import worker_pb2
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch import sessions, worker_errors
 from services.gateway.dispatch.fleet import Fleet
+from services.gateway.dispatch.handover import source_of
 from services.gateway.dispatch.model_catalog import ModelCatalog
 from services.gateway.dispatch.model_pool import PromptBlocks
 from services.gateway.dispatch.pace import Pace
@@ -136,29 +137,36 @@ class Dispatcher:
         """Gives it to a worker, if there is one with room that would take it."""
         pool, session = placement.pool, placement.choice.generation.session
         if session is not None:
-            links = list(pool.links.values())  # also those that take nothing new: it can go nowhere else
+            links = pool.homes()  # also those that take nothing new: it can go nowhere else
             index = session_home.place(placement.choice.session_id, [link.info.worker_id if link.info else "" for link in links])
             if index is None or links[index].paused:
                 return False
             self._submit(placement, links[index], SESSION, 0)
             return True
-        pick = pool.pick(placement, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        pick = pool.pick(placement, now)
         if pick is None:
             return False
-        self._submit(placement, pool.links[pick.row], pick.reason, pick.predicted_tokens)
+        prefill = None
+        if not placement.prefilled and placement.choice.generates:
+            prefill = pool.pick_prefill(placement, now, pick, self._settings.disaggregation_min_tokens)
+        at = prefill or pick
+        self._submit(placement, pool.links[at.row], at.reason, at.predicted_tokens, hands_over=prefill is not None)
         return True
 
-    def _submit(self, placement: Placement, link: Link, reason: str, predicted_tokens: int) -> None:
+    def _submit(self, placement: Placement, link: Link, reason: str, predicted_tokens: int, hands_over: bool = False) -> None:
         handle, request = next(self._handles), placement.choice.request
         placement.place(link, handle, predicted_tokens, request.clock())
-        self._send(placement, link, handle, reason, predicted_tokens)
+        self._send(placement, link, handle, reason, predicted_tokens, hands_over)
         self._metrics.other_numerics.inc(placement.changes_numerics)
         after_s = self._settings.hedge_after_s
         if after_s and not placement.in_session and not placement.has_begun:
             placement.hedge_after(after_s, partial(self._hedge, placement))
         request.submitted()
 
-    def _send(self, placement: Placement, link: Link, handle: int, reason: str, predicted_tokens: int) -> None:
+    def _send(
+        self, placement: Placement, link: Link, handle: int, reason: str, predicted_tokens: int, hands_over: bool = False
+    ) -> None:
         choice, pool = placement.choice, placement.pool
         request, generation = choice.request, choice.generation
         now = request.clock()
@@ -177,6 +185,8 @@ class Dispatcher:
             tenant=request.caller.tenant,
             batch=placement.batch,
             tenant_weight=request.caller.weight,
+            hand_over=hands_over,
+            source=placement.take_source(),
         )
         if generation.session is not None:
             submit.session.session_id = choice.session_id
@@ -294,6 +304,10 @@ class Dispatcher:
             self._has_room(placement.pool, link)
             return
         placement.leave()
+        if finish.reason == pb.FINISH_REASON_HANDED_OVER:
+            self._handed_over(link, placement, finish)
+            self._has_room(placement.pool, link)
+            return
         self.pace.completed()
         self._waiting.charge(placement)
         if finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED):
@@ -306,6 +320,15 @@ class Dispatcher:
             if choice.ending is None:
                 self._detoks.touch(choice.text.decoding)
         self._has_room(placement.pool, link)
+
+    def _handed_over(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
+        placement.hand_over(source_of(link, finish))
+        placement.choice.output.handed_over(finish)
+        self._metrics.handovers.labels("none" if placement.source is None else "room").inc()
+        self.fleet.refresh(link)
+        if not self._place(placement):
+            self._waiting.wait_first(placement)
+            self._waiting.give_up(placement.pool, self.fleet.may_serve)
 
     def _judge(self, link: Link, choice: Choice, finish: worker_pb2.Finish) -> None:
         """What an end says of the worker."""

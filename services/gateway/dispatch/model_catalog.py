@@ -61,7 +61,7 @@ class ModelCatalog:
     def workers_of(self, name: str | None = None) -> list[SessionWorker]:
         """A model's connected workers; None: the default model's."""
         model = self._find(name)
-        links = self._pools[model.name].links.values() if model is not None else ()
+        links = self._pools[model.name].homes() if model is not None else ()
         return [SessionWorker(link.info.worker_id, link.address, link.paused) for link in links if link.info is not None]
 
     def hash_root(self, model: ModelInfo, cache_salt: str) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock.v1 import worker_pb2
 from services.gateway.peers.weights import Weights
 from services.gateway.peers.worker_link import Occupant, WorkerLink
 from services.gateway.request.generation import ModelInfo, Prompt
@@ -20,6 +21,8 @@ from services.gateway.routing.sharing import SharingMeter
 from services.shared.index.block_hash import BLOCK_TOKENS, block_hashes
 from services.shared.index.prefix_index import split_hashes
 
+PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
+MOST_QUEUED_TOKENS = 1 << 15  # of prompts at a worker that computes them for others: more of them wait longer than they gain
 UNLIMITED = 1 << 20  # requests of a worker that names no limit
 AnyLink: TypeAlias = WorkerLink[Any]
 LeaseAlive = Callable[[AnyLink], bool]
@@ -103,6 +106,7 @@ class ModelPool(Generic[C]):
         self._slack = slack
         self._leases_count = True  # not while no worker at all seems to have one: that is the index's trouble, not theirs
         self._breakers_count = True  # not while they would leave nobody
+        self._prefill: set[int] = set()  # rows of workers that compute prompts for others
         self._picks = 0
         self._sharing = SharingMeter()
 
@@ -121,6 +125,11 @@ class ModelPool(Generic[C]):
 
     def usable(self) -> list[WorkerLink[C]]:
         return [self.links[row] for row in np.flatnonzero(self.columns.usable).tolist()]
+
+    def homes(self) -> list[WorkerLink[C]]:
+        """Where sessions may live, those that take nothing new among them: not at who computes prompts for others, while there
+        are others."""
+        return [link for row, link in self.links.items() if row not in self._prefill] or list(self.links.values())
 
     @property
     def paused(self) -> bool:
@@ -143,12 +152,15 @@ class ModelPool(Generic[C]):
         self.columns.running[row] = running
         self.columns.limit[row] = running + max(2, round(running * self._slack))
         self.columns.loras[row] = frozenset(info.loras)
+        (self._prefill.add if info.role == PREFILL else self._prefill.discard)(row)
         self.refresh(link, now)
 
     def leave(self, link: AnyLink) -> None:
         row = self._rows.pop(link)
         self.columns.drop(row)
         del self.links[row]
+        self._prefill.discard(row)
+        self._share_out()
 
     def refresh_all(self, now: float) -> None:
         links = [link for link in self.links.values() if link.ready and not link.draining and not link.paused]
@@ -171,6 +183,16 @@ class ModelPool(Generic[C]):
         if link.crowded_until <= now:
             link.crowded_until = 0.0
         self._count(link)
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Who computes prompts for others serves whole requests while nobody else with its weights does."""
+        if not self._prefill:
+            return
+        usable = np.flatnonzero(self.columns.usable).tolist()
+        others = {self.links[row].weights for row in usable if row not in self._prefill}
+        for row in self._prefill:
+            self.columns.serves[row] = self.links[row].weights not in others
 
     def _count(self, link: AnyLink) -> None:
         """After its requests have changed: ours as they are, others' as it last told them."""
@@ -189,8 +211,32 @@ class ModelPool(Generic[C]):
 
     def pick(self, one: C, now: float, without: AnyLink | None = None) -> Pick | None:
         """None: nobody who would take it has room. without: one that it must not be."""
-        if not self.has_room():
+        return self._pick(one, now, self._allowed(one, without)) if self.has_room() else None
+
+    def pick_prefill(self, one: C, now: float, decode: Pick, min_tokens: int) -> Pick | None:
+        """Who computes its prompt for the worker that was picked for it; None: that one itself, for it pays. min_tokens: of a
+        prompt that are not cached there, below which it does."""
+        if not self._prefill or one.num_tokens - decode.predicted_tokens < min_tokens:
             return None
+        link = self.links[decode.row]
+        if link.info is None or link.info.role != DECODE:
+            return None
+        pick = self._pick(one, now, self._exchanging(link, link.info, one), prefill=True)
+        if pick is None:
+            return None
+        queued, idle = int(self.columns.tokens[pick.row]), not self.columns.requests[decode.row]
+        return None if queued > MOST_QUEUED_TOKENS or (queued and idle) else pick
+
+    def _exchanging(self, decode: WorkerLink[C], mine: worker_pb2.WorkerInfo, one: C) -> NDArray[np.bool_]:
+        """bool[capacity]: their pages are of that worker's weights and layout. mine: what it says of itself."""
+        allowed = np.zeros(self.columns.capacity, np.bool_)
+        for row, link in self.links.items():
+            info = link.info
+            if info is not None and info.kv_port and link.address not in one.refused_by:
+                allowed[row] = link.weights == decode.weights and info.kv_layout == mine.kv_layout
+        return allowed
+
+    def _pick(self, one: C, now: float, allowed: NDArray[np.bool_] | None, prefill: bool = False) -> Pick | None:
         matched, first_block = None, b""
         if self._index is not None and self.wants_hashes:
             self._index.expire(now)
@@ -202,8 +248,8 @@ class ModelPool(Generic[C]):
             owners = self.columns.owner
             known = (owners >= 0) & (owners < len(depths))
             matched = np.where(known, depths[np.where(known, owners, 0)] if len(depths) else 0, 0)
-        key, allowed = one.routing_key, self._allowed(one, without)
-        return self._policy.pick(Ask(one.num_tokens, matched, key, allowed=allowed, first_block=first_block), self.columns)
+        ask = Ask(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block, prefill=prefill)
+        return self._policy.pick(ask, self.columns)
 
     def picked(self, one: C, link: AnyLink, until: float) -> None:
         """It goes there; what it computes there will be cached, which others are told before the worker says so."""
@@ -222,7 +268,7 @@ class ModelPool(Generic[C]):
         allowed = np.ones(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             allowed[row] = link is not without and link.address not in one.refused_by
-        if without is None and not (allowed & self.columns.usable).any():
+        if without is None and not (allowed & self.columns.takes).any():
             return None  # those that have not refused it are gone: rather one that has
         return allowed
 
@@ -234,7 +280,7 @@ class ModelPool(Generic[C]):
         same = allowed.copy()
         for row, link in self.links.items():
             same[row] &= link.info is not None and link.info.numerics == one.numerics
-        return same if (same & self.columns.usable).any() else allowed
+        return same if (same & self.columns.takes).any() else allowed
 
     def _same_weights(self, one: C) -> NDArray[np.bool_]:
         """What has begun goes on with the weights that it began with: in a rollout there may be two sorts. And where there is
@@ -251,4 +297,4 @@ class ModelPool(Generic[C]):
 
     def can_go_on(self, one: C) -> bool:
         """Whether a worker takes requests that could go on with what has begun."""
-        return bool((self._same_weights(one) & self.columns.usable).any())
+        return bool((self._same_weights(one) & self.columns.takes).any())

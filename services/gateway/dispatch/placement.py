@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
 from services.gateway.dispatch.model_pool import ModelPool, PromptBlocks
 from services.gateway.dispatch.wait import Wait
 from services.gateway.peers.weights import Weights
@@ -41,8 +42,9 @@ class Placement:
     numerics: fingerprint of what its output began with; "" for none that anybody has promised.
     placed_at: when its worker got it, 0.0 while none has. predicted_tokens: of its prompt, that its worker was thought to have
     cached. crashes: workers lost soon after they got it. refused_by: addresses of workers that would not or could not serve it.
-    retried: elsewhere, after a worker's fault. blocks: shared by all choices of a prompt. batch: a number of the request's own
-    where it has several prompts, else 0."""
+    prefilled: another worker has computed its prompt for the next one that it goes to. source: where the KV of its first pages is
+    then; None: nowhere. retried: elsewhere, after a worker's fault. blocks: shared by all choices of a prompt. batch: a number of
+    the request's own where it has several prompts, else 0."""
 
     __slots__ = (
         "_hedge_timer",
@@ -57,8 +59,10 @@ class Placement:
         "placed_at",
         "pool",
         "predicted_tokens",
+        "prefilled",
         "refused_by",
         "retried",
+        "source",
         "wait",
         "weights",
     )
@@ -82,6 +86,8 @@ class Placement:
         self.crashes = 0
         self.refused_by = set(refused_by)
         self.retried = False
+        self.prefilled = False
+        self.source: worker_pb2.KvSource | None = None
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -194,6 +200,15 @@ class Placement:
 
     def forget_refusals(self) -> None:
         self.refused_by.clear()
+
+    def take_source(self) -> worker_pb2.KvSource | None:
+        """For one worker: what is read is read once."""
+        source, self.source, self.prefilled = self.source, None, False
+        return source
+
+    def hand_over(self, source: worker_pb2.KvSource | None) -> None:
+        """Its worker has computed the prompt, and said the first token."""
+        self.source, self.prefilled = source, True
 
     def count_retry(self) -> None:
         self.retried = True

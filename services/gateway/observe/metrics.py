@@ -18,6 +18,7 @@ from services.shared.observe.readings import Reading, Readings, Value
 
 PREFIX = "rootstock_gateway_"
 RATE_LIMITS = ("requests", "tokens", "concurrency")
+HANDOVERS = ("room", "none")  # whether there is KV to be read
 REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 
 
@@ -75,6 +76,11 @@ class GatewayMetrics:
         self.other_numerics = self._counter(
             "moves_to_other_numerics", "Choices of deterministic workers that one whose results have other bits went on with."
         )
+        self.handovers = self._counter(
+            "handovers", "Choices whose prompt a prefill worker had computed, and with which another worker went on.", "source"
+        )
+        for source in HANDOVERS:
+            self.handovers.labels(source)
         self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing took to be cached.")
         self.queue_time = self._histogram("queue_time_seconds", "Time that a choice waited for a worker with room.")
         self.refusals = self._counter("refusals", "Choices turned away with a 503 for want of a worker, by why.", "reason")

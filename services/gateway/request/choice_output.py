@@ -45,7 +45,7 @@ class ChoiceOutput:
     """ids: all output ids so far; a detokenizer's stream reads the same list. logprobs: of these, where they are wanted.
     prompt_logprobs: from position max(1, prompt_from) on. verdict: the worker's ending, None while it goes on."""
 
-    __slots__ = ("_embedding", "_generation", "ids", "logprobs", "prompt_logprobs", "verdict")
+    __slots__ = ("_embedding", "_generation", "_prefilled", "ids", "logprobs", "prompt_logprobs", "verdict")
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -53,6 +53,7 @@ class ChoiceOutput:
         self.logprobs = LogprobTable()
         self.prompt_logprobs = LogprobTable()
         self._embedding: Sequence[float] | None = None
+        self._prefilled: worker_pb2.Finish | None = None  # what the worker said that has computed the prompt for another one
         self.verdict: Ending | None = None
 
     @property
@@ -81,9 +82,16 @@ class ChoiceOutput:
         if not self.ids:
             self.prompt_logprobs = LogprobTable()
 
+    def handed_over(self, finish: worker_pb2.Finish) -> None:
+        """Another worker goes on with it: what its prompt has cost counts as this one says."""
+        if self._prefilled is None:
+            self._prefilled = finish
+
     def finish(self, finish: worker_pb2.Finish) -> None:
         """The worker's terminal output, of an answer that is complete."""
         ending = _ending_of(finish, self._generation.stop_token_ids)
+        if (first := self._prefilled) is not None:
+            ending = replace(ending, cached_tokens=first.cached_tokens, cached_by_tier=_by_tier(first), queue_ms=first.queue_ms)
         self.verdict = _without_output(ending) if self._generation.hidden else ending
         if finish.reason == pb.FINISH_REASON_EMBEDDED:
             self._embedding = finish.embedding
@@ -116,8 +124,11 @@ def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int]) -> End
 
 
 def _by_tier(finish: worker_pb2.Finish) -> dict[str, int] | None:
-    found = finish.cached_device_tokens, finish.cached_host_tokens, finish.cached_storage_tokens
-    return dict(zip(TIERS, found, strict=True)) if any(found) else None
+    """As SGLang has them, which knows no peers; those only where something came from one."""
+    found = dict(zip(TIERS, (finish.cached_device_tokens, finish.cached_host_tokens, finish.cached_storage_tokens), strict=True))
+    if finish.cached_peer_tokens:
+        found["peer"] = finish.cached_peer_tokens
+    return found if any(found.values()) else None
 
 
 def _without_output(ending: Ending) -> Ending:

@@ -122,6 +122,11 @@ class Choice:
         only its worker has."""
         return self.output.verdict is None and self.generation.session is None and self.request.error is None
 
+    @property
+    def generates(self) -> bool:
+        """Tokens, and not a vector."""
+        return not self.generation.wants_embedding
+
     def finish(self, finish: worker_pb2.Finish) -> None:
         """The worker's terminal output, for an answer that is complete; its text is still to come."""
         self.output.finish(finish)

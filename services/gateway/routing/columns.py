@@ -13,10 +13,10 @@ _FIRST_ROWS = 8
 class WorkerColumns:
     """Arrays of `capacity` rows; a row is meaningful while `used`. Rows keep their number while their worker is known.
 
-    usable: it may get new requests. requests: open on it, over all gateways. tokens: prompt and output tokens of what is open
-    on it. limit: requests that it may have open before more wait at the gateway; running: of those, how many it can run at
-    once. owner: its number in the PrefixIndex, -1 for none. last_pick: counts up over all picks. key: 64 random bits that stay
-    the worker's own (of its id), for rendezvous hashing.
+    usable: it may get new requests. serves: whole ones, and not only prompts to compute for others. requests: open on it, over
+    all gateways. tokens: prompt and output tokens of what is open on it. limit: requests that it may have open before more wait
+    at the gateway; running: of those, how many it can run at once. owner: its number in the PrefixIndex, -1 for none. last_pick:
+    counts up over all picks. key: 64 random bits that stay the worker's own (of its id), for rendezvous hashing.
     """
 
     def __init__(self) -> None:
@@ -24,6 +24,7 @@ class WorkerColumns:
         self.loras: list[frozenset[str]] = []
         self.used = np.zeros(0, np.bool_)
         self.usable = np.zeros(0, np.bool_)
+        self.serves = np.zeros(0, np.bool_)
         self.requests = np.zeros(0, np.int64)
         self.tokens = np.zeros(0, np.int64)
         self.limit = np.zeros(0, np.int64)
@@ -31,6 +32,11 @@ class WorkerColumns:
         self.owner = np.full(0, -1, np.int64)
         self.last_pick = np.zeros(0, np.int64)
         self.key = np.zeros(0, np.uint64)
+
+    @property
+    def takes(self) -> NDArray[np.bool_]:
+        """bool[capacity]: it may get new, whole requests."""
+        return self.used & self.usable & self.serves
 
     @property
     def capacity(self) -> int:
@@ -47,6 +53,7 @@ class WorkerColumns:
             getattr(self, name)[row] = 0
         self.ids[row], self.loras[row] = worker_id, frozenset()
         self.used[row], self.owner[row], self.key[row] = True, -1, key
+        self.serves[row] = True
         return row
 
     def drop(self, row: int) -> None:
@@ -57,7 +64,7 @@ class WorkerColumns:
         more = max(_FIRST_ROWS, self.capacity)
         self.ids += [""] * more
         self.loras += [frozenset()] * more
-        for name in ("used", "usable", "requests", "tokens", "limit", "running", "last_pick", "key"):
+        for name in ("used", "usable", "serves", "requests", "tokens", "limit", "running", "last_pick", "key"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self.owner = np.concatenate([self.owner, np.full(more, -1, np.int64)])
@@ -67,7 +74,8 @@ class WorkerColumns:
 class Ask:
     """One request to be placed. matched: int64[capacity], prompt tokens that each row's worker is thought to have cached, or
     None if nothing is known. key: routing key, "" for none. lora: adapter, "" for none. allowed: bool[capacity] to choose
-    from, or None for all. first_block: name of the prompt's first block, b"" where it has none or nobody knows it."""
+    from, or None for all. first_block: name of the prompt's first block, b"" where it has none or nobody knows it. prefill: its
+    prompt alone is to be computed, by one of those that are there for that."""
 
     prompt_tokens: int
     matched: NDArray[np.int64] | None = None
@@ -75,6 +83,7 @@ class Ask:
     lora: str = ""
     allowed: NDArray[np.bool_] | None = None
     first_block: bytes = b""
+    prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

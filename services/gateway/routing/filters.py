@@ -14,7 +14,7 @@ Rows = NDArray[np.int64]
 
 def ready_rows(ask: Ask, workers: WorkerColumns) -> Rows:
     """Those that may get new requests, and that the request may go to."""
-    ready = workers.used & workers.usable
+    ready = workers.used & workers.usable & ~workers.serves if ask.prefill else workers.takes
     if ask.allowed is not None:
         ready &= ask.allowed
     return np.flatnonzero(ready)

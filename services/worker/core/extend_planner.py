@@ -19,9 +19,9 @@ from services.worker.core.prefill_adder import (
     RunningRows,
     adapted_chunk,
 )
+from services.worker.core.prefix_gate import PrefixGate
 from services.worker.core.queue.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
 from services.worker.core.queue.policy import due_before, service_order
-from services.worker.core.queue.prefix_gate import PrefixGate
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.retraction import preemptible, victim_order

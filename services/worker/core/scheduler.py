@@ -14,6 +14,7 @@ from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
+from services.worker.core.contracts.rooms import Room, RoomEvents
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.contracts.transfers import Fact, PageOperation, Tier
@@ -50,8 +51,9 @@ class Scheduler:
         revision: str = "",
         keys: PageKeys | None = None,
     ) -> None:
-        assert (keys is not None) or not config.host_pages, "pages of other tiers have keys"
-        self._tiers = None if keys is None or not config.host_pages else Tiers(_tier_limits(config), keys)
+        others = config.host_pages > 0 or config.reads_peers
+        assert keys is not None or not others, "pages of other tiers have keys"
+        self._tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys)
         self.table = RequestTable(config, book, events, self._tiers)
         self._events = events
         most, adaptive = config.max_drafts, config.speculative_adaptive
@@ -109,7 +111,8 @@ class Scheduler:
             self.table.end(request, _CANCELLED, now)
 
     def abort_peer(self, peer: int, now: float) -> None:
-        """Ends every request of a front end that has gone."""
+        """Ends every request of a front end that has gone, and what it was told to be kept."""
+        self.table.rooms.leave_peer(peer)
         for request in [r for r in self.table.by_key.values() if r.peer == peer]:
             self.table.end(request, _CANCELLED, now)
 
@@ -147,6 +150,9 @@ class Scheduler:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.table.trace.now = now
+        self.table.rooms.expire(now)
+        if self.table.rooms.take_freed():
+            self.table.batch_is_full = False
         operations = self._plan_operations(now) if self._tiers is not None else ()
         step = self._plan_step(now)
         if step is None:
@@ -238,6 +244,15 @@ class Scheduler:
         peers = self.table.outputs.take()
         return StepOutput(peers) if peers else None
 
+    def leave_room(self, room: Room) -> None:
+        """Its reader wants no more of it, or is gone."""
+        self.table.rooms.leave(room)
+
+    def take_rooms(self) -> RoomEvents | None:
+        """What has become of rooms since the last call: for the executor, before the next step is launched and before front ends
+        are told anything."""
+        return self.table.rooms.take()
+
     def take_cache_events(self) -> CacheEvents | None:
         """What the prefix index is to be told since the last call."""
         return self._events.take() if self._events else None
@@ -260,6 +275,7 @@ class Scheduler:
 
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses; returns the number of pages freed."""
+        self.table.rooms.end_all()
         if self._tiers is not None:
             self._tiers.end_all()
         num_pages = self.table.memory.flush()

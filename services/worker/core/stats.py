@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from services.worker.core.kv.other_tiers import TierStats
 from services.worker.core.queue.request_table import RequestTable
@@ -30,7 +30,7 @@ class StepStats:
     num_waiting: int
     num_gated: Annotated[int, Told("sglang:num_grammar_queue_reqs", "Requests whose grammar is being compiled.")]
     num_retracted: Annotated[int, Told("sglang:num_retracted_reqs", "Requests that lost their memory and wait for it.")]
-    waiting_tokens: int
+    waiting_tokens: Annotated[int, Told("rootstock_worker_waiting_tokens", "Tokens of requests that wait to run.")]
     pages_leased: int
     pages_cached: int
     pages_evictable: Annotated[int, Told("sglang:kv_evictable_tokens", "Tokens of KV that are cached and unpinned.", True)]
@@ -68,6 +68,10 @@ class StepStats:
     accepted_tokens_total: Annotated[int, Told("rootstock_worker_accepted_tokens", "Of these, those that were right.")]
     evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
 
+    num_rooms: Annotated[int, Told("rootstock_worker_rooms", "Prompts whose KV is kept for decode workers.")]
+    rooms_total: Annotated[int, Told("rootstock_worker_rooms_opened", "Prompts whose KV was kept for decode workers.")]
+    expired_rooms_total: Annotated[int, Told("rootstock_worker_rooms_expired", "Of these, those that nobody came for in time.")]
+
     pages_quarantined: Annotated[
         int, Told("rootstock_worker_quarantined_tokens", "Tokens of KV that copies from other tiers are writing.", True)
     ] = 0
@@ -88,6 +92,21 @@ class StepStats:
     ] = 0
     loaded_pages_total: Annotated[int, Told("sglang:load_back_tokens", "Tokens of KV read from the host tier.", True)] = 0
     fetched_pages_total: Annotated[int, Told("sglang:prefetched_tokens", "Tokens of KV read from the storage tier.", True)] = 0
+    pulled_pages_total: Annotated[
+        int, Told("rootstock_worker_pulled_tokens", "Tokens of KV read from prefill workers.", True)
+    ] = 0
+    refused_pulls_total: Annotated[
+        int, Told("rootstock_worker_refused_pulls", "Reads from prefill workers that brought nothing.")
+    ] = 0
+    load_bytes_s: Annotated[
+        float, Told("rootstock_worker_load_bytes_per_second", "At which the host tier was read lately; before that, a guess.")
+    ] = 0.0
+    fetch_bytes_s: Annotated[
+        float, Told("rootstock_worker_fetch_bytes_per_second", "At which the storage tier was read lately; before, a guess.")
+    ] = 0.0
+    pull_bytes_s: Annotated[
+        float, Told("rootstock_worker_pull_bytes_per_second", "At which prefill workers were read lately; before, a guess.")
+    ] = 0.0
     recomputed_pages_total: Annotated[
         int,
         Told(
@@ -156,6 +175,9 @@ def stats_of(table: RequestTable, new_token_ratio: float, paused: bool) -> StepS
         drafted_tokens_total=table.drafted_tokens_total,
         accepted_tokens_total=table.accepted_tokens_total,
         evicted_pages_total=memory.evicted_pages_total,
+        num_rooms=len(table.rooms),
+        rooms_total=table.rooms.opened_total,
+        expired_rooms_total=table.rooms.expired_total,
         **_of_tiers(table),
     )
 
@@ -163,7 +185,7 @@ def stats_of(table: RequestTable, new_token_ratio: float, paused: bool) -> StepS
 _OF_TIERS = tuple(field.name for field in fields(TierStats))
 
 
-def _of_tiers(table: RequestTable) -> dict[str, int]:
+def _of_tiers(table: RequestTable) -> dict[str, Any]:
     """By field; none where there are no tiers, all of which are then 0."""
     if table.tiers is None:
         return {}

@@ -19,6 +19,7 @@ from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.options import DeviceOptions
+from services.worker.exec.contracts.peer_pages import RoomServer
 from services.worker.exec.device import device_of, load_target, streams_of
 from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
 from services.worker.exec.executor import DeviceExecutor
@@ -47,6 +48,7 @@ from services.worker.exec.streams.returned_memory import return_cached, return_m
 from services.worker.exec.tiers.make_tiers import make_mover
 from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
+from services.worker.exec.tiers.pool_reader import PoolReader
 from services.worker.exec.warm_up import PROMPTS, warm_up
 from services.worker.exec.weights.load_phases import LoadPhases
 from services.worker.exec.weights.load_request import LoadRequest
@@ -110,10 +112,14 @@ def build_device_executor(
     info = replace(info, max_drafts=options.max_drafts, weight_bytes=sizes[0], kv_bytes_per_token=sizes[1])
     layout = f"{made.kv_layout} {info.numerics}"
     mover, host_pages = made.tiers(pages, layout)
-    executor = DeviceExecutor(made.runner, made.memory_parts(request, pages), steps=made.drafted_steps(), mover=mover)
+    server = made.room_server(layout)
+    parts = made.memory_parts(request, pages)
+    executor = DeviceExecutor(made.runner, parts, steps=made.drafted_steps(), mover=mover, server=server)
     progress(f"loaded in: {phases.describe()}")
     has_storage = mover is not None and mover.store is not None
-    return executor, replace(info, host_pages=host_pages, has_storage=has_storage, kv_layout=layout)
+    info = replace(info, host_pages=host_pages, has_storage=has_storage, kv_layout=layout)
+    reads = mover is not None and mover.reads_peers
+    return executor, replace(info, reads_peers=reads, kv_port=0 if server is None else server.port)
 
 
 def assemble_executor(
@@ -348,15 +354,28 @@ class _Assembly:
 
     def tiers(self, pages: int, layout: str) -> tuple[PageMover | None, int]:
         """What moves pages, and how many the host's memory has; of a model that keeps none, nothing. Raises ValueError."""
-        options = self._options.tiers
-        if options is None or self._loaded.is_encoder or not self._token_bytes:
+        options, peers = self._options.tiers, self._options.peers
+        open_reader = None if peers is None else peers.open_reader
+        if not self._keeps_kv or (options is None and open_reader is None):
             return None, 0
-        passes = self.runner.passes
+        reader = None if open_reader is None else open_reader(layout.encode(), self._copier().page_bytes)
+        return make_mover(options, pages, self._copier, layout, self._streams, self._progress, reader)
 
-        def copier() -> PageCopier:
-            return PageCopier((passes.pool, self._drafting.pool))
+    def room_server(self, layout: str) -> RoomServer | None:
+        """What lets other workers read here. Raises ValueError."""
+        peers = self._options.peers
+        if peers is None or peers.open_server is None or not self._keeps_kv:
+            return None
+        read_pages = PoolReader(self._streams.device, self._copier)
+        return peers.open_server(layout.encode(), self._copier().page_bytes, read_pages)
 
-        return make_mover(options, pages, copier, layout, self._streams, self._progress)
+    @property
+    def _keeps_kv(self) -> bool:
+        return not self._loaded.is_encoder and bool(self._token_bytes)
+
+    def _copier(self) -> PageCopier:
+        """Of the pools as they are: they may be made anew."""
+        return PageCopier((self.runner.passes.pool, self._drafting.pool))
 
     def drafted_steps(self) -> DraftedSteps | None:
         if not self._options.max_drafts:

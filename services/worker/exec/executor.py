@@ -10,8 +10,10 @@ from typing import Protocol
 from torch.profiler import ProfilerActivity
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.core.contracts.rooms import RoomEvents
 from services.worker.core.contracts.transfers import Fact, PageOperation
-from services.worker.exec.contracts.operations import ClearStorage, Operation, OperationRefused
+from services.worker.exec.contracts.operations import ClearStorage, Operation, OperationRefused, ReleaseMemory
+from services.worker.exec.contracts.peer_pages import RoomServer
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 from services.worker.exec.operator import Operator, Releasable
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
@@ -41,7 +43,8 @@ class Steps(Protocol):
 class DeviceExecutor:
     """Implements exec.protocol.Executor. A failed step fails its own waiter.
 
-    steps: what computes them, the runner itself where nothing is drafted. mover: of pages between tiers, None where there is one.
+    steps: what computes them, the runner itself where nothing is drafted. mover: of pages between tiers and workers, None where
+    there is neither. server: lets other workers read this one's rooms; None: nobody reads here.
     memory: None where nothing can be released, for it could not be made again. on_lost: called once, with a sentence, when the
     device answers nothing any more: the process has to be replaced.
     """
@@ -53,11 +56,12 @@ class DeviceExecutor:
         on_lost: Callable[[str], None] = _ignore,
         steps: Steps | None = None,
         mover: PageMover | None = None,
+        server: RoomServer | None = None,
     ) -> None:
         self._runner, self._streams = runner, runner.streams
         self._steps: Steps = runner if steps is None else steps
         self.on_lost = on_lost
-        self._mover = mover
+        self._mover, self._server = mover, server
         self._lost = False
         on_gpu = self._streams.device.type == "cuda"
         self._profile = StepProfile((ProfilerActivity.CPU, ProfilerActivity.CUDA) if on_gpu else (ProfilerActivity.CPU,))
@@ -99,11 +103,27 @@ class DeviceExecutor:
     def facts(self) -> Sequence[Fact]:
         return () if self._mover is None else self._mover.facts()
 
+    @property
+    def room_server(self) -> RoomServer | None:
+        return self._server
+
+    def rooms(self, events: RoomEvents) -> None:
+        if self._server is not None:
+            for room in events.opened:
+                self._server.open(room)
+            if events.closed:
+                self._server.shut(events.closed)
+        if self._mover is not None:
+            for source in events.left:
+                self._mover.leave(source)
+
     def apply(self, operation: Operation) -> None:
         if isinstance(operation, ClearStorage):
             if self._mover is not None:
                 self._mover.clear_storage()
             return
+        if isinstance(operation, ReleaseMemory) and self._server is not None:
+            self._server.shut_all()  # nobody reads memory that is gone
         try:
             self._streams.collect(partial(self._operate, operation))()
         except OperationRefused:
@@ -112,6 +132,8 @@ class DeviceExecutor:
             raise ExecutorError(f"{type(operation).__name__} failed: {error!r}") from error
 
     def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
         if self._mover is not None:
             self._mover.close()
         self._streams.collect(self._end)()

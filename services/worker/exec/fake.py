@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
+from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, proof
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation
+from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
 from services.worker.exec.contracts.operations import (
     ClearStorage,
     Operation,
@@ -140,6 +141,9 @@ class FakeExecutor:
         self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # tokens of each slot whose KV counts
         self.host: dict[int, I32] = {}  # a page's tokens by host page
         self.storage: dict[bytes, I32] = {}
+        self.peers: dict[str, FakeExecutor] = {}  # other workers, by the address at which their KV is read
+        self.open_rooms: dict[int, OpenRoom] = {}
+        self.left_rooms: list[Room] = []  # that readers have left
         self._moving: list[tuple[float, PageOperation]] = []
         self._moving_until = 0.0
         self._params: dict[int, SamplingParams] = {}
@@ -232,6 +236,14 @@ class FakeExecutor:
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Nobody is woken: what becomes of operations is a matter of the clock."""
 
+    def rooms(self, events: RoomEvents) -> None:
+        self.open_rooms |= {opened.room.number: opened for opened in events.opened}
+        for room in events.closed:
+            del self.open_rooms[room.number]
+        for source in events.left:
+            if (peer := self.peers.get(source.address)) is not None:
+                peer.left_rooms.append(source.room)
+
     def facts(self) -> list[Fact]:
         done: list[Fact] = []
         while self._moving and self._moving[0][0] <= self._clock():
@@ -241,6 +253,8 @@ class FakeExecutor:
 
     def _moved(self, operation: PageOperation) -> Fact:
         count = self.pages_moved(operation)
+        if operation.pull is not None and count:
+            count = self._pulled(operation.pull, operation.pages[:count])
         keys, pages, host_pages = operation.keys[:count], operation.pages[:count], operation.host_pages[:count].tolist()
         stored: tuple[bytes, ...] = ()
         match operation.kind:
@@ -254,6 +268,19 @@ class FakeExecutor:
             case OperationKind.FETCH if count:
                 self.kv[pages] = [self.storage[key] for key in keys]
         return Fact(operation.op_id, count, self._time.per_page_moved * count, stored)
+
+    def _pulled(self, pull: Pull, pages: I32) -> int:
+        """All of them, or none."""
+        peer, room = self.peers.get(pull.source.address), pull.source.room
+        opened = None if peer is None else peer.open_rooms.get(room.number)
+        if peer is None or opened is None or opened.room != room:
+            return 0
+        end = pull.first + len(pages)
+        tokens = opened.tokens[: end * self._page_size * self.kv.itemsize]
+        if end > len(opened.pages) or proof(room.secret, opened.tree, tokens) != pull.proof:
+            return 0
+        self.kv[pages] = peer.kv[opened.pages[pull.first : end]]
+        return len(pages)
 
     def apply(self, operation: Operation) -> None:
         match operation:

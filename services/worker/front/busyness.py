@@ -75,6 +75,11 @@ class LoadReport:
         """Running and waiting, as of the scheduler's latest turn. From any thread."""
         return 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
 
+    @property
+    def num_rooms(self) -> int:
+        """That others may still read, as of the same turn. From any thread."""
+        return 0 if self.stats is None else self.stats.num_rooms
+
     def turned(self, stats: StepStats) -> None:
         """On the scheduler's thread. Wakes the asyncio loop once for all turns between two tellings."""
         paused = self.stats is not None and self.stats.paused

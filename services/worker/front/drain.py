@@ -12,17 +12,18 @@ from services.worker.front.outbox import StreamOutbox
 from services.worker.loop.loop import STOPPING
 from services.worker.loop.thread import SchedulerThread
 
+LOOK_S = 0.05  # between two looks at whether rooms are left
 STEP_S = 1.0  # for the steps in flight when the grace period is over
 
 logger = logging.getLogger(__name__)
 
 
 async def drain(outbox: StreamOutbox, load: LoadReport, scheduler: SchedulerThread, grace_s: float) -> None:
-    """On return every request that was here has its terminal output, and streams end when that is taken. A further signal
-    ends the wait; one after that kills the process."""
+    """On return every request that was here has its terminal output, and streams end when that is taken; what was kept for others
+    has been read, or its time was over. A further signal ends the wait; one after that kills the process."""
     outbox.closed = STOPPING
     load.tell()
-    empty = asyncio.create_task(outbox.wait_empty())
+    empty = asyncio.create_task(_nobody_is_left(outbox, load))
     hurry = asyncio.create_task(grpc_server.stop_signal().wait())
     await asyncio.wait((empty, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     if hurry.done():
@@ -33,3 +34,9 @@ async def drain(outbox: StreamOutbox, load: LoadReport, scheduler: SchedulerThre
         asyncio.get_running_loop().remove_signal_handler(number)
     await scheduler.stop(STEP_S)
     outbox.end()
+
+
+async def _nobody_is_left(outbox: StreamOutbox, load: LoadReport) -> None:
+    await outbox.wait_empty()
+    while load.num_rooms:
+        await asyncio.sleep(LOOK_S)

@@ -23,6 +23,7 @@ from services.shared.observe.log import fields
 from services.shared.observe.tracing import trace_fields
 from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.core.contracts.messages import PromptKeys, Submit
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
 from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.front.busyness import LoadReport
@@ -144,7 +145,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             stream.put(worker_pb2.StepOutput(finishes=[unavailable(message.handle, self._outbox.closed)]))
             return
         try:
-            submit = submit_from_pb(message, peer, self._model, secrets.randbits(64))
+            submit = submit_from_pb(message, peer, self._model, secrets.randbits(64), self._new_room(message))
         except InvalidRequest as error:
             logger.info("refused: %s", error, extra=fields(**_who(message)))
             stream.open.discard(message.handle)
@@ -155,6 +156,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             resumed = len(message.output_ids)
             self._spans.arrived(peer, message.handle, message.request_id, message.traceparent, resumed)
         self._inbox.put(self._with_keys(submit))
+
+    def _new_room(self, message: worker_pb2.Submit) -> Room | None:
+        if not message.hand_over or not self._info.kv_port:
+            return None
+        return Room(secrets.randbits(63), self._info.generation, secrets.token_bytes(ROOM_SECRET_BYTES))
 
     def _with_keys(self, submit: Submit) -> Submit:
         """A session's turn has a prompt that only the core knows."""

@@ -10,6 +10,7 @@ from services.shared import limits
 from services.shared.field_refusal import worded
 from services.worker.core.contracts.messages import Finish, PeerOutput, SessionTurn, Submit
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
 from services.worker.core.contracts.transfers import Tier
 from services.worker.front.invalid_request import InvalidRequest
 from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb, within
@@ -17,8 +18,11 @@ from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb, w
 __all__ = ["InvalidRequest", "ModelLimits", "output_to_pb", "refusal_to_pb", "submit_from_pb"]
 
 
-def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int) -> Submit:
-    """A checked Submit with every default resolved. random_seed: 64 bits, for a request without a seed.
+def submit_from_pb(
+    message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int, room: Room | None = None
+) -> Submit:
+    """A checked Submit with every default resolved. random_seed: 64 bits, for a request without a seed. room: for its pages, if
+    it is to be handed over; None: this worker keeps none for others.
 
     Raises InvalidRequest.
     """
@@ -49,7 +53,33 @@ def submit_from_pb(message: worker_pb2.Submit, peer: int, model: ModelLimits, ra
         tenant=message.tenant,
         batch=message.batch,
         weight=message.tenant_weight or 1.0,
+        hand_over=_hand_over(message, room),
+        source=_source_from_pb(message),
     )
+
+
+def _hand_over(message: worker_pb2.Submit, room: Room | None) -> Room | None:
+    if not message.hand_over:
+        return None
+    if message.HasField("session") or message.sampling.HasField("embedding"):
+        raise InvalidRequest("hand_over", "neither in a session nor for an embedding")
+    if room is None:
+        raise InvalidRequest("hand_over", "this worker keeps no KV for others")
+    return room
+
+
+def _source_from_pb(message: worker_pb2.Submit) -> Source | None:
+    if not message.HasField("source"):
+        return None
+    source = message.source
+    if message.HasField("session") or message.sampling.HasField("embedding"):
+        raise InvalidRequest("source", "neither in a session nor for an embedding")
+    within(len(source.address), limits.MAX_ADDRESS_CHARS, "source.address")
+    if len(source.room.secret) != ROOM_SECRET_BYTES:
+        raise InvalidRequest("source.room.secret", f"has {ROOM_SECRET_BYTES} bytes")
+    if not source.room.pages:
+        raise InvalidRequest("source.room.pages", "a room has a page at least")
+    return Source(Room(source.room.room, source.room.epoch, source.room.secret), source.address, source.room.pages)
 
 
 def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLimits) -> tuple[int, ...]:
@@ -158,7 +188,11 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         cached_device_tokens=finish.cached_from.get(Tier.DEVICE, 0),
         cached_host_tokens=finish.cached_from.get(Tier.HOST, 0),
         cached_storage_tokens=finish.cached_from.get(Tier.STORAGE, 0),
+        cached_peer_tokens=finish.cached_from.get(Tier.PEER, 0),
     )
+    if finish.room is not None:
+        room = finish.room
+        pb.room.CopyFrom(worker_pb2.KvRoom(room=room.number, epoch=room.epoch, secret=room.secret, pages=finish.room_pages))
     if finish.matched_token >= 0:
         pb.matched_token = finish.matched_token
     return pb

@@ -42,7 +42,7 @@ def run_first_steps(
     most = min(config.context_len - MAX_NEW_TOKENS, config.num_pages * config.page_size // 4)
     embedding = None if generates else EmbeddingParams()
     params = SamplingParams(MAX_NEW_TOKENS if generates else 1, temperature=0.0, ignore_eos=True, embedding=embedding)
-    core = Scheduler(replace(config, retract_interval=0, host_pages=0), rules)
+    core = Scheduler(replace(config, retract_interval=0, host_pages=0, reads_peers=False), rules)
 
     def serve(number: int, length: int, heard: Took) -> None:
         ids = ((np.arange(max(1, min(length, most))) + number) % config.vocab_size).astype(np.int32)

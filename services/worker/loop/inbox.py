@@ -8,6 +8,7 @@ import queue
 from dataclasses import dataclass
 
 from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.rooms import Room
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.loop.barrier import Command
 
@@ -63,11 +64,20 @@ class FactsReady:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomLeft:
+    """Its reader wants no more of it, or is gone."""
+
+    room: Room
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop; what still runs ends with UNAVAILABLE."""
 
 
-Message = Submit | Abort | PeerGone | OpenSession | CloseSession | GrammarReady | GrammarFailed | FactsReady | Command | Stop
+Message = (
+    Submit | Abort | PeerGone | OpenSession | CloseSession | GrammarReady | GrammarFailed | FactsReady | RoomLeft | Command | Stop
+)
 
 
 class Inbox:

@@ -34,6 +34,7 @@ from services.worker.loop.inbox import (
     Message,
     OpenSession,
     PeerGone,
+    RoomLeft,
     Stop,
 )
 
@@ -148,6 +149,7 @@ class Loop:
             self._run_commands(prev is None)
             self._core.begins_copies = not self._commands.waits_for_settling
             plan = self._core.plan(self._clock()) if self._slowed_s() <= 0 else None
+            self._tell_rooms()
             if plan is not None and plan.operations:
                 self._executor.transfer(plan.operations)
             if plan is not None and not plan.num_rows:
@@ -178,6 +180,12 @@ class Loop:
         if len(plan.drafts) and any(plan.drafts[row] for row, _ in matchers):
             behind = self._masks.behind(matchers, self._executor.guesses(run))
         self._executor.sample(run, masks, behind)
+
+    def _tell_rooms(self) -> None:
+        """Before a step that may write what was in them, and before front ends hear of them."""
+        events = self._core.take_rooms()
+        if events is not None:
+            self._executor.rooms(events)
 
     def _take_facts(self) -> None:
         for fact in self._executor.facts():
@@ -246,6 +254,8 @@ class Loop:
                 self._commands.add(message, now)
             case FactsReady():
                 pass  # they are taken with every turn
+            case RoomLeft(room):
+                core.leave_room(room)
             case Stop():
                 core.closed = STOPPING
                 return False
@@ -291,6 +301,7 @@ class Loop:
         self._core.fail(flight.plan.step_id, "the step that computed this request failed", self._clock())
 
     def _tell(self, busy: bool) -> None:
+        self._tell_rooms()
         output = self._core.take_output()
         if self._spans is not None:
             self._trace(self._spans, output)

@@ -110,12 +110,14 @@ def _pool_shape() -> InfoMetricFamily:
 
 
 class WorkerMetrics(Collector):
-    """counts: what the loop's turns add up to. times: what requests took."""
+    """counts: what the loop's turns add up to. times: what requests took. engine_type: unified, prefill or decode."""
 
-    def __init__(self, model_name: str, counts: LoopCounts, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, model_name: str, counts: LoopCounts, clock: Callable[[], float] = time.monotonic, engine_type: str = "unified"
+    ) -> None:
         self.counts = counts
         self.times = RequestTimes(clock)
-        self._label_values = (model_name, "unified", "0", "0")
+        self._label_values = (model_name, engine_type, "0", "0")
 
     # Read by scrapes
 

@@ -142,6 +142,10 @@ def _wanted(text: str, request: Any) -> tokenizer_pb2.TokenIds:
     return tokenizer_pb2.TokenIds(ids=ids[:most] if request.cuts else [], at_least=most + 1)
 
 
+PAGE_SIZE = 4  # tokens, of a worker's rooms
+SECRET = b"0123456789abcdef"
+
+
 @dataclass
 class Row:
     """One handle of a fake detokenizer's stream."""
@@ -266,6 +270,11 @@ class Running:
             finish.reason, finish.matched_stop = pb.FINISH_REASON_MATCHED_STRING, matched[0]
         elif patterns:
             finish.reason, finish.matched_stop = pb.FINISH_REASON_MATCHED_REGEX, patterns[0]
+        elif self.submit.hand_over:
+            finish.reason = pb.FINISH_REASON_HANDED_OVER
+            pages = len(self.submit.prompt_ids) // PAGE_SIZE
+            if pages:
+                finish.room.CopyFrom(worker_pb2.KvRoom(room=self.submit.handle + 1, epoch=1, secret=SECRET, pages=pages))
         else:
             return None
         return finish

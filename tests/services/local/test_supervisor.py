@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import uuid
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from services.local.plan import memory_flags, num_gpus, num_ports, parts
 from services.local.settings import LocalSettings
 from services.local.supervisor import Command, Supervisor
+from services.shared.settings import load
 from tests.e2e.system import processes_with, wait_until
 
 NEST = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -82,3 +84,41 @@ def test_workers_share_the_memory_and_the_gateway_knows_them_all(workers: int, m
     assert fractions == [0.5 / workers, 0.1], "a user's flag comes last and wins"
     gateway = plan["gateway"]
     assert len(gateway[gateway.index("--workers") + 1].split(",")) == workers
+
+
+def test_roles_take_the_place_of_whole_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `make run` starts them, whose --workers counts for nothing then."""
+    monkeypatch.setattr("services.local.plan.num_gpus", lambda: 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    argv = ["--workers", "1", "--prefill-workers", "1", "--decode-workers", "2", "--admin-port", "8001"]
+    settings = load(LocalSettings, "rootstock-local", argv)
+    ports = list(range(9000, 9000 + num_ports(settings)))
+    plan = {part.command.name: part.command.argv for part in parts(settings, "models/demo", ports)}
+    workers = {name: argv for name, argv in plan.items() if "services.worker" in argv}
+    assert list(workers) == ["prefill-0", "decode-0", "decode-1"] and len(plan) == 5 + 3
+    said = {name: dict(itertools.pairwise(argv)) for name, argv in plan.items()}
+    for name in workers:
+        assert said[name]["--worker-id"] == name and said[name]["--disaggregation-mode"] == name.split("-")[0]
+        assert said[name]["--mem-fraction-static"] == str(0.5 / 3) and said[name]["--num-threads"] == "2"
+    assert {name: each.get("--disaggregation-host") for name, each in said.items() if name in workers} == {
+        "prefill-0": "127.0.0.1",
+        "decode-0": None,
+        "decode-1": None,
+    }
+    assert said["gateway"]["--workers"] == ",".join(f"127.0.0.1:{said[name]['--port']}" for name in workers)
+    flags = ("--port", "--metrics-port", "--control-port", "--health-port")
+    given = [each[flag] for each in said.values() for flag in flags if flag in each]
+    assert len(set(given)) == len(given), "no port twice"
+
+
+def test_workers_of_no_role_are_told_none() -> None:
+    settings = LocalSettings(_cli_parse_args=False)  # type: ignore[call-arg]
+    plan = parts(settings, "models/demo", list(range(9000, 9000 + num_ports(settings))))
+    assert not [part for part in plan if "--disaggregation-mode" in part.command.argv]
+
+
+@pytest.mark.parametrize("role", ["--prefill-workers", "--decode-workers"])
+def test_one_role_without_the_other_is_refused(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(LocalSettings, "rootstock-local", [role, "2"])
+    assert "prefill_workers and decode_workers go together: each needs one of the others" in capsys.readouterr().err

@@ -77,3 +77,46 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end }}
+
+{{/* Workers that read KV from those that compute prompts for them: they alone may. Takes the root. */}}
+{{- define "rootstock.selector.decode" -}}
+{{ include "rootstock.selector" (dict "root" . "component" "worker") }}
+rootstock.io/role: decode
+{{- end }}
+
+{{/* The policy of workers, or of those that compute prompts for others. Takes {root, component}: worker or prefill. */}}
+{{- define "rootstock.policy.worker" -}}
+{{- $api := false }}
+{{- range include "rootstock.models" .root | fromJsonArray }}
+{{- if include "rootstock.usesApi" (dict "component" "worker" "values" .worker) }}{{ $api = true }}{{ end }}
+{{- end }}
+{{- include "rootstock.policy" . }}
+  policyTypes: [Ingress, Egress]
+  ingress:
+    - ports:
+        - port: 7003
+        {{- if .root.Values.auth.controlTokenSecret }}
+        - port: 7004
+        {{- end }}
+      from:
+        {{- include "rootstock.peer" (dict "root" .root "component" "gateway") | nindent 8 }}
+    - ports:
+        - port: 9103
+      from:
+        {{- include "rootstock.peer.monitoring" .root | nindent 8 }}
+    {{- if eq .component "prefill" }}
+    - ports:
+        - port: 7103
+      from:
+        - podSelector:
+            matchLabels:
+              {{- include "rootstock.selector.decode" .root | nindent 14 }}
+    {{- end }}
+  egress:
+    {{- include "rootstock.egress.redis" .root | nindent 4 }}
+    {{- include "rootstock.egress.dns" .root | nindent 4 }}
+    {{- if $api }}
+    {{- include "rootstock.egress.api" .root | nindent 4 }}
+    {{- end }}
+    {{- with include "rootstock.egress.otlp" .root }}{{ . | nindent 4 }}{{ end }}
+{{- end }}

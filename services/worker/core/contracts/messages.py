@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Tier
 
@@ -23,6 +24,7 @@ class FinishReason(enum.IntEnum):
     ABORT = 4
     MATCHED_REGEX = 5
     EMBEDDED = 6  # a vector was asked for, and computed
+    HANDED_OVER = 7  # another worker goes on with it
 
 
 class ErrorCode(enum.IntEnum):
@@ -67,7 +69,9 @@ class Submit:
     output_ids: output that the request has already, sampled elsewhere; it goes on after it as a retracted request does.
     revision: of the weights that it is for, "" for any. tenant: whose it is, b"" for nobody in particular; weight: of its share,
     above 0. batch: of prompts of this peer that came together, 0 for one that came alone. page_keys: made by whoever read the
-    message; None: the core makes those that it needs.
+    message; None: the core makes those that it needs. hand_over: the request ends with its next token, if that does not end it
+    anyway, and its pages are kept in this room. source: where they can be read, None for nowhere. Neither in a session nor for an
+    embedding.
     """
 
     peer: int
@@ -88,6 +92,8 @@ class Submit:
     batch: int = 0
     weight: float = 1.0
     page_keys: PromptKeys | None = None
+    hand_over: Room | None = None
+    source: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,7 @@ class Finish:
     cached_from: cached_tokens by the tier that they were in, empty where there is one.
     matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED. field: with
     INVALID_ARGUMENT what is at fault, "" for nothing in particular; message says why, without the field's name, which
-    goes before it on the wire."""
+    goes before it on the wire. room, room_pages: with HANDED_OVER, where so many whole pages of it are kept; None: nowhere."""
 
     handle: int
     request_id: str
@@ -130,6 +136,8 @@ class Finish:
     verified: Verified = NOTHING_VERIFIED
     embedding: NDArray[np.float32] | None = None
     field: str = ""
+    room: Room | None = None
+    room_pages: int = 0
 
 
 @dataclass(slots=True)

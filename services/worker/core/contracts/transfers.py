@@ -13,17 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.rooms import Source
+
 I32 = NDArray[np.int32]
 NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 UNASKED = -1  # in place of an operation's number: news of a store that nobody asked for
 
 
 class Tier(enum.StrEnum):
-    """Where KV is kept, the fastest first. Named as in SGLang's cached_tokens_details."""
+    """Where KV is kept. Named as in SGLang's cached_tokens_details, which has no peers."""
 
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"
+    PEER = "peer"  # another worker's device
 
 
 class OperationKind(enum.IntEnum):
@@ -31,6 +34,7 @@ class OperationKind(enum.IntEnum):
     STORE = 1  # host to storage
     LOAD = 2  # host to device
     FETCH = 3  # storage to device
+    PULL = 4  # another worker's device to this one's
 
 
 class WritePolicy(enum.StrEnum):
@@ -42,9 +46,18 @@ class WritePolicy(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Pull:
+    """Pages of a room, from page `first` on. proof: of the prompt up to the last of them, see rooms.py."""
+
+    source: Source
+    first: int
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class PageOperation:
-    """keys: one for each page, consecutive in one prompt. pages: of the device, empty for STORE. host_pages: empty for FETCH.
-    group: the cache group whose pages these are."""
+    """keys: one for each page, consecutive in one prompt. pages: of the device, empty for STORE. host_pages: empty for FETCH and
+    PULL. group: the cache group whose pages these are. pull: with PULL alone, what is read."""
 
     op_id: int
     kind: OperationKind
@@ -52,8 +65,10 @@ class PageOperation:
     pages: I32
     host_pages: I32
     group: int = 0
+    pull: Pull | None = None
 
     def __post_init__(self) -> None:
+        assert (self.pull is not None) == (self.kind is OperationKind.PULL), "a pull says where from"
         assert self.keys, "an operation moves a page"
         for column in (self.pages, self.host_pages):
             assert len(column) in (0, len(self.keys)), "columns of the same pages"

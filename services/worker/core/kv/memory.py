@@ -222,12 +222,15 @@ class KVMemory:
         self._leave_quarantine(pages)
         self.pages.free(pages)
 
-    def publish_quarantined(self, node: TreeNode, key: bytes, pages: I32, rank: int, page_keys: tuple[bytes, ...]) -> TreeNode:
+    def publish_quarantined(
+        self, node: TreeNode, key: bytes, pages: I32, rank: int, page_keys: tuple[bytes, ...], backed: bool
+    ) -> TreeNode:
         """Their operation has ended: they hold the KV of the tokens `key` behind `node`, which is pinned. Returns where these
-        end in the tree; pages that it has already are freed."""
+        end in the tree; pages that it has already are freed. backed: they are kept where they came from."""
         self._leave_quarantine(pages)
         end, theirs = self.tree.insert(node, key, pages, rank, page_keys)
-        self.tree.mark_backed(end)  # it came from where it is kept
+        if backed:
+            self.tree.mark_backed(end)
         self.pages.free(pages[pages != theirs])
         return end
 

@@ -10,11 +10,21 @@ from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
 
 
+class PeerSource(Protocol):
+    """Of pages in another worker."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+
 @dataclass(slots=True, eq=False)
 class Wanted:
     """A prompt of a request: the tree that it is matched in, its tokens as bytes, how many pages of it a hit may cover. keys: of
     its first pages; more are made as they are needed. rank: see TreeNode. arrived: pages that came while it waited, by tier.
-    let_go: it does not wait for more."""
+    let_go: it does not wait for more. source: another worker that has its first pages."""
 
     seq: int
     tree: str
@@ -24,6 +34,7 @@ class Wanted:
     keys: list[bytes] = field(default_factory=list)
     arrived: Counter[str] = field(default_factory=Counter)
     let_go: bool = False
+    source: PeerSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,11 @@ class TierStats:
     unstored_pages_total: int
     loaded_pages_total: int
     fetched_pages_total: int
+    pulled_pages_total: int
+    refused_pulls_total: int
+    load_bytes_s: float
+    fetch_bytes_s: float
+    pull_bytes_s: float
     recomputed_pages_total: int
     given_up_operations_total: int
     failed_operations_total: int

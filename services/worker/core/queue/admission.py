@@ -29,6 +29,8 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
         return refused("prompt and output together exceed the context", "output_ids")
     if given and (message.session is not None or message.params.embedding is not None):
         return refused("neither in a session nor for an embedding", "output_ids")
+    if message.hand_over and (message.session is not None or message.params.embedding is not None):
+        return refused("neither in a session nor for an embedding", "hand_over")
     if -(-(length + given) // config.page_size) > config.num_pages:
         size = config.num_pages * config.page_size
         return refused(f"the prompt has {length + given} tokens; the KV pool holds {size}", error=ErrorCode.OUT_OF_MEMORY)
@@ -71,6 +73,8 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         logprob_done=first_logprob,
         payer=(message.tenant, message.peer, message.batch) if message.batch else (message.tenant, 0, 0),
         weight=message.weight,
+        hand_over=message.hand_over,
+        source=message.source,
     )
     if message.page_keys is not None and message.page_keys.tree == request.namespace and message.session is None:
         request.page_keys = list(message.page_keys.keys)

@@ -1,7 +1,8 @@
 """When a request ends: decided here and nowhere else. The first of these that holds is the reason:
 
 abort (not here: an aborted request has left before its next token is looked at) · a fault of the row, or a token outside the
-vocabulary · a token that the grammar refuses · length · grammar complete · stop token ids and EOS · stop string · stop regex.
+vocabulary · a token that the grammar refuses · length · grammar complete · stop token ids and EOS · stop string · stop regex ·
+the hand-over to another worker.
 That is SGLang's check_finished but for its vocabulary boundary, which comes before length here: what is no token is no output
 (docs/scheduler.md#finish-order).
 """
@@ -53,6 +54,9 @@ class FinishDecision:
     field: str = ""
 
 
+_HANDED_OVER = FinishDecision(FinishReason.HANDED_OVER)
+
+
 def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> FinishDecision:
     return FinishDecision(FinishReason.ABORT, error=error, message=message, field=field)
 
@@ -81,6 +85,13 @@ def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDe
 
 def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> FinishDecision | None:
     """Looks at the newest of request.output_ids. None: it goes on."""
+    ending = _answer_ends(request, rules, grammar_done)
+    if ending is None and request.hand_over is not None and len(request.output_ids) > request.num_given:
+        return _HANDED_OVER
+    return ending
+
+
+def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> FinishDecision | None:
     params = request.params
     count = len(request.output_ids)
     assert 0 < count <= max(params.max_new_tokens, request.num_given), "an output is looked at after each token"

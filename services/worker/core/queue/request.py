@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import NOTHING_VERIFIED, SessionTurn, Verified
 from services.worker.core.contracts.plan import RowLogprobs
+from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.kv.memory import Lease
@@ -50,7 +51,8 @@ class Request:
     they were. jump: the grammar may add tokens by itself. payer: whose share its prompt tokens are of, weight: of that share.
     flow: the same while there are any to be planned, but for those that wait at a gate. page_keys: of the first pages of its key,
     where there are tiers. num_looks: how often other tiers were asked for its prefix since it last began to wait. imported: pages
-    that came from each. cached_from: num_cached_tokens, by where they were.
+    that came from each. cached_from: num_cached_tokens, by where they were. hand_over, source: see Submit; source is None once
+    nothing more is wanted of it.
     """
 
     seq: int
@@ -99,6 +101,8 @@ class Request:
     num_looks: int = 0
     imported: Counter[str] = field(default_factory=Counter)
     cached_from: dict[Tier, int] = field(default_factory=dict)
+    hand_over: Room | None = None
+    source: Source | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -110,10 +114,11 @@ class Request:
 
     @property
     def jump(self) -> bool:
-        """Tokens that nothing sampled have no logprobs and escape penalties, so requests with either sample each one."""
+        """Tokens that nothing sampled have no logprobs and escape penalties, so requests with either sample each one. Who goes on
+        elsewhere gets them there."""
         params = self.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-        return self.matcher is not None and not self.wants_logprobs and not penalised
+        return self.matcher is not None and not self.wants_logprobs and not penalised and self.hand_over is None
 
     def move(self, phase: Phase) -> None:
         if phase not in _LEGAL[self.phase]:

@@ -65,6 +65,7 @@ class SlotColumns:
         self.ignore_eos[slot] = params.ignore_eos
         strings = bool(params.stop or params.stop_regex)
         self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or params.embedding is not None
+        self.special[slot] |= request.hand_over is not None
         self.stop_ids[slot] = -1
         if ids:
             self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook
 from services.worker.core.contracts.messages import Finish, FinishReason
+from services.worker.core.contracts.rooms import OpenRoom
 from services.worker.core.contracts.trace import TraceKind, TraceLog
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.kv.cache_events import CacheEventLog
@@ -25,6 +26,7 @@ from services.worker.core.queue.grammar_gate import GrammarGate
 from services.worker.core.queue.outputs import Outputs
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_columns import SlotColumns
+from services.worker.core.queue.rooms import Rooms
 from services.worker.core.queue.sessions import SessionTable
 from services.worker.core.queue.shares import Shares
 from services.worker.core.queue.waiting_queue import WaitingQueue
@@ -34,7 +36,8 @@ MOST_LOOKS = 2  # at other tiers, for each wait: when it begins, and when the re
 
 class RequestTable:
     """extending, decoding: running requests in order of admission. waiting, gate: those without a lease; importing: those that
-    wait for a prefix from another tier, by seq. tiers: None where there is the device's memory alone.
+    wait for a prefix from another tier, by seq. tiers: None where there is the device's memory alone. rooms: what is kept for
+    other workers.
 
     batch_is_full: nothing can be admitted until a running request leaves (docs/scheduler.md#admission-and-budgets). config may
     be replaced while running; sizes of pools in it are those of the start.
@@ -55,6 +58,7 @@ class RequestTable:
         self.sessions = SessionTable(config)
         self.waiting = WaitingQueue()
         self.shares = Shares()
+        self.rooms = Rooms(config.disaggregation_hold_s)
         self.by_key: dict[tuple[int, int], Request] = {}
         self.extending: list[Request] = []
         self.decoding: list[Request] = []
@@ -136,6 +140,7 @@ class RequestTable:
         request.num_looks += 1
         limit = self.memory.usable_pages(len(request.key) // TOKEN_BYTES, request.prefix_limit())
         wanted = Wanted(request.seq, request.namespace, request.key, limit, request.rank, request.page_keys, request.imported)
+        wanted.source = request.source
         if not self.tiers.consider(wanted, self.memory):
             return False
         self.waiting.remove(request)
@@ -147,8 +152,9 @@ class RequestTable:
         return True
 
     def imported(self, seq: int) -> None:
-        """GATED to WAITING: what came is pinned for it, the rest is computed."""
+        """GATED to WAITING: what came is pinned for it, the rest is computed, whoever may have it."""
         request = self.importing.pop(seq)
+        self._leave_source(request)
         request.move(Phase.WAITING)
         self._share(request)
         self.waiting.add(request, back=request.num_given > 0 or request.queue_s >= 0)
@@ -163,8 +169,8 @@ class RequestTable:
 
     @property
     def pages_may_come_back(self) -> bool:
-        """An operation holds some."""
-        return self.tiers is not None and self.tiers.num_running > 0
+        """An operation holds some, or a reader who comes or is given up."""
+        return len(self.rooms) > 0 or (self.tiers is not None and self.tiers.num_running > 0)
 
     def begin(self, request: Request, match: Match, now: float) -> Lease:
         """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
@@ -173,6 +179,7 @@ class RequestTable:
         lease = request.lease = self.memory.lease(match, request.rank, tuple(request.page_keys))
         if self.tiers is not None:
             self.tiers.admitted(request.seq, request.page_keys, len(match.pages))
+        self._leave_source(request)
         cached = len(match.pages) * self.config.page_size
         self.trace.add(request.request_id, TraceKind.ADMITTED, cached)
         self.columns.begin(lease.slot, request, cached)
@@ -256,7 +263,7 @@ class RequestTable:
     def end(self, request: Request, ending: FinishDecision, now: float) -> None:
         """The request's one terminal output, from any phase but FINISHED."""
         assert request.phase is not Phase.FINISHED and self.by_key[request.peer, request.handle] is request, "a request ends once"
-        node = None
+        node, room_pages = None, 0
         if request.lease is not None:
             lease = request.lease
             request.num_sent = int(self.columns.sent[lease.slot])
@@ -275,6 +282,9 @@ class RequestTable:
         del self.by_key[request.peer, request.handle]
         if self.tiers is not None:
             self.tiers.leave(request.seq)
+        self._leave_source(request)
+        if ending.reason is FinishReason.HANDED_OVER:
+            room_pages = self._open_room(request, now)
         self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
         assert self._adds_up, "who has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
@@ -282,13 +292,29 @@ class RequestTable:
         self.grammar_aborts_total += aborted and request.params.grammar is not None
         if request.session is not None:
             self.sessions.end(request, None if aborted else self._context_end(request, node), self.memory, now)
-        self.outputs.add_finish(request, self._finish(request, ending, now))
+        self.outputs.add_finish(request, self._finish(request, ending, now, room_pages))
+
+    def _open_room(self, request: Request, now: float) -> int:
+        """Its computed pages are kept for who goes on with it. Returns how many."""
+        room, tokens = request.hand_over, request.tokens().tobytes()
+        assert room is not None, "who is handed over has a room"
+        match = self.memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
+        if len(match.pages):
+            opened = OpenRoom(room, request.namespace, tokens, match.pages.copy())
+            self.rooms.open(opened, request.peer, match.node, self.memory, now)
+        return len(match.pages)
+
+    def _leave_source(self, request: Request) -> None:
+        if request.source is not None:
+            self.rooms.done_with(request.source)
+            request.source = None
 
     def reset_memory(self) -> None:
         """Forgets every page, cached ones too. Only while no request is here."""
         assert not self.by_key and not self.num_running and not self.num_waiting, "somebody uses the memory"
         self.sessions.close_all(self.memory)
         evicted = self.memory.evicted_pages_total
+        self.rooms.end_all()
         if self.tiers is not None:
             self.tiers.forget_tree()
         self.memory = self._new_memory()
@@ -322,7 +348,7 @@ class RequestTable:
             return node
         return self.memory.match(request.namespace, request.key, request.reuse_limit).node
 
-    def _finish(self, request: Request, ending: FinishDecision, now: float) -> Finish:
+    def _finish(self, request: Request, ending: FinishDecision, now: float, room_pages: int) -> Finish:
         return Finish(
             handle=request.handle,
             request_id=request.request_id,
@@ -340,6 +366,8 @@ class RequestTable:
             retractions=request.num_retractions,
             verified=request.verified,
             embedding=ending.embedding,
+            room=request.hand_over if room_pages else None,
+            room_pages=room_pages,
         )
 
     def _share(self, request: Request) -> None:

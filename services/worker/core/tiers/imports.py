@@ -1,4 +1,4 @@
-"""Imports: prefixes on their way from another tier into the device's pages, for requests that wait for them.
+"""Imports: prefixes on their way from another tier or worker into the device's pages, for requests that wait for them.
 
 What has arrived is published in the tree and pinned until its request is admitted or ends; what has not is computed. A page is
 imported once, however many wait for it; one that the tree has is not imported. Whoever waits is let go as soon as computing the
@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Tier
+from services.worker.core.contracts.rooms import Source, proof
+from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull, Tier
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
@@ -22,7 +23,22 @@ from services.worker.core.tiers.rates import Rates
 
 MOST_QUARANTINED_SHARE = 2  # one part in so many of the pool's pages may be written at once
 MOST_AT_ONCE = 8  # operations of one request under way
-_KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH}
+_KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH, Tier.PEER: OperationKind.PULL}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where pages are read from, one operation after another. source: of a peer."""
+
+    tier: Tier
+    source: Source | None = None
+
+    @property
+    def lane(self) -> str:
+        return self.tier if self.source is None else self.source.address
+
+
+_HOST, _STORAGE = _Place(Tier.HOST), _Place(Tier.STORAGE)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +48,7 @@ class _Operation:
     what it brings is published. late: nobody waits for it any more."""
 
     operation: PageOperation
-    source: Tier
+    place: _Place
     wanted: Wanted
     node: TreeNode
     first: int
@@ -57,9 +73,9 @@ class Imports:
         self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}
         self._running: dict[int, _Operation] = {}
         self._coming: dict[bytes, _Operation] = {}
-        self._free_at = dict.fromkeys(_KINDS, 0.0)  # when a source had its last operation done
+        self._free_at: dict[str, float] = {}  # when a lane had its last operation done, of those that have some under way
         self.imported_pages_total: Counter[Tier] = Counter()
-        self.recomputed_pages_total = self.failed_total = self.given_up_total = 0
+        self.recomputed_pages_total = self.failed_total = self.given_up_total = self.refused_pulls_total = 0
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -82,8 +98,8 @@ class Imports:
         hit = self._hit(wanted, memory)
         if hit >= wanted.limit or not self._is_elsewhere(wanted, hit):
             return False
-        source, count = self._run(wanted, hit)
-        if source is not None and not self._is_had(source, count):
+        place, count = self._run(wanted, hit)
+        if place is not None and not self._is_had(place, count):
             return False
         self._waits[wanted.seq] = self._due[wanted.seq] = wanted
         return True
@@ -131,20 +147,24 @@ class Imports:
         operation, memory = running.operation, running.memory
         for key in operation.keys:
             del self._coming[key]
-        if running.source is Tier.HOST:
+        tier, lane = running.place.tier, running.place.lane
+        if tier is Tier.HOST:
             self._host.unpin(operation.host_pages)
         self.failed_total += fact.count < len(operation.keys)
-        self._free_at[running.source] = now
-        self.rates.moved(running.source, fact.count, fact.seconds)
+        self.refused_pulls_total += tier is Tier.PEER and not fact.count
+        self._free_at[lane] = now
+        if not any(each.place.lane == lane for each in self._running.values()):
+            del self._free_at[lane]
+        self.rates.moved(tier, fact.count, fact.seconds)
         count = self._published(running, fact.count if running.counts else 0)
         if count < len(operation.keys):
             memory.free_quarantined(operation.pages[count:])
         memory.unpin(running.node)
-        self.imported_pages_total[running.source] += count
+        self.imported_pages_total[tier] += count
         asked = running.wanted if running.wanted.seq in self._waits else None
         for wanted in dict.fromkeys((*running.waits, *([] if asked is None else [asked]))):
             if shared := _shared(operation.keys[:count], wanted.keys[running.first :]):
-                wanted.arrived[running.source] += shared
+                wanted.arrived[tier] += shared
         for wanted in running.waits:
             if count == len(operation.keys):
                 self._due[wanted.seq] = wanted
@@ -173,25 +193,33 @@ class Imports:
 
     def _is_elsewhere(self, wanted: Wanted, at: int) -> bool:
         self._keys.extend(wanted.keys, self._keys.root(wanted.tree), wanted.tokens, wanted.limit)
-        key = wanted.keys[at]
-        return key in self._host or key in self._stored or key in self._coming
+        key, source = wanted.keys[at], wanted.source
+        here = key in self._host or key in self._stored or key in self._coming
+        return here or (source is not None and at < source.num_pages)
 
-    def _is_had(self, source: Tier, count: int) -> bool:
-        """Reading so many pages pays; not behind an operation of that source that is late itself."""
-        stuck = any(running.late and running.source is source for running in self._running.values())
-        return not stuck and self.rates.reading_pays(source, count)
+    def _is_had(self, place: _Place, count: int) -> bool:
+        """Reading so many pages pays; not behind an operation of that lane that is late itself."""
+        stuck = any(running.late and running.place.lane == place.lane for running in self._running.values())
+        return not stuck and self.rates.reading_pays(place.tier, count)
 
-    def _run(self, wanted: Wanted, first: int) -> tuple[Tier | None, int]:
+    def _run(self, wanted: Wanted, first: int) -> tuple[_Place | None, int]:
         """Where page `first` is, and how many from there on are in one place, and not on their way. None: it is on its way, or
         nowhere."""
         rest = wanted.keys[first : wanted.limit]
         if not rest or rest[0] in self._coming:
             return None, 0
-        for tier, held in ((Tier.HOST, self._host), (Tier.STORAGE, self._stored)):
+        for place, held in ((_HOST, self._host), (_STORAGE, self._stored)):
             if count := leading(rest, held):
-                coming = next((at for at in range(count) if rest[at] in self._coming), count)
-                return tier, coming
+                return place, self._before_coming(rest[:count])
+        source = wanted.source
+        if source is not None and source.num_pages > first:
+            assert isinstance(source, Source), "a source says where its pages are read"
+            return _Place(Tier.PEER, source), self._before_coming(rest[: source.num_pages - first])
         return None, 0
+
+    def _before_coming(self, keys: Sequence[bytes]) -> int:
+        """How many, from the first on, are not on their way."""
+        return next((at for at, key in enumerate(keys) if key in self._coming), len(keys))
 
     def _move_on(self, wanted: Wanted, memory: KVMemory, began: float | None) -> list[PageOperation]:
         """The next operations for a request that waits. None: it waits for one that is under way, or there is none to come."""
@@ -216,11 +244,11 @@ class Imports:
         operations: list[PageOperation] = []
         at = first
         while len(operations) < MOST_AT_ONCE:
-            source, count = self._run(wanted, at)
+            place, count = self._run(wanted, at)
             room = min(count, self._at_once, self._room(wanted, at, memory))
-            if source is None or room <= 0 or (not operations and not self._is_had(source, count)):
+            if place is None or room <= 0 or (not operations and not self._is_had(place, count)):
                 break
-            running = self._begin(wanted, node, source, at, room, memory, began)
+            running = self._begin(wanted, node, place, at, room, memory, began)
             if not operations:
                 running.waits.append(wanted)
             operations.append(running.operation)
@@ -228,15 +256,16 @@ class Imports:
         return operations
 
     def _begin(
-        self, wanted: Wanted, node: TreeNode, source: Tier, first: int, count: int, memory: KVMemory, began: float | None
+        self, wanted: Wanted, node: TreeNode, place: _Place, first: int, count: int, memory: KVMemory, began: float | None
     ) -> _Operation:
         keys = tuple(wanted.keys[first : first + count])
         memory.pin(node)
         pages = memory.quarantine(count)
-        host_pages = self._host.pin(keys) if source is Tier.HOST else NO_PAGES
+        host_pages = self._host.pin(keys) if place.tier is Tier.HOST else NO_PAGES
         self._host.touch(wanted.keys[: first + count])
-        operation = PageOperation(next(self._ids), _KINDS[source], keys, pages, host_pages)
-        running = self._running[operation.op_id] = _Operation(operation, source, wanted, node, first, memory, began)
+        pull = None if place.source is None else _pull(place.source, wanted, first, count, memory.page_size)
+        operation = PageOperation(next(self._ids), _KINDS[place.tier], keys, pages, host_pages, pull=pull)
+        running = self._running[operation.op_id] = _Operation(operation, place, wanted, node, first, memory, began)
         self._coming |= dict.fromkeys(keys, running)
         return running
 
@@ -256,24 +285,28 @@ class Imports:
         if match.node.depth < running.first:
             return 0
         tokens = wanted.tokens[running.first * size : (running.first + count) * size]
-        memory.publish_quarantined(match.node, tokens, operation.pages[:count], wanted.rank, operation.keys[:count])
+        pages, keys, kept = operation.pages[:count], operation.keys[:count], running.place.tier is not Tier.PEER
+        memory.publish_quarantined(match.node, tokens, pages, wanted.rank, keys, kept)
         return count
 
     def _give_up_late(self, now: float) -> None:
-        """Those who wait for an operation that is late compute the rest; it goes on. Of each source only the one that has its
-        turn can be late."""
-        for source in _KINDS:
-            running = next((each for each in self._running.values() if each.source is source), None)
-            if running is None or running.began is None or not running.waits:
+        """Those who wait for an operation that is late compute the rest; it goes on. Of each lane only the one that has its turn
+        can be late."""
+        turns: dict[str, _Operation] = {}
+        for running in self._running.values():
+            turns.setdefault(running.place.lane, running)
+        for lane, running in turns.items():
+            if running.began is None or not running.waits:
                 continue
-            elapsed, count = now - max(running.began, self._free_at[source]), len(running.operation.keys)
-            over = [w for w in running.waits if self.rates.is_over(source, count, elapsed, w.limit - running.first - count)]
+            tier = running.place.tier
+            elapsed, count = now - max(running.began, self._free_at.get(lane, 0.0)), len(running.operation.keys)
+            over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count)]
             for wanted in over:
                 self._let_go(wanted)
             running.waits = [wanted for wanted in running.waits if wanted not in over]
             if over and not running.waits:
                 running.late = True
-                self.rates.given_up(source, count, elapsed)
+                self.rates.given_up(tier, count, elapsed)
                 self.given_up_total += 1
 
     def _let_go(self, wanted: Wanted) -> None:
@@ -291,6 +324,11 @@ class Imports:
         if (pinned := self._pinned.pop(seq, None)) is not None:
             node, memory = pinned
             memory.unpin(node)
+
+
+def _pull(source: Source, wanted: Wanted, first: int, count: int, page_size: int) -> Pull:
+    tokens = wanted.tokens[: (first + count) * page_size * TOKEN_BYTES]
+    return Pull(source, first, proof(source.room.secret, wanted.tree, tokens))
 
 
 def _shared(keys: Sequence[bytes], others: Sequence[bytes]) -> int:

@@ -7,8 +7,12 @@ from services.worker.core.contracts.transfers import Tier
 FADES = 0.7  # of a measured rate, with each further measurement
 FORGIVES = 1.05  # of a rate, each time that it was too low
 LARGE_TOKENS = 128  # of a step of extends alone: what a step takes beside them does not count for much then
-FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9}  # taken for true until something was read
-LATENCY_S = {Tier.HOST: 1e-3, Tier.STORAGE: 5e-3}  # of the first of some operations, its way through the loop's turns with it
+FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e9}  # taken for true until something was read
+LATENCY_S = {
+    Tier.HOST: 1e-3,
+    Tier.STORAGE: 5e-3,
+    Tier.PEER: 5e-3,
+}  # of the first of some operations, its way through the loop's turns with it
 UNKNOWN_S = 1.0  # that reading may take while nobody knows what computing takes
 
 
@@ -35,6 +39,9 @@ class Rates:
         """An operation has run for so long and is not done: it is no faster than that."""
         if seconds > 0:
             self._bytes_s[source] = min(self._bytes_s[source], pages * self._page_bytes / seconds)
+
+    def bytes_s(self, source: Tier) -> float:
+        return self._bytes_s[source]
 
     def reading_s(self, source: Tier, pages: int) -> float:
         return LATENCY_S[source] + pages * self._page_bytes / self._bytes_s[source]

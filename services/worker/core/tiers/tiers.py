@@ -25,7 +25,7 @@ OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """host_pages: of the host tier, 1 at least. has_storage: there is a tier below it. page_bytes: of one page's KV. policy: see
+    """host_pages: of the host tier, 0 for none. has_storage: there is a tier below it. page_bytes: of one page's KV. policy: see
     WritePolicy."""
 
     host_pages: int
@@ -39,7 +39,7 @@ class Tiers:
     """Implements OtherTiers."""
 
     def __init__(self, limits: TierLimits, keys: PageKeys) -> None:
-        self.queue = _queue_of(limits.policy)
+        self.queue = _queue_of(limits.policy) if limits.host_pages else BackupQueue(False, False, 0)
         self._host = HostIndex(limits.host_pages)
         self._stored: set[bytes] = set()
         stored = self._stored if limits.has_storage else None
@@ -86,7 +86,7 @@ class Tiers:
         """Operations that begin now; and which requests need not wait any more, by seq. in_flight: a step is. begins: copies may
         begin; they may not where somebody waits for the device's pages to be nobody's."""
         imports, ready = self._imports.plan(memory, now, in_flight)
-        copies = self._backups.plan(memory) if begins else []
+        copies = self._backups.plan(memory) if begins and self._host.num_pages else []
         return (*imports, *copies), ready
 
     def step_ended(self, extended: int, rows: int, seconds: float, now: float) -> None:
@@ -150,6 +150,11 @@ class Tiers:
             unstored_pages_total=backups.unstored_pages_total,
             loaded_pages_total=imports.imported_pages_total[Tier.HOST],
             fetched_pages_total=imports.imported_pages_total[Tier.STORAGE],
+            pulled_pages_total=imports.imported_pages_total[Tier.PEER],
+            refused_pulls_total=imports.refused_pulls_total,
+            load_bytes_s=self.rates.bytes_s(Tier.HOST),
+            fetch_bytes_s=self.rates.bytes_s(Tier.STORAGE),
+            pull_bytes_s=self.rates.bytes_s(Tier.PEER),
             recomputed_pages_total=imports.recomputed_pages_total,
             given_up_operations_total=imports.given_up_total,
             failed_operations_total=imports.failed_total + backups.failed_total,

@@ -18,7 +18,8 @@ class LoadedInfo:
     drafted and verified in a row of a decode step, 0 where nothing drafts. numerics: a fingerprint of all that decides a result's
     bits beside its weights; "" where these are no function of the row alone. host_pages: of the host tier, 0 where there is none;
     has_storage: whether there is one below it.
-    kv_layout: all that two workers' pages have to agree in to be exchangeable.
+    kv_layout: all that two workers' pages have to agree in to be exchangeable. reads_peers: it reads KV from other workers.
+    kv_port: at which others read its own; 0: nowhere.
     """
 
     architecture: str
@@ -43,6 +44,8 @@ class LoadedInfo:
     host_pages: int = 0
     has_storage: bool = False
     kv_layout: str = ""
+    reads_peers: bool = False
+    kv_port: int = 0
 
     @property
     def page_bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.worker.exec.contracts.page_store import PageStore
+from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
 
 NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # who drafts
 
@@ -26,6 +27,20 @@ class TierOptions:
     secret: bytes = field(repr=False)
 
 
+OpenServer = Callable[[bytes, int, ReadPages], RoomServer]
+"""(layout, bytes of a page, what reads them) -> what lets others read this worker's rooms. Raises ValueError."""
+OpenReader = Callable[[bytes, int], PeerReader]
+"""(layout, bytes of a page) -> what reads from other workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """Of KV that goes from worker to worker: one of the two."""
+
+    open_server: OpenServer | None = None
+    open_reader: OpenReader | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
     """device: as torch names it. num_threads: that a CPU computes with. kernels: auto (triton on a GPU, cpp on a CPU), triton,
@@ -34,7 +49,8 @@ class DeviceOptions:
     for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of a
     decode row that are guessed and verified beside the one that it computes anyway; on a CPU alone. speculative_algorithm: who
     guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own. tiers: of KV
-    below the device's pool; None: there are none."""
+    below the device's pool; None: there are none. peers: other workers that read KV here, or whose KV is read; None: there are
+    none."""
 
     device: str = "cuda:0"
     num_threads: int = 1
@@ -50,3 +66,4 @@ class DeviceOptions:
     speculative_algorithm: str = NGRAM
     draft_model: str = ""
     tiers: TierOptions | None = None
+    peers: PeerOptions | None = None

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
+from services.worker.core.contracts.rooms import RoomEvents
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import Operation
 
@@ -44,6 +45,7 @@ class Executor(Protocol):
         ends in one fact.
     facts: of operations that have ended since the last call; never blocks.
     wake_on_facts: has `wake` called, on any thread, whenever there are facts to be taken.
+    rooms: what has become of rooms: of this worker's, before any step is launched that may write what was in them. Never blocks.
     apply: runs an operation in call order and returns when it is done. No step may be in flight, and none may be launched
         while KV or weights are released. Raises OperationRefused, and then nothing has changed, or ExecutorError.
     close: ends threads and frees device memory; no call may follow.
@@ -62,6 +64,8 @@ class Executor(Protocol):
     def facts(self) -> Sequence[Fact]: ...
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None: ...
+
+    def rooms(self, events: RoomEvents) -> None: ...
 
     def apply(self, operation: Operation) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Makes the tiers below a pool from options: host memory of a size, and a storage in a folder."""
+"""Makes what moves a pool's pages from options: host memory, a storage in a folder, a reader of other workers' pages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hashlib import blake2b
 import torch
 
 from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.pools.host_memory import free_memory
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.tiers.page_copier import PageCopier
@@ -32,15 +33,19 @@ def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_byte
 
 
 def make_mover(
-    options: TierOptions,
+    options: TierOptions | None,
     pool_pages: int,
     copier: Callable[[], PageCopier],
     layout: str,
     streams: Streams,
     progress: Callable[[str], None],
+    peers: PeerReader | None,
 ) -> tuple[PageMover, int]:
-    """The mover, and the pages of the host tier. layout: see LoadedInfo. Raises ValueError for what cannot be had."""
+    """The mover, and the pages of the host tier. options: None for no tiers. layout: see LoadedInfo. Raises ValueError for what
+    cannot be had."""
     page_bytes = copier().page_bytes
+    if options is None:
+        return PageMover(streams, copier, torch.empty((0, page_bytes), dtype=torch.uint8), None, peers), 0
     on_host = streams.device.type == "cpu"  # where the pool's pages are taken from the system only when they are written
     free = free_memory() - (pool_pages * page_bytes if on_host else 0)
     pages = host_pages(options, pool_pages, page_bytes, free)
@@ -52,7 +57,7 @@ def make_mover(
     store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
     if store is not None:
         progress(f"storage tier: {store.counts().pages} pages are there")
-    return PageMover(streams, copier, memory, store), pages
+    return PageMover(streams, copier, memory, store, peers), pages
 
 
 def _pin(memory: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Moves pages of KV between the device, host memory and a storage, beside the steps.
+"""Moves pages of KV between the device, host memory, a storage and other workers, beside the steps.
 
-Two threads, so that a slow disk keeps no page of the host waiting: one copies between device and host, one calls the storage.
-Each does what it was given in order. What fails is logged and moves nothing; every operation ends in one fact.
+Threads of their own, so that a slow disk or worker keeps no page of the host waiting: one copies between device and host, one
+calls the storage, one reads from each worker. Each does what it was given in order. What fails is logged and moves nothing;
+every operation ends in one fact.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 
 from services.shared.observe.log import fields
+from services.worker.core.contracts.rooms import Source
 from services.worker.core.contracts.transfers import I32, UNASKED, Fact, OperationKind, PageOperation
 from services.worker.exec.contracts.page_store import PageStore
+from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.streams.cuda_streams import Mark, Streams
 from services.worker.exec.tiers.page_copier import PageCopier
 
@@ -44,16 +47,32 @@ class _Clear:
     """Of the storage."""
 
 
-Job = _Work | _Clear
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    """Nothing more is wanted of another worker's room."""
+
+    source: Source
+
+
+Job = _Work | _Clear | _Leave
 
 
 class PageMover:
     """copier: of the pools as they are at that time. host: uint8[host pages, page bytes], pinned where the device is a GPU.
-    store: None where the host's memory is the last tier; called on its own thread alone. on_fact: called on any thread whenever
-    there is a fact to be taken."""
+    store: None where the host's memory is the last tier; called on its own thread alone. peers: None where nothing is read from
+    other workers. on_fact: called on any thread whenever there is a fact to be taken."""
 
-    def __init__(self, streams: Streams, copier: Callable[[], PageCopier], host: Tensor, store: PageStore | None) -> None:
-        self._streams, self._copier, self._host, self._store = streams, copier, host, store
+    def __init__(
+        self,
+        streams: Streams,
+        copier: Callable[[], PageCopier],
+        host: Tensor,
+        store: PageStore | None,
+        peers: PeerReader | None = None,
+    ) -> None:
+        self._streams, self._copier, self._host, self._store, self._peers = streams, copier, host, store, peers
+        self._of_peers: dict[str, queue.SimpleQueue[Job | None]] = {}  # by address
+        self._lock = threading.Lock()  # of the threads that read from other workers
         self.on_fact: Callable[[], None] = lambda: None
         self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         if store is not None:
@@ -61,9 +80,13 @@ class PageMover:
         self._of_host: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._of_storage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         queues = {"kv-host": self._of_host} | ({} if store is None else {"kv-storage": self._of_storage})
-        self._threads = [threading.Thread(target=self._serve, args=(q,), name=name, daemon=True) for name, q in queues.items()]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for name, waiting in queues.items():
+            self._start(name, waiting)
+
+    @property
+    def reads_peers(self) -> bool:
+        return self._peers is not None
 
     @property
     def store(self) -> PageStore | None:
@@ -89,9 +112,16 @@ class PageMover:
         if self._store is not None:
             self._of_storage.put(_Clear())
 
+    def leave(self, source: Source) -> None:
+        """Says to another worker that nothing more is wanted of its room; does not wait for it."""
+        if self._peers is not None:
+            self._of_peer(source.address).put(_Leave(source))
+
     def close(self) -> None:
         """Once no operation is under way any more that anybody waits for."""
-        for waiting in (self._of_host, self._of_storage):
+        if self._peers is not None:
+            self._peers.close()
+        for waiting in (self._of_host, self._of_storage, *self._of_peers.values()):
             waiting.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
@@ -101,18 +131,38 @@ class PageMover:
     def _passed(self, operation: PageOperation) -> None:
         self._streams.copy_after_forward()
         work = _Work(operation, self._streams.mark_copy())
-        (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
+        if operation.pull is not None:
+            self._of_peer(operation.pull.source.address).put(work)
+        else:
+            (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
+
+    def _of_peer(self, address: str) -> queue.SimpleQueue[Job | None]:
+        """What a thread reads from that worker, or is to. Whoever comes first has it started."""
+        with self._lock:
+            waiting = self._of_peers.get(address)
+            if waiting is None:
+                waiting = self._of_peers[address] = queue.SimpleQueue()
+                self._start("kv-peer", waiting)
+            return waiting
+
+    def _start(self, name: str, jobs: queue.SimpleQueue[Job | None]) -> None:
+        thread = threading.Thread(target=self._serve, args=(jobs,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None]) -> None:
         torch.set_num_threads(1)  # per thread, hence here
         stream = self._own_stream()
         with torch.inference_mode(), stream:
             while (job := jobs.get()) is not None:
-                if isinstance(job, _Work):
-                    self._facts.put(self._done(job))
-                    self.on_fact()
-                elif self._store is not None:
-                    self._store.clear()
+                match job:
+                    case _Work():
+                        self._facts.put(self._done(job))
+                        self.on_fact()
+                    case _Leave(source) if self._peers is not None:
+                        self._peers.leave(source)
+                    case _Clear() if self._store is not None:
+                        self._store.clear()
 
     def _own_stream(self) -> AbstractContextManager[Any]:
         device = self._streams.device
@@ -153,6 +203,18 @@ class PageMover:
                 return self._stored(operation)
             case OperationKind.FETCH:
                 return self._fetched(operation)
+            case OperationKind.PULL:
+                return self._pulled(operation), (), ()
+
+    def _pulled(self, operation: PageOperation) -> int:
+        """Into memory of its own first: pages of the device hold what counts, or what they held."""
+        assert self._peers is not None, "pages are pulled where there are other workers"
+        assert operation.pull is not None, "a pull says where from"
+        rows = self._staging(len(operation.keys))
+        count = self._peers.read(operation.pull, len(rows), rows.numpy().reshape(-1).data)
+        if count:
+            self._restore(rows[:count], operation)
+        return count
 
     def _stored(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         assert self._store is not None, "pages are stored where there is a storage"

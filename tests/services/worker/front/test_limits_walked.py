@@ -23,6 +23,10 @@ def said(field: str, make: Callable[[int], dict[str, Any]]) -> Callable[[int], M
     return lambda value: (worker_pb2.Submit(sampling=pb.SamplingParams(max_new_tokens=1), **make(value)), field)
 
 
+def source(address: str) -> worker_pb2.KvSource:
+    return worker_pb2.KvSource(address=address, room=worker_pb2.KvRoom(room=1, epoch=1, secret=bytes(16), pages=1))
+
+
 WALKED: dict[str, Callable[[int], Made]] = {
     "MAX_STOP_STRINGS": sampled("stop", lambda value: {"stop": [str(at) for at in range(value)]}),
     "MAX_STOP_STRING_CHARS": sampled("stop", lambda value: {"stop": ["x" * value]}),
@@ -47,6 +51,7 @@ WALKED: dict[str, Callable[[int], Made]] = {
     "MAX_ROUTING_KEY_CHARS": said("routing_key", lambda value: {"routing_key": "k" * value}),
     "MAX_CACHE_SALT_CHARS": said("cache_salt", lambda value: {"cache_salt": "s" * value}),
     "MAX_REVISION_CHARS": said("revision", lambda value: {"revision": "r" * value}),
+    "MAX_ADDRESS_CHARS": said("source.address", lambda value: {"source": source("a" * value)}),
     "MAX_TENANT_BYTES": said("tenant", lambda value: {"tenant": b"t" * value}),
 }
 

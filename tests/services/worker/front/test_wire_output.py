@@ -11,6 +11,7 @@ from rootstock.v1 import common_pb2, worker_pb2
 from services.gateway.request.logprobs import LogprobTable, TokenLogprob
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, Verified
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
 from services.worker.core.contracts.transfers import Tier
 from services.worker.front.wire import InvalidRequest, output_to_pb, refusal_to_pb
 
@@ -73,6 +74,17 @@ def test_cached_tokens_by_tier() -> None:
     finish = Finish(1, "r", FinishReason.LENGTH, cached_tokens=9, cached_from={Tier.DEVICE: 2, Tier.HOST: 3, Tier.STORAGE: 4})
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.cached_tokens, pb.cached_device_tokens, pb.cached_host_tokens, pb.cached_storage_tokens) == (9, 2, 3, 4)
+    finish = replace(finish, cached_from={Tier.DEVICE: 2, Tier.PEER: 7})
+    assert output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0].cached_peer_tokens == 7
+
+
+def test_who_is_handed_over_says_where_its_pages_are() -> None:
+    room = Room((1 << 63) - 1, 5, b"s" * ROOM_SECRET_BYTES)
+    pb = output_to_pb(PeerOutput(1, finishes=[Finish(1, "r", FinishReason.HANDED_OVER, room=room, room_pages=7)])).finishes[0]
+    assert pb.reason == common_pb2.FINISH_REASON_HANDED_OVER
+    assert (pb.room.room, pb.room.epoch, pb.room.secret, pb.room.pages) == ((1 << 63) - 1, 5, b"s" * 16, 7)
+    bare = output_to_pb(PeerOutput(1, finishes=[Finish(1, "r", FinishReason.HANDED_OVER)])).finishes[0]
+    assert not bare.HasField("room")
 
 
 def test_finish_by_a_pattern_after_retractions() -> None:

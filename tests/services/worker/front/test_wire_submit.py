@@ -13,6 +13,7 @@ from services.shared import limits
 from services.shared.sampling_parameter import Api, Kind, Parameter
 from services.shared.sampling_parameters import SCALARS
 from services.worker.core.contracts.messages import SessionTurn, Submit
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, GrammarKind, GrammarSpec, SamplingParams
 from services.worker.front.wire import InvalidRequest, ModelLimits, submit_from_pb
 from tests.services.parameter_values import NUMERIC, outside, typical
@@ -300,3 +301,52 @@ class TestOutputFromElsewhere:
     def test_is_refused_by_name(self, output: list[int], more: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequest, match=r"^output_ids: "):
             self.submit(output, **more)
+
+
+class TestApart:
+    """Prefill and decode: where KV is kept for others, and where it is read."""
+
+    @staticmethod
+    def source(**room: Any) -> worker_pb2.KvSource:
+        values = {"room": 9, "epoch": 5, "secret": b"s" * ROOM_SECRET_BYTES, "pages": 3}
+        return worker_pb2.KvSource(address="10.0.0.1:7103", room=worker_pb2.KvRoom(**{**values, **room}))
+
+    @staticmethod
+    def submit(room: Room | None = None, **fields: Any) -> Submit:
+        return submit_from_pb(worker_pb2.Submit(handle=1, prompt_ids=PROMPT, **fields), 1, MODEL, 77, room)
+
+    def test_a_source_arrives(self) -> None:
+        found = self.submit(source=self.source()).source
+        assert found == Source(Room(9, 5, b"s" * ROOM_SECRET_BYTES), "10.0.0.1:7103", 3)
+        assert self.submit().source is None
+
+    def test_who_is_to_be_handed_over_has_the_room_that_was_made_for_it(self) -> None:
+        room = Room(1, 2, b"r" * ROOM_SECRET_BYTES)
+        assert self.submit(room, hand_over=True).hand_over == room
+        assert self.submit(room).hand_over is None
+
+    @pytest.mark.parametrize(
+        ("fields", "field"),
+        [
+            ({"hand_over": True}, "hand_over"),
+            ({"source": source(secret=b"short")}, "source.room.secret"),
+            ({"source": source(pages=0)}, "source.room.pages"),
+            ({"source": worker_pb2.KvSource(address="a" * 257, room=source().room)}, "source.address"),
+            ({"source": source(), "session": worker_pb2.SessionTurn(session_id="s")}, "source"),
+            ({"source": source(), "sampling": pb.SamplingParams(embedding=pb.Embedding())}, "source"),
+        ],
+        ids=["nothing is kept here", "secret", "pages", "address", "session", "embedding"],
+    )
+    def test_is_refused(self, fields: dict[str, Any], field: str) -> None:
+        with pytest.raises(InvalidRequest) as refusal:
+            self.submit(**fields)
+        assert refusal.value.field == field
+
+    @pytest.mark.parametrize("what", ["session", "embedding"])
+    def test_neither_a_turn_nor_a_vector_is_handed_over(self, what: str) -> None:
+        fields: dict[str, Any] = {"session": worker_pb2.SessionTurn(session_id="s")}
+        if what == "embedding":
+            fields = {"sampling": pb.SamplingParams(embedding=pb.Embedding())}
+        with pytest.raises(InvalidRequest) as refusal:
+            self.submit(Room(1, 2, b"r" * ROOM_SECRET_BYTES), hand_over=True, **fields)
+        assert refusal.value.field == "hand_over"

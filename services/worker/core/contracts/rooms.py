@@ -1,0 +1,65 @@
+"""Rooms: what a prefill worker keeps of a prompt that it has computed, until a decode worker has read it (docs/pd.md).
+
+A room is a lock on the prompt's pages in the tree, under a number that is never used again. Who names number, epoch and secret
+may read those pages while the room is open, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+ROOM_SECRET_BYTES = 16
+PROOF_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """number: 63 random bits. epoch: of the worker's start. secret: bytes[ROOM_SECRET_BYTES], made by the worker whose pages
+    these are."""
+
+    number: int
+    epoch: int
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the first pages of a prompt can be read. address: host:port of the other worker's KV port."""
+
+    room: Room
+    address: str
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRoom:
+    """tree: name of the tree that the pages are of. tokens: int32 as bytes, of the prompt, those of the pages at least. pages:
+    int32[n], in the prompt's order."""
+
+    room: Room
+    tree: str
+    tokens: bytes
+    pages: I32
+
+
+@dataclass(frozen=True, slots=True)
+class RoomEvents:
+    """Of the rooms since the last look, in this order. opened, closed: of this worker; left: others' that nothing more is wanted
+    of. What is closed is closed before any step is launched that may write its pages."""
+
+    opened: Sequence[OpenRoom] = ()
+    closed: Sequence[Room] = ()
+    left: Sequence[Source] = ()
+
+
+def proof(secret: bytes, tree: str, tokens: bytes) -> bytes:
+    """bytes[PROOF_BYTES] that both sides make of what the pages up to some place are of: who reads them has these very tokens,
+    weights, adapter and salt, or gets nothing. tokens: int32 as bytes, from the prompt's beginning."""
+    name = tree.encode()
+    return blake2b(len(name).to_bytes(8, "little") + name + tokens, key=secret, digest_size=PROOF_BYTES).digest()

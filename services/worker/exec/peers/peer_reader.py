@@ -1,0 +1,231 @@
+"""Reads pages of other workers' rooms over TCP. A PeerReader.
+
+One connection for each address, made when it is needed and kept. No threads of its own: what is said to one address is said by
+one thread at a time. A peer that cannot be read, or not by this worker, is a line of the log when that becomes so and when it is
+over, and not for every read.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from services.shared.observe.log import fields
+from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.transfers import Pull
+from services.worker.exec.peers import frames
+from services.worker.exec.peers.connection import Connection, connect
+from services.worker.exec.peers.frames import Malformed, PageLayout, Request, RequestKind, Status
+
+logger = logging.getLogger(__name__)
+LEAVE_TIMEOUT_S = 0.5
+
+
+class _PeerRefuses(OSError):
+    """And says why."""
+
+
+class _Unanswered(ConnectionError):
+    """The connection has ended before a byte of an answer came."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """connection: that is kept, or being made. complaint: what has last kept it from being read; empty: nothing has."""
+
+    address: str
+    connection: Connection | None = None
+    is_busy: bool = False
+    complaint: str = ""
+
+
+class TcpPeerReader:
+    def __init__(
+        self,
+        layout: bytes,
+        page_size: int,
+        page_bytes: int,
+        connect_timeout_s: float = 2.0,
+        read_timeout_s: float = 10.0,
+        max_peers: int = 256,
+        client_context: ssl.SSLContext | None = None,
+    ) -> None:
+        """layout, page_size, page_bytes: see TcpRoomServer. read_timeout_s: of a whole read, with what it takes to connect;
+        looking up an address that is a name takes what the system gives it. max_peers: connections that are kept, beside those in
+        use; who was not asked for longest goes. client_context: for TLS; it checks the host of an address."""
+        self._layout = PageLayout(layout, page_size, page_bytes)
+        self._connect_timeout_s, self._read_timeout_s, self._max_peers = connect_timeout_s, read_timeout_s, max_peers
+        self._context = client_context
+        self._lock = threading.Lock()  # of what follows, and of who is busy with which connection
+        self._peers: dict[str, _Peer] = {}  # by address; who was asked last comes last
+        self._is_closed = False
+        self._pulled_bytes = 0
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Of pages that were read, since the start."""
+        with self._lock:
+            return self._pulled_bytes
+
+    def read(self, pull: Pull, count: int, out: memoryview) -> int:
+        assert count > 0 and out.nbytes == count * self._layout.page_bytes, "a page's room for every page"
+        deadline = time.monotonic() + self._read_timeout_s
+        request = Request(RequestKind.READ, pull.source.room, pull.first, count, pull.proof)
+        status = Status.NO_ROOM
+        with self._talking_to(pull.source.address) as peer:
+            if peer is not None:
+                status = self._ask(peer, frames.pack_request(request), out.cast("B"), deadline)
+                self._has_answered(peer)
+        if status is not Status.OK:
+            return 0
+        with self._lock:
+            self._pulled_bytes += out.nbytes
+        return count
+
+    def leave(self, source: Source) -> None:
+        """Where it is not heard, the room goes with the connection over which it was read."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        with self._talking_to(source.address) as peer:
+            if peer is not None:
+                frame = frames.pack_request(Request(RequestKind.LEAVE, source.room))
+                connection = self._kept(peer) or self._connected(peer, deadline)
+                connection.send(frame, deadline)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            peers = list(self._peers.values())
+            self._peers.clear()
+            idle = [peer for peer in peers if not peer.is_busy]
+        for peer in peers:
+            if peer.connection is not None:
+                peer.connection.shut_down()
+        for peer in idle:
+            _hang_up(peer)
+
+    @contextmanager
+    def _talking_to(self, address: str) -> Iterator[_Peer | None]:
+        """The peer, for one thread; None once the reader is closed. What goes wrong in the block is said in the log and ends the
+        connection, and the block."""
+        peer = self._take(address)
+        if peer is None:
+            yield None
+            return
+        try:
+            yield peer
+        except (OSError, ValueError) as error:  # ValueError: an address that is none, a frame that is none
+            _hang_up(peer)
+            self._complain(peer, str(error))
+        finally:
+            self._give_back(peer)
+
+    def _take(self, address: str) -> _Peer | None:
+        with self._lock:
+            if self._is_closed:
+                return None
+            peer = self._peers.pop(address, None) or _Peer(address)
+            assert not peer.is_busy, "one thread at a time for an address"
+            peer.is_busy = True
+            longest_idle = next((each for each in self._peers.values() if not each.is_busy), None)
+            if len(self._peers) >= self._max_peers and longest_idle is not None:
+                del self._peers[longest_idle.address]
+                _hang_up(longest_idle)
+            self._peers[address] = peer
+            return peer
+
+    def _give_back(self, peer: _Peer) -> None:
+        with self._lock:
+            peer.is_busy = False
+            if self._is_closed:
+                _hang_up(peer)
+
+    def _ask(self, peer: _Peer, request: bytes, out: memoryview, deadline: float) -> Status:
+        """Raises OSError, ValueError."""
+        kept = self._kept(peer)
+        if kept is not None:
+            try:
+                return _read(kept, request, out, deadline)
+            except _Unanswered:  # the peer has hung up meanwhile, or is another one by now
+                _hang_up(peer)
+        return _read(self._connected(peer, deadline), request, out, deadline)
+
+    def _kept(self, peer: _Peer) -> Connection | None:
+        if peer.connection is not None and peer.connection.is_stale():
+            _hang_up(peer)
+        return peer.connection
+
+    def _connected(self, peer: _Peer, deadline: float) -> Connection:
+        """A new connection, on which pages can be asked for. Raises OSError, ValueError."""
+        deadline = min(deadline, time.monotonic() + self._connect_timeout_s)
+        connection = connect(peer.address, self._context, deadline, partial(self._keep, peer))
+        connection.send(frames.pack_hello(self._layout), deadline)
+        status, sentence = _receive_answer(connection, memoryview(b""), deadline)
+        if status is not Status.OK:
+            raise _PeerRefuses(sentence or f"it refuses: {status.name.lower()}")
+        self._keep(peer, connection)  # TLS has another socket than `close` may have seen
+        return connection
+
+    def _keep(self, peer: _Peer, connection: Connection) -> None:
+        """From here on `close` ends it. Raises OSError where that was called."""
+        with self._lock:
+            if self._is_closed:
+                raise OSError("nothing is read any more")
+            peer.connection = connection
+
+    def _has_answered(self, peer: _Peer) -> None:
+        if peer.complaint:
+            peer.complaint = ""
+            logger.info("a peer can be read again", extra=fields(address=peer.address))
+
+    def _complain(self, peer: _Peer, complaint: str) -> None:
+        if complaint != peer.complaint and not self._is_closed:
+            peer.complaint = complaint
+            logger.warning("a peer cannot be read", extra=fields(address=peer.address, error=complaint))
+
+
+def _hang_up(peer: _Peer) -> None:
+    """By who is busy with it, or where nobody is."""
+    if peer.connection is not None:
+        peer.connection.close()
+        peer.connection = None
+
+
+def _read(connection: Connection, request: bytes, out: memoryview, deadline: float) -> Status:
+    """OK: out has been filled; NO_ROOM: there is none. Raises OSError for whatever else it comes to, and Malformed."""
+    try:
+        connection.send(request, deadline)
+    except (ConnectionError, ssl.SSLEOFError) as error:
+        raise _Unanswered(str(error)) from error
+    status, sentence = _receive_answer(connection, out, deadline)
+    if status not in (Status.OK, Status.NO_ROOM):
+        raise _PeerRefuses(sentence or f"it refuses: {status.name.lower()}")
+    return status
+
+
+def _receive_answer(connection: Connection, out: memoryview, deadline: float) -> tuple[Status, str]:
+    """Status, and the sentence where it is not OK; out: filled where it is. Raises OSError; Malformed for what is not the answer
+    to what was asked."""
+    head = bytearray(frames.ANSWER_BYTES)
+    received = connection.receive_into(head, deadline)
+    if not received:
+        raise _Unanswered("it has closed the connection")
+    if received < len(head):
+        raise Malformed("its answer has broken off")
+    answer = frames.parse_answer(head)
+    if answer.status is Status.OK:
+        if answer.payload_bytes != out.nbytes:
+            raise Malformed(f"it has answered with {answer.payload_bytes} bytes to who asked for {out.nbytes}")
+        payload = out
+    else:
+        if answer.payload_bytes > frames.MOST_SENTENCE_BYTES:
+            raise Malformed(f"it refuses in {answer.payload_bytes} bytes; {frames.MOST_SENTENCE_BYTES} are the most")
+        payload = memoryview(bytearray(answer.payload_bytes))
+    if connection.receive_into(payload, deadline) < payload.nbytes:
+        raise ConnectionError("it has closed the connection in the midst of an answer")
+    return answer.status, "" if answer.status is Status.OK else frames.parse_sentence(bytes(payload))

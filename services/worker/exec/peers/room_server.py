@@ -1,0 +1,260 @@
+"""Lets other workers read what is in this one's rooms, over TCP. A RoomServer.
+
+Threads: one accepts connections, and each connection has one, which ends with it; what goes wrong there ends that connection
+alone. A reader has one read under way, so copies of pages take up max_connections times max_read_bytes at the most.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from services.shared.observe.log import fields
+from services.worker.core.contracts.rooms import OpenRoom, Room, proof
+from services.worker.core.kv.tree_node import TOKEN_BYTES
+from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
+from services.worker.exec.peers import frames
+from services.worker.exec.peers.connection import Connection
+from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.open_rooms import OpenRooms, StandingRoom
+
+logger = logging.getLogger(__name__)
+ACCEPT_PAUSE_S = 0.5  # where none can be accepted: descriptors have run out, say
+CLOSE_TIMEOUT_S = 5.0
+BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """hello_timeout_s: until a connection says what it is for; of every frame from its first byte on. idle_timeout_s: between
+    requests. send_timeout_s: of a whole answer. max_read_bytes: of one answer; a page may always be read."""
+
+    max_connections: int = 64
+    hello_timeout_s: float = 5.0
+    idle_timeout_s: float = 60.0
+    send_timeout_s: float = 10.0
+    max_read_bytes: int = 64 << 20
+
+
+class TcpRoomServer:
+    """Listens from its making on."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        layout: bytes,
+        page_size: int,
+        page_bytes: int,
+        read_pages: ReadPages,
+        on_left: Callable[[Room], None],
+        limits: ServerLimits | None = None,
+        server_context: ssl.SSLContext | None = None,
+    ) -> None:
+        """port: 0 for a free one. layout: what makes two pools' pages exchangeable, beside their sizes. page_size: tokens.
+        on_left: called on any thread, once for a room at the most, when its reader says that it wants nothing more of it, or the
+        connection ends over which the room was last read; the room stands until it is shut. server_context: for TLS. Raises
+        OSError where there is nothing to listen on."""
+        self._layout = PageLayout(layout, page_size, page_bytes)
+        self._limits = limits or ServerLimits()
+        self._on_left, self._context = on_left, server_context
+        self._rooms = OpenRooms(read_pages)
+        self._lock = threading.Lock()  # of what follows
+        self._connections: dict[Connection, threading.Thread] = {}
+        self._served_bytes = 0
+        self._refused: Counter[str] = Counter()
+        self._closed = threading.Event()
+        self._listener = _listen(host, port)
+        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def open(self, room: OpenRoom) -> None:
+        self._rooms.open(room)
+
+    def shut(self, rooms: Sequence[Room]) -> None:
+        self._rooms.shut(rooms)
+
+    def shut_all(self) -> None:
+        self._rooms.shut_all()
+
+    def counts(self) -> PeerCounts:
+        """refused: `connections` are those beyond the most; the others are named as in frames.Status. Nothing is pulled here."""
+        with self._lock:
+            return PeerCounts(self._served_bytes, 0, dict(self._refused), len(self._connections))
+
+    def close(self) -> None:
+        """Shuts all rooms, of which nobody is told that they are left, and ends all connections."""
+        self._rooms.shut_all()
+        with self._lock:
+            self._closed.set()
+            serving = dict(self._connections)
+        with suppress(OSError):  # it has been closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._listener.close()
+        for connection in serving:
+            connection.shut_down()
+        until = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in (self._acceptor, *serving.values()):
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                accepted, _ = self._listener.accept()
+                self._admit(Connection(accepted))
+            except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to be had
+                if not self._closed.is_set():
+                    logger.error("a reader of pages was not accepted", extra=fields(error=str(error)))
+                    self._closed.wait(ACCEPT_PAUSE_S)
+
+    def _admit(self, connection: Connection) -> None:
+        """Raises RuntimeError where no thread can be started."""
+        thread = threading.Thread(target=self._serve, args=(connection,), name="kv-reader", daemon=True)
+        with self._lock:
+            admitted = len(self._connections) < self._limits.max_connections and not self._closed.is_set()
+            if admitted:
+                try:
+                    thread.start()
+                except RuntimeError:
+                    connection.close()
+                    raise
+                self._connections[connection] = thread
+            else:
+                self._refused["connections"] += 1
+        if not admitted:
+            connection.close()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            self._converse(connection)
+        except Malformed as error:
+            self._refuse(connection, Status.MALFORMED, str(error))
+        except OSError as error:
+            logger.info("a reader of pages was lost", extra=fields(error=str(error)))
+        except Exception:  # of read_pages, say: of that connection alone
+            logger.exception("pages were not read")
+        finally:
+            connection.close()
+            with self._lock:
+                del self._connections[connection]
+            self._tell_left(self._rooms.reader_gone(connection))
+
+    def _converse(self, connection: Connection) -> None:
+        """Until nothing more is to be said. Raises Malformed, OSError, and what read_pages raises."""
+        if self._context is not None:
+            connection.secure(self._context, time.monotonic() + self._limits.hello_timeout_s)
+        if not self._is_greeted(connection):
+            return
+        while (frame := self._frame(connection, frames.REQUEST_BYTES, self._limits.idle_timeout_s)) is not None:
+            request = frames.parse_request(frame)
+            match request.kind:
+                case RequestKind.READ:
+                    self._answer(connection, request)
+                case RequestKind.LEAVE:
+                    self._tell_left(self._rooms.leave(request.room))
+
+    def _is_greeted(self, connection: Connection) -> bool:
+        frame = self._frame(connection, frames.HELLO_BYTES, self._limits.hello_timeout_s)
+        if frame is None:  # as probes of the port do
+            return False
+        hello = frames.parse_hello(frame)
+        told = bytearray(hello.layout_bytes)
+        self._fill(connection, memoryview(told))
+        if objection := frames.objection(hello, told, self._layout):
+            self._refuse(connection, Status.LAYOUT, objection)
+            return False
+        self._send(connection, Status.OK)
+        return True
+
+    def _frame(self, connection: Connection, size: int, timeout_s: float) -> bytearray | None:
+        """None where it does not begin within that time, or will not any more. Raises Malformed."""
+        frame = bytearray(size)
+        try:
+            begun = connection.receive_into(memoryview(frame)[:1], time.monotonic() + timeout_s)
+        except TimeoutError:
+            return None
+        if not begun:
+            return None
+        self._fill(connection, memoryview(frame)[1:])
+        return frame
+
+    def _fill(self, connection: Connection, rest: memoryview) -> None:
+        """Raises Malformed where not all of it comes."""
+        try:
+            received = connection.receive_into(rest, time.monotonic() + self._limits.hello_timeout_s)
+        except TimeoutError as error:
+            raise Malformed("a frame has not come in time") from error
+        if received < len(rest):
+            raise Malformed("a frame has broken off")
+
+    def _answer(self, connection: Connection, request: Request) -> None:
+        standing = self._rooms.find(request.room)
+        status = Status.NO_ROOM if standing is None else self._verdict(request, standing.room)
+        if standing is None or status is not Status.OK:
+            self._refuse(connection, status)
+            return
+        copied = self._rooms.copy(standing, standing.room.pages[request.first : request.first + request.count])
+        if copied is None:
+            self._refuse(connection, Status.NO_ROOM)
+            return
+        assert copied.nbytes == request.count * self._layout.page_bytes, "pages are read whole"
+        self._send(connection, Status.OK, copied)
+        self._count_read(connection, standing, copied.nbytes)
+
+    def _verdict(self, request: Request, room: OpenRoom) -> Status:
+        """OK, or why these pages of a room that the reader knows cannot be read. Nothing is made before the sizes are known."""
+        end = request.first + request.count
+        if request.count * self._layout.page_bytes > max(self._limits.max_read_bytes, self._layout.page_bytes):
+            return Status.TOO_LARGE
+        if not request.count or end > len(room.pages):
+            return Status.OUT_OF_RANGE
+        tokens = room.tokens[: end * self._layout.page_size * TOKEN_BYTES]
+        is_same = request.proof == proof(room.room.secret, room.tree, tokens)
+        return Status.OK if is_same else Status.OTHER_PROMPT
+
+    def _count_read(self, connection: Connection, standing: StandingRoom, size: int) -> None:
+        self._rooms.was_read(standing, connection)
+        with self._lock:
+            self._served_bytes += size
+
+    def _refuse(self, connection: Connection, status: Status, sentence: str = "") -> None:
+        """Best effort: who says what nobody understands may not listen either."""
+        with self._lock:
+            self._refused[status.name.lower()] += 1
+        logger.info("a reader of pages was refused", extra=fields(status=status.name.lower(), sentence=sentence))
+        try:
+            self._send(connection, status, frames.pack_sentence(sentence))
+        except OSError as error:
+            logger.info("a reader of pages did not wait for its refusal", extra=fields(error=str(error)))
+            connection.shut_down()
+
+    def _send(self, connection: Connection, status: Status, payload: bytes | memoryview = b"") -> None:
+        """Raises OSError."""
+        deadline = time.monotonic() + self._limits.send_timeout_s
+        connection.send(frames.pack_answer(Answer(status, memoryview(payload).nbytes)), deadline)
+        connection.send(payload, deadline)
+
+    def _tell_left(self, rooms: Sequence[Room]) -> None:
+        for room in rooms:
+            try:
+                self._on_left(room)
+            except Exception:  # of one room: the others are told
+                logger.exception("a room was not left")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    is_any = host == "::" and socket.has_dualstack_ipv6()  # of IPv4 too, where that can be
+    return socket.create_server((str(place[0]), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_any)

@@ -1,0 +1,378 @@
+"""Prefill and decode apart: what a room keeps and for how long, what is read from it, and what is computed instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
+from services.worker.core.contracts.rooms import Source, proof
+from services.worker.core.contracts.sampling import EmbeddingParams, GrammarSpec
+from services.worker.core.contracts.transfers import OperationKind, PageOperation, Tier
+from services.worker.exec.fake import hashed_token
+from tests.core.harness import Engine
+from tests.core.peers import ADDRESS, EPOCH, Pair, computed_tokens, worker
+
+PROMPT = list(range(40))  # ten pages
+FIRST_TOKEN = hashed_token(np.array(PROMPT, dtype=np.int32), 1000)
+
+
+def pulls(engine: Engine) -> list[PageOperation]:
+    return [operation for plan in engine.plans for operation in plan.operations if operation.kind is OperationKind.PULL]
+
+
+class TestHandedOver:
+    def test_ends_with_its_first_token_and_keeps_its_whole_pages(self) -> None:
+        pair = Pair()
+        finish = pair.compute(0, [*PROMPT, 1, 2], max_new_tokens=8)
+        assert finish.reason is FinishReason.HANDED_OVER and finish.completion_tokens == 1
+        assert finish.room is not None and finish.room.epoch == EPOCH and finish.room_pages == 10
+        memory = pair.first.core.table.memory
+        assert memory.num_available == memory.pages.num_pages - 10, "they are kept"
+        assert pair.first.core.table.memory.slots.num_leased == 0, "and no slot is"
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_is_read_and_goes_on(self, overlap: bool) -> None:
+        pair = Pair(overlap=overlap, first={"overlap": overlap})
+        finish = pair.answer(0, [*PROMPT, 1, 2], max_new_tokens=8)
+        assert finish.cached_from == {Tier.DEVICE: 0, Tier.PEER: 40} and finish.cached_tokens == 40
+        assert computed_tokens(pair.second) <= 3 + 8, "the rest of a page, and the output"
+        assert pair.second.core.stats().pulled_pages_total == 10
+        pair.assert_all_is_free()
+
+    def test_only_what_is_not_there_is_read(self) -> None:
+        pair = Pair()
+        pair.answer(0, [*PROMPT[:20], 1], max_new_tokens=2)
+        pair.answer(1, [*PROMPT, 1], max_new_tokens=2)
+        assert [len(operation.keys) for operation in pulls(pair.second)] == [5, 5]
+        pair.answer(2, [*PROMPT, 2], max_new_tokens=2)
+        assert len(pulls(pair.second)) == 2, "all of it is there"
+        pair.assert_all_is_free()
+
+    @pytest.mark.parametrize(
+        ("params", "reason"),
+        [
+            ({"max_new_tokens": 1}, FinishReason.LENGTH),
+            ({"max_new_tokens": 9, "stop_token_ids": (FIRST_TOKEN,)}, FinishReason.MATCHED_TOKEN),
+        ],
+        ids=["length", "stop token"],
+    )
+    def test_what_ends_anyway_is_not_handed_over(self, params: dict[str, Any], reason: FinishReason) -> None:
+        pair = Pair()
+        assert pair.compute(0, PROMPT, **params).reason is reason
+        assert not len(pair.first.core.table.rooms)
+
+    def test_a_prompt_of_less_than_a_page_has_no_room(self) -> None:
+        pair = Pair()
+        finish = pair.compute(0, [1, 2, 3], max_new_tokens=4)
+        assert finish.reason is FinishReason.HANDED_OVER and finish.room is None
+        pair.go_on(0, [1, 2, 3], max_new_tokens=4)
+        pair.second.drain()
+        pair.second.check_answer(0)
+
+    def test_with_output_it_computes_that_too_and_ends_with_the_next_token(self) -> None:
+        pair = Pair()
+        first = worker()
+        first.submit(0, PROMPT, max_new_tokens=12, ignore_eos=True)
+        first.drain()
+        said = first.outputs[0][:6]
+        pair.first.submit(0, PROMPT, hand_over=pair.new_room(), output=said, max_new_tokens=12, ignore_eos=True)
+        pair.first.drain()
+        finish = pair.first.finishes[0]
+        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 11 and finish.room is not None
+        output = [*said, *pair.first.outputs[0]]
+        source = Source(finish.room, ADDRESS, finish.room_pages)
+        pair.second.submit(0, PROMPT, output=output, source=source, max_new_tokens=12, ignore_eos=True)
+        pair.second.drain()
+        pair.second.check_answer(0)
+        assert pair.second.core.stats().pulled_pages_total == 11
+
+    def test_a_grammar_adds_nothing_before_it_goes_on(self) -> None:
+        pair, spec = Pair(), GrammarSpec("json_schema", "1 9")
+        pair.compute(0, PROMPT, max_new_tokens=12, grammar=spec)
+        pair.go_on(0, PROMPT, max_new_tokens=12, grammar=spec)
+        pair.second.drain()
+        pair.second.check_answer(0)
+        assert pair.second.core.stats().pulled_pages_total == 10
+
+    def test_logprobs_come_once(self) -> None:
+        pair = Pair()
+        params: dict[str, Any] = {"max_new_tokens": 6, "top_logprobs": 2, "prompt_logprobs_from": 0}
+        pair.compute(0, PROMPT, **params)
+        pair.go_on(0, PROMPT, **params)
+        pair.second.drain()
+        pair.second.check_answer(0)
+        assert len(pair.first.logprobs[0]) == 1 and len(pair.first.prompt_logprobs[0]) == 39
+
+    @pytest.mark.parametrize("what", ["session", "embedding"])
+    def test_is_refused(self, what: str) -> None:
+        pair = Pair()
+        pair.first.open_session("s")
+        session = SessionTurn("s") if what == "session" else None
+        params = {"embedding": EmbeddingParams()} if what == "embedding" else {}
+        pair.first.submit(0, PROMPT, hand_over=pair.new_room(), session=session, max_new_tokens=4, **params)
+        pair.first.drain()
+        finish = pair.first.finishes[0]
+        assert (finish.error, finish.field) == (ErrorCode.INVALID_ARGUMENT, "hand_over")
+
+
+class TestRoom:
+    def test_ends_when_it_was_read(self) -> None:
+        pair = Pair()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        pair.second.drain()
+        assert len(pair.first.core.table.rooms) == 1, "the first worker has not heard of it"
+        pair.turn()
+        pair.assert_all_is_free()
+        assert pair.first.core.stats().expired_rooms_total == 0
+
+    def test_ends_when_its_time_is_over(self) -> None:
+        pair = Pair(first={"disaggregation_hold_s": 2.0})
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.first.now += 1.9
+        pair.first.turn()
+        assert len(pair.first.core.table.rooms) == 1
+        pair.first.now += 0.1
+        pair.first.turn()
+        pair.assert_all_is_free()
+        assert pair.first.core.stats().expired_rooms_total == 1
+
+    def test_ends_with_its_front_end(self) -> None:
+        pair = Pair()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.first.core.abort_peer(1, pair.first.now)
+        assert len(pair.first.core.table.rooms) == 1
+        pair.first.core.abort_peer(0, pair.first.now)
+        pair.first.turn()
+        pair.assert_all_is_free()
+        assert not pair.first.executor.open_rooms
+
+    @pytest.mark.parametrize("how", ["flush", "weights"])
+    def test_ends_when_its_pages_count_no_more(self, how: str) -> None:
+        pair = Pair()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        if how == "flush":
+            assert pair.first.core.flush_cache() == 10
+        else:
+            pair.first.core.replace_weights("other")
+        pair.first.turn()
+        pair.assert_all_is_free()
+        assert not pair.first.executor.open_rooms
+
+    def test_another_ones_word_ends_nothing(self) -> None:
+        pair = Pair()
+        finish = pair.compute(0, PROMPT, max_new_tokens=4)
+        assert finish.room is not None
+        for other in (replace(finish.room, epoch=EPOCH + 1), replace(finish.room, secret=bytes(16)), pair.new_room()):
+            pair.first.core.leave_room(other)
+        assert len(pair.first.core.table.rooms) == 1
+        pair.first.core.leave_room(finish.room)
+        pair.first.core.leave_room(finish.room)
+        assert not len(pair.first.core.table.rooms)
+
+    def test_nobody_is_ended_for_want_of_the_pages_in_it(self) -> None:
+        """They come back."""
+        pair = Pair(first={"num_pages": 12, "disaggregation_hold_s": 1.0})
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.first.submit(1, [7] * 30, max_new_tokens=4, ignore_eos=True)
+        for _ in range(300):
+            pair.first.turn()
+        pair.first.check_answer(1)
+        assert pair.first.finishes[1].reason is FinishReason.LENGTH
+
+    def test_is_closed_before_the_step_that_may_write_its_pages(self) -> None:
+        """And who has read them gets nothing."""
+        pair = Pair(page_moved_s=1.0, first={"num_pages": 12, "disaggregation_hold_s": 1.0})
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        pair.second.turn()
+        assert pulls(pair.second)
+        pair.first.now += 1.0
+        pair.first.submit(1, [7] * 40, max_new_tokens=2, ignore_eos=True)
+        pair.first.drain()
+        pair.second.now += 30.0
+        pair.second.drain()
+        pair.second.check_answer(0)
+        assert pair.second.core.stats().pulled_pages_total == 0
+        assert pair.second.core.stats().refused_pulls_total == len(pulls(pair.second)) > 0
+
+
+class TestReading:
+    def test_of_others_pages_nothing_is_had(self) -> None:
+        """Another room's secret, another salt: the prompt is computed."""
+        pair = Pair()
+        mine = pair.compute(0, PROMPT, max_new_tokens=4)
+        other = pair.compute(1, [9] * 40, max_new_tokens=4)
+        assert mine.room is not None and other.room is not None
+        for handle, room, salt in (
+            (10, replace(mine.room, secret=other.room.secret), ""),
+            (11, mine.room, "salt"),
+            (12, other.room, ""),
+        ):
+            source, output = Source(room, ADDRESS, 10), pair.first.outputs[0]
+            pair.second.submit(handle, PROMPT, output=output, source=source, salt=salt, ignore_eos=True, max_new_tokens=4)
+            pair.second.drain()
+            pair.second.check_answer(handle)
+            pair.second.core.flush_cache()
+        assert pair.second.core.stats().pulled_pages_total == 0 and len(pulls(pair.second)) == 3
+
+    def test_a_worker_that_is_gone_costs_a_computation(self) -> None:
+        pair = Pair()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.second.executor.peers.clear()
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        pair.second.drain()
+        pair.second.check_answer(0)
+        stats = pair.second.core.stats()
+        assert stats.refused_pulls_total == stats.failed_operations_total == 1 and stats.pulled_pages_total == 0
+
+    def test_is_given_up_when_computing_would_be_sooner(self) -> None:
+        pair = Pair(page_moved_s=100.0)
+        tiers = pair.second.core._tiers
+        assert tiers is not None
+        tiers.rates._token_s = None
+        tiers.rates.computed(1000, 0, 10.0)
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        for _ in range(200):
+            pair.second.turn()
+        pair.second.check_answer(0)
+        assert pair.second.core.stats().given_up_operations_total == 1
+        pair.second.now += 2000.0
+        pair.second.turn()
+        assert not pair.second.core.table.memory.quarantined
+
+    def test_one_slow_worker_keeps_nobody_from_reading_another(self) -> None:
+        pair = Pair()
+        other = worker()
+        pair.second.executor.peers["other"] = other.executor
+        late = pair.second.executor
+        late.pages_moved = lambda operation: (
+            0 if operation.pull and operation.pull.source.address == "other" else len(operation.keys)
+        )
+        room = pair.new_room()
+        pair.second.submit(7, [5] * 40, output=[1], source=Source(room, "other", 10), max_new_tokens=3, ignore_eos=True)
+        pair.answer(0, PROMPT, max_new_tokens=4)
+        assert pair.second.core.stats().pulled_pages_total == 10
+
+    def test_two_of_one_prompt_read_it_once(self) -> None:
+        pair = Pair(page_moved_s=0.05)
+        for handle in (0, 1):
+            pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
+        for handle in (0, 1):
+            pair.go_on(handle, PROMPT, max_new_tokens=4, seed=handle)
+        pair.second.drain()
+        for handle in (0, 1):
+            pair.second.check_answer(handle)
+        assert pair.second.core.stats().pulled_pages_total == 10
+        pair.turn()
+        pair.assert_all_is_free()
+
+    def test_an_abort_leaves_the_room_and_frees_the_pages_with_the_fact(self) -> None:
+        pair = Pair(page_moved_s=0.1)
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        pair.second.turn()
+        assert pair.second.core.table.memory.quarantined
+        pair.second.abort(0)
+        assert pair.second.core.table.memory.quarantined, "a read is under way"
+        pair.second.now += 5.0
+        for _ in range(3):
+            pair.turn()
+        pair.assert_all_is_free()
+
+    def test_while_paused_it_goes_on(self) -> None:
+        pair = Pair()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.second.core.pause(PauseMode.IN_PLACE, pair.second.now)
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        for _ in range(5):
+            pair.turn()
+        assert pair.second.core.stats().pulled_pages_total == 10
+        pair.second.core.resume()
+        pair.second.drain()
+        pair.second.check_answer(0)
+
+    def test_what_was_read_is_copied_to_the_host_as_anything_else(self) -> None:
+        pair = Pair(host_pages=64)
+        pair.answer(0, PROMPT, max_new_tokens=4)
+        for _ in range(20):
+            pair.second.turn()
+        assert pair.second.core.stats().backed_up_pages_total >= 10
+
+    def test_a_worker_that_reads_nobody_computes(self) -> None:
+        pair, alone = Pair(), worker()
+        finish = pair.compute(0, PROMPT, max_new_tokens=4)
+        assert finish.room is not None
+        source = Source(finish.room, ADDRESS, finish.room_pages)
+        alone.submit(0, PROMPT, output=pair.first.outputs[0], source=source, max_new_tokens=4, ignore_eos=True)
+        alone.drain()
+        alone.check_answer(0)
+
+
+def test_a_proof_is_of_secret_tree_and_tokens() -> None:
+    base = proof(bytes(16), "tree", b"tokens")
+    others = [proof(b"1" * 16, "tree", b"tokens"), proof(bytes(16), "tre", b"etokens"), proof(bytes(16), "tree", b"token")]
+    assert base not in others and len(set(others)) == 3 and base == proof(bytes(16), "tree", b"tokens")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st.DataObject) -> None:
+    """Prompts that share prefixes, reads of any length, rooms that end in the middle, aborts, pools too small: both pools are
+    checked after every call, and freed pages are poisoned."""
+    draw = data.draw
+    moved_s = draw(st.sampled_from([0.0, 0.02, 0.3]))
+    hold_s = draw(st.sampled_from([0.05, 0.5, 10.0]))
+    second = {"num_pages": draw(st.sampled_from([14, 24, 48])), "host_pages": draw(st.sampled_from([0, 40]))}
+    pair = Pair(moved_s, {"num_pages": draw(st.sampled_from([14, 40])), "disaggregation_hold_s": hold_s}, **second)
+    prompts: dict[int, list[int]] = {}
+    waiting: list[int] = []
+    for handle in range(draw(st.integers(1, 8))):
+        head, tail = draw(st.integers(0, 1)), draw(st.integers(0, 9))
+        prompts[handle] = [head] * draw(st.integers(3, 30)) + [handle] * tail
+        pair.first.submit(handle, prompts[handle], hand_over=pair.new_room(), max_new_tokens=6, ignore_eos=True)
+        for _ in range(draw(st.integers(0, 6))):
+            waiting += _step(pair, draw(st.sampled_from(["turn", "turn", "abort", "flush", "clock"])), prompts)
+    for _ in range(400):
+        _step(pair, "turn", prompts)
+        if pair.first.core.idle and pair.second.core.idle and set(prompts) <= set(pair.first.finishes):
+            break
+    for _ in range(40):
+        pair.first.now += 1.0
+        pair.second.now += 1.0
+        pair.turn()
+    for handle in pair.second.finishes:
+        pair.second.check_answer(handle)
+    pair.assert_all_is_free()
+
+
+def _step(pair: Pair, what: str, prompts: dict[int, list[int]]) -> list[int]:
+    """One thing that may happen, and what follows of it."""
+    match what:
+        case "abort" if pair.second.core.num_requests:
+            pair.second.abort(next(iter(pair.second.core.table.by_key.values())).handle)
+        case "flush":
+            pair.first.core.flush_cache()
+            pair.first.check()
+        case "clock":
+            pair.first.now += 0.1
+    pair.turn()
+    begun = [h for h, f in pair.first.finishes.items() if f.reason is FinishReason.HANDED_OVER and h not in pair.second.submitted]
+    for handle in begun:
+        pair.go_on(handle, prompts[handle], max_new_tokens=6)
+    return begun
+
+
+def test_reads_pay_where_nobody_knows_what_computing_takes() -> None:
+    pair = Pair()
+    pair.second = worker(reads_peers=True)
+    pair.second.executor.peers[ADDRESS] = pair.first.executor
+    pair.answer(0, PROMPT, max_new_tokens=4)
+    assert pair.second.core.stats().pulled_pages_total == 10

@@ -1,0 +1,170 @@
+"""Prefill and decode apart in whole systems: what a decode worker reads is what it would have computed, and whoever is lost,
+every answer is right. Deterministic, so that bits are compared with a system of one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
+from tests.e2e.system import System, wait_until
+from tests.night import NIGHTLY
+
+ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 1)
+CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
+PAGE = 16  # tokens
+ROUNDS = 24 if NIGHTLY else 1  # of each kind of loss
+AT_ONCE = 6
+
+
+def apart(folder: Path, prefill: int = 1, decode: int = 1, worker_flags: str = "", **settings: Any) -> System:
+    flags = f"--deterministic --page-size {PAGE} {worker_flags}"
+    more = {"gateway_flags": "--disaggregation-min-tokens 24", "log_level": "info"}
+    return System(folder, prefill_workers=prefill, decode_workers=decode, worker_flags=flags, **(more | settings))
+
+
+def pulled(system: System, name: str = "decode-0") -> float:
+    return system.metric(name, "rootstock_worker_pulled_tokens_total")
+
+
+def workers(system: System) -> float:
+    """That the gateway is connected to."""
+    return system.metric("gateway", "rootstock_gateway_connected", service="worker")
+
+
+def test_mixed_requests_get_one_workers_answers(tmp_path: Path) -> None:
+    with System(tmp_path / "plain", worker_flags=f"--deterministic --page-size {PAGE}") as system:
+        expected = [essence(answers) for answers in asyncio.run(ask_all(system, ASKS, 4))]
+    with apart(tmp_path / "apart", worker_flags=CROWD) as system:
+        wait_until(lambda: workers(system) == 2, 60, "both workers")
+        order = random.Random(7).sample(range(len(ASKS)), len(ASKS))
+        answers = asyncio.run(ask_all(system, [ASKS[index] for index in order], 10))
+        wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
+        assert wrong == []
+        assert pulled(system) > 0 and system.metric("gateway", "rootstock_gateway_handovers_total") >= len(ASKS) / 2
+        assert system.metric("prefill-0", "rootstock_worker_sessions") == 0, "sessions are where answers are decoded"
+        assert system.metric("prefill-0", "rootstock_worker_rooms_expired_total") == 0
+        for name in ("prefill-0", "decode-0"):
+            assert '"level":"error"' not in system.log(name), "no step failed and no invariant broke"
+
+
+def bodies(count: int, seed: int) -> list[dict[str, Any]]:
+    """Prompts of ids that have nothing in common, of different lengths."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(4, 1200) for _ in range(rng.randrange(40, 260))] for _ in range(count)]
+    return [
+        {
+            "model": "demo",
+            "prompt": prompt,
+            "max_tokens": 24,
+            "temperature": 1,
+            "seed": at,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+def ids_of(answer: dict[str, Any]) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def test_what_is_moved_and_what_is_computed(tmp_path: Path) -> None:
+    """Whole pages are moved, once each; the rest of a page and the output are computed where they are decoded."""
+    asked = bodies(12, 1)
+    with apart(tmp_path) as system:
+        wait_until(lambda: workers(system) == 2, 60, "both workers")
+        for body in asked:
+            status, answer = system.post("/v1/completions", body)
+            assert status == 200, answer
+        pages = [len(body["prompt"]) // PAGE for body in asked]
+        assert pulled(system) == PAGE * sum(pages)
+        assert system.metric("prefill-0", "rootstock_worker_kv_served_bytes_total") > 0
+        assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") == 0
+        wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 5, "the rooms to end")
+        prefill = system.metric("prefill-0", "sglang:prompt_tokens_total")
+        assert prefill == sum(len(body["prompt"]) for body in asked)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with apart(tmp_path_factory.mktemp("fleet"), 1, 2, "--disaggregation-hold-s 2") as system:
+        wait_until(lambda: workers(system) == 3, 60, "all workers")
+        yield system
+
+
+async def _answers(system: System, asked: list[dict[str, Any]]) -> list[httpx.Response]:
+    limit = asyncio.Semaphore(AT_ONCE)
+    async with httpx.AsyncClient(base_url=system.url, timeout=90) as http:
+
+        async def one(body: dict[str, Any]) -> httpx.Response:
+            async with limit:
+                return await http.post("/v1/completions", json=body)
+
+        return await asyncio.gather(*(one(body) for body in asked))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("who", ["prefill-0", "decode-0"])
+def test_nobody_notices_who_is_lost(fleet: System, who: str, how: signal.Signals) -> None:
+    """At any moment of requests that are queued, computed, kept, read and decoded."""
+    for turn in range(ROUNDS):
+        asked = bodies(18, 100 + turn)
+        expected = [ids_of(answer.json()) for answer in asyncio.run(_answers(fleet, asked))]
+
+        async def under_loss(asked: list[dict[str, Any]] = asked, turn: int = turn) -> list[httpx.Response]:
+            asking = asyncio.create_task(_answers(fleet, [{**body, "cache_salt": f"{who}{how}{turn}"} for body in asked]))
+            await asyncio.sleep(random.Random(turn).uniform(0.05, 1.0))
+            fleet.children[who].signal(how)
+            return await asking
+
+        answers = asyncio.run(under_loss())
+        assert [answer.status_code for answer in answers] == [200] * len(answers)
+        assert [ids_of(answer.json()) for answer in answers] == expected
+        if how is signal.SIGSTOP:
+            fleet.children[who].signal(signal.SIGCONT)
+        else:
+            fleet.start(who)
+        wait_until(lambda: workers(fleet) == 3, 60, "all workers")
+        wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
+
+
+def _rests(system: System) -> bool:
+    """Nothing is kept, read or running anywhere."""
+    try:
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            if any(
+                system.metric(name, f"rootstock_worker_{what}") for what in ("rooms", "quarantined_tokens", "importing_requests")
+            ):
+                return False
+            if system.metric(name, "sglang:kv_used_tokens"):
+                return False
+    except (OSError, AssertionError):  # it is not there yet, or has not turned yet
+        return False
+    return True
+
+
+def test_a_room_that_nobody_comes_for_ends_by_itself(fleet: System) -> None:
+    """A decode worker that stands still while it should read: the prompt is computed elsewhere, and the pages are free again."""
+    before = fleet.metric("prefill-0", "rootstock_worker_rooms_expired_total")
+    for name in ("decode-0", "decode-1"):
+        fleet.children[name].signal(signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        answers = asyncio.run(_answers(fleet, bodies(1, 9)))
+        assert answers[0].status_code == 200 and time.monotonic() - begun < 60
+    finally:
+        for name in ("decode-0", "decode-1"):
+            fleet.children[name].signal(signal.SIGCONT)
+    wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
+    assert fleet.metric("prefill-0", "rootstock_worker_rooms_expired_total") >= before

@@ -1,0 +1,159 @@
+"""A fleet under 200 streams at once, by day 100 and half the room for them, while one thing after the other happens to it: no
+request fails, every text is that of the undisturbed run, and nothing is held afterwards."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from tests.e2e.fleet import Fleet
+from tests.e2e.fleet_cases import Answer, Case, make_cases
+from tests.e2e.fleet_clients import Clients, Wave, check
+from tests.night import NIGHTLY
+
+STREAMS, NUM_CASES, POOL_TOKENS = (200, 96, 12_288)  # of each worker
+BY_NIGHT = (
+    "state",
+    "worker-0",
+    "worker-1",
+    "worker-2",
+    "gateway-1",
+    "tokenizer-1",
+    "detokenizer-1",
+)  # restarted as their likes are
+FREE_S = 1.0  # in which what clients left behind is free
+QUIET_S = 10.0  # the same after a fault, whose own traces may take longer
+
+Expected = Mapping[Case, Answer]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("fleet"), max_total_tokens=POOL_TOKENS) as started:
+        yield started
+
+
+pytestmark = pytest.mark.timeout(900)  # a rollout of everything on a slow machine
+
+
+@pytest.fixture
+def fleet(running: Fleet) -> Iterator[Fleet]:
+    yield running
+    running.restore()
+
+
+@pytest.fixture(scope="module")
+def clients(running: Fleet) -> Iterator[Clients]:
+    with Clients(running.urls) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def expected(clients: Clients) -> Expected:
+    """What a fleet says that has little to do and loses nothing."""
+    exchanges = clients.ask(make_cases(NUM_CASES, seed=5), concurrency=12)
+    assert not (failed := [exchange.error for exchange in exchanges if exchange.error]), failed[:3]
+    return {exchange.case: exchange.answer for exchange in exchanges if exchange.answer is not None}
+
+
+def crowd(expected: Expected, seed: int) -> list[Case]:
+    return random.Random(seed).choices(list(expected), k=STREAMS)
+
+
+def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault: Callable[[Wave], None], cut: str = "") -> bool:
+    """`fault` happens once half of the streams have begun. True, or an assertion fails."""
+    begun = time.monotonic()
+    wave = clients.wave(crowd(expected, seed=len(what)))
+    wave.wait_begun(STREAMS // 2)
+    assert wave.num_ended() < STREAMS // 2, "most of them are still running"
+    fault(wave)
+    line = check(wave.wait(), expected, cut)
+    quiet_s = fleet.wait_quiet(QUIET_S)
+    print(f"{what}: {line}; all free after {quiet_s:.2f} s; {time.monotonic() - begun:.1f} s in all")
+    return quiet_s <= QUIET_S
+
+
+def test_nothing_happens(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """Another load, other neighbours, other gateways and workers: the same answers."""
+    assert len(expected) > NUM_CASES // 2
+    assert survive(fleet, clients, expected, "undisturbed", lambda wave: None)
+
+
+@pytest.mark.parametrize("name", ["worker-0", "tokenizer-0", "detokenizer-0", "redis"])
+def test_one_is_killed(fleet: Fleet, clients: Clients, expected: Expected, name: str) -> None:
+    def fault(wave: Wave) -> None:
+        fleet.kill(name)
+        wave.wait_begun(STREAMS * 3 // 4)
+        fleet.start(name)
+
+    assert survive(fleet, clients, expected, f"SIGKILL {name}", fault)
+
+
+def test_a_worker_stands_still_and_comes_back(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """What it says after it has come back belongs to requests that have gone on elsewhere."""
+
+    def fault(wave: Wave) -> None:
+        fleet.stop("worker-1")
+        wave.wait()
+        fleet.cont("worker-1")
+
+    assert survive(fleet, clients, expected, "SIGSTOP worker-1", fault)
+
+
+def test_a_worker_is_cut_off_and_comes_back(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    def fault(wave: Wave) -> None:
+        fleet.cut()
+        wave.wait()
+        fleet.join()
+
+    assert survive(fleet, clients, expected, f"partition of {fleet.far_worker}", fault)
+
+
+def test_redis_is_full_and_slow(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    def fault(wave: Wave) -> None:
+        fleet.redis.config_set("maxmemory", 1_000_000)
+        wave.wait_begun(STREAMS * 3 // 4)
+        fleet.redis_proxy.delay_s = 0.5
+
+    assert survive(fleet, clients, expected, "full and slow Redis", fault)
+
+
+def test_redis_answers_nobody(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    assert survive(fleet, clients, expected, "SIGSTOP redis", lambda wave: fleet.stop("redis"))
+
+
+def test_a_gateway_dies(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """Its clients see their connections close; those of the other one see nothing; workers free everything that came over it."""
+    assert survive(fleet, clients, expected, "SIGKILL gateway-1", lambda wave: fleet.kill("gateway-1"), cut="gateway-1")
+
+
+def test_clients_leave(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """At any moment between the first byte sent and the last one received."""
+    rng = random.Random(11)
+    waits = [rng.uniform(0.01, 3.0) for _ in range(STREAMS)]
+    clients.leave(crowd(expected, seed=11), lambda index: waits[index])
+    quiet_s = fleet.wait_quiet(FREE_S)
+    print(f"all was free {quiet_s:.2f} s after the last client left")
+    assert quiet_s <= FREE_S
+
+
+def test_everything_is_restarted_one_by_one(fleet: Fleet, clients: Clients, expected: Expected) -> None:
+    """SIGTERM, its end, the next start, ready: as a rollout does it, under load."""
+    names = [name for name in fleet.children if NIGHTLY or name not in BY_NIGHT]
+    done = threading.Event()
+    wave = clients.keep_asking(list(expected), clients=24 if NIGHTLY else 6, until=done, rest_s=1.0)
+    try:
+        for name in names:
+            begun, ended = time.monotonic(), wave.num_ended()
+            fleet.term(name)
+            fleet.start(name)
+            fleet.wait_ready(name)
+            print(f"{name}: {time.monotonic() - begun:.1f} s, {wave.num_ended() - ended} requests ended meanwhile")
+    finally:
+        done.set()
+    print(check(wave.wait(), expected))
+    fleet.wait_quiet(QUIET_S)

@@ -1,0 +1,207 @@
+"""Prefill and decode apart: whose prompt goes through a prefill worker, and what becomes of it whoever is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import worker_pb2
+from tests.services.gateway.dispatch.test_faults import ANSWER, Pending
+from tests.services.gateway.fakes import MODEL, SECRET, FakeWorker, logprob_of
+from tests.services.gateway.system import System, events, wait_until
+
+LAYOUT, OTHER_LAYOUT = b"0" * 16, b"1" * 16
+SHORT = 4  # tokens of a prompt from which it goes through a prefill worker, here
+
+
+def apart(
+    prefill: int = 1, then: Callable[[list[FakeWorker]], None] = lambda workers: None
+) -> Callable[[list[FakeWorker]], None]:
+    """The first workers compute prompts, the others decode."""
+
+    def configure(workers: list[FakeWorker]) -> None:
+        for at, worker in enumerate(workers):
+            worker.info.role, worker.info.kv_layout = ("prefill", LAYOUT) if at < prefill else ("decode", LAYOUT)
+            worker.info.kv_port = 7103 + at if at < prefill else 0
+        then(workers)
+
+    return configure
+
+
+def submits(system: System, worker: int) -> list[worker_pb2.Submit]:
+    return system.workers[worker].servicer.submits
+
+
+def ask(system: System, **body: Any) -> Any:
+    return Pending(system, **{"stream": False, **body}).result()
+
+
+def system_of(
+    workers: int = 2, prefill: int = 1, then: Callable[[list[FakeWorker]], None] = lambda workers: None, **settings: Any
+) -> System:
+    return System(workers=workers, configure=apart(prefill, then), **{"disaggregation_min_tokens": SHORT, **settings})
+
+
+def text_of_answer(result: Any) -> str:
+    text: str = result.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def test_a_prompt_is_computed_by_one_and_goes_on_at_the_other() -> None:
+    with system_of() as system:
+        result = ask(system)
+        assert text_of_answer(result) == ANSWER
+        (first,), (second,) = submits(system, 0), submits(system, 1)
+        assert first.hand_over and not first.HasField("source")
+        host = system.workers[0].address.rpartition(":")[0]
+        assert not second.hand_over and second.source.address == f"{host}:7103"
+        assert second.source.room.secret == SECRET and second.source.room.room == first.handle + 1
+        assert list(second.output_ids) and list(second.prompt_ids) == list(first.prompt_ids)
+        usage = result.json()["usage"]
+        assert usage["completion_tokens"] == len(ANSWER) + 1 and usage["prompt_tokens"] == len(first.prompt_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_logprobs_and_usage_are_those_of_one_worker(stream: bool) -> None:
+    with system_of() as system:
+        more = {"stream_options": {"include_usage": True}} if stream else {}
+        result = ask(system, stream=stream, logprobs=True, temperature=1.0, n=2, **more)
+        if not stream:
+            for choice in result.json()["choices"]:
+                assert choice["message"]["content"] == ANSWER
+                assert len(choice["logprobs"]["content"]) == len(ANSWER) + 1
+            return
+        chunks = events(result.text)
+        for index in range(2):
+            own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+            assert "".join(choice["delta"].get("content", "") for choice in own) == ANSWER
+            logprobs = [entry["logprob"] for choice in own if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+            assert logprobs[0] == logprob_of(ord(ANSWER[0])) or len(logprobs) == len(ANSWER) + 1
+        assert chunks[-1]["usage"]["completion_tokens"] == 2 * (len(ANSWER) + 1)
+
+
+def test_cached_tokens_are_those_of_who_computed_the_prompt() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        workers[0].by_tier = {"cached_device_tokens": 3}
+        workers[1].by_tier = {"cached_peer_tokens": 3}
+
+    with system_of(then=configure) as system:
+        details = ask(system, return_cached_tokens_details=True).json()
+        assert details["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+
+
+class TestItPays:
+    def test_not_a_short_prompt(self) -> None:
+        with system_of(disaggregation_min_tokens=10_000) as system:
+            assert text_of_answer(ask(system)) == ANSWER
+            assert not submits(system, 0) and not submits(system, 1)[0].hand_over
+
+    @pytest.mark.parametrize("what", ["layout", "weights", "no port", "nobody reads"])
+    def test_not_where_pages_cannot_be_exchanged(self, what: str) -> None:
+        def configure(workers: list[FakeWorker]) -> None:
+            if what == "layout":
+                workers[0].info.kv_layout = OTHER_LAYOUT
+            elif what == "weights":
+                workers[0].info.revision = "other"
+            elif what == "no port":
+                workers[0].info.kv_port = 0
+            else:
+                workers[1].info.role = ""
+
+        with system_of(then=configure) as system:
+            assert text_of_answer(ask(system)) == ANSWER
+            assert not any(submit.hand_over for submit in submits(system, 0))
+
+    def test_not_for_a_vector(self) -> None:
+        with system_of() as system:
+            answer = system.post("/v1/embeddings", {"model": MODEL, "input": "a long enough text"})
+            assert answer.status_code == 200
+            assert not submits(system, 0)
+
+    def test_what_ends_at_once_moves_nothing(self) -> None:
+        with system_of() as system:
+            result = ask(system, max_tokens=1)
+            assert result.json()["choices"][0]["finish_reason"] == "length"
+            assert len(submits(system, 0)) == 1 and not submits(system, 1)
+
+    def test_a_prompt_without_a_whole_page_takes_its_token_along(self) -> None:
+        with system_of(disaggregation_min_tokens=1) as system:
+            answer = system.post("/v1/completions", {"model": MODEL, "prompt": [5, 6], "max_tokens": 40})
+            assert answer.status_code == 200
+            (second,) = submits(system, 1)
+            assert list(second.output_ids) and not second.HasField("source")
+
+
+class TestLost:
+    def test_with_no_decode_worker_a_prefill_worker_serves_whole_requests(self) -> None:
+        with system_of() as system:
+            system.call(system.workers[1].stop())
+            wait_until(lambda: system.links[1].info is None, "the loss")
+            assert text_of_answer(ask(system)) == ANSWER
+            assert not submits(system, 0)[-1].hand_over
+
+    def test_with_no_prefill_worker_a_decode_worker_does(self) -> None:
+        with system_of() as system:
+            system.call(system.workers[0].stop())
+            wait_until(lambda: system.links[0].info is None, "the loss")
+            assert text_of_answer(ask(system)) == ANSWER
+            assert not submits(system, 1)[-1].hand_over
+
+    def test_while_it_computes(self) -> None:
+        with system_of(then=lambda workers: workers[0].allow(0)) as system:
+            pending = Pending(system, stream=True)
+            wait_until(lambda: bool(system.workers[0].servicer.running), "the prompt")
+            system.call(system.workers[0].stop())
+            text = "".join(c["delta"].get("content", "") for chunk in events(pending.result().text) for c in chunk["choices"])
+            assert text == ANSWER and not submits(system, 1)[0].output_ids
+
+    def test_while_the_other_decodes(self) -> None:
+        """It goes through the prefill worker again, with its output, and from there to who is left."""
+        with system_of(workers=3, then=lambda workers: [worker.allow(0) for worker in workers[1:]]) as system:
+            pending = Pending(system, stream=True)
+            wait_until(lambda: any(len(host.servicer.running) for host in system.workers[1:]), "the hand-over")
+            at = next(i for i in (1, 2) if system.workers[i].servicer.running)
+            system.workers[at].servicer.allow(3)
+            wait_until(lambda: system.workers[at].servicer.steps_left == 0, "tokens")
+            wait_until(lambda: sum(len(batch.handles) for batch in system.detokenizer.batches) >= 4, "them here")
+            system.workers[3 - at].servicer.allow(None)
+            system.call(system.workers[at].stop())
+            text = "".join(c["delta"].get("content", "") for chunk in events(pending.result().text) for c in chunk["choices"])
+            assert text == ANSWER
+            again, last = submits(system, 0)[1], submits(system, 3 - at)[0]
+            assert again.hand_over and len(again.output_ids) == 4
+            assert len(last.output_ids) == 5 and last.HasField("source")
+
+    def test_a_refusal_by_the_prefill_worker_goes_to_the_other(self) -> None:
+        def configure(workers: list[FakeWorker]) -> None:
+            workers[0].refuse = [(pb.ERROR_CODE_QUEUE_FULL, "full")]
+
+        with system_of(then=configure) as system:
+            assert text_of_answer(ask(system)) == ANSWER
+
+    def test_while_the_other_has_no_room_it_waits_and_keeps_its_source(self) -> None:
+        def configure(workers: list[FakeWorker]) -> None:
+            workers[1].info.max_running_requests = 1
+            workers[1].allow(0)
+
+        with system_of(then=configure, worker_queue_slack=0.0) as system:
+            waiting = [Pending(system, stream=True) for _ in range(5)]
+            wait_until(lambda: len(system.workers[1].servicer.running) >= 1, "one")
+            system.workers[1].servicer.allow(None)
+            for pending in waiting:
+                text = "".join(c["delta"].get("content", "") for chunk in events(pending.result().text) for c in chunk["choices"])
+                assert text == ANSWER
+            handed = [submit for submit in submits(system, 1) if submit.output_ids]
+            assert handed and all(submit.HasField("source") for submit in handed)
+
+
+def test_sessions_live_where_answers_are_decoded() -> None:
+    with system_of() as system:
+        for name in "abcdefgh":
+            answer = system.post("/generate", {"text": "a long enough text", "session_params": {"id": name}})
+            assert answer.status_code == 200
+        assert not submits(system, 0) and len(submits(system, 1)) == 8
+        assert not any(submit.hand_over for submit in submits(system, 1))
