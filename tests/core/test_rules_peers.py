@@ -17,6 +17,7 @@ from services.worker.core.contracts.transfers import OperationKind, PageOperatio
 from services.worker.exec.fake import hashed_token
 from tests.core.harness import Engine
 from tests.core.peers import ADDRESS, EPOCH, Pair, computed_tokens, worker
+from tests.night import NIGHTLY
 
 PROMPT = list(range(40))  # ten pages
 FIRST_TOKEN = hashed_token(np.array(PROMPT, dtype=np.int32), 1000)
@@ -322,7 +323,7 @@ def test_a_proof_is_of_secret_tree_and_tokens() -> None:
     assert base not in others and len(set(others)) == 3 and base == proof(bytes(16), "tree", b"tokens")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
 @given(st.data())
 def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st.DataObject) -> None:
     """Prompts that share prefixes, reads of any length, rooms that end in the middle, aborts, pools too small: both pools are

@@ -41,7 +41,7 @@ CHART = (
     *of(
         "chart",
         f"{TEMPLATES}/_helpers.tpl",
-        ("{{- with default .component .role }}", "{{- with .component }}"),
+        ("{{- with default (default .component .pool) .role }}", "{{- with default .component .pool }}"),
         ('{{- if eq .values.discovery "k8s" }}true{{ end -}}', "true"),
         only="test_templates",
     ),
@@ -71,7 +71,7 @@ CHART = (
         "chart",
         f"{TEMPLATES}/worker/hpa.yaml",
         ('{{- if eq .Values.autoscaling.engine "hpa" }}', "{{- if true }}"),
-        ("{{- if .worker.autoscaling.enabled }}", "{{- if true }}"),
+        ("{{- if .values.autoscaling.enabled }}", "{{- if true }}"),
         only="test_upgrade",
     ),
     *of(

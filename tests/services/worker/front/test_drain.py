@@ -12,12 +12,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.local.ports import HOST, free_ports
 from services.shared.rpc import grpc_server
+from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.front.drain import drain
+from services.worker.loop.inbox import RoomLeft
 from tests.services.worker.conftest import Serving, run, serving
 from tests.services.worker.front.test_server import LENGTH, FrontEnd, expected, submit
 
@@ -56,6 +61,28 @@ def test_running_requests_end_and_new_ones_go_elsewhere() -> None:
             assert (front.finishes[2].error, front.tokens.get(2)) == (UNAVAILABLE, None)
             assert front.finishes[1].reason == LENGTH
             assert front.tokens[1] == expected([1, 2, 3], 60)
+
+    run(check)
+
+
+def test_what_is_kept_for_a_reader_is_waited_for() -> None:
+    async def check() -> None:
+        async with serving(step_s=0.005) as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            core = worker.core
+            room = Room(1, 1, bytes(ROOM_SECRET_BYTES))
+            ids = np.arange(40, dtype=np.int32)
+            worker.inbox.put(Submit(1, 99, "r", ids, SamplingParams(max_new_tokens=9, ignore_eos=True), hand_over=room))
+            async with asyncio.timeout(GUARD_S):
+                while not worker.load.num_rooms:
+                    await asyncio.sleep(0.01)
+            task = await draining(worker, GUARD_S)
+            await asyncio.sleep(0.2)
+            assert not task.done() and core.stats().num_rooms == 1
+            worker.inbox.put(RoomLeft(room))
+            async with asyncio.timeout(GUARD_S):
+                await task
 
     run(check)
 

@@ -1,0 +1,82 @@
+"""Prefill and decode apart on a real network: KV goes from pod to pod, and whoever is lost, no request fails."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import BrokenNodes, Release, until
+from tests.cluster.load import QUESTIONS, Load
+
+STREAMS = 8
+CUT_S = 10.0
+LONG = tuple(f"Repeat: {'the garden of stone and coral ' * 12}{question}" for question in QUESTIONS)
+VALUES: dict[str, Any] = {
+    **{name: {"replicas": 2} for name in ("tokenizer", "detokenizer")},
+    "gateway": {"replicas": 2, "settings": {"disaggregation_min_tokens": 48}},
+    "worker": {"replicas": 2, "prefill": {"replicas": 2}},
+    "drainSeconds": 20,
+    "networkPolicy": {"monitoring": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]},  # the test looks at metrics; the KV port stays shut
+}
+
+
+def pulled(release: Release) -> float:
+    """Tokens whose KV the decode workers that are there have read."""
+    total = 0.0
+    for pod in release.ready("worker", "demo"):
+        with urllib.request.urlopen(f"http://{pod.ip}:9103/metrics", timeout=5) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        samples = [sample for family in families for sample in family.samples]
+        total += sum(sample.value for sample in samples if sample.name == "rootstock_worker_pulled_tokens_total")
+    return total
+
+
+def gateways(release: Release, node: str) -> Callable[[], list[str]]:
+    """Those on that node."""
+    return lambda: [f"http://{pod.ip}:8000" for pod in release.ready("gateway") if pod.node == node]
+
+
+def test_both_pools_roll_out_under_load(install: Install, proved: Callable[[str], None]) -> None:
+    release = install(VALUES)
+    with Load(STREAMS, release.urls, questions=LONG) as load:
+        until(lambda: load.ended >= STREAMS, "the load", 120)
+        read = pulled(release)
+        assert read > 0, "pages go from pod to pod"
+        for component in ("prefill", "worker"):
+            release.restart(component, "demo")
+            before = load.ended
+            until(lambda: load.ended >= before + STREAMS, "answers afterwards", 120)  # noqa: B023
+        assert pulled(release) > 0
+    proved(f"prefill and decode rolled out under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV read before")
+
+
+@pytest.mark.parametrize(("action", "remedy"), [("stop", "start"), ("cut", "join")], ids=["power", "network"])
+def test_a_node_goes_with_what_is_on_it(
+    install: Install, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
+) -> None:
+    """Workers of both roles are on both nodes; gateways that are asked are on the one that stays, with the Redis."""
+    release = install(VALUES)
+    (redis,) = release.ready("redis")
+    (node,) = [name for name in release.cluster.nodes() if name != redis.node]
+    for component in ("prefill", "worker"):
+        assert len({pod.node for pod in release.ready(component, "demo")}) == 2, component
+    with Load(STREAMS, gateways(release, redis.node), questions=LONG) as load:
+        until(lambda: load.ended >= STREAMS, "the load", 120)
+        read = pulled(release)
+        assert read > 0, "pages go from pod to pod"
+        broken_nodes.take(action, node, remedy)
+        begun, before = time.monotonic(), load.ended
+        until(lambda: time.monotonic() - begun > CUT_S and load.ended >= before + STREAMS, "answers meanwhile", 180)
+        broken_nodes.mend()
+        before = load.ended
+        until(lambda: load.ended >= before + STREAMS, "answers afterwards", 180)
+    what = "power" if action == "stop" else "network"
+    proved(
+        f"prefill and decode: a node's {what} gone under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV read before"
+    )
