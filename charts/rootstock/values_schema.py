@@ -167,7 +167,7 @@ def _prefill() -> Schema:
         "enabled": BOOLEAN,
         "minReplicas": integer(1),  # while there is none, nothing waits for one: the others compute prompts too
         "maxReplicas": integer(1),
-        "backlogPerReplica": {"type": "number", "exclusiveMinimum": 0},
+        "waitingTokens": integer(1),
         "busyShare": SHARE,
     }
     return closed(

@@ -27,6 +27,8 @@ FOREIGN_UP = 'up{namespace="serving",pod="other-0",component="other"}'
 MOVES = f'rootstock_gateway_moves_total{{{GATEWAY},cause="drain",state='
 BREAKERS = f'rootstock_gateway_breakers{{{GATEWAY},state="open"}}'
 REFUSALS = f'rootstock_gateway_refusals_total{{{GATEWAY},reason="queue_full"}}'
+EXPIRED = 'rootstock_worker_rooms_expired_total{namespace="serving",pod="prefill-0",model_name="demo",engine_type="prefill"}'
+REFUSED_READS = f"rootstock_worker_refused_pulls_total{{{WORKER}}}"
 KEY_FILE, KEY_SHARES = f"rootstock_gateway_key_file_valid{{{GATEWAY}}}", f"rootstock_gateway_key_shares_up{{{GATEWAY}}}"
 
 WELL: Mapping[str, str] = {
@@ -61,6 +63,8 @@ WELL: Mapping[str, str] = {
     f"rootstock_gateway_grace_period_seconds{{{GATEWAY}}}": "120x600",
     BREAKERS: "0x600",
     REFUSALS: "0x600",
+    EXPIRED: "0x5 3x600",  # once, and no more
+    REFUSED_READS: "0x5 3x600",
     KEY_FILE: "1x600",
     KEY_SHARES: "1x600",
 }
@@ -101,4 +105,6 @@ SCENARIOS = (
     Scenario("RootstockQueueRefused", {REFUSALS: "0+2x600"}, before="4m"),
     Scenario("RootstockKeyFileInvalid", {KEY_FILE: "1x5 0x600"}, before="8m"),
     Scenario("RootstockKeySharesDown", {KEY_SHARES: "1x5 0x600"}, before="8m"),
+    Scenario("RootstockPrefillNotRead", {EXPIRED: "0x5 1+1x600"}, before="14m"),
+    Scenario("RootstockPrefillReadsRefused", {REFUSED_READS: "0x5 1+1x600"}, before="14m"),
 )

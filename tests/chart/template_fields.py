@@ -506,7 +506,7 @@ WORKERS: dict[str, Case] = {
     "each kind scaled by figures of its own": (
         merged(
             VARIANTS["apart-by-hpa"],
-            {"worker": {"prefill": {"autoscaling": {"maxReplicas": 3, "backlogPerReplica": 1.5, "busyShare": 0.6}}}},
+            {"worker": {"prefill": {"autoscaling": {"maxReplicas": 3, "waitingTokens": 3000000, "busyShare": 0.6}}}},
         ),
         {
             f"HorizontalPodAutoscaler/{FULL}-prefill-demo": {
@@ -515,8 +515,8 @@ WORKERS: dict[str, Case] = {
                 "spec maxReplicas": 3,
                 "spec metrics 0 pods metric name": "rootstock_busy_share",
                 "spec metrics 0 pods target averageValue": "600m",
-                "spec metrics 1 pods metric name": "sglang_num_queue_reqs",
-                "spec metrics 1 pods target averageValue": "1500m",
+                "spec metrics 1 pods metric name": "rootstock_worker_waiting_tokens",
+                "spec metrics 1 pods target averageValue": "3000000000m",
                 "spec metrics 2": ABSENT,
                 UP + "policies 0": {"type": "Percent", "value": 100, "periodSeconds": 180},
             },
@@ -539,8 +539,8 @@ WORKERS: dict[str, Case] = {
                 "spec scaleTargetRef name": f"{FULL}-prefill-demo",
                 "spec minReplicaCount": 1,
                 "spec maxReplicaCount": 4,
-                "spec triggers 0 name": "prompts",
-                "spec triggers 0 metadata threshold": "2",
+                "spec triggers 0 name": "waiting-tokens",
+                "spec triggers 0 metadata threshold": "8192",
                 "spec triggers 1 name": "busy",
                 "spec triggers 1 metadata threshold": "0.7",
                 "spec triggers 2": ABSENT,

@@ -131,17 +131,19 @@ def test_the_recording_rules_say_what_the_day_is_played_with(tmp_path: Path) -> 
 
 
 @pytest.mark.needs("promtool")
-def test_a_jam_asks_for_workers_that_decode_and_not_for_those_that_compute_prompts(tmp_path: Path) -> None:
-    """Two of the one kind and one of the other, and nothing has ended: twice as many of all are enough, two in three of them
-    decode, and what waits calls for no more. Nobody else's requests count."""
-    values = {"autoscaling": {"engine": "keda"}, "worker": {"autoscaling": {"enabled": True}, "prefill": {"replicas": 1}}}
-    (scaler,) = render(values).kind("ScaledObject")
-    queries = {each["name"]: each["metadata"]["query"] for each in scaler["spec"]["triggers"]}
+def test_each_kind_of_workers_is_scaled_by_what_waits_for_it(tmp_path: Path) -> None:
+    """Two that decode and one that computes prompts, and nothing has ended: twice as many of all are enough, two in three of them
+    decode, and what waits in gateways calls for no more of these. Nobody else's requests count, nor tokens."""
+    both = {"enabled": True}
+    values = {"autoscaling": {"engine": "keda"}, "worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}
+    triggers = [each for scaler in render(values).kind("ScaledObject") for each in scaler["spec"]["triggers"]]
+    queries = {each["name"]: each["metadata"]["query"] for each in triggers}
     series = {f'rootstock_gateway_queue_length{{namespace="{NAMESPACE}",pod="g",model="demo"}}': 100}
     for pod, role, running, usage in (("d0", "decode", 40, 0.5), ("d1", "decode", 20, 0.25), ("p0", "prefill", 3, 1)):
         labels = f'namespace="{NAMESPACE}",pod="{pod}",model_name="demo",engine_type="{role}"'
         series[f"rootstock_worker_max_running_requests{{{labels}}}"] = SLOTS
         series[f"sglang:num_queue_reqs{{{labels}}}"] = 0 if role == "decode" else 7
+        series[f"rootstock_worker_waiting_tokens{{{labels}}}"] = 500 if role == "decode" else 20_000
         series[f"sglang:num_running_reqs{{{labels}}}"] = running
         series[f"sglang:token_usage{{{labels}}}"] = usage
     world = {
@@ -149,7 +151,12 @@ def test_a_jam_asks_for_workers_that_decode_and_not_for_those_that_compute_promp
         "input_series": [{"series": name, "values": f"{value}x40"} for name, value in series.items()],
         "promql_expr_test": [
             {"expr": queries[name], "eval_time": "9m", "exp_samples": [{"labels": "{}", "value": value}]}
-            for name, value in (("backlog", 2 * 2 * (2 + 1) * 2 / 3), ("running", 60), ("token-usage", 0.75))
+            for name, value in (
+                ("backlog", 2 * 2 * (2 + 1) * 2 / 3),
+                ("running", 60),
+                ("token-usage", 0.75),
+                ("waiting-tokens", 20_000),
+            )
         ],
     }
     assert run_tests(tmp_path, world, every=f"{SCRAPE_S}s") == ""

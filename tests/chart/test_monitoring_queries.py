@@ -196,11 +196,11 @@ def of_no_role(query: str) -> str:
 
 def test_kedas_queries_are_about_one_kind_of_workers_where_there_are_two(watched: Watched) -> None:
     queries, usual = keda_queries(merged(KEDA, APART)), keda_queries()
-    assert set(queries) == {*usual, "prompts", "busy"}
+    assert set(queries) == {*usual, "waiting-tokens", "busy"}
     roles = {name: set(re.findall(r'engine_type="(\w+)"', query)) for name, query in queries.items()}
     assert roles == {
         **{name: {"decode"} for name in ("backlog", "running", "token-usage")},
-        **{name: {"prefill"} for name in ("prompts", "busy")},
+        **{name: {"prefill"} for name in ("waiting-tokens", "busy")},
         "streams": set(),
     }
     now = time.time()
@@ -209,7 +209,7 @@ def test_kedas_queries_are_about_one_kind_of_workers_where_there_are_two(watched
         assert labels == {}
         if name in usual:  # of one kind that is all there is, the same as of all
             assert [(labels, pytest.approx(value))] == watched.prometheus.query(usual[name], at=now), name
-    for name in ("prompts", "busy"):
+    for name in ("waiting-tokens", "busy"):
         assert watched.prometheus.query(queries[name]) == [], "of workers that Prometheus does not see"
 
 

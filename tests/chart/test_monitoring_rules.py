@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.chart.alert_scenarios import SCENARIOS, WELL, Scenario
-from tests.chart.release import CHART, REPO, render
+from tests.chart.release import CHART, REPO, merged, render
 
 RULES = CHART / "files" / "rules.yaml"
 ALERTS_PAGE = REPO / "docs" / "kubernetes" / "alerts.md"
@@ -96,7 +96,10 @@ def test_every_alert_has_a_scenario_a_severity_and_a_page() -> None:
 
 
 def test_the_chart_installs_exactly_these_rules() -> None:
-    release = render({"monitoring": {"rules": {"enabled": True, "labels": {"release": "prometheus"}}}})
-    (rule,) = release.kind("PrometheusRule")
+    values = {"monitoring": {"rules": {"enabled": True, "labels": {"release": "prometheus"}}}}
+    (rule,) = render(merged(values, {"worker": {"prefill": {"replicas": 1}}})).kind("PrometheusRule")
     assert rule["spec"] == yaml.safe_load(RULES.read_text())
     assert rule["metadata"]["labels"]["release"] == "prometheus"
+    (usual,) = render(values).kind("PrometheusRule")
+    *groups, last = rule["spec"]["groups"]
+    assert usual["spec"] == {"groups": groups} and last["name"] == "rootstock.prefill"

@@ -54,6 +54,14 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
         worker(prefill={"autoscaling": {"enabled": True, "minReplicas": 0}}),
         ("/worker/prefill/autoscaling/minReplicas", "minimum: got 0, want 1"),
     ),
+    "prompts scaled by no tokens": (
+        worker(prefill={"autoscaling": {"enabled": True, "waitingTokens": 0}}),
+        ("/worker/prefill/autoscaling/waitingTokens", "minimum: got 0, want 1"),
+    ),
+    "prompts scaled by their number": (
+        worker(prefill={"autoscaling": {"enabled": True, "backlogPerReplica": 2}}),
+        ("/worker/prefill/autoscaling", "additional properties 'backlogPerReplica' not allowed"),
+    ),
     "key that both kinds of workers share": (
         worker(prefill={"kind": "StatefulSet"}),
         ("/worker/prefill", "additional properties 'kind' not allowed"),

@@ -257,8 +257,8 @@ PREFILL = Dashboard(
     "Rootstock / Prefill and decode",
     "Workers that compute prompts against those that decode. docs/kubernetes/prefill-and-decode.md explains the figures.",
     [
-        Panel("Waiting", "Requests in workers' queues; what prefill workers are scaled by, for each of them.", "short",
-              {"{{engine_type}}": f"sum by (engine_type) (sglang:num_queue_reqs{{{WK}}})"}),
+        Panel("Waiting", "Tokens of requests in workers' queues; what prefill workers are scaled by, for each of them.", "short",
+              {"{{engine_type}}": f"sum by (engine_type) (rootstock_worker_waiting_tokens{{{WK}}})"}),
         Panel("Busy", "Share of the time in which a worker computes, the mean; the other figure of prefill workers.", "percentunit",
               {"{{engine_type}}": f"avg by (engine_type) (sum by (pod, engine_type) (rate(sglang:forward_execution_seconds_total{{{WK}}}[{WINDOW}])))"}),
         Panel("KV pool in use", "The mean; what those that decode are scaled by.", "percentunit",
