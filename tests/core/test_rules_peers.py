@@ -262,6 +262,31 @@ class TestReading:
         pair.answer(0, PROMPT, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
 
+    def test_who_waits_behind_a_read_that_is_late_is_let_go_with_it(self) -> None:
+        """A worker that hangs costs each of them the patience of one."""
+        pair = Pair(page_moved_s=100.0, num_pages=64, first={"num_pages": 64})
+        tiers = pair.second.core._tiers
+        assert tiers is not None
+        tiers.rates._token_s = None
+        tiers.rates.computed(1000, 0, 10.0)
+        for handle in range(3):
+            pair.compute(handle, [handle] * 40, max_new_tokens=4)
+        for handle in range(3):
+            pair.go_on(handle, [handle] * 40, max_new_tokens=4)
+        for _ in range(200):
+            pair.second.turn()
+        for handle in range(3):
+            pair.second.check_answer(handle)
+        assert pair.second.core.stats().given_up_operations_total >= 3
+
+    def test_whether_reading_pays_is_told(self) -> None:
+        pair = Pair()
+        tiers = pair.second.core._tiers
+        assert tiers is not None and not pair.second.core.stats().pulls_lose
+        tiers.rates.moved(Tier.PEER, 1, 1e6)
+        tiers.rates._token_s = 1e-9
+        assert pair.second.core.stats().pulls_lose
+
     def test_two_of_one_prompt_read_it_once(self) -> None:
         pair = Pair(page_moved_s=0.05)
         for handle in (0, 1):

@@ -18,7 +18,7 @@ from services.sim.core.run.worker import HostTimes
 from services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
 from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE
 from services.sim.core.trace.trace import Trace, TraceRequest
-from services.sim.core.trace.workloads import hot_prefix, multi_turn, random_lengths, shared_prefix
+from services.sim.core.trace.workloads import hot_prefix, multi_turn, random_lengths, shared_prefix, two_lengths
 from services.sim.fleet.config import FleetConfig, Kill
 from services.sim.fleet.event_queue import EventQueue
 from services.sim.fleet.load_view import LoadView
@@ -43,8 +43,8 @@ def run(trace: Trace, policy: str = PREFIX_AWARE, concurrency: int = 0, **change
     return simulation(trace, policy, concurrency, **changes).run()
 
 
-def report_of(outcome: FleetOutcome, workers: int = 4) -> FleetReport:
-    return make_report("any", outcome, workers, 10, 1.0)
+def report_of(outcome: FleetOutcome) -> FleetReport:
+    return make_report("any", outcome, 10, 1.0)
 
 
 def check_outputs(trace: Trace, outcome: FleetOutcome) -> None:
@@ -250,3 +250,15 @@ def test_a_hot_prefix_is_the_beginning_of_its_share_of_the_prompts() -> None:
     assert blocks == {(0, 1, 2, 3): 120, (): 80}
     assert {request.input_len for request in trace.requests} == {296}
     assert trace.unique_block_tokens == 256 + 120 * 40 + 80 * 296
+
+
+def test_long_and_short_requests_have_each_their_lengths_at_random_places() -> None:
+    trace = two_lengths(requests=200, share=0.25, long=(4096, 64), short=(256, 128), spread=0.25, rate=10.0, seed=1)
+    long = [request.input_len > 3000 for request in trace.requests]
+    assert sum(long) == 50 and 0 < sum(long[:100]) < 50
+    for is_long, request in zip(long, trace.requests, strict=True):
+        prompt, said = (4096, 64) if is_long else (256, 128)
+        assert abs(request.input_len - prompt) <= prompt / 4 and abs(request.output_len - said) <= said / 4
+        assert not request.blocks
+    with pytest.raises(ValueError, match="share"):
+        two_lengths(10, 1.5, (8, 8), (4, 4), 0.0, 0.0, 0)

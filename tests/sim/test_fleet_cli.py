@@ -74,6 +74,35 @@ def test_flags_reach_routing_the_fleet_and_the_scheduler(trace: Path, capsys: py
     assert killed["resumed"] > 0 and killed["finished"] == 30
 
 
+def test_with_roles_every_policy_is_run_with_and_without_them(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [str(trace), *SMALL, "--prefill-workers", "1", "--disaggregation-min-tokens", "64"]
+    reports = run_json(capsys, *argv)
+    assert set(reports) == {"prefix_aware", "round_robin", "prefix_aware, no roles", "round_robin, no roles"}
+    roles = reports["prefix_aware"]["roles"]
+    assert roles["handed_over"] > 0 and roles["read_bytes"] > 0 and 0 < roles["prefill_busy"] < 1
+    assert reports["prefix_aware, no roles"]["roles"] is None and reports["prefix_aware, no roles"]["finished"] == 30
+    plain = run_json(capsys, str(trace), *SMALL, "--policies", "prefix_aware")["prefix_aware"]
+    assert {**plain, "policy": "", "wall_s": 0} == {**reports["prefix_aware, no roles"], "policy": "", "wall_s": 0}
+    assert cli.main([*argv, "--policies", "prefix_aware"]) == 0
+    out = capsys.readouterr().out
+    for word in ("| prefix_aware, no roles ", "with / without roles", "handed over", "read / kept, GB", "prefill "):
+        assert word in out
+
+
+def test_transfer_flags_reach_the_wire(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [str(trace), *SMALL, "--policies", "prefix_aware", "--prefill-workers", "1", "--disaggregation-min-tokens", "64"]
+
+    def roles(*flags: str) -> dict[str, Any]:
+        found: dict[str, Any] = run_json(capsys, *argv, *flags)["prefix_aware"]["roles"]
+        return found
+
+    usual = roles()
+    assert roles("--transfer-latency-ms", "20")["gap"]["p50"] > usual["gap"]["p50"] + 0.015
+    assert roles("--kv-bytes-per-token", "1024")["kept_bytes"] * 128 == usual["kept_bytes"]
+    assert roles("--transfer-gbs", "2")["gap"]["p90"] > usual["gap"]["p90"]
+    assert roles("--disaggregation-min-tokens", "100000")["handed_over"] == 0
+
+
 def test_kv_is_given_in_tokens_or_as_a_share_of_what_is_distinct(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([str(trace), "--workers", "2", "--kv-share", "0.5", "--policies", "random"]) == 0
     distinct = 6 * 256 + 30 * 32
@@ -87,6 +116,8 @@ def test_kv_is_given_in_tokens_or_as_a_share_of_what_is_distinct(trace: Path, ca
         pytest.param([], "a trace file or --workload", id="nothing to run"),
         pytest.param(["/nowhere.jsonl"], "nowhere", id="no such file"),
         pytest.param(["--workload", "no-sharing", "--workers", "0"], "at least one worker", id="no worker"),
+        pytest.param(["--workload", "chat", "--workers", "2", "--prefill-workers", "2"], "at least one other", id="no decoder"),
+        pytest.param(["--workload", "chat", "--prefill-workers", "1", "--transfer-gbs", "-1"], "not negative", id="no bandwidth"),
         pytest.param(["--workload", "no-sharing", "--size", "1", "--kill", "9@1"], "no such worker", id="no such worker"),
     ],
 )

@@ -26,7 +26,7 @@ def compare(trace: Trace, kv_tokens: int, *policies: RoutingPolicy) -> list[Flee
     reports = []
     for policy in policies:
         outcome = FleetSimulation(config, policy, trace, OpenLoop(trace)).run()
-        reports.append(make_report(policy, outcome, WORKERS, SAMPLES_PER_WINDOW, 1.0))
+        reports.append(make_report(policy, outcome, SAMPLES_PER_WINDOW, 1.0))
         assert reports[-1].finished == len(trace.requests)
     return reports
 

@@ -23,6 +23,7 @@ from services.shared.index.prefix_index import split_hashes
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
 MOST_QUEUED_TOKENS = 1 << 15  # of prompts at a worker that computes them for others: more of them wait longer than they gain
+TRIES_ONE_IN = 16
 UNLIMITED = 1 << 20  # requests of a worker that names no limit
 AnyLink: TypeAlias = WorkerLink[Any]
 LeaseAlive = Callable[[AnyLink], bool]
@@ -106,6 +107,7 @@ class ModelPool(Generic[C]):
         self._slack = slack
         self._leases_count = True  # not while no worker at all seems to have one: that is the index's trouble, not theirs
         self._breakers_count = True  # not while they would leave nobody
+        self._kept_back = 0
         self._prefill: set[int] = set()  # rows of workers that compute prompts for others
         self._picks = 0
         self._sharing = SharingMeter()
@@ -219,13 +221,20 @@ class ModelPool(Generic[C]):
         if not self._prefill or one.num_tokens - decode.predicted_tokens < min_tokens:
             return None
         link = self.links[decode.row]
-        if link.info is None or link.info.role != DECODE:
+        if link.info is None or link.info.role != DECODE or not self._reads_well(link):
             return None
         pick = self._pick(one, now, self._exchanging(link, link.info, one), prefill=True)
         if pick is None:
             return None
         queued, idle = int(self.columns.tokens[pick.row]), not self.columns.requests[decode.row]
         return None if queued > MOST_QUEUED_TOKENS or (queued and idle) else pick
+
+    def _reads_well(self, decode: WorkerLink[C]) -> bool:
+        """One that says that reading does not pay is given something to read now and then: it may pay by now."""
+        if decode.load is None or not decode.load.pulls_lose:
+            return True
+        self._kept_back += 1
+        return self._kept_back % TRIES_ONE_IN == 0
 
     def _exchanging(self, decode: WorkerLink[C], mine: worker_pb2.WorkerInfo, one: C) -> NDArray[np.bool_]:
         """bool[capacity]: their pages are of that worker's weights and layout. mine: what it says of itself."""

@@ -8,24 +8,28 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config
+from services.sim.core.run.peer_reads import Wire
 from services.sim.core.run.simulation import SimulationError
 from services.sim.core.run.time_models import PRESETS, load_time_model
 from services.sim.core.run.worker import HostTimes
 from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
 from services.sim.core.trace.trace import Trace, read_trace
-from services.sim.fleet.config import FleetConfig, Kill
-from services.sim.fleet.report import FleetReport, as_dict, as_table, make_report
+from services.sim.fleet.config import MIN_TOKENS, FleetConfig, Kill, Roles
+from services.sim.fleet.report import FleetReport, as_dict, make_report
 from services.sim.fleet.simulation import FleetSimulation
+from services.sim.fleet.tables import as_role_table, as_table
 from services.sim.fleet.workloads import WORKLOADS
 from services.worker.settings import WorkerSettings
 
 KV_TOKENS = 800_000  # of an 8B model on one large accelerator
+KV_BYTES = 131_072  # per token, of the same model in bfloat16
 DERIVED = ("context_len",)
+WITHOUT_ROLES = ", no roles"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,6 +48,11 @@ def _run(args: argparse.Namespace) -> None:
     config = _config(args, trace)
     gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
     reports = {policy: _simulate(args, config, policy, trace) for policy in args.policies}
+    both = {}
+    if config.roles is not None:
+        same = replace(config, roles=None)
+        both = {policy: _simulate(args, same, policy, trace, f"{policy}{WITHOUT_ROLES}") for policy in args.policies}
+        reports |= {report.policy: report for report in both.values()}
     if args.json:
         print(json.dumps({policy: as_dict(report) for policy, report in reports.items()}))
         return
@@ -53,14 +62,16 @@ def _run(args: argparse.Namespace) -> None:
         f"{len(trace.requests):,} requests, {prompts:,} prompt tokens, {trace.unique_block_tokens:,} of them distinct\n"
     )
     print(as_table(reports))
+    if both:
+        print(f"\n{as_role_table([(reports[policy], both[policy]) for policy in args.policies])}")
 
 
-def _simulate(args: argparse.Namespace, config: FleetConfig, policy: str, trace: Trace) -> FleetReport:
+def _simulate(args: argparse.Namespace, config: FleetConfig, policy: str, trace: Trace, name: str = "") -> FleetReport:
     arrivals: Arrivals = ClosedLoop(trace, args.concurrency) if args.concurrency else OpenLoop(trace, args.speed)
     begun = time.perf_counter()
     outcome = FleetSimulation(config, policy, trace, arrivals).run()
     window = max(round(args.window_s / config.report_s), 1)
-    return make_report(policy, outcome, config.workers, window, time.perf_counter() - begun)
+    return make_report(name or policy, outcome, window, time.perf_counter() - begun)
 
 
 def _trace(args: argparse.Namespace) -> Trace:
@@ -93,7 +104,15 @@ def _config(args: argparse.Namespace, trace: Trace) -> FleetConfig:
         detect_s=args.detect_s,
         kills=tuple(args.kill),
         seed=args.seed,
+        roles=_roles(args),
     )
+
+
+def _roles(args: argparse.Namespace) -> Roles | None:
+    if not args.prefill_workers:
+        return None
+    wire = Wire(args.transfer_gbs * 1e9, args.transfer_latency_ms * 1e-3)
+    return Roles(args.prefill_workers, wire, args.kv_bytes_per_token, args.disaggregation_min_tokens)
 
 
 def _settings(args: argparse.Namespace, trace: Trace) -> WorkerSettings:
@@ -140,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window-s", type=float, default=5.0, help="for the worst balance over time (default 5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_fleet_flags(parser)
+    _add_role_flags(parser)
     _add_routing_flags(parser)
     add_config_flags(parser, without=DERIVED)
     return parser
@@ -169,6 +189,24 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kill", type=_kill, action="append", default=[], metavar="W@T[+S]", help="kill worker W at T s; it is back after S s"
     )
+
+
+def _add_role_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prefill and decode workers (docs/pd.md)")
+    add = group.add_argument
+    about = "of the workers, the first N compute prompts for the others; then every policy is also run without roles (default 0)"
+    add("--prefill-workers", type=int, default=0, metavar="N", help=about)
+    add(
+        "--transfer-gbs",
+        type=float,
+        default=10.0,
+        metavar="X",
+        help="GB/s from worker to worker; 0: nothing arrives (default 10)",
+    )
+    add("--transfer-latency-ms", type=float, default=0.2, metavar="MS", help="of each read (default 0.2)")
+    add("--kv-bytes-per-token", type=int, default=KV_BYTES, metavar="N", help=f"over all layers (default {KV_BYTES:,})")
+    about = f"tokens of a prompt that its decode worker has not cached, from which it is handed over (default {MIN_TOKENS})"
+    add("--disaggregation-min-tokens", type=int, default=MIN_TOKENS, metavar="N", help=about)
 
 
 def _add_routing_flags(parser: argparse.ArgumentParser) -> None:

@@ -25,8 +25,10 @@ from services.sim.core.trace.trace import Trace
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
 from services.sim.fleet.load_view import LoadView
-from services.sim.fleet.worker import FleetWorker, WorkerLoad, namespace_root
-from services.worker.core.contracts.messages import Finish, PeerOutput, Submit
+from services.sim.fleet.prefill import pick_prefill
+from services.sim.fleet.worker import FleetWorker, WorkerLoad, namespace_root, worker_name
+from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, Submit
+from services.worker.core.contracts.rooms import Source
 from services.worker.core.kv.cache_events import CacheEvents
 
 MAX_QUEUED = 1 << 20  # no request of a trace is turned away
@@ -35,13 +37,17 @@ SWEPT_BLOCKS = 4096  # per load report
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """message: as it is first sent. told: output tokens so far. row: of the worker that has it, -1 while it waits here."""
+    """message: as it is first sent. told: output tokens so far. row: of the worker that has it, -1 while it waits here.
+    prefilled: another worker has computed its prompt for the next one that it goes to. source: where its KV is then; None:
+    nowhere."""
 
     message: Submit
     hashes: tuple[bytes, ...]
     told: int = 0
     row: int = -1
     sends: int = 0
+    prefilled: bool = False
+    source: Source | None = None
 
     @property
     def tokens(self) -> int:
@@ -49,7 +55,8 @@ class OpenRequest:
 
 
 class FleetGateway:
-    """number: its peer number at the workers. send: takes (row, message). placed: told of (index, pick, whether it had
+    """number: its peer number at the workers. send: takes (row, message, whether another worker is to go on with it).
+    placed: told of (index, pick, whether it had
     been sent before). told: given every output once the gateway has taken it in."""
 
     def __init__(
@@ -60,7 +67,7 @@ class FleetGateway:
         trace: Trace,
         script: Script,
         clock: EventQueue,
-        send: Callable[[int, Submit], None],
+        send: Callable[[int, Submit, bool], None],
         placed: Callable[[int, Pick, bool], None],
         told: Callable[[PeerOutput], None],
     ) -> None:
@@ -93,7 +100,10 @@ class FleetGateway:
             self._open[handle].told += count
         self._view.grew(worker.row, sum(output.counts))
         for finish in output.finishes:
-            self._end(finish)
+            if finish.reason is FinishReason.HANDED_OVER:
+                self._handed_over(worker, finish)
+            else:
+                self._end(finish)
         if output.finishes:
             self._drain()
         self._told(output)
@@ -114,6 +124,7 @@ class FleetGateway:
         """A worker may be sent requests from now on."""
         self.columns.owner[worker.row] = self.index.owner(worker.name, worker.generation)
         self.columns.usable[worker.row] = True
+        self._share_out()
         self._drain()
 
     def down(self, worker: FleetWorker) -> None:
@@ -122,18 +133,35 @@ class FleetGateway:
         self.columns.usable[row] = False
         self.index.retire(int(self.columns.owner[row]))
         self.columns.owner[row] = -1
+        self._share_out()
         for request in [request for request in self._open.values() if request.row == row]:
-            self._view.ended(row, request.tokens)
-            request.row = -1
-            if not self._place(request):
-                self._moved.append(request)
+            self._move(request)
 
     def _add(self, row: int) -> None:
-        name = f"worker-{row}"
+        name = worker_name(row)
         at = self.columns.add(name, int.from_bytes(blake2b(name.encode(), digest_size=8).digest()))
         assert at == row, "rows are numbered as workers are"
         self.columns.limit[row] = self._config.limit
         self.columns.running[row] = self._config.scheduler.max_running_requests
+
+    def _share_out(self) -> None:
+        """Who computes prompts for others serves whole requests while nobody else does."""
+        first = self._config.prefill_workers
+        self.columns.serves[:first] = not self.columns.usable[first:].any()
+
+    def _handed_over(self, worker: FleetWorker, finish: Finish) -> None:
+        """That worker has computed the prompt and said the next token."""
+        request = self._open[finish.handle]
+        request.prefilled = True
+        request.source = None if finish.room is None else Source(finish.room, worker.name, finish.room_pages)
+        self._move(request)
+
+    def _move(self, request: OpenRequest) -> None:
+        """From the worker that has it to another one, with what it has said."""
+        self._view.ended(request.row, request.tokens)
+        request.row = -1
+        if not self._place(request):
+            self._moved.append(request)
 
     def _end(self, finish: Finish) -> None:
         request = self._open.pop(finish.handle)
@@ -154,15 +182,26 @@ class FleetGateway:
 
     def _place(self, request: OpenRequest) -> bool:
         """Sends the request to a worker, or returns False: none has room."""
-        message = request.message
-        matched = self._matched(request)
-        if request.hashes and matched is not None:
-            self._sharing.decided(bool(matched.any()))
-        first_block = request.hashes[0] if request.hashes and self._sharing.seen else b""
-        ask = Ask(request.tokens, matched, message.routing_key, message.lora, first_block=first_block)
+        ask = self._ask(request)
         pick = self._policy.pick(ask, self.columns)
         if pick is None:
             return False
+        prefill = None
+        if self._config.roles is not None and not request.prefilled:
+            prefill = pick_prefill(self._policy, self.columns, ask, pick, self._config.roles.min_tokens)
+        self._submit(request, prefill or pick, hands_over=prefill is not None)
+        return True
+
+    def _ask(self, request: OpenRequest) -> Ask:
+        matched = self._matched(request)
+        if request.hashes:
+            self._sharing.decided(bool(matched.any()))
+        first_block = request.hashes[0] if request.hashes and self._sharing.seen else b""
+        message = request.message
+        return Ask(request.tokens, matched, message.routing_key, message.lora, first_block=first_block)
+
+    def _submit(self, request: OpenRequest, pick: Pick, hands_over: bool) -> None:
+        message = request.message
         request.row = pick.row
         self._picks += 1
         self.columns.last_pick[pick.row] = self._picks
@@ -172,8 +211,7 @@ class FleetGateway:
         self._queue.charge(message.routing_key, len(message.prompt_ids))
         self._placed(message.handle, pick, request.sends > 0)
         request.sends += 1
-        self._send(pick.row, self._resumed(request) if request.told else message)
-        return True
+        self._send(pick.row, self._resumed(request) if request.told else message, hands_over)
 
     def _matched(self, request: OpenRequest) -> NDArray[np.int64]:
         """int64[capacity]: prompt tokens that each worker is thought to have cached."""
@@ -183,5 +221,7 @@ class FleetGateway:
         return matched
 
     def _resumed(self, request: OpenRequest) -> Submit:
+        """A source is for one worker: what is read is read once."""
         output = self._script.output(request.message.handle)[: request.told]
-        return replace(request.message, output_ids=tuple(output.tolist()))
+        source, request.source, request.prefilled = request.source, None, False
+        return replace(request.message, output_ids=tuple(output.tolist()), source=source)

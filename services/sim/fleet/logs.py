@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.gateway.routing.columns import Pick
 from services.sim.core.run.logs import RequestLog
+from services.worker.core.contracts.messages import Finish
 
 F64 = NDArray[np.float64]
 
@@ -49,8 +51,41 @@ class LoadLog:
         return np.array(self._open[first : last if last > first else None], np.float64)
 
 
+class HandoverLog:
+    """Of requests whose prompt one worker computes and with which another goes on. count: by place in the trace. pages: that were
+    kept for readers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = np.zeros(count, np.int64)
+        self.pages = 0
+        self._first: dict[int, Finish] = {}
+        self._since: dict[int, float] = {}
+        self._gaps: list[float] = []
+
+    def handed_over(self, finish: Finish, now: float) -> None:
+        self.count[finish.handle] += 1
+        self.pages += finish.room_pages
+        self._first.setdefault(finish.handle, finish)
+        self._since[finish.handle] = now
+
+    def told(self, handles: Sequence[int], now: float) -> None:
+        """These have said more."""
+        if self._since:
+            self._gaps += [now - self._since.pop(handle) for handle in handles if handle in self._since]
+
+    def whole(self, finish: Finish) -> Finish:
+        """An answer's end, as its client is told of it: what its prompt has cost is what the first worker says."""
+        first = self._first.pop(finish.handle, None)
+        return finish if first is None else replace(finish, cached_tokens=first.cached_tokens, queue_s=first.queue_s)
+
+    def gaps(self) -> F64:
+        """float64[n]: seconds from the token with which a request was handed over to its next."""
+        return np.array(self._gaps, np.float64)
+
+
 class FleetLog:
     def __init__(self, count: int) -> None:
         self.requests = RequestLog(count)
         self.placements = PlacementLog(count)
         self.loads = LoadLog()
+        self.handovers = HandoverLog(count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from services.sim.core.run.peer_reads import PeerReads, StandingRooms
 from services.sim.core.run.simulation import SimulationError
 from services.sim.core.trace.arrivals import Arrivals
 from services.sim.core.trace.script import Script
@@ -17,20 +18,27 @@ from services.sim.fleet.config import FleetConfig, Kill
 from services.sim.fleet.event_queue import EventQueue
 from services.sim.fleet.gateway import FleetGateway
 from services.sim.fleet.logs import FleetLog
-from services.sim.fleet.worker import FleetWorker
-from services.worker.core.contracts.messages import PeerOutput, Submit
+from services.sim.fleet.worker import FleetWorker, WorkerTally, worker_name
+from services.worker.core.contracts.messages import FinishReason, PeerOutput, Submit
+from services.worker.core.contracts.rooms import Source
 
 MAX_SILENCE_S = 600.0  # of all workers, while requests are open
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOutcome:
-    """seconds: virtual, from the first arrival to the last output. steps: of all workers. max_queue: at one gateway."""
+    """seconds: virtual, from the first arrival to the last output. tallies: of each worker, over all its starts. max_queue: at
+    one gateway."""
 
+    config: FleetConfig
     log: FleetLog
     seconds: float
-    steps: int
+    tallies: tuple[WorkerTally, ...]
     max_queue: int
+
+    @property
+    def steps(self) -> int:
+        return sum(tally.steps for tally in self.tallies)
 
 
 class FleetSimulation:
@@ -45,7 +53,9 @@ class FleetSimulation:
         self._num_open = 0
         self._last_news = 0.0
         self._next_pump: float | None = None
-        self._dead_steps = 0
+        self._past = [WorkerTally() for _ in range(config.workers)]  # of starts that were followed by another
+        self._standing = StandingRooms()
+        self._row_at = {worker_name(row): row for row in range(config.workers)}
         self.workers = [self._worker(row, 1) for row in range(config.workers)]
         self.gateways = [
             FleetGateway(n, policy, config, trace, self._script, self._clock, self._send, self._log.placements.placed, self._told)
@@ -66,12 +76,28 @@ class FleetSimulation:
         found = [sentence for worker in self.workers if worker.alive for sentence in worker.self_check()]
         if found:
             raise SimulationError("; ".join(found))
-        steps = self._dead_steps + sum(worker.steps for worker in self.workers)
+        tallies = tuple([past + worker.tally() for past, worker in zip(self._past, self.workers, strict=True)])
         begin = float(min(self._log.requests.sent))
-        return FleetOutcome(self._log, self._last_news - begin, steps, max(g.max_queue for g in self.gateways))
+        return FleetOutcome(self._config, self._log, self._last_news - begin, tallies, max(g.max_queue for g in self.gateways))
 
     def _worker(self, row: int, generation: int) -> FleetWorker:
-        return FleetWorker(row, generation, self._config, self._script, self._clock, self._tell)
+        return FleetWorker(row, generation, self._config, self._script, self._clock, self._tell, self._reads(row))
+
+    def _reads(self, row: int) -> PeerReads | None:
+        roles, page_size = self._config.roles, self._config.scheduler.page_size
+        if roles is None:
+            return None
+        address, page_bytes = worker_name(row), roles.kv_bytes_per_token * page_size
+        return PeerReads(address, self._standing, roles.wire, page_bytes, page_size, self._leave)
+
+    def _leave(self, source: Source, at: float) -> None:
+        """The word goes the way of what was read."""
+        roles = self._config.roles
+        assert roles is not None, "rooms are of workers with roles"
+        self._clock.at(at + roles.wire.latency_s, self._left, source)
+
+    def _left(self, source: Source) -> None:
+        self.workers[self._row_at[source.address]].leave_room(source.room)
 
     def _pump(self) -> None:
         """Sends what is due to gateways, each to any of them, and comes back for the next."""
@@ -87,11 +113,11 @@ class FleetSimulation:
             self._next_pump = next_at
             self._clock.at(next_at, self._pump)
 
-    def _send(self, row: int, message: Submit) -> None:
-        self._clock.after(self._config.hop_s, self._deliver, row, message)
+    def _send(self, row: int, message: Submit, hands_over: bool) -> None:
+        self._clock.after(self._config.hop_s, self._deliver, row, message, hands_over)
 
-    def _deliver(self, row: int, message: Submit) -> None:
-        self.workers[row].deliver(message)
+    def _deliver(self, row: int, message: Submit, hands_over: bool) -> None:
+        self.workers[row].deliver(message, hands_over)
 
     def _tell(self, worker: FleetWorker, output: PeerOutput) -> None:
         self._clock.after(self._config.hop_s, self.gateways[output.peer].hear, worker, output)
@@ -99,8 +125,12 @@ class FleetSimulation:
     def _told(self, output: PeerOutput) -> None:
         self._last_news = now = self._clock.now
         self._log.requests.told(output.handles, output.counts, now)
+        self._log.handovers.told(output.handles, now)
         for finish in output.finishes:
-            self._log.requests.end(finish, now)
+            if finish.reason is FinishReason.HANDED_OVER:
+                self._log.handovers.handed_over(finish, now)
+                continue
+            self._log.requests.end(self._log.handovers.whole(finish), now)
             self._num_open -= 1
             self._arrivals.ended(finish.handle, now)
         if output.finishes:
@@ -125,13 +155,14 @@ class FleetSimulation:
         if not worker.alive:
             return
         worker.kill()
+        self._standing.drop(worker.name)
         for gateway in self.gateways:
             self._clock.after(self._config.detect_s, gateway.down, worker)
         if kill.back_after_s:
             self._clock.after(kill.back_after_s, self._restart, worker)
 
     def _restart(self, dead: FleetWorker) -> None:
-        self._dead_steps += dead.steps
+        self._past[dead.row] += dead.tally()
         worker = self.workers[dead.row] = self._worker(dead.row, dead.generation + 1)
         for gateway in self.gateways:
             self._clock.after(self._config.hop_s, gateway.up, worker)

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.shared.index.block_hash import block_hash, root_hash
 from services.sim.core.run.executor import SimRun
+from services.sim.core.run.peer_reads import PeerReads
 from services.sim.core.run.worker import STUCK_WAIT_S, SimWorker
 from services.sim.core.trace.script import Script
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
 from services.worker.core.contracts.messages import PeerOutput, Submit
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 
 MODEL = "simulated"
+IDLE_CHECK_S = 1.0  # as the worker's loop turns while it is idle: rooms whose time is over end then
 Teller = Callable[["FleetWorker", PeerOutput], None]
 
 
 def namespace_root(namespace: str) -> bytes:
     """What the first block of a prompt is chained to, at workers and gateways alike."""
     return root_hash(MODEL, "", MODEL, namespace)
+
+
+def worker_name(row: int) -> str:
+    """And the address at which its KV is read."""
+    return f"worker-{row}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,36 +44,73 @@ class WorkerLoad:
         return self.open_by_peer.total()
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerTally:
+    """What a worker has done since its start. busy_s: that its device ran steps. read_bytes: of other workers' KV. refused_reads:
+    that brought nothing."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    read_bytes: int = 0
+    refused_reads: int = 0
+
+    def __add__(self, other: WorkerTally) -> WorkerTally:
+        return WorkerTally(
+            self.steps + other.steps,
+            self.busy_s + other.busy_s,
+            self.read_bytes + other.read_bytes,
+            self.refused_reads + other.refused_reads,
+        )
+
+
 class FleetWorker:
     """row: its number in the fleet. generation: a new one after every start. tell: takes (worker, output), one for each
-    gateway that a step has news for."""
+    gateway that a step has news for. reads: between workers of two roles, None where there is one."""
 
-    def __init__(self, row: int, generation: int, config: FleetConfig, script: Script, clock: EventQueue, tell: Teller) -> None:
+    def __init__(
+        self,
+        row: int,
+        generation: int,
+        config: FleetConfig,
+        script: Script,
+        clock: EventQueue,
+        tell: Teller,
+        reads: PeerReads | None = None,
+    ) -> None:
         self.row, self.generation = row, generation
         self.alive = True
-        events = CacheEventLog(config.scheduler.page_size, block_hash, namespace_root)
-        self._sim = SimWorker(config.scheduler, script, config.time_model, config.host, events)
-        self._page_size, self._overlap = config.scheduler.page_size, config.overlap
+        scheduler = config.scheduler_of(row)
+        events = CacheEventLog(scheduler.page_size, block_hash, namespace_root)
+        self._sim = SimWorker(scheduler, script, config.time_model, config.host, events, reads=reads)
+        self._reads = reads
+        self._page_size, self._overlap = scheduler.page_size, config.overlap
         self._clock, self._tell = clock, tell
-        self._inbox: list[Submit] = []
+        self._inbox: list[Submit | Room] = []
         self._open: Counter[int] = Counter()
         self._flight: SimRun | None = None
         self._asleep = True
+        self._wakes_at = 0.0
+        self._rooms_given = 0
+        self._busy_s = 0.0
         self.steps = 0
 
     @property
     def name(self) -> str:
-        return f"worker-{self.row}"
+        return worker_name(self.row)
 
-    def deliver(self, message: Submit) -> None:
-        """Lost if the worker is dead."""
+    def deliver(self, message: Submit, hands_over: bool = False) -> None:
+        """Lost if the worker is dead. hands_over: another worker goes on with it after its next token."""
         if not self.alive:
             return
-        self._inbox.append(message)
+        self._inbox.append(replace(message, hand_over=self._new_room()) if hands_over else message)
         self._open[message.peer] += 1
-        if self._asleep:
-            self._asleep = False
-            self._clock.after(0.0, self._turn)
+        self._wake_soon()
+
+    def leave_room(self, room: Room) -> None:
+        """Its reader wants no more of it."""
+        if self.alive:
+            self._inbox.append(room)
+            self._wake_soon()
 
     def kill(self) -> None:
         """All that it has is gone."""
@@ -80,6 +125,11 @@ class FleetWorker:
         pages = stats.pages_used
         return WorkerLoad(self._open.copy(), pages * self._page_size)
 
+    def tally(self) -> WorkerTally:
+        read_bytes = 0 if self._reads is None else self._reads.read_bytes
+        refused = self._sim.core.stats().refused_pulls_total
+        return WorkerTally(self.steps, self._busy_s, read_bytes, refused)
+
     def take_cache_events(self) -> CacheEvents | None:
         """What the prefix index is to be told since the last call."""
         return self._sim.core.take_cache_events()
@@ -88,13 +138,37 @@ class FleetWorker:
         """What breaks an invariant of the core."""
         return self._sim.core.self_check()
 
+    def _new_room(self) -> Room:
+        """The generation is its epoch: no two of a worker are the same."""
+        self._rooms_given += 1
+        secret = f"{self.row}/{self.generation}/{self._rooms_given}".encode().rjust(ROOM_SECRET_BYTES, b"-")
+        return Room(self._rooms_given, self.generation, secret[-ROOM_SECRET_BYTES:])
+
+    def _wake_soon(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            self._clock.after(0.0, self._turn)
+
+    def _wake_at(self, at: float) -> None:
+        """In place of what it was to be woken by before."""
+        self._wakes_at = at
+        self._clock.at(at, self._wake, at)
+
+    def _wake(self, at: float) -> None:
+        if self._asleep and self._wakes_at == at:
+            self._asleep = False
+            self._turn()
+
     def _turn(self) -> None:
         """As the worker's loop turns: messages, then plan and commit; without overlap, messages, then commit and plan."""
         if not self.alive:
             return
         self._sim.clock.pass_until(self._clock.now)
         for message in self._inbox:
-            self._sim.submit(message)
+            if isinstance(message, Submit):
+                self._sim.submit(message)
+            else:
+                self._sim.core.leave_room(message)
         self._inbox.clear()
         if self._overlap or self._flight is None:
             self._launch()
@@ -109,16 +183,28 @@ class FleetWorker:
             self._clock.at(self._sim.commit_ends(before), self._commit, before)
         elif run is not None:
             self._clock.at(self._sim.clock.now, self._turn)
-        elif self._sim.core.idle:
-            self._asleep = True
         else:
-            self._clock.after(STUCK_WAIT_S, self._turn)
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nothing runs: until a message, what a read has come to, or a time that may have passed."""
+        read_at = None if self._reads is None else self._reads.next_end()
+        if not self._sim.core.idle:
+            stuck_until = self._clock.now + STUCK_WAIT_S
+            self._clock.at(stuck_until if read_at is None else min(stuck_until, read_at), self._turn)
+            return
+        self._asleep = True
+        if read_at is not None:
+            self._wake_at(read_at)
+        elif self._reads is not None and self._reads.num_rooms:
+            self._wake_at(self._clock.now + IDLE_CHECK_S)
 
     def _commit(self, run: SimRun) -> None:
         if not self.alive:
             return
         self._sim.commit(run)
         self.steps += 1
+        self._busy_s += run.end - run.begin
         self._tell_all()
         if self._overlap:
             self._turn()
@@ -127,7 +213,7 @@ class FleetWorker:
             self._launch()
 
     def _tell_all(self) -> None:
-        output = self._sim.core.take_output()
+        output = self._sim.take_output()
         for peer in output.peers if output else ():
             self._open[peer.peer] -= len(peer.finishes)
             self._tell(self, peer)

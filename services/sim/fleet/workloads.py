@@ -30,9 +30,21 @@ def multi_turn(size: int, rate: float, seed: int) -> Trace:
     return workloads.multi_turn(32 * size, 5, 512, 256, OUTPUT, 5.0, rate, seed)
 
 
+def long_prompts(size: int, rate: float, seed: int) -> Trace:
+    """128 for each worker: streams, beside a quarter that have prompts of 4096 tokens and say little."""
+    return workloads.two_lengths(128 * size, 0.25, (4096, 64), (256, OUTPUT), 0.25, rate, seed)
+
+
+def chat(size: int, rate: float, seed: int) -> Trace:
+    """As many, all with short prompts."""
+    return workloads.random_lengths(128 * size, 192, OUTPUT, 0.5, rate, seed)
+
+
 WORKLOADS: dict[str, Callable[[int, float, int], Trace]] = {
     "shared-prefix": shared_prefix,
     "no-sharing": no_sharing,
     "hot-prefix": hot_prefix,
     "multi-turn": multi_turn,
+    "long-prompts": long_prompts,
+    "chat": chat,
 }

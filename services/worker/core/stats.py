@@ -107,6 +107,7 @@ class StepStats:
     pull_bytes_s: Annotated[
         float, Told("rootstock_worker_pull_bytes_per_second", "At which prefill workers were read lately; before, a guess.")
     ] = 0.0
+    pulls_lose: bool = False
     recomputed_pages_total: Annotated[
         int,
         Told(

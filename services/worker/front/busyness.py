@@ -141,5 +141,5 @@ class LoadReport:
             load.num_running, load.num_waiting = stats.num_running, stats.num_waiting
             load.used_tokens = stats.pages_used * self._page_size + stats.waiting_tokens
             load.cached_tokens = stats.pages_evictable * self._page_size
-            load.paused = stats.paused
+            load.paused, load.pulls_lose = stats.paused, stats.pulls_lose
         return load

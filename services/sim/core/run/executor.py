@@ -6,14 +6,18 @@ device with one stream: steps run one after another, each as long as the time mo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.sim.core.run.clock import VirtualClock
+from services.sim.core.run.peer_reads import PeerReads
 from services.sim.core.trace.script import Script
 from services.worker.core.contracts.plan import BatchPlan, SlotParams, StepResult
+from services.worker.core.contracts.rooms import RoomEvents
+from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import Operation, OperationRefused
 from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks, Run
 from services.worker.exec.fake import TimeModel
@@ -32,12 +36,16 @@ class SimRun:
 
 
 class SimExecutor:
-    """Implements exec.protocol.Executor. params.seed of a request is its place in the trace: how the script finds it."""
+    """Implements exec.protocol.Executor. params.seed of a request is its place in the trace: how the script finds it. reads: of
+    other workers' KV, None where there are no others."""
 
-    def __init__(self, script: Script, num_slots: int, time_model: TimeModel, clock: VirtualClock) -> None:
+    def __init__(
+        self, script: Script, num_slots: int, time_model: TimeModel, clock: VirtualClock, reads: PeerReads | None = None
+    ) -> None:
         self._script = script
         self._time_model = time_model
         self._clock = clock
+        self._reads = reads
         self._busy_until = 0.0
         self._prompt_len = np.zeros(num_slots, dtype=np.int32)
         self._outputs: I32 = np.zeros((num_slots, 1), dtype=np.int32)
@@ -60,6 +68,20 @@ class SimExecutor:
         assert isinstance(run, SimRun), "a run of another executor"
         self._clock.pass_until(run.end)
         return StepResult(run.plan.step_id, run.tokens)
+
+    def transfer(self, operations: Sequence[PageOperation]) -> None:
+        assert self._reads is not None, "pages are read where there are other workers"
+        self._reads.begin(operations, max(self._busy_until, self._clock.now))
+
+    def facts(self) -> Sequence[Fact]:
+        return () if self._reads is None else self._reads.ended(self._clock.now)
+
+    def wake_on_facts(self, wake: Callable[[], None]) -> None:
+        """Nobody is woken: what becomes of operations is a matter of the clock."""
+
+    def rooms(self, events: RoomEvents) -> None:
+        assert self._reads is not None, "rooms are kept for other workers"
+        self._reads.rooms(events, self._clock.now)
 
     def apply(self, operation: Operation) -> None:
         raise OperationRefused("a simulation has no memory to release and nothing to profile")

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from services.sim.core.run.clock import VirtualClock
 from services.sim.core.run.executor import SimExecutor, SimRun
 from services.sim.core.run.grammar import ScriptBook, grammar_of
+from services.sim.core.run.peer_reads import PeerReads
 from services.sim.core.trace.script import Script
 from services.sim.core.trace.trace import Trace
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.messages import StepOutput, Submit
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.scheduler import Scheduler
+from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.fake import TimeModel
 
 STUCK_WAIT_S = 0.001  # as the worker's loop waits while requests are here and none can run
@@ -39,8 +41,8 @@ class HostTimes:
 
 
 class SimWorker:
-    """events: told of cached blocks, None if nobody asks. jumps: grammars add the tokens that they leave no choice about. Times
-    are read from `clock`, which launch and commit move."""
+    """events: told of cached blocks, None if nobody asks. jumps: grammars add the tokens that they leave no choice about.
+    reads: from other workers, None where there are none. Times are read from `clock`, which launch and commit move."""
 
     def __init__(
         self,
@@ -50,10 +52,12 @@ class SimWorker:
         host: HostTimes | None = None,
         events: CacheEventLog | None = None,
         jumps: bool = True,
+        reads: PeerReads | None = None,
     ) -> None:
         self.clock = VirtualClock()
-        self.core = Scheduler(config, NoText(), ScriptBook(script, jumps), events)
-        self._executor = SimExecutor(script, config.max_running_requests, time_model, self.clock)
+        keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if config.reads_peers else None
+        self.core = Scheduler(config, NoText(), ScriptBook(script, jumps), events, keys=keys)
+        self._executor = SimExecutor(script, config.max_running_requests, time_model, self.clock, reads)
         self._host = host or HostTimes()
 
     def submit(self, message: Submit) -> None:
@@ -61,8 +65,15 @@ class SimWorker:
 
     def launch(self) -> SimRun | None:
         """The next step; None if nothing can run before the step in flight is committed, or nothing is here."""
+        for fact in self._executor.facts():
+            self.core.ended(fact, self.clock.now)
         plan = self.core.plan(self.clock.now)
+        self._tell_rooms()
         if plan is None:
+            return None
+        if plan.operations:
+            self._executor.transfer(plan.operations)
+        if not plan.num_rows:
             return None
         self.clock.pass_time(self._host.plan_s)
         run = self._executor.forward(plan)
@@ -78,6 +89,16 @@ class SimWorker:
         result = self._executor.wait(run)
         self.core.commit(result, self.clock.now)
         self.clock.pass_time(self._host.commit_s)
+
+    def take_output(self) -> StepOutput | None:
+        """What front ends are to be told since the last call: of rooms when they stand."""
+        self._tell_rooms()
+        return self.core.take_output()
+
+    def _tell_rooms(self) -> None:
+        events = self.core.take_rooms()
+        if events is not None:
+            self._executor.rooms(events)
 
 
 def submit_message(trace: Trace, script: Script, index: int, peer: int = 0) -> Submit:

@@ -55,6 +55,22 @@ def random_lengths(requests: int, input_len: int, output: int, spread: float, ra
     return _trace(TraceRequest(at, (), prompt, said, said) for at, prompt, said in rows)
 
 
+def two_lengths(
+    requests: int, share: float, long: tuple[int, int], short: tuple[int, int], spread: float, rate: float, seed: int
+) -> Trace:
+    """Nothing shared. `share` of the requests, at random places, are long, the others short; each is a mean (prompt, output),
+    around which lengths are uniform as those of random_lengths."""
+    if not 0 <= share <= 1:
+        raise ValueError("share is within 0 and 1")
+    rng = np.random.default_rng(seed)
+    is_long = rng.permutation(requests) < round(share * requests)
+    times = _arrivals(requests, rate, rng)
+    both = [list(zip(*(_around(mean, spread, requests, rng) for mean in kind), strict=True)) for kind in (short, long)]
+    rows = zip(times.tolist(), is_long.tolist(), *both, strict=True)
+    chosen = ((at, second if longer else first) for at, longer, first, second in rows)
+    return _trace(TraceRequest(at, (), prompt, said, said) for at, (prompt, said) in chosen)
+
+
 def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, think_s: float, rate: float, seed: int) -> Trace:
     """Sessions that begin at `rate`. A turn's prompt is the system prompt that all share, every turn and answer so far, and
     `user` new tokens; answers are part of the later prompts, so their KV can be used again."""

@@ -56,6 +56,7 @@ class TierStats:
     load_bytes_s: float
     fetch_bytes_s: float
     pull_bytes_s: float
+    pulls_lose: bool
     recomputed_pages_total: int
     given_up_operations_total: int
     failed_operations_total: int

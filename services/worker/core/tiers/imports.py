@@ -22,7 +22,7 @@ from services.worker.core.tiers.page_keys import PageKeys, leading
 from services.worker.core.tiers.rates import Rates
 
 MOST_QUARANTINED_SHARE = 2  # one part in so many of the pool's pages may be written at once
-MOST_AT_ONCE = 8  # operations of one request under way
+MOST_AT_ONCE = 32  # operations of one request under way
 _KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH, Tier.PEER: OperationKind.PULL}
 
 
@@ -290,24 +290,31 @@ class Imports:
         return count
 
     def _give_up_late(self, now: float) -> None:
-        """Those who wait for an operation that is late compute the rest; it goes on. Of each lane only the one that has its turn
-        can be late."""
-        turns: dict[str, _Operation] = {}
+        """Those who wait for an operation that is late compute the rest, and those behind it in its lane; it goes on. Of each
+        lane only the one that has its turn can be late."""
+        lanes: dict[str, list[_Operation]] = {}
         for running in self._running.values():
-            turns.setdefault(running.place.lane, running)
-        for lane, running in turns.items():
-            if running.began is None or not running.waits:
-                continue
-            tier = running.place.tier
-            elapsed, count = now - max(running.began, self._free_at.get(lane, 0.0)), len(running.operation.keys)
-            over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count)]
-            for wanted in over:
-                self._let_go(wanted)
-            running.waits = [wanted for wanted in running.waits if wanted not in over]
-            if over and not running.waits:
-                running.late = True
-                self.rates.given_up(tier, count, elapsed)
-                self.given_up_total += 1
+            lanes.setdefault(running.place.lane, []).append(running)
+        for lane, (first, *behind) in lanes.items():
+            if first.began is not None and first.waits:
+                self._look_whether_late(first, now - max(first.began, self._free_at.get(lane, 0.0)))
+            for running in behind if first.late else ():
+                for wanted in running.waits:
+                    self._let_go(wanted)
+                self.given_up_total += bool(running.waits)
+                running.waits = []
+
+    def _look_whether_late(self, running: _Operation, elapsed: float) -> None:
+        """elapsed: since it had its turn."""
+        tier, count = running.place.tier, len(running.operation.keys)
+        over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count)]
+        for wanted in over:
+            self._let_go(wanted)
+        running.waits = [wanted for wanted in running.waits if wanted not in over]
+        if over and not running.waits:
+            running.late = True
+            self.rates.given_up(tier, count, elapsed)
+            self.given_up_total += 1
 
     def _let_go(self, wanted: Wanted) -> None:
         """It does not wait any more: the next plan says so."""

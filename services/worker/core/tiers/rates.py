@@ -7,7 +7,7 @@ from services.worker.core.contracts.transfers import Tier
 FADES = 0.7  # of a measured rate, with each further measurement
 FORGIVES = 1.05  # of a rate, each time that it was too low
 LARGE_TOKENS = 128  # of a step of extends alone: what a step takes beside them does not count for much then
-FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e9}  # taken for true until something was read
+FIRST_BYTES_S = {Tier.HOST: 4e9, Tier.STORAGE: 1e9, Tier.PEER: 1e10}  # taken for true until something was read
 LATENCY_S = {
     Tier.HOST: 1e-3,
     Tier.STORAGE: 5e-3,
@@ -55,6 +55,10 @@ class Rates:
         if not pays:
             self._bytes_s[source] *= FORGIVES
         return pays
+
+    def loses(self, source: Tier, pages: int) -> bool:
+        """Reading so many has been slower lately than computing them."""
+        return self._token_s is not None and self.reading_s(source, pages) >= self.computing_s(pages)
 
     def is_over(self, source: Tier, pages: int, elapsed: float, rest: int) -> bool:
         """Of an operation that has run for so long and is not done: computing its pages and the `rest` behind them would be

@@ -20,6 +20,7 @@ from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.rates import Rates
 
 SELECTIVE_HITS = 2  # admissions on a path after which it is worth a copy
+LOOKED_AT_PAGES = 64  # of which it is told whether reading them from another worker pays
 OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is larger
 
 
@@ -155,6 +156,7 @@ class Tiers:
             load_bytes_s=self.rates.bytes_s(Tier.HOST),
             fetch_bytes_s=self.rates.bytes_s(Tier.STORAGE),
             pull_bytes_s=self.rates.bytes_s(Tier.PEER),
+            pulls_lose=self.rates.loses(Tier.PEER, LOOKED_AT_PAGES),
             recomputed_pages_total=imports.recomputed_pages_total,
             given_up_operations_total=imports.given_up_total,
             failed_operations_total=imports.failed_total + backups.failed_total,

@@ -9,6 +9,7 @@ import pytest
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
+from services.gateway.dispatch.model_pool import TRIES_ONE_IN
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending
 from tests.services.gateway.fakes import MODEL, SECRET, FakeWorker, logprob_of
 from tests.services.gateway.system import System, events, wait_until
@@ -114,6 +115,14 @@ class TestItPays:
         with system_of(then=configure) as system:
             assert text_of_answer(ask(system)) == ANSWER
             assert not any(submit.hand_over for submit in submits(system, 0))
+
+    def test_where_reading_loses_it_is_tried_now_and_then(self) -> None:
+        with system_of() as system:
+            system.workers[1].servicer.tell(pulls_lose=True)
+            wait_until(lambda: system.links[1].load is not None, "its word")
+            for _ in range(2 * TRIES_ONE_IN):
+                assert text_of_answer(ask(system)) == ANSWER
+            assert len(submits(system, 0)) == 2
 
     def test_not_for_a_vector(self) -> None:
         with system_of() as system:

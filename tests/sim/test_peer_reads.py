@@ -1,0 +1,120 @@
+"""What simulated workers read from one another takes the time of its bytes, one read after another for each address; it comes
+whole where its room stands and who asks knows what it is of, and else not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.sim.core.run.peer_reads import READ_TIMEOUT_S, PeerReads, StandingRooms, Wire
+from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, Source, proof
+from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull
+
+PAGE_SIZE, PAGE_BYTES = 4, 1000
+WIRE = Wire(bytes_per_s=10_000.0, latency_s=0.5)
+ROOM = Room(7, 1, b"s" * 16)
+TOKENS = np.arange(40, dtype=np.int32).tobytes()
+TREE = "a tree"
+
+
+class Reading:
+    """One reader of two workers, a and b, that each have ten pages of the same prompt in a room of the same number."""
+
+    def __init__(self, wire: Wire = WIRE) -> None:
+        self.standing = StandingRooms()
+        self.left: list[tuple[str, float]] = []
+        self.reads = PeerReads(
+            "c", self.standing, wire, PAGE_BYTES, PAGE_SIZE, lambda source, at: self.left.append((source.address, at))
+        )
+        opened = OpenRoom(ROOM, TREE, TOKENS, np.arange(10, dtype=np.int32))
+        for address in ("a", "b"):
+            self.standing.tell(address, RoomEvents(opened=(opened,)))
+
+    def begin(self, op_id: int, count: int, address: str = "a", first: int = 0, at: float = 0.0, **changes: Any) -> None:
+        source = Source(replace(ROOM, **changes), address, 10)
+        pull = Pull(source, first, proof(ROOM.secret, TREE, TOKENS[: (first + count) * PAGE_SIZE * 4]))
+        keys = tuple(bytes([op_id, number]) for number in range(count))
+        operation = PageOperation(op_id, OperationKind.PULL, keys, np.arange(count, dtype=np.int32), NO_PAGES, pull=pull)
+        self.reads.begin([operation], at)
+
+    def facts(self, now: float) -> list[Fact]:
+        return self.reads.ended(now)
+
+
+def test_a_read_takes_its_latency_and_the_time_of_its_bytes() -> None:
+    reading = Reading()
+    reading.begin(1, 5, at=2.0)
+    assert reading.reads.next_end() == 3.0 and not reading.facts(2.99)
+    assert reading.facts(3.0) == [Fact(1, 5, 1.0)] and reading.reads.next_end() is None
+    assert reading.reads.read_bytes == 5000
+
+
+def test_reads_from_one_address_follow_one_another_and_those_from_two_do_not() -> None:
+    reading = Reading()
+    reading.begin(1, 5)
+    reading.begin(2, 5, first=5)
+    reading.begin(3, 10, "b")
+    assert [fact.op_id for fact in reading.facts(1.0)] == [1]
+    assert reading.reads.next_end() == 1.5
+    assert [fact.op_id for fact in reading.facts(1.5)] == [3]
+    assert [(fact.op_id, fact.seconds) for fact in reading.facts(2.0)] == [(2, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda r: r.standing.tell("a", RoomEvents(closed=(ROOM,))), id="its room is closed"),
+        pytest.param(lambda r: r.standing.drop("a"), id="its worker is gone"),
+    ],
+)
+def test_what_is_gone_by_the_end_of_a_read_does_not_come(spoil: Callable[[Reading], None]) -> None:
+    reading = Reading()
+    reading.begin(1, 5)
+    spoil(reading)
+    assert reading.facts(1.0) == [Fact(1)] and reading.reads.read_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"epoch": 2}, id="of a worker's other start"),
+        pytest.param({"number": 8}, id="no such room"),
+        pytest.param({"secret": b"t" * 16}, id="another secret"),
+        pytest.param({"address": "d"}, id="no such worker"),
+    ],
+)
+def test_who_does_not_name_the_room_gets_nothing(other: dict[str, Any]) -> None:
+    reading = Reading()
+    reading.begin(1, 5, **other)
+    assert reading.facts(1.0) == [Fact(1)]
+
+
+def test_who_does_not_know_the_prompt_gets_nothing() -> None:
+    reading = Reading()
+    pull = Pull(Source(ROOM, "a", 10), 0, proof(ROOM.secret, TREE, b"x" * 16))
+    reading.reads.begin([PageOperation(1, OperationKind.PULL, (b"k",), np.zeros(1, np.int32), NO_PAGES, pull=pull)], 0.0)
+    assert reading.facts(1.0) == [Fact(1)]
+
+
+def test_pages_beyond_a_room_are_not_there() -> None:
+    reading = Reading()
+    reading.begin(1, 5, first=6)
+    assert reading.facts(1.0) == [Fact(1)]
+
+
+@pytest.mark.parametrize("wire", [Wire(0.0, 0.0), Wire(10.0, 0.0)])
+def test_what_takes_too_long_is_given_up(wire: Wire) -> None:
+    reading = Reading(wire)
+    reading.begin(1, 5)
+    assert reading.reads.next_end() == READ_TIMEOUT_S and reading.facts(READ_TIMEOUT_S) == [Fact(1)]
+
+
+def test_a_room_is_left_once_what_is_read_from_its_worker_has_come() -> None:
+    reading = Reading()
+    reading.begin(1, 5)
+    reading.reads.rooms(RoomEvents(left=(Source(ROOM, "a", 10), Source(ROOM, "b", 10))), 0.25)
+    assert reading.left == [("a", 1.0), ("b", 0.25)]
