@@ -15,6 +15,7 @@ from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, OperationKind, PageOperation, Pull
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.streams.host_streams import HostStreams
+from services.worker.exec.tiers import page_mover
 from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
 from services.worker.exec.tiers.pool_reader import PoolReader
@@ -202,6 +203,18 @@ class TestOtherWorkers:
         assert moving.fact().op_id == 2
         elsewhere.going.set()
         assert moving.fact().op_id == 1
+
+    def test_no_thread_is_kept_of_one_that_is_not_read_from(
+        self, moving: Moving, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(page_mover, "PEER_IDLE_S", 0.05)
+        for number in range(3):
+            moving.mover.begin(pull("a", number, [4]))
+            assert moving.fact().count == 1
+            deadline = time.monotonic() + DEADLINE_S
+            while moving.mover._of_peers:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
 
     def test_it_is_left_behind_what_is_read_of_it(self, moving: Moving, elsewhere: Elsewhere) -> None:
         slow = pull("slow", 1, [4])

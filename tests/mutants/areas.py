@@ -8,6 +8,7 @@ from tests.mutants.faults.exec import EXEC
 from tests.mutants.faults.gateway import GATEWAY
 from tests.mutants.faults.grammar import GRAMMAR
 from tests.mutants.faults.kernels import KERNELS
+from tests.mutants.faults.peers import PEERS
 from tests.mutants.faults.speculation import SPECULATION
 from tests.mutants.faults.tiers import TIERS
 from tests.mutants.faults.worker import WORKER
@@ -46,6 +47,13 @@ AREAS: dict[str, tuple[str, ...]] = {
         f"tests/core/test_{name}.py"
         for name in ("rules_tiers", "rules_imports", "rules_import_limits", "page_keys", "host_index", "rates")
     ),
+    "peers": (
+        "tests/core/test_rules_peers.py",
+        "tests/services/gateway/dispatch/test_dispatch_prefill.py",
+        "tests/exec/test_page_mover.py",
+        "tests/exec/peers/test_room_server.py",
+        "tests/exec/peers/test_peer_reader.py",
+    ),
     "speculation": (
         "tests/core/test_draft_controller.py",
         "tests/services/worker/grammar/test_grammar_matcher.py",
@@ -81,4 +89,4 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *WORKER)
+FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *PEERS, *WORKER)

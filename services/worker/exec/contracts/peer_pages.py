@@ -15,11 +15,10 @@ ReadPages = Callable[[I32], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class PeerCounts:
-    """Since the start. served_bytes: of pages that others have read here; pulled_bytes: that were read from others. refused: by
-    why, what others asked of this worker and did not get. num_connections: that are open here now."""
+    """Since the start. served_bytes: of pages that others have read here. refused: by why, what others asked of this worker and
+    did not get. num_connections: that are open here now."""
 
     served_bytes: int
-    pulled_bytes: int
     refused: dict[str, int]
     num_connections: int
 
@@ -49,7 +48,7 @@ class RoomServer(Protocol):
         """Called on the loop's thread; returns at once."""
 
     def shut(self, rooms: Sequence[Room]) -> None:
-        """From the return of this call on, nobody gets anything that is read from these rooms; somebody may still be reading."""
+        """Nobody gets anything that is copied from these rooms later; what was copied before may still be on its way."""
 
     def shut_all(self) -> None:
         """The same of all of them; when it returns, nobody reads the pool any more."""

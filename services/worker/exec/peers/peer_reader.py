@@ -77,12 +77,12 @@ class TcpPeerReader:
         assert count > 0 and out.nbytes == count * self._layout.page_bytes, "a page's room for every page"
         deadline = time.monotonic() + self._read_timeout_s
         request = Request(RequestKind.READ, pull.source.room, pull.first, count, pull.proof)
-        status = Status.NO_ROOM
+        is_read = False
         with self._talking_to(pull.source.address) as peer:
             if peer is not None:
-                status = self._ask(peer, frames.pack_request(request), out.cast("B"), deadline)
-                self._has_answered(peer)
-        if status is not Status.OK:
+                status, sentence = self._ask(peer, frames.pack_request(request), out.cast("B"), deadline)
+                is_read = self._has_answered(peer, status, sentence)
+        if not is_read:
             return 0
         with self._lock:
             self._pulled_bytes += out.nbytes
@@ -145,8 +145,8 @@ class TcpPeerReader:
             if self._is_closed:
                 _hang_up(peer)
 
-    def _ask(self, peer: _Peer, request: bytes, out: memoryview, deadline: float) -> Status:
-        """Raises OSError, ValueError."""
+    def _ask(self, peer: _Peer, request: bytes, out: memoryview, deadline: float) -> tuple[Status, str]:
+        """Status and sentence. Raises OSError, ValueError."""
         kept = self._kept(peer)
         if kept is not None:
             try:
@@ -167,7 +167,7 @@ class TcpPeerReader:
         connection.send(frames.pack_hello(self._layout), deadline)
         status, sentence = _receive_answer(connection, memoryview(b""), deadline)
         if status is not Status.OK:
-            raise _PeerRefuses(sentence or f"it refuses: {status.name.lower()}")
+            raise _PeerRefuses(_refusal(status, sentence))
         self._keep(peer, connection)  # TLS has another socket than `close` may have seen
         return connection
 
@@ -178,10 +178,14 @@ class TcpPeerReader:
                 raise OSError("nothing is read any more")
             peer.connection = connection
 
-    def _has_answered(self, peer: _Peer) -> None:
-        if peer.complaint:
+    def _has_answered(self, peer: _Peer, status: Status, sentence: str) -> bool:
+        """Whether pages have been read. A refusal leaves the connection: other rooms have been read over it."""
+        if status not in (Status.OK, Status.NO_ROOM):
+            self._complain(peer, _refusal(status, sentence))
+        elif peer.complaint:
             peer.complaint = ""
             logger.info("a peer can be read again", extra=fields(address=peer.address))
+        return status is Status.OK
 
     def _complain(self, peer: _Peer, complaint: str) -> None:
         if complaint != peer.complaint and not self._is_closed:
@@ -196,16 +200,13 @@ def _hang_up(peer: _Peer) -> None:
         peer.connection = None
 
 
-def _read(connection: Connection, request: bytes, out: memoryview, deadline: float) -> Status:
-    """OK: out has been filled; NO_ROOM: there is none. Raises OSError for whatever else it comes to, and Malformed."""
+def _read(connection: Connection, request: bytes, out: memoryview, deadline: float) -> tuple[Status, str]:
+    """Status and sentence; OK: out has been filled. Raises OSError, Malformed."""
     try:
         connection.send(request, deadline)
     except (ConnectionError, ssl.SSLEOFError) as error:
         raise _Unanswered(str(error)) from error
-    status, sentence = _receive_answer(connection, out, deadline)
-    if status not in (Status.OK, Status.NO_ROOM):
-        raise _PeerRefuses(sentence or f"it refuses: {status.name.lower()}")
-    return status
+    return _receive_answer(connection, out, deadline)
 
 
 def _receive_answer(connection: Connection, out: memoryview, deadline: float) -> tuple[Status, str]:
@@ -229,3 +230,7 @@ def _receive_answer(connection: Connection, out: memoryview, deadline: float) ->
     if connection.receive_into(payload, deadline) < payload.nbytes:
         raise ConnectionError("it has closed the connection in the midst of an answer")
     return answer.status, "" if answer.status is Status.OK else frames.parse_sentence(bytes(payload))
+
+
+def _refusal(status: Status, sentence: str) -> str:
+    return sentence or f"it refuses: {status.name.lower()}"

@@ -89,9 +89,9 @@ class TcpRoomServer:
         self._rooms.shut_all()
 
     def counts(self) -> PeerCounts:
-        """refused: `connections` are those beyond the most; the others are named as in frames.Status. Nothing is pulled here."""
+        """refused: by frames.Status in lower case; `connections`: beyond the most; `tls`: without it."""
         with self._lock:
-            return PeerCounts(self._served_bytes, 0, dict(self._refused), len(self._connections))
+            return PeerCounts(self._served_bytes, dict(self._refused), len(self._connections))
 
     def close(self) -> None:
         """Shuts all rooms, of which nobody is told that they are left, and ends all connections."""
@@ -139,6 +139,7 @@ class TcpRoomServer:
         try:
             self._converse(connection)
         except Malformed as error:
+            logger.info("a reader of pages is not understood", extra=fields(error=str(error)))
             self._refuse(connection, Status.MALFORMED, str(error))
         except OSError as error:
             logger.info("a reader of pages was lost", extra=fields(error=str(error)))
@@ -152,9 +153,7 @@ class TcpRoomServer:
 
     def _converse(self, connection: Connection) -> None:
         """Until nothing more is to be said. Raises Malformed, OSError, and what read_pages raises."""
-        if self._context is not None:
-            connection.secure(self._context, time.monotonic() + self._limits.hello_timeout_s)
-        if not self._is_greeted(connection):
+        if not (self._is_secured(connection) and self._is_greeted(connection)):
             return
         while (frame := self._frame(connection, frames.REQUEST_BYTES, self._limits.idle_timeout_s)) is not None:
             request = frames.parse_request(frame)
@@ -164,6 +163,17 @@ class TcpRoomServer:
                 case RequestKind.LEAVE:
                     self._tell_left(self._rooms.leave(request.room))
 
+    def _is_secured(self, connection: Connection) -> bool:
+        """Where that is asked for. Raises OSError."""
+        if self._context is not None:
+            try:
+                connection.secure(self._context, time.monotonic() + self._limits.hello_timeout_s)
+            except ssl.SSLError as error:
+                logger.info("a reader of pages was refused", extra=fields(error=str(error)))
+                self._count_refused("tls")
+                return False
+        return True
+
     def _is_greeted(self, connection: Connection) -> bool:
         frame = self._frame(connection, frames.HELLO_BYTES, self._limits.hello_timeout_s)
         if frame is None:  # as probes of the port do
@@ -172,6 +182,7 @@ class TcpRoomServer:
         told = bytearray(hello.layout_bytes)
         self._fill(connection, memoryview(told))
         if objection := frames.objection(hello, told, self._layout):
+            logger.info("a reader of pages was refused", extra=fields(error=objection))
             self._refuse(connection, Status.LAYOUT, objection)
             return False
         self._send(connection, Status.OK)
@@ -230,14 +241,16 @@ class TcpRoomServer:
 
     def _refuse(self, connection: Connection, status: Status, sentence: str = "") -> None:
         """Best effort: who says what nobody understands may not listen either."""
-        with self._lock:
-            self._refused[status.name.lower()] += 1
-        logger.info("a reader of pages was refused", extra=fields(status=status.name.lower(), sentence=sentence))
+        self._count_refused(status.name.lower())
         try:
             self._send(connection, status, frames.pack_sentence(sentence))
         except OSError as error:
             logger.info("a reader of pages did not wait for its refusal", extra=fields(error=str(error)))
             connection.shut_down()
+
+    def _count_refused(self, reason: str) -> None:
+        with self._lock:
+            self._refused[reason] += 1
 
     def _send(self, connection: Connection, status: Status, payload: bytes | memoryview = b"") -> None:
         """Raises OSError."""

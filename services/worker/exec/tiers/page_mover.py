@@ -31,6 +31,7 @@ from services.worker.exec.tiers.page_copier import PageCopier
 
 logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
+PEER_IDLE_S = 60.0
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
@@ -115,13 +116,15 @@ class PageMover:
     def leave(self, source: Source) -> None:
         """Says to another worker that nothing more is wanted of its room; does not wait for it."""
         if self._peers is not None:
-            self._of_peer(source.address).put(_Leave(source))
+            self._give(source.address, _Leave(source))
 
     def close(self) -> None:
         """Once no operation is under way any more that anybody waits for."""
         if self._peers is not None:
             self._peers.close()
-        for waiting in (self._of_host, self._of_storage, *self._of_peers.values()):
+        with self._lock:
+            peers = list(self._of_peers.values())
+        for waiting in (self._of_host, self._of_storage, *peers):
             waiting.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
@@ -132,37 +135,55 @@ class PageMover:
         self._streams.copy_after_forward()
         work = _Work(operation, self._streams.mark_copy())
         if operation.pull is not None:
-            self._of_peer(operation.pull.source.address).put(work)
+            self._give(operation.pull.source.address, work)
         else:
             (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
 
-    def _of_peer(self, address: str) -> queue.SimpleQueue[Job | None]:
-        """What a thread reads from that worker, or is to. Whoever comes first has it started."""
+    def _give(self, address: str, job: Job) -> None:
+        """To the thread that reads from that worker, which is started for it if there is none."""
         with self._lock:
             waiting = self._of_peers.get(address)
             if waiting is None:
                 waiting = self._of_peers[address] = queue.SimpleQueue()
-                self._start("kv-peer", waiting)
-            return waiting
+                self._start("kv-peer", waiting, PEER_IDLE_S, address)
+            waiting.put(job)
 
-    def _start(self, name: str, jobs: queue.SimpleQueue[Job | None]) -> None:
-        thread = threading.Thread(target=self._serve, args=(jobs,), name=name, daemon=True)
-        self._threads.append(thread)
+    def _start(self, name: str, jobs: queue.SimpleQueue[Job | None], idle_s: float | None = None, address: str = "") -> None:
+        thread = threading.Thread(target=self._serve, args=(jobs, idle_s, address), name=name, daemon=True)
+        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
 
-    def _serve(self, jobs: queue.SimpleQueue[Job | None]) -> None:
+    def _next(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> Job | None:
+        """None: there is none to come. Of a worker that nothing was read from for so long no thread is kept."""
+        try:
+            return jobs.get(timeout=idle_s)
+        except queue.Empty:
+            with self._lock:
+                if not jobs.empty():
+                    return jobs.get_nowait()
+                del self._of_peers[address]
+                return None
+
+    def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
         torch.set_num_threads(1)  # per thread, hence here
         stream = self._own_stream()
         with torch.inference_mode(), stream:
-            while (job := jobs.get()) is not None:
+            while (job := self._next(jobs, idle_s, address)) is not None:
                 match job:
                     case _Work():
                         self._facts.put(self._done(job))
                         self.on_fact()
                     case _Leave(source) if self._peers is not None:
-                        self._peers.leave(source)
+                        self._leave(self._peers, source)
                     case _Clear() if self._store is not None:
                         self._store.clear()
+
+    @staticmethod
+    def _leave(peers: PeerReader, source: Source) -> None:
+        try:
+            peers.leave(source)
+        except Exception:  # of any kind: its room ends by itself
+            logger.exception("a room was not left", extra=fields(address=source.address))
 
     def _own_stream(self) -> AbstractContextManager[Any]:
         device = self._streams.device

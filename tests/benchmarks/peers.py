@@ -1,0 +1,101 @@
+"""How fast pages of KV are read from another worker on this machine: python -m tests.benchmarks.peers [--pages N] ...
+
+A server and a reader in a process each, over loopback, without a device: pages lie in memory, at the shape of Qwen3-0.6B in
+bfloat16 (16 tokens in 1,835,008 bytes), and are copied by the server's process before they are sent. The first round warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import threading
+import time
+from statistics import median
+
+import numpy as np
+
+from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
+from services.worker.core.contracts.transfers import I32, Pull
+from services.worker.exec.peers.peer_reader import TcpPeerReader
+from services.worker.exec.peers.room_server import TcpRoomServer
+
+LAYOUT, PAGE_SIZE, PAGE_BYTES = b"Qwen3-0.6B, bfloat16", 16, 28 * 2 * 8 * 128 * 2 * 16
+POOL_PAGES = 64
+PAGES = np.arange(POOL_PAGES, dtype=np.int32)[::-1]
+TOKENS = np.arange(POOL_PAGES * PAGE_SIZE, dtype=np.int32).tobytes()
+ROOM = Room(1, 1, bytes(range(16)))
+GB = 1e9
+
+
+def serve() -> None:
+    """Says its port, and serves until its input ends."""
+    pool = np.random.default_rng(0).standard_normal((POOL_PAGES, PAGE_BYTES // 4), np.float32)
+
+    def read_pages(pages: I32) -> memoryview:
+        return pool[pages].reshape(-1).data
+
+    server = TcpRoomServer("127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None)
+    server.open(OpenRoom(ROOM, "", TOKENS, PAGES))
+    print(server.port, flush=True)
+    sys.stdin.read()
+    server.close()
+
+
+def measure(address: str, readers: int, reads: int, at_once: int) -> tuple[float, float]:
+    """GB a second, and the median of seconds that a read takes. readers: each over a connection of its own."""
+    source = Source(ROOM, address, POOL_PAGES)
+    taken: list[float] = []
+
+    def read_all() -> None:
+        reader = TcpPeerReader(LAYOUT, PAGE_SIZE, PAGE_BYTES)
+        out = memoryview(bytearray(at_once * PAGE_BYTES))
+        for number in range(reads):
+            first = number * at_once % (POOL_PAGES - at_once + 1)
+            proven = proof(ROOM.secret, "", TOKENS[: (first + at_once) * PAGE_SIZE * 4])
+            begun = time.perf_counter()
+            assert reader.read(Pull(source, first, proven), at_once, out) == at_once, "pages were not read"
+            taken.append(time.perf_counter() - begun)
+        reader.close()
+
+    threads = [threading.Thread(target=read_all) for _ in range(readers)]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - begun
+    assert len(taken) == readers * reads, "a reader has failed"
+    return readers * reads * at_once * PAGE_BYTES / seconds / GB, median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["read", "serve"], default="read", help="serve: what read starts")
+    parser.add_argument("--pages", type=int, default=8, help="of a read")
+    parser.add_argument("--reads", type=int, default=100, help="of a reader in a round")
+    parser.add_argument("--readers", type=int, default=1, help="at once")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    if args.what == "serve":
+        serve()
+        return
+    if not 0 < args.pages <= POOL_PAGES:
+        parser.error(f"a read has between 1 and {POOL_PAGES} pages")
+    command = [sys.executable, "-m", "tests.benchmarks.peers", "serve"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        address = f"127.0.0.1:{int(child.stdout.readline())}"
+        rounds = [measure(address, args.readers, args.reads, args.pages) for _ in range(args.rounds + 1)][1:]
+        child.stdin.close()
+    rates = sorted(rate for rate, _ in rounds)
+    size = args.pages * PAGE_BYTES
+    print(
+        f"{args.readers} readers, {args.pages} pages ({size} bytes) a read: {median(rates):.2f} GB/s"
+        f" [{rates[0]:.2f}, {rates[-1]:.2f}] over {args.rounds} rounds of {args.readers * args.reads} reads;"
+        f" {1e3 * median(taken for _, taken in rounds):.1f} ms a read"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""A worker's pool of small pages that differ, its rooms, and what is said to its port by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
+from services.worker.core.contracts.transfers import I32, Pull
+from services.worker.exec.peers import frames
+from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.peer_reader import TcpPeerReader
+from services.worker.exec.peers.room_server import ServerLimits, TcpRoomServer
+
+LAYOUT, PAGE_SIZE, PAGE_BYTES = b"a model, bfloat16", 4, 640
+POOL_PAGES = 32
+EPOCH = 3
+TREE = "a tree"
+PATIENCE_S = 20.0  # of a test, for what comes about soon
+
+
+def until(is_so: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
+    """Fails where it does not come about."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.005)
+
+
+class Pool:
+    """A ReadPages. before, after: are called around the copying of pages. reads: pages of each call."""
+
+    def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
+        self.pages = np.zeros((POOL_PAGES, page_bytes), np.uint8)
+        differs = self.pages[:, : 1 << 18]
+        differs[:] = np.frombuffer(np.random.default_rng(7).bytes(differs.size), np.uint8).reshape(differs.shape)
+        self.reads: list[list[int]] = []
+        self.before: Callable[[], object] = lambda: None
+        self.after: Callable[[], object] = lambda: None
+
+    def __call__(self, pages: I32) -> memoryview:
+        self.reads.append(pages.tolist())
+        self.before()
+        copied = self.pages[pages]
+        self.after()
+        return copied.reshape(-1).data
+
+    def bytes_of(self, pages: Sequence[int]) -> bytes:
+        return self.pages[list(pages)].tobytes()
+
+
+def secret_of(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()[:16]
+
+
+def room(number: int, pages: Sequence[int], tree: str = TREE) -> OpenRoom:
+    """Its prompt goes on behind its last page."""
+    tokens = np.arange(number, number + len(pages) * PAGE_SIZE + 3, dtype=np.int32).tobytes()
+    return OpenRoom(Room(number, EPOCH, secret_of(number)), tree, tokens, np.array(pages, dtype=np.int32))
+
+
+def proof_of(opened: OpenRoom, end: int) -> bytes:
+    """Of its pages before `end`."""
+    return proof(opened.room.secret, opened.tree, opened.tokens[: end * PAGE_SIZE * 4])
+
+
+def read_request(opened: OpenRoom, first: int, count: int) -> Request:
+    return Request(RequestKind.READ, opened.room, first, count, proof_of(opened, first + count))
+
+
+class Served:
+    """A pool, its server, and rooms that are said to be left."""
+
+    def __init__(
+        self,
+        limits: ServerLimits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        page_bytes: int = PAGE_BYTES,
+        server_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self.pool = Pool(page_bytes)
+        self.left: list[Room] = []
+        self.server = TcpRoomServer(
+            host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, self.left.append, limits, server_context
+        )
+        self.address = f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.server.close()
+
+    @property
+    def refused(self) -> dict[str, int]:
+        return self.server.counts().refused
+
+    def opened(self, number: int = 1, pages: Sequence[int] = (5, 2, 9, 30, 0)) -> OpenRoom:
+        made = room(number, pages)
+        self.server.open(made)
+        return made
+
+    def source(self, opened: OpenRoom) -> Source:
+        return Source(opened.room, self.address, len(opened.pages))
+
+
+class Asking:
+    """Says to a port what it is given to say."""
+
+    def __init__(self, port: int, hello: bytes | None = None) -> None:
+        """hello: the right one by default; empty for none."""
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        said = frames.pack_hello(PageLayout(LAYOUT, PAGE_SIZE, PAGE_BYTES)) if hello is None else hello
+        self.socket.sendall(said)
+        if hello is None:
+            assert self.answer() == (Status.OK, b"")
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.socket.close()
+
+    def ask(self, request: Request) -> tuple[Status, bytes]:
+        self.socket.sendall(frames.pack_request(request))
+        return self.answer()
+
+    def answer(self) -> tuple[Status, bytes]:
+        head = frames.parse_answer(self._receive(frames.ANSWER_BYTES))
+        return head.status, self._receive(head.payload_bytes)
+
+    def say_no_more(self) -> None:
+        with suppress(OSError):  # the other side has ended it already
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def is_ended(self) -> bool:
+        """By the other side; waits for it."""
+        with suppress(ConnectionError):
+            while self.socket.recv(1 << 16):
+                pass
+        return True
+
+    def _receive(self, size: int) -> bytes:
+        got = b""
+        while len(got) < size:
+            part = self.socket.recv(size - len(got))
+            assert part, "the connection has ended"
+            got += part
+        return got
+
+
+def reader(layout: bytes = LAYOUT, page_bytes: int = PAGE_BYTES, **limits: Any) -> TcpPeerReader:
+    limits = {"connect_timeout_s": PATIENCE_S, "read_timeout_s": PATIENCE_S} | limits
+    return TcpPeerReader(layout, PAGE_SIZE, page_bytes, **limits)
+
+
+def pull(
+    one: TcpPeerReader, source: Source, opened: OpenRoom, first: int, count: int, page_bytes: int = PAGE_BYTES
+) -> bytes | None:
+    """Pages' bytes, or None for none."""
+    out = bytearray(count * page_bytes)
+    got = one.read(Pull(source, first, proof_of(opened, first + count)), count, memoryview(out))
+    assert got in (0, count)
+    return bytes(out) if got else None
+
+
+class Running:
+    """Work on another thread. Raises in `result` what it has raised."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(PATIENCE_S)
+        assert self.is_done, "it has not ended"
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._work()
+        except BaseException as error:
+            self._error = error

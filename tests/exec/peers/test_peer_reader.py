@@ -1,0 +1,302 @@
+"""What a reader makes of peers that are well, of those that are not, and of connections that come and go."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.transfers import Pull
+from services.worker.exec.peers.connection import parse_address
+from services.worker.exec.peers.room_server import ServerLimits
+from tests.exec.peers import sick_peers
+from tests.exec.peers.rooms import PAGE_BYTES, Running, Served, proof_of, pull, reader, room, until
+from tests.exec.peers.sick_peers import Manner, SickPeer
+
+PAGES = (5, 2, 9, 30, 0)
+OURS = room(1, PAGES)
+LINES = "services.worker.exec.peers.peer_reader"
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+HOSTS = ["127.0.0.1", *(["::1", "::"] if has_ipv6() else [])]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [each for each in caplog.records if each.name == LINES and each.levelname == "WARNING"]
+    return [each.__dict__["fields"]["error"] for each in found]
+
+
+class TestReading:
+    @pytest.mark.parametrize("host", HOSTS)
+    def test_pages_arrive_over_one_connection(self, host: str) -> None:
+        with Served(host=host) as served:
+            opened, one = served.opened(), reader()
+            for first, count in ((2, 3), (0, 1), (0, 5), (1, 1)):
+                got = pull(one, served.source(opened), opened, first, count)
+                assert got == served.pool.bytes_of(PAGES[first : first + count])
+            assert one.pulled_bytes == 10 * PAGE_BYTES
+            assert served.server.counts().num_connections == 1
+            one.close()
+            until(lambda: served.left == [opened.room])
+
+    def test_what_is_refused_leaves_the_connection(self, caplog: pytest.LogCaptureFixture) -> None:
+        with Served() as served:
+            opened, one = served.opened(), reader()
+            source, unknown = served.source(opened), room(2, PAGES)
+            assert pull(one, source, opened, 0, 1)
+            assert pull(one, served.source(unknown), unknown, 0, 1) is None
+            assert warnings(caplog) == []
+            for _ in range(2):
+                wrong = Pull(source, 0, proof_of(opened, 2))
+                assert one.read(wrong, 1, memoryview(bytearray(PAGE_BYTES))) == 0
+            assert warnings(caplog) == ["it refuses: other_prompt"]
+            assert pull(one, source, opened, 0, 1)
+            assert served.refused == {"no_room": 1, "other_prompt": 2}
+            assert served.server.counts().num_connections == 1 and served.left == []
+            assert one.pulled_bytes == 2 * PAGE_BYTES
+            one.close()
+
+    def test_another_layout_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        with Served() as served:
+            opened, one = served.opened(), reader(layout=b"another model")
+            for _ in range(3):
+                assert pull(one, served.source(opened), opened, 0, 1) is None
+            assert warnings(caplog) == [
+                "its pages are 4 tokens in 640 bytes: a model, bfloat16; asked for were 4 tokens in 640 bytes: another model"
+            ]
+            assert served.refused == {"layout": 3} and served.pool.reads == []
+            one.close()
+
+    def test_a_room_is_left_over_the_connection_that_is_there(self) -> None:
+        with Served() as served:
+            opened, one = served.opened(), reader()
+            assert pull(one, served.source(opened), opened, 0, 1)
+            one.leave(served.source(opened))
+            until(lambda: served.left == [opened.room])
+            assert served.server.counts().num_connections == 1
+            one.close()
+
+    def test_a_room_is_left_without_one(self) -> None:
+        with Served() as served:
+            opened, one = served.opened(), reader()
+            one.leave(served.source(opened))
+            until(lambda: served.left == [opened.room])
+            one.close()
+
+    def test_who_was_not_asked_for_longest_is_not_kept(self) -> None:
+        with Served() as first, Served() as second, Served() as third:
+            one, opened = reader(max_peers=2), room(1, PAGES)
+            for served in (first, second, first, third):
+                if opened.room not in [each.room.room for each in served.server._rooms._standing.values()]:
+                    served.server.open(opened)
+                assert pull(one, served.source(opened), opened, 0, 1)
+            until(lambda: second.server.counts().num_connections == 0)
+            assert first.server.counts().num_connections == third.server.counts().num_connections == 1
+            assert pull(one, second.source(opened), opened, 0, 1)
+            one.close()
+
+
+class TestReconnects:
+    def test_after_the_server_has_started_again(self) -> None:
+        one = reader()
+        port = 0
+        for _ in range(3):
+            with Served(port=port) as served:
+                port = served.server.port
+                opened = served.opened()
+                assert pull(one, served.source(opened), opened, 1, 2) == served.pool.bytes_of(PAGES[1:3])
+        one.close()
+
+    def test_after_the_server_has_let_go_of_it(self) -> None:
+        with Served(ServerLimits(idle_timeout_s=0.5)) as served:
+            opened, other, one = served.opened(), served.opened(number=2), reader()
+            for _ in range(2):
+                assert pull(one, served.source(opened), opened, 0, 1)
+                until(lambda: served.server.counts().num_connections == 0)
+            one.leave(served.source(other))
+            until(lambda: served.left == [opened.room, other.room])
+            one.close()
+
+    ENDS: ClassVar = {
+        "closed before it is asked": {"then_hears": False},
+        "closed when it is asked": {"then_hears": True},
+        "broken off when it is asked": {"then_hears": True, "breaks_off": True},
+    }
+
+    @pytest.mark.parametrize("case", ENDS)
+    def test_once_where_it_has_ended(self, case: str) -> None:
+        answers = sick_peers.answers_once(b"p" * PAGE_BYTES, **self.ENDS[case])
+        with SickPeer(answers) as peer:
+            one, source = reader(), Source(OURS.room, peer.address, 5)
+            for _ in range(3):
+                assert pull(one, source, OURS, 0, 1) == b"p" * PAGE_BYTES
+            assert peer.num_connections == 3
+            one.close()
+
+    def test_not_where_a_new_one_ends_unanswered(self) -> None:
+        with SickPeer(sick_peers.NOTHING) as peer:
+            one = reader()
+            assert pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2) is None
+            assert peer.num_connections == 1
+            one.close()
+
+
+ENDED: dict[str, Manner] = {
+    "dies in its answer": sick_peers.dies,
+    "another kind of server": sick_peers.NEVER_TO_HELLO,
+    "refuses at length": sick_peers.LONG_REFUSAL,
+    "welcomes with more than that": sick_peers.WELCOME_WITH_MORE,
+    "too little": sick_peers.TOO_LITTLE,
+    "too much": sick_peers.TOO_MUCH,
+    "a status that is none": sick_peers.NO_STATUS,
+    "half the head of an answer": sick_peers.HALF_A_HEAD,
+    "no answer": sick_peers.NOTHING,
+}
+SILENT: dict[str, Manner] = {
+    "never says a thing": sick_peers.silent,
+    "says nothing when asked": sick_peers.silent_when_asked,
+    "falls silent in its answer": sick_peers.silent_in_its_answer,
+    "drips": sick_peers.drips,
+    "drips its welcome": sick_peers.drips_its_welcome,
+}
+
+
+class TestSickPeers:
+    @pytest.mark.parametrize("case", ENDED)
+    def test_one_that_answers_wrongly_is_said_once(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
+        with SickPeer(ENDED[case]) as peer:
+            one = reader()
+            for _ in range(2):
+                assert pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2) is None
+            assert len(warnings(caplog)) == 1 and one.pulled_bytes == 0
+            one.close()
+
+    @pytest.mark.parametrize("case", SILENT)
+    def test_one_that_does_not_answer_is_given_up_at_the_deadline(self, case: str) -> None:
+        """Nobody could wait for what it has to say."""
+        with SickPeer(SILENT[case]) as peer:
+            one = reader(read_timeout_s=0.3)
+            asked = Running(lambda: pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2))
+            assert asked.result() is None
+            one.close()
+
+    @pytest.mark.parametrize("case", SILENT)
+    def test_to_close_frees_who_waits(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
+        with SickPeer(SILENT[case]) as peer:
+            one = reader(read_timeout_s=600.0, connect_timeout_s=600.0)
+            asked = Running(lambda: pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2))
+            assert peer.asked.wait(20)
+            one.close()
+            assert asked.result() is None
+            assert warnings(caplog) == []
+
+    def test_to_leave_waits_for_nobody(self) -> None:
+        with SickPeer(sick_peers.silent) as peer:
+            one = reader(connect_timeout_s=600.0)
+            Running(lambda: one.leave(Source(OURS.room, peer.address, 5))).result()
+            one.close()
+
+    def test_one_that_is_not_there_is_said_when_that_changes(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", LINES)
+        with Served() as served:
+            port = served.server.port
+        one = reader()
+        for _ in range(2):
+            one.leave(Source(OURS.room, f"127.0.0.1:{port}", 5))
+            assert pull(one, Source(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
+        assert len(warnings(caplog)) == 1
+        with Served(port=port) as served:
+            opened = served.opened()
+            assert pull(one, served.source(opened), opened, 0, 2)
+        assert [each.message for each in caplog.records if each.name == LINES][1:] == ["a peer can be read again"]
+        assert pull(one, Source(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
+        assert len(warnings(caplog)) == 2
+        one.close()
+
+    @pytest.mark.parametrize("address", ["", ":7000", "host", "host:", "host:0", "host:65536", "host:-1", "::1:7000", "[::1]"])
+    def test_what_is_no_address_is_said(self, address: str, caplog: pytest.LogCaptureFixture) -> None:
+        with pytest.raises(ValueError):
+            parse_address(address)
+        one = reader()
+        assert pull(one, Source(OURS.room, address, 5), OURS, 0, 2) is None
+        one.leave(Source(OURS.room, address, 5))
+        assert warnings(caplog) == [f"{address!r} is no host:port"]
+        one.close()
+
+    def test_a_room_that_no_frame_has_room_for(self) -> None:
+        with Served() as served:
+            one = reader()
+            for too_large in (replace(OURS.room, number=1 << 64), replace(OURS.room, secret=b"short")):
+                opened = replace(OURS, room=too_large)
+                assert pull(one, served.source(opened), opened, 0, 1) is None
+                one.leave(served.source(opened))
+            assert served.refused == {}
+            one.close()
+
+
+def test_addresses() -> None:
+    assert parse_address("prefill-0.worker:7000") == ("prefill-0.worker", 7000)
+    assert parse_address("10.0.0.7:1") == ("10.0.0.7", 1)
+    assert parse_address("[::1]:65535") == ("::1", 65535)
+
+
+def test_nothing_is_read_after_the_end() -> None:
+    with Served() as served:
+        opened, one = served.opened(), reader()
+        assert pull(one, served.source(opened), opened, 0, 1)
+        one.close()
+        assert pull(one, served.source(opened), opened, 0, 1) is None
+        until(lambda: served.left == [opened.room])
+
+
+@pytest.mark.needs("openssl")
+class TestTls:
+    @pytest.fixture
+    def contexts(self, tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """The server's, and the reader's."""
+        key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+        kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=prefill"]
+        names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+        subprocess.run(["openssl", "req", "-x509", *kind, *names], check=True, capture_output=True)
+        server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        server.load_cert_chain(certificate, key)
+        return server, ssl.create_default_context(cafile=str(certificate))
+
+    def test_pages_arrive(self, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+        page_bytes = 1 << 18
+        with Served(page_bytes=page_bytes, server_context=contexts[0]) as served:
+            opened, one = served.opened(), reader(page_bytes=page_bytes, client_context=contexts[1])
+            for _ in range(2):
+                assert pull(one, served.source(opened), opened, 0, 5, page_bytes) == served.pool.bytes_of(PAGES)
+            assert served.server.counts().num_connections == 1
+            one.leave(served.source(opened))
+            until(lambda: served.left == [opened.room])
+            one.close()
+
+    def test_who_speaks_in_the_clear_gets_nothing(self, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+        with Served(server_context=contexts[0]) as served:
+            opened, one = served.opened(), reader()
+            assert pull(one, served.source(opened), opened, 0, 1) is None
+            until(lambda: served.refused == {"tls": 1})
+            one.close()
+
+    def test_who_is_not_trusted_is_not_asked(self, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+        with Served(server_context=contexts[0]) as served:
+            opened, one = served.opened(), reader(client_context=ssl.create_default_context())
+            assert pull(one, served.source(opened), opened, 0, 1) is None
+            assert served.pool.reads == []
+            one.close()
