@@ -16,7 +16,7 @@ TIERS = (
         ("self._pin(wanted.seq, match.node, memory)", "pass"),
         ("rest = keys[hit:]", "rest = keys"),
         ("memory.free_quarantined(operation.pages[count:])", "pass"),
-        ("elapsed, count = now - max(running.began, self._free_at.get(lane, 0.0)),", "elapsed, count = now - running.began,"),
+        ("now - max(first.began, self._free_at.get(lane, 0.0))", "now - first.began"),
         ("running.waits = [other for other in running.waits if other is not wanted]", "pass"),
         ("            self._due.pop(seq, None)\n", ""),
         ("self.recomputed_pages_total += leading(rest, self._host) or", "self.recomputed_pages_total += 0 and"),
