@@ -262,7 +262,8 @@ class TestReading:
         pair.answer(0, PROMPT, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
 
-    def test_who_waits_behind_a_read_that_is_late_is_let_go_with_it(self) -> None:
+    @pytest.mark.parametrize("aborted", [False, True], ids=["waited for", "of an aborted request"])
+    def test_who_waits_behind_a_read_that_is_late_is_let_go_with_it(self, aborted: bool) -> None:
         """A worker that hangs costs each of them the patience of one."""
         pair = Pair(page_moved_s=100.0, num_pages=64, first={"num_pages": 64})
         tiers = pair.second.core._tiers
@@ -273,11 +274,29 @@ class TestReading:
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
         for handle in range(3):
             pair.go_on(handle, [handle] * 40, max_new_tokens=4)
-        for _ in range(200):
+        pair.second.turn()
+        if aborted:
+            pair.second.abort(0)
+        for _ in range(400):
             pair.second.turn()
         for handle in range(3):
             pair.second.check_answer(handle)
-        assert pair.second.core.stats().given_up_operations_total >= 3
+        assert pair.second.core.stats().given_up_operations_total >= 2
+
+    def test_of_two_rooms_of_one_prompt_the_other_is_read_where_one_has_ended(self) -> None:
+        pair = Pair(page_moved_s=0.05)
+        for handle in (0, 1):
+            pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
+        room = pair.first.finishes[0].room
+        assert room is not None
+        pair.first.core.leave_room(room)
+        pair.first.turn()
+        for handle in (0, 1):
+            pair.go_on(handle, PROMPT, max_new_tokens=4, seed=handle)
+        pair.second.drain()
+        for handle in (0, 1):
+            pair.second.check_answer(handle)
+        assert pair.second.core.stats().pulled_pages_total == 10
 
     def test_whether_reading_pays_is_told(self) -> None:
         pair = Pair()
@@ -332,14 +351,16 @@ class TestReading:
             pair.second.turn()
         assert pair.second.core.stats().backed_up_pages_total >= 10
 
-    def test_a_worker_that_reads_nobody_computes(self) -> None:
-        pair, alone = Pair(), worker()
+    @pytest.mark.parametrize("host_pages", [0, 64])
+    def test_a_worker_that_reads_nobody_computes(self, host_pages: int) -> None:
+        pair, alone = Pair(), worker(host_pages=host_pages)
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.room is not None
         source = Source(finish.room, ADDRESS, finish.room_pages)
         alone.submit(0, PROMPT, output=pair.first.outputs[0], source=source, max_new_tokens=4, ignore_eos=True)
         alone.drain()
         alone.check_answer(0)
+        assert not pulls(alone)
 
 
 def test_a_proof_is_of_secret_tree_and_tokens() -> None:

@@ -186,7 +186,7 @@ class Dispatcher:
             batch=placement.batch,
             tenant_weight=request.caller.weight,
             hand_over=hands_over,
-            source=placement.take_source(),
+            source=placement.take_source(link),
         )
         if generation.session is not None:
             submit.session.session_id = choice.session_id
@@ -322,7 +322,7 @@ class Dispatcher:
         self._has_room(placement.pool, link)
 
     def _handed_over(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
-        placement.hand_over(source_of(link, finish))
+        placement.hand_over(source_of(link, finish), b"" if link.info is None else link.info.kv_layout)
         placement.choice.output.handed_over(finish)
         self._metrics.handovers.labels("none" if placement.source is None else "room").inc()
         self.fleet.refresh(link)

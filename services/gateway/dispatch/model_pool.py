@@ -30,6 +30,11 @@ LeaseAlive = Callable[[AnyLink], bool]
 OwnerOf = Callable[[AnyLink], int]
 
 
+def reads(link: AnyLink, layout: bytes) -> bool:
+    """Whether its worker can read other workers' pages of that layout."""
+    return link.info is not None and link.info.role == DECODE and link.info.kv_layout == layout
+
+
 class PromptBlocks:
     """Names of a prompt's full blocks in the prefix index, made when routing first asks for them."""
 
@@ -63,6 +68,10 @@ class Candidate(Occupant, Protocol):
 
     @property
     def refused_by(self) -> Collection[str]: ...
+
+    @property
+    def source_layout(self) -> bytes:
+        """Of pages that another worker has for it; empty: nobody has any."""
 
     @property
     def routing_key(self) -> str: ...
@@ -226,8 +235,8 @@ class ModelPool(Generic[C]):
         pick = self._pick(one, now, self._exchanging(link, link.info, one), prefill=True)
         if pick is None:
             return None
-        queued, idle = int(self.columns.tokens[pick.row]), not self.columns.requests[decode.row]
-        return None if queued > MOST_QUEUED_TOKENS or (queued and idle) else pick
+        queued, idle = self.columns.tokens[pick.row] > 0, not self.columns.requests[decode.row]
+        return None if queued and idle else pick
 
     def _reads_well(self, decode: WorkerLink[C]) -> bool:
         """One that says that reading does not pay is given something to read now and then: it may pay by now."""
@@ -243,6 +252,7 @@ class ModelPool(Generic[C]):
             info = link.info
             if info is not None and info.kv_port and link.address not in one.refused_by:
                 allowed[row] = link.weights == decode.weights and info.kv_layout == mine.kv_layout
+        allowed &= self.columns.tokens <= MOST_QUEUED_TOKENS
         return allowed
 
     def _pick(self, one: C, now: float, allowed: NDArray[np.bool_] | None, prefill: bool = False) -> Pick | None:
@@ -271,7 +281,7 @@ class ModelPool(Generic[C]):
 
     def _allowed(self, one: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
         if one.has_begun:
-            return self._same_numerics(one)
+            return self._readers(one, self._same_numerics(one))
         if not one.refused_by and without is None:
             return None
         allowed = np.ones(self.columns.capacity, np.bool_)
@@ -280,6 +290,15 @@ class ModelPool(Generic[C]):
         if without is None and not (allowed & self.columns.takes).any():
             return None  # those that have not refused it are gone: rather one that has
         return allowed
+
+    def _readers(self, one: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Of these, while one of them takes requests, those that can read what another worker has of it."""
+        if not one.source_layout:
+            return allowed
+        readers = allowed.copy()
+        for row, link in self.links.items():
+            readers[row] &= reads(link, one.source_layout)
+        return readers if (readers & self.columns.takes).any() else allowed
 
     def _same_numerics(self, one: C) -> NDArray[np.bool_]:
         """Of those with its weights; while one of them takes requests whose results have the bits that it began with, these."""

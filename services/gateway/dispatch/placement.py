@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway.dispatch.model_pool import ModelPool, PromptBlocks
+from services.gateway.dispatch.model_pool import ModelPool, PromptBlocks, reads
 from services.gateway.dispatch.wait import Wait
 from services.gateway.peers.weights import Weights
 from services.gateway.peers.worker_link import WorkerLink
@@ -42,9 +42,9 @@ class Placement:
     numerics: fingerprint of what its output began with; "" for none that anybody has promised.
     placed_at: when its worker got it, 0.0 while none has. predicted_tokens: of its prompt, that its worker was thought to have
     cached. crashes: workers lost soon after they got it. refused_by: addresses of workers that would not or could not serve it.
-    prefilled: another worker has computed its prompt for the next one that it goes to. source: where the KV of its first pages is
-    then; None: nowhere. retried: elsewhere, after a worker's fault. blocks: shared by all choices of a prompt. batch: a number of
-    the request's own where it has several prompts, else 0."""
+    prefilled: another worker has computed its prompt for the next one that it goes to. source, source_layout: where the KV of its
+    first pages is then, and of which sort these are; None and b"": nowhere. retried: elsewhere, after a worker's fault. blocks:
+    shared by all choices of a prompt. batch: a number of the request's own where it has several prompts, else 0."""
 
     __slots__ = (
         "_hedge_timer",
@@ -63,6 +63,7 @@ class Placement:
         "refused_by",
         "retried",
         "source",
+        "source_layout",
         "wait",
         "weights",
     )
@@ -88,6 +89,7 @@ class Placement:
         self.retried = False
         self.prefilled = False
         self.source: worker_pb2.KvSource | None = None
+        self.source_layout = b""
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -201,14 +203,15 @@ class Placement:
     def forget_refusals(self) -> None:
         self.refused_by.clear()
 
-    def take_source(self) -> worker_pb2.KvSource | None:
-        """For one worker: what is read is read once."""
-        source, self.source, self.prefilled = self.source, None, False
+    def take_source(self, link: Link) -> worker_pb2.KvSource | None:
+        """For one worker, the link's, if it can read it: what is read is read once."""
+        source = self.source if reads(link, self.source_layout) else None
+        self.source, self.source_layout, self.prefilled = None, b"", False
         return source
 
-    def hand_over(self, source: worker_pb2.KvSource | None) -> None:
-        """Its worker has computed the prompt, and said the first token."""
-        self.source, self.prefilled = source, True
+    def hand_over(self, source: worker_pb2.KvSource | None, layout: bytes) -> None:
+        """Its worker has computed the prompt, and said the first token. layout: of the pages."""
+        self.source, self.source_layout, self.prefilled = source, layout if source is not None else b"", True
 
     def count_retry(self) -> None:
         self.retried = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -13,6 +14,7 @@ import pytest
 
 from services.worker.core.contracts.rooms import Source
 from services.worker.core.contracts.transfers import Pull
+from services.worker.exec.peers import peer_reader
 from services.worker.exec.peers.connection import parse_address
 from services.worker.exec.peers.room_server import ServerLimits
 from tests.exec.peers import sick_peers
@@ -70,7 +72,8 @@ class TestReading:
             assert one.pulled_bytes == 2 * PAGE_BYTES
             one.close()
 
-    def test_another_layout_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_another_layout_is_said_once(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(peer_reader, "REST_S", 0.0)
         with Served() as served:
             opened, one = served.opened(), reader(layout=b"another model")
             for _ in range(3):
@@ -210,7 +213,20 @@ class TestSickPeers:
             Running(lambda: one.leave(Source(OURS.room, peer.address, 5))).result()
             one.close()
 
-    def test_one_that_is_not_there_is_said_when_that_changes(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_behind_a_failure_nothing_is_asked_for_a_while(self) -> None:
+        """Else each of many reads would wait as long as the first."""
+        with SickPeer(sick_peers.silent_when_asked) as peer:
+            one = reader(read_timeout_s=0.3)
+            begun = time.monotonic()
+            for _ in range(20):
+                assert pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2) is None
+            assert time.monotonic() - begun < peer_reader.REST_S
+            one.close()
+
+    def test_one_that_is_not_there_is_said_when_that_changes(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(peer_reader, "REST_S", 0.0)
         caplog.set_level("INFO", LINES)
         with Served() as served:
             port = served.server.port

@@ -84,8 +84,7 @@ PEERS = (
         ("and info.kv_port and", "and"),
         ("if row not in self._prefill] or list(self.links.values())", "]"),
         ("one.num_tokens - decode.predicted_tokens < min_tokens", "one.num_tokens < 1"),
-        ("queued > MOST_QUEUED_TOKENS or (queued and idle)", "queued > MOST_QUEUED_TOKENS"),
-        ("queued > MOST_QUEUED_TOKENS or (queued and idle)", "(queued and idle)"),
+        ("return readers if (readers & self.columns.takes).any() else allowed", "return allowed"),
         only="test_dispatch_prefill",
     ),
     *of(
@@ -93,7 +92,7 @@ PEERS = (
         "services/gateway/dispatch/dispatcher.py",
         ("if not placement.prefilled and placement.choice.generates:", "if placement.choice.generates:"),
         ("if not placement.prefilled and placement.choice.generates:", "if not placement.prefilled:"),
-        ("            source=placement.take_source(),\n", ""),
+        ("            source=placement.take_source(link),\n", ""),
         only="test_dispatch_prefill",
     ),
     *of(

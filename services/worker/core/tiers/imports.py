@@ -166,8 +166,8 @@ class Imports:
             if shared := _shared(operation.keys[:count], wanted.keys[running.first :]):
                 wanted.arrived[tier] += shared
         for wanted in running.waits:
-            if count == len(operation.keys):
-                self._due[wanted.seq] = wanted
+            if count == len(operation.keys) or wanted.source is not running.wanted.source:
+                self._due[wanted.seq] = wanted  # of another room than the one that had less
             else:
                 self._let_go(wanted)
         return True
@@ -296,7 +296,7 @@ class Imports:
         for running in self._running.values():
             lanes.setdefault(running.place.lane, []).append(running)
         for lane, (first, *behind) in lanes.items():
-            if first.began is not None and first.waits:
+            if first.began is not None and not first.late:
                 self._look_whether_late(first, now - max(first.began, self._free_at.get(lane, 0.0)))
             for running in behind if first.late else ():
                 for wanted in running.waits:
@@ -305,8 +305,11 @@ class Imports:
                 running.waits = []
 
     def _look_whether_late(self, running: _Operation, elapsed: float) -> None:
-        """elapsed: since it had its turn."""
+        """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too."""
         tier, count = running.place.tier, len(running.operation.keys)
+        if not running.waits:
+            running.late = self.rates.is_over(tier, count, elapsed, 0)
+            return
         over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count)]
         for wanted in over:
             self._let_go(wanted)

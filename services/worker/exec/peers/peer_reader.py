@@ -25,6 +25,7 @@ from services.worker.exec.peers.frames import Malformed, PageLayout, Request, Re
 
 logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S = 0.5
+REST_S = 2.0  # after a failure, in which nothing is asked of a peer: what waits behind it need not wait as long as it has
 
 
 class _PeerRefuses(OSError):
@@ -37,12 +38,14 @@ class _Unanswered(ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """connection: that is kept, or being made. complaint: what has last kept it from being read; empty: nothing has."""
+    """connection: that is kept, or being made. complaint: what has last kept it from being read; empty: nothing has.
+    rests_until: see REST_S."""
 
     address: str
     connection: Connection | None = None
     is_busy: bool = False
     complaint: str = ""
+    rests_until: float = 0.0
 
 
 class TcpPeerReader:
@@ -79,7 +82,7 @@ class TcpPeerReader:
         request = Request(RequestKind.READ, pull.source.room, pull.first, count, pull.proof)
         is_read = False
         with self._talking_to(pull.source.address) as peer:
-            if peer is not None:
+            if peer is not None and time.monotonic() >= peer.rests_until:
                 status, sentence = self._ask(peer, frames.pack_request(request), out.cast("B"), deadline)
                 is_read = self._has_answered(peer, status, sentence)
         if not is_read:
@@ -121,6 +124,7 @@ class TcpPeerReader:
             yield peer
         except (OSError, ValueError) as error:  # ValueError: an address that is none, a frame that is none
             _hang_up(peer)
+            peer.rests_until = time.monotonic() + REST_S
             self._complain(peer, str(error))
         finally:
             self._give_back(peer)

@@ -115,8 +115,8 @@ class PageMover:
 
     def leave(self, source: Source) -> None:
         """Says to another worker that nothing more is wanted of its room; does not wait for it."""
-        if self._peers is not None:
-            self._give(source.address, _Leave(source))
+        if self._peers is not None:  # behind what was begun before it
+            self._streams.launch(partial(self._passed_leave, source))
 
     def close(self) -> None:
         """Once no operation is under way any more that anybody waits for."""
@@ -131,22 +131,34 @@ class PageMover:
         if self._store is not None and not any(thread.is_alive() for thread in self._threads):
             self._store.close()
 
+    def _passed_leave(self, source: Source) -> None:
+        """Where no thread can be had its room ends by itself."""
+        self._give(source.address, _Leave(source))
+
     def _passed(self, operation: PageOperation) -> None:
         self._streams.copy_after_forward()
         work = _Work(operation, self._streams.mark_copy())
         if operation.pull is not None:
-            self._give(operation.pull.source.address, work)
+            if not self._give(operation.pull.source.address, work):
+                self._facts.put(Fact(operation.op_id))
+                self.on_fact()
         else:
             (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
 
-    def _give(self, address: str, job: Job) -> None:
-        """To the thread that reads from that worker, which is started for it if there is none."""
+    def _give(self, address: str, job: Job) -> bool:
+        """To the thread that reads from that worker, which is started for it if there is none. False: there is none to be had."""
         with self._lock:
             waiting = self._of_peers.get(address)
             if waiting is None:
-                waiting = self._of_peers[address] = queue.SimpleQueue()
-                self._start("kv-peer", waiting, PEER_IDLE_S, address)
+                waiting = queue.SimpleQueue()
+                try:
+                    self._start("kv-peer", waiting, PEER_IDLE_S, address)
+                except RuntimeError:
+                    logger.exception("nothing can be read from another worker", extra=fields(address=address))
+                    return False
+                self._of_peers[address] = waiting
             waiting.put(job)
+            return True
 
     def _start(self, name: str, jobs: queue.SimpleQueue[Job | None], idle_s: float | None = None, address: str = "") -> None:
         thread = threading.Thread(target=self._serve, args=(jobs, idle_s, address), name=name, daemon=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +21,21 @@ class PoolReader:
 
     def __init__(self, device: torch.device, copier: Callable[[], PageCopier]) -> None:
         self._device, self._copier = device, copier
+        self._own = threading.local()  # a stream for each thread: one after the other they would share those of the steps
 
     def __call__(self, pages: I32) -> memoryview:
         torch.set_num_threads(1)  # per thread, hence here
-        own = torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
-        with torch.inference_mode(), own:
+        with torch.inference_mode(), self._own_stream():
             ids = torch.from_numpy(pages.astype(np.int64)).to(self._device)
             rows = self._on_host(self._copier().save(ids))
         return rows.reshape(-1).numpy().data
+
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        if self._device.type != "cuda":
+            return nullcontext()
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._own.stream)
 
     def _on_host(self, rows: Tensor) -> Tensor:
         if rows.device.type == "cpu":

@@ -144,6 +144,21 @@ class TestItPays:
             assert list(second.output_ids) and not second.HasField("source")
 
 
+@pytest.mark.parametrize("layout", [b"", OTHER_LAYOUT], ids=["reads nobody", "other pages"])
+def test_it_goes_on_where_its_pages_can_be_read(layout: bytes) -> None:
+    """While such a worker takes requests: as in a fleet that is being switched over."""
+
+    def configure(workers: list[FakeWorker]) -> None:
+        workers[2].info.kv_layout, workers[2].info.role = layout or LAYOUT, "decode" if layout else ""
+
+    with system_of(workers=3, then=configure, routing_policy="round_robin") as system:
+        for _ in range(6):
+            assert text_of_answer(ask(system)) == ANSWER
+        handed = [submit for worker in (1, 2) for submit in submits(system, worker) if submit.output_ids]
+        assert handed and not [submit for submit in submits(system, 2) if submit.output_ids]
+        assert all(submit.HasField("source") for submit in handed)
+
+
 class TestLost:
     def test_with_no_decode_worker_a_prefill_worker_serves_whole_requests(self) -> None:
         with system_of() as system:
