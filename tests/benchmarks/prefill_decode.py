@@ -88,7 +88,7 @@ def main() -> None:
         with apart, together:
             systems = {"apart": apart, "together": together}
             for each in systems.values():
-                asyncio.run(_load(each, args, -1))
+                asyncio.run(_load(each, args, args.pairs))
             for pair in range(args.pairs):
                 order = list(systems) if pair % 2 else list(systems)[::-1]
                 figures = {name: asyncio.run(_load(systems[name], args, pair)).figures() for name in order}

@@ -11,8 +11,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.e2e.system import DEMO, System
+from tests.night import NIGHTLY
 
-NUM_PROMPTS = 200
+NUM_PROMPTS = 200 if NIGHTLY else 60
 WORDS = [
     "naïve",
     "日本語",

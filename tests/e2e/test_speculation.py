@@ -17,7 +17,7 @@ CROWD = (
     "--enable-mixed-chunk --retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
     " --schedule-conservativeness 0.3"
 )
-ASKS = asks_of([*KINDS, hot, repeated], 36 if NIGHTLY else 2)
+ASKS = asks_of([*KINDS, hot, repeated], 36 if NIGHTLY else 1)
 POOL_TOKENS = 768
 ALGORITHMS = {
     "eagle3": f"--speculative-algorithm eagle3 --speculative-draft-model-path {DEMO}-eagle3",

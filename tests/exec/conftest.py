@@ -3,7 +3,7 @@
 tests/kernels has the twins do what the C++ kernels do, operation by operation. So what an executor makes of them is asked of
 one; on both are the suites that compare with transformers, and of each other suite the cases that bear on most of it. By day,
 where there is no GPU, half of the cases of FlashInfer's double run, of models and encoders that transformers computes, of what
-guesses, and of what differs in lengths, seeds, ways of sampling and pooling alone.
+guesses, and of what differs in lengths, seeds, ways of sampling and pooling alone; of the longest of them, what NIGHT leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from kernels.contracts.sample_ops import SampleKernels
 from tests.exec.sampling import sample_kernels
-from tests.night import wait_for_night
+from tests.night import NIGHTLY, wait_for_night
 
 HERE = Path(__file__).parent
 SLOW = (
@@ -52,6 +52,14 @@ ALL = (  # whose cases have each a rule to themselves
     "::test_what_the_scheduler_must_know",
     "::test_wrong_modules",
 )
+NIGHT = (  # beside cases by day of the same type, of the same drafter, and of the same way of sampling
+    "test_model_drafters.py::test_one_string_of_ids_and_logprob_bits[itself-greedy]",
+    "test_model_drafters.py::test_one_string_of_ids_and_logprob_bits[mtp-greedy]",
+    "test_model_drafters.py::test_one_string_of_ids_and_logprob_bits[mtp-top-p]",
+    "test_speculation.py::test_one_string_of_ids_and_logprob_bits_whatever_is_guessed[bfloat16-greedy-all wrong]",
+    "test_speculation.py::test_one_string_of_ids_and_logprob_bits_whatever_is_guessed[bfloat16-top-p-all wrong]",
+    "test_speculation.py::test_one_string_of_ids_and_logprob_bits_whatever_is_guessed[bfloat16-top-p-half right]",
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +77,10 @@ def kernels(kernel_name: str) -> SampleKernels:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not Path("/dev/nvidiactl").exists():
         wait_for_night(config, items, _slow)
+        if not NIGHTLY:
+            by_night = [item for item in items if item.path.parent == HERE and item.nodeid.endswith(NIGHT)]
+            config.hook.pytest_deselected(items=by_night)
+            items[:] = [item for item in items if item not in by_night]
 
 
 def _slow(item: pytest.Item) -> bool:
