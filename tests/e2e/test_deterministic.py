@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.system import System, wait_until
 from tests.night import NIGHTLY
 
-NEW_TOKENS = 200
+NEW_TOKENS = 200 if NIGHTLY else 120
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 5},
