@@ -98,6 +98,7 @@ class TestReading:
             opened, one = served.opened(), reader()
             one.leave(served.source(opened))
             until(lambda: served.left == [opened.room])
+            assert served.pool.reads == [] and served.refused == {}
             one.close()
 
     def test_who_was_not_asked_for_longest_is_not_kept(self) -> None:
@@ -210,7 +211,9 @@ class TestSickPeers:
     def test_to_leave_waits_for_nobody(self) -> None:
         with SickPeer(sick_peers.silent) as peer:
             one = reader(connect_timeout_s=600.0)
+            begun = time.monotonic()
             Running(lambda: one.leave(Source(OURS.room, peer.address, 5))).result()
+            assert time.monotonic() - begun < 60.0, "a tenth of what a connection may take"
             one.close()
 
     def test_behind_a_failure_nothing_is_asked_for_a_while(self) -> None:
