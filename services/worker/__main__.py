@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import sys
 from collections.abc import Callable
@@ -130,6 +131,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         numerics=engine.info.numerics,
         role="" if settings.disaggregation_mode == "both" else settings.disaggregation_mode,
         kv_port=engine.info.kv_port,
+        kv_hold_ms=math.ceil(settings.disaggregation_hold_s * 1000) if engine.info.kv_port else 0,
         kv_layout=blake2b(engine.info.kv_layout.encode(), digest_size=16).digest(),
     )
 

@@ -22,6 +22,7 @@ from services.worker.core.queue.finish import first_stop
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.fake import FakeExecutor, FakeRun, TimeModel, fake_embedding, first_allowed, hashed_token
+from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import SlowBook, masks_behind
 
 POISON = -9
@@ -319,6 +320,21 @@ class Engine:
             context = [*message.prompt_ids.tolist(), *self.outputs.get(finish.handle, [])]
             self.contexts[message.session.session_id, message.request_id] = context
             self.latest[message.session.session_id] = message.request_id
+
+
+def small(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> Engine:
+    """With chunks of four pages and four slots, where changes do not say otherwise."""
+    values: dict[str, Any] = {"num_pages": 16, "page_size": 4, "context_len": 64, "vocab_size": 1000}
+    values |= {"max_running_requests": 4, "chunked_prefill_size": 16, "page_bytes": 64}
+    return Engine(deployed_config(**{**values, **changes}), overlap, page_moved_s=page_moved_s)
+
+
+def slow(engine: Engine) -> Engine:
+    """Computing is known to take long: reading pays."""
+    tiers = engine.core._tiers
+    assert tiers is not None
+    tiers.rates.computed(1000, 0, 1000.0)
+    return engine
 
 
 def chained(before: bytes, tokens: bytes) -> bytes:

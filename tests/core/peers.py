@@ -6,32 +6,14 @@ from typing import Any
 
 from services.worker.core.contracts.messages import Finish, FinishReason
 from services.worker.core.contracts.rooms import Room, Source
-from tests.core.deployed_config import deployed_config
-from tests.core.harness import Engine
+from tests.core.harness import Engine, slow, small
 
 ADDRESS = "10.0.0.1:7103"
 EPOCH = 5
 
 
 def worker(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "num_pages": 32,
-        "page_size": 4,
-        "context_len": 128,
-        "vocab_size": 1000,
-        "max_running_requests": 4,
-        "chunked_prefill_size": 16,
-        "page_bytes": 64,
-    }
-    return Engine(deployed_config(**{**values, **changes}), overlap, page_moved_s=page_moved_s)
-
-
-def slow(engine: Engine) -> Engine:
-    """Computing is known to take long: reading pays."""
-    tiers = engine.core._tiers
-    assert tiers is not None
-    tiers.rates.computed(1000, 0, 1000.0)
-    return engine
+    return small(overlap, page_moved_s, **{"num_pages": 32, "context_len": 128, **changes})
 
 
 class Pair:

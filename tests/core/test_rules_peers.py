@@ -154,6 +154,25 @@ class TestRoom:
         pair.assert_all_is_free()
         assert not pair.first.executor.open_rooms
 
+    def test_ends_with_the_word_that_nobody_will_come(self) -> None:
+        pair = Pair()
+        for handle in (0, 1):
+            pair.compute(handle, [handle] * 40, max_new_tokens=4)
+        pair.first.abort(1)
+        assert len(pair.first.core.table.rooms) == 1
+        pair.first.abort(0)
+        pair.first.turn()
+        pair.assert_all_is_free()
+
+    def test_who_cannot_take_the_request_leaves_it(self) -> None:
+        pair = Pair()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.second.core.closed = "going away"
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        for _ in range(3):
+            pair.turn()
+        pair.assert_all_is_free()
+
     @pytest.mark.parametrize("how", ["flush", "weights"])
     def test_ends_when_its_pages_count_no_more(self, how: str) -> None:
         pair = Pair()

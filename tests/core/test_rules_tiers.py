@@ -14,32 +14,13 @@ from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKin
 from services.worker.core.tiers.backups import MOST_BACK_UPS
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.contracts.operations import ClearStorage
-from tests.core.deployed_config import deployed_config
-from tests.core.harness import Engine
+from tests.core.harness import Engine, slow, small
 
 MIB = 1 << 20  # an operation moves 16 of them at most
 
 
 def tiered(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "num_pages": 16,
-        "page_size": 4,
-        "context_len": 64,
-        "vocab_size": 1000,
-        "max_running_requests": 4,
-        "chunked_prefill_size": 16,
-        "host_pages": 64,
-        "page_bytes": 64,
-    }
-    return Engine(deployed_config(**{**values, **changes}), overlap, page_moved_s=page_moved_s)
-
-
-def slow(engine: Engine) -> Engine:
-    """Computing is known to take long: reading pays."""
-    tiers = engine.core._tiers
-    assert tiers is not None
-    tiers.rates.computed(1000, 0, 1000.0)
-    return engine
+    return small(overlap, page_moved_s, **{"host_pages": 64, **changes})
 
 
 def prompt(number: int, length: int = 40) -> list[int]:

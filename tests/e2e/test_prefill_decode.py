@@ -37,7 +37,8 @@ def pulled(system: System, name: str = "decode-0") -> float:
 
 def workers(system: System) -> float:
     """That the gateway is connected to."""
-    return system.metric("gateway", "rootstock_gateway_connected", service="worker")
+    name = next(name for name in system.parts if name.startswith("gateway"))
+    return system.metric(name, "rootstock_gateway_connected", service="worker")
 
 
 def test_mixed_requests_get_one_workers_answers(tmp_path: Path) -> None:
@@ -98,14 +99,15 @@ def test_what_is_moved_and_what_is_computed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with apart(tmp_path_factory.mktemp("fleet"), 1, 2, "--disaggregation-hold-s 2") as system:
+    with apart(tmp_path_factory.mktemp("fleet"), 1, 2, "--disaggregation-hold-s 2", gateways=2) as system:
         wait_until(lambda: workers(system) == 3, 60, "all workers")
         yield system
 
 
-async def _answers(system: System, asked: list[dict[str, Any]]) -> list[httpx.Response]:
+async def _answers(system: System, asked: list[dict[str, Any]], url: str = "") -> list[httpx.Response]:
+    """url: of a gateway, empty for the first."""
     limit = asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(base_url=system.url, timeout=90) as http:
+    async with httpx.AsyncClient(base_url=url or system.url, timeout=90) as http:
 
         async def one(body: dict[str, Any]) -> httpx.Response:
             async with limit:
@@ -139,6 +141,36 @@ def test_nobody_notices_who_is_lost(fleet: System, who: str, how: signal.Signals
         wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
 
 
+def test_what_is_kept_for_a_lost_gateway_is_free_and_others_do_not_notice(fleet: System) -> None:
+    """Its clients lose their connections; no page stays behind."""
+    for turn in range(ROUNDS):
+        asked = bodies(8, 300 + turn)
+        expected = [ids_of(answer.json()) for answer in asyncio.run(_answers(fleet, asked))]
+
+        async def under_loss(asked: list[dict[str, Any]] = asked, turn: int = turn) -> list[httpx.Response]:
+            salted = [{**body, "cache_salt": f"gateway {turn}"} for body in asked]
+            lost = asyncio.create_task(_answers(fleet, salted, fleet.parts["gateway-1"].url))
+            asking = asyncio.create_task(_answers(fleet, salted))
+            await asyncio.sleep(random.Random(turn).uniform(0.1, 0.6))
+            fleet.children["gateway-1"].signal(signal.SIGKILL)
+            answers = await asking
+            await asyncio.gather(lost, return_exceptions=True)
+            return answers
+
+        assert [ids_of(answer.json()) for answer in asyncio.run(under_loss())] == expected
+        wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
+        fleet.start("gateway-1")
+        url = fleet.parts["gateway-1"].url
+        wait_until(lambda: _is_ready(url), 60, "the gateway again")  # noqa: B023
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readiness", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def _rests(system: System) -> bool:
     """Nothing is kept, read or running anywhere."""
     try:
@@ -167,4 +199,4 @@ def test_a_room_that_nobody_comes_for_ends_by_itself(fleet: System) -> None:
         for name in ("decode-0", "decode-1"):
             fleet.children[name].signal(signal.SIGCONT)
     wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
-    assert fleet.metric("prefill-0", "rootstock_worker_rooms_expired_total") >= before
+    assert fleet.metric("prefill-0", "rootstock_worker_rooms_expired_total") > before

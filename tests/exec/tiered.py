@@ -1,4 +1,4 @@
-"""A scheduler and a real executor with tiers below its pool, turned by hand."""
+"""A scheduler and a real executor with tiers below its pool, or another worker beside it, turned by hand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from services.worker.core.contracts.messages import Finish, Submit
 from services.worker.core.contracts.plan import RowLogprobs
+from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.invariants import violations
 from services.worker.core.scheduler import Scheduler
@@ -66,8 +67,10 @@ def build(
         has_storage=info.has_storage,
         page_bytes=info.page_bytes,
         max_drafts=info.max_drafts,
+        reads_peers=info.reads_peers,
     )
-    keys = None if tiers is None else PageKeys(tiers.secret, info.kv_layout.encode(), PAGE_SIZE)
+    secret = SECRET if tiers is None else tiers.secret
+    keys = PageKeys(secret, info.kv_layout.encode(), PAGE_SIZE) if info.host_pages or info.reads_peers else None
     return executor, Scheduler(config, LetterDecoder(), revision="r1", keys=keys)
 
 
@@ -84,11 +87,21 @@ class Served:
             rates.reading_pays = lambda source, pages: True  # type: ignore[method-assign]
             rates.is_over = lambda source, pages, elapsed, rest: False  # type: ignore[method-assign]
 
-    def submit(self, prompt: Sequence[int], seed: int = 0, **params: Any) -> int:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        seed: int = 0,
+        output: Sequence[int] = (),
+        hand_over: Room | None = None,
+        source: Source | None = None,
+        **params: Any,
+    ) -> int:
+        """output, hand_over, source: see Submit."""
         handle, self._next = self._next, self._next + 1
         self.answers[handle] = Answer()
         sampling = SamplingParams(**{"max_new_tokens": 8, "ignore_eos": True, "top_logprobs": 2, "seed": seed, **params})
-        self.core.submit(Submit(0, handle, f"r{handle}", np.array(prompt, dtype=np.int32), sampling), time.monotonic())
+        ids, more = np.array(prompt, dtype=np.int32), {"output_ids": tuple(output), "hand_over": hand_over, "source": source}
+        self.core.submit(Submit(0, handle, f"r{handle}", ids, sampling, **more), time.monotonic())  # type: ignore[arg-type]
         return handle
 
     def turn(self) -> bool:
@@ -97,12 +110,14 @@ class Served:
         for fact in executor.facts():
             core.ended(fact, time.monotonic())
         plan = core.plan(time.monotonic())
+        self._tell_rooms()
         if plan is not None:
             executor.transfer(plan.operations)
         if plan is not None and plan.num_rows:
             run = executor.forward(plan)
             executor.sample(run, {})
             core.commit(executor.wait(run), time.monotonic())
+        self._tell_rooms()
         if self._poisoned:
             self._poison()
         self._take()
@@ -126,6 +141,11 @@ class Served:
 
     def close(self) -> None:
         self.executor.close()
+
+    def _tell_rooms(self) -> None:
+        events = self.core.take_rooms()
+        if events is not None:
+            self.executor.rooms(events)
 
     def _poison(self) -> None:
         """No step is in flight, and no operation writes a page that is free."""

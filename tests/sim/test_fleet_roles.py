@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.dispatch import model_pool
-from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.gateway.routing.policies import make_policy
 from services.sim.core.run.peer_reads import Wire
 from services.sim.core.run.time_models import PRESETS
 from services.sim.core.trace.arrivals import ClosedLoop, OpenLoop
@@ -22,7 +19,6 @@ from services.sim.core.trace.trace import Trace, TraceRequest
 from services.sim.core.trace.workloads import random_lengths, shared_prefix, two_lengths
 from services.sim.fleet.config import FleetConfig, Kill, Roles
 from services.sim.fleet.logs import HandoverLog
-from services.sim.fleet.prefill import MOST_QUEUED_TOKENS, pick_prefill
 from services.sim.fleet.report import FleetReport, make_report
 from services.sim.fleet.simulation import FleetOutcome, FleetSimulation
 from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
@@ -173,34 +169,7 @@ def test_the_prompts_cost_is_what_the_first_worker_says() -> None:
     assert log.count.tolist() == [0, 2] and log.pages == 6 and log.gaps().tolist() == [0.25, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "cached", "queued", "decode_busy", "full", "goes"),
-    [
-        pytest.param(600, 0, 0, False, False, True, id="a long prompt, all idle"),
-        pytest.param(511, 0, 0, True, False, False, id="a short prompt"),
-        pytest.param(600, 89, 0, True, False, False, id="one that is mostly cached"),
-        pytest.param(600, 0, 100, True, False, True, id="both busy"),
-        pytest.param(600, 0, 100, False, False, False, id="an idle decode worker, a busy prefill worker"),
-        pytest.param(600, 0, MOST_QUEUED_TOKENS, True, False, True, id="as much queued as may be"),
-        pytest.param(600, 0, MOST_QUEUED_TOKENS + 1, True, False, False, id="too much queued"),
-        pytest.param(600, 0, 0, True, True, False, id="no room"),
-    ],
-)
-def test_which_prompts_a_prefill_worker_computes(
-    tokens: int, cached: int, queued: int, decode_busy: bool, full: bool, goes: bool
-) -> None:
-    columns = WorkerColumns()
-    prefill, decode = columns.add("prefill", 1), columns.add("decode", 2)
-    columns.usable[:2], columns.limit[:2], columns.running[:2] = True, 4, 4
-    columns.serves[prefill] = False
-    columns.tokens[prefill], columns.requests[prefill], columns.requests[decode] = queued, 4 * full, decode_busy
-    policy = make_policy(str(RoutingPolicy.LEAST_REQUESTS), RoutingConfig(), None)  # type: ignore[arg-type]
-    pick = pick_prefill(policy, columns, Ask(tokens), Pick(decode, "any", cached), 512)
-    assert (pick is not None and pick.row == prefill) == goes
-
-
 def test_the_rule_goes_by_the_gateways_numbers() -> None:
-    assert model_pool.MOST_QUEUED_TOKENS == MOST_QUEUED_TOKENS
     assert GatewaySettings.model_fields["disaggregation_min_tokens"].default == Roles(1, FAST, 1).min_tokens
 
 

@@ -19,7 +19,7 @@ from rootstock.v1 import worker_pb2
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch import sessions, worker_errors
 from services.gateway.dispatch.fleet import Fleet
-from services.gateway.dispatch.handover import source_of
+from services.gateway.dispatch.handover import kept_by
 from services.gateway.dispatch.model_catalog import ModelCatalog
 from services.gateway.dispatch.model_pool import PromptBlocks
 from services.gateway.dispatch.pace import Pace
@@ -322,9 +322,10 @@ class Dispatcher:
         self._has_room(placement.pool, link)
 
     def _handed_over(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
-        placement.hand_over(source_of(link, finish), b"" if link.info is None else link.info.kv_layout)
+        kept = kept_by(link, finish, asyncio.get_running_loop().time())
+        placement.hand_over(kept)
         placement.choice.output.handed_over(finish)
-        self._metrics.handovers.labels("none" if placement.source is None else "room").inc()
+        self._metrics.handovers.labels("none" if kept is None else "room").inc()
         self.fleet.refresh(link)
         if not self._place(placement):
             self._waiting.wait_first(placement)

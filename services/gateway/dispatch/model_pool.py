@@ -16,13 +16,13 @@ from services.gateway.request.generation import ModelInfo, Prompt
 from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import Policy, has_room
+from services.gateway.routing.prefill import pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.routing.sharing import SharingMeter
 from services.shared.index.block_hash import BLOCK_TOKENS, block_hashes
 from services.shared.index.prefix_index import split_hashes
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
-MOST_QUEUED_TOKENS = 1 << 15  # of prompts at a worker that computes them for others: more of them wait longer than they gain
 TRIES_ONE_IN = 16
 UNLIMITED = 1 << 20  # requests of a worker that names no limit
 AnyLink: TypeAlias = WorkerLink[Any]
@@ -117,6 +117,7 @@ class ModelPool(Generic[C]):
         self._leases_count = True  # not while no worker at all seems to have one: that is the index's trouble, not theirs
         self._breakers_count = True  # not while they would leave nobody
         self._kept_back = 0
+        self._has_decoded = False  # a worker that serves whole requests has been here
         self._prefill: set[int] = set()  # rows of workers that compute prompts for others
         self._picks = 0
         self._sharing = SharingMeter()
@@ -138,9 +139,11 @@ class ModelPool(Generic[C]):
         return [self.links[row] for row in np.flatnonzero(self.columns.usable).tolist()]
 
     def homes(self) -> list[WorkerLink[C]]:
-        """Where sessions may live, those that take nothing new among them: not at who computes prompts for others, while there
-        are others."""
-        return [link for row, link in self.links.items() if row not in self._prefill] or list(self.links.values())
+        """Where sessions may live, those that take nothing new among them: not at who computes prompts for others, unless there
+        has never been anybody else: a session waits for its worker and looks for no other one."""
+        if not self._has_decoded:
+            return list(self.links.values())
+        return [link for row, link in self.links.items() if row not in self._prefill]
 
     @property
     def paused(self) -> bool:
@@ -163,7 +166,11 @@ class ModelPool(Generic[C]):
         self.columns.running[row] = running
         self.columns.limit[row] = running + max(2, round(running * self._slack))
         self.columns.loras[row] = frozenset(info.loras)
-        (self._prefill.add if info.role == PREFILL else self._prefill.discard)(row)
+        if info.role == PREFILL:
+            self._prefill.add(row)
+        else:
+            self._prefill.discard(row)
+            self._has_decoded = True
         self.refresh(link, now)
 
     def leave(self, link: AnyLink) -> None:
@@ -179,10 +186,15 @@ class ModelPool(Generic[C]):
         self._leases_count = bool(leased)
         self._breakers_count = any(link.breaker.allows(now) for link in leased or links)
         for link in self.links.values():
-            self.refresh(link, now)
+            self._look_at(link, now)
+        self._share_out()
 
     def refresh(self, link: AnyLink, now: float) -> None:
         """After anything about the link, which has joined, has changed."""
+        self._look_at(link, now)
+        self._share_out()
+
+    def _look_at(self, link: AnyLink, now: float) -> None:
         columns, row = self.columns, self._rows[link]
         leased = not self._leases_count or self._lease_alive(link)
         trusted = not self._breakers_count or link.breaker.allows(now)
@@ -194,7 +206,6 @@ class ModelPool(Generic[C]):
         if link.crowded_until <= now:
             link.crowded_until = 0.0
         self._count(link)
-        self._share_out()
 
     def _share_out(self) -> None:
         """Who computes prompts for others serves whole requests while nobody else with its weights does."""
@@ -222,21 +233,18 @@ class ModelPool(Generic[C]):
 
     def pick(self, one: C, now: float, without: AnyLink | None = None) -> Pick | None:
         """None: nobody who would take it has room. without: one that it must not be."""
-        return self._pick(one, now, self._allowed(one, without)) if self.has_room() else None
+        if not self.has_room():
+            return None
+        return self._policy.pick(self._ask(one, now, self._allowed(one, without), decides=True), self.columns)
 
     def pick_prefill(self, one: C, now: float, decode: Pick, min_tokens: int) -> Pick | None:
-        """Who computes its prompt for the worker that was picked for it; None: that one itself, for it pays. min_tokens: of a
-        prompt that are not cached there, below which it does."""
-        if not self._prefill or one.num_tokens - decode.predicted_tokens < min_tokens:
-            return None
+        """Who computes its prompt for the worker that was picked for it; None: that one itself (routing/prefill.py)."""
         link = self.links[decode.row]
-        if link.info is None or link.info.role != DECODE or not self._reads_well(link):
+        if not self._prefill or one.num_tokens < min_tokens or link.info is None or link.info.role != DECODE:
             return None
-        pick = self._pick(one, now, self._exchanging(link, link.info, one), prefill=True)
-        if pick is None:
-            return None
-        queued, idle = self.columns.tokens[pick.row] > 0, not self.columns.requests[decode.row]
-        return None if queued and idle else pick
+        ask = self._ask(one, now, self._exchanging(link, link.info, one))
+        pick = pick_prefill(self._policy, self.columns, ask, decode, min_tokens)
+        return pick if pick is not None and self._reads_well(link) else None
 
     def _reads_well(self, decode: WorkerLink[C]) -> bool:
         """One that says that reading does not pay is given something to read now and then: it may pay by now."""
@@ -252,23 +260,23 @@ class ModelPool(Generic[C]):
             info = link.info
             if info is not None and info.kv_port and link.address not in one.refused_by:
                 allowed[row] = link.weights == decode.weights and info.kv_layout == mine.kv_layout
-        allowed &= self.columns.tokens <= MOST_QUEUED_TOKENS
         return allowed
 
-    def _pick(self, one: C, now: float, allowed: NDArray[np.bool_] | None, prefill: bool = False) -> Pick | None:
+    def _ask(self, one: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> Ask:
+        """decides: it is the first look for this request."""
         matched, first_block = None, b""
         if self._index is not None and self.wants_hashes:
             self._index.expire(now)
             blocks = one.blocks.of(self.model)
             depths = self._index.match(blocks) * BLOCK_TOKENS
-            if blocks:
+            if blocks and decides:
                 self._sharing.decided(bool(depths.any()))
+            if blocks:
                 first_block = blocks[0] if self._sharing.seen else b""
             owners = self.columns.owner
             known = (owners >= 0) & (owners < len(depths))
             matched = np.where(known, depths[np.where(known, owners, 0)] if len(depths) else 0, 0)
-        ask = Ask(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block, prefill=prefill)
-        return self._policy.pick(ask, self.columns)
+        return Ask(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block)
 
     def picked(self, one: C, link: AnyLink, until: float) -> None:
         """It goes there; what it computes there will be cached, which others are told before the worker says so."""

@@ -32,6 +32,20 @@ class Hedge:
     numerics: str
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Pages that the link's worker keeps of what it has handed over, as `handle`: where they are read, and their layout."""
+
+    link: Link
+    handle: int
+    source: worker_pb2.KvSource
+    layout: bytes
+
+    def leave(self) -> None:
+        """Nobody will come for them."""
+        self.link.leave_room(self.handle)
+
+
 def numerics_of(link: Link | None) -> str:
     """Fingerprint of what decides its results' bits beside the weights; "" where these may differ from one time to the next."""
     return "" if link is None or link.info is None else link.info.numerics
@@ -42,12 +56,12 @@ class Placement:
     numerics: fingerprint of what its output began with; "" for none that anybody has promised.
     placed_at: when its worker got it, 0.0 while none has. predicted_tokens: of its prompt, that its worker was thought to have
     cached. crashes: workers lost soon after they got it. refused_by: addresses of workers that would not or could not serve it.
-    prefilled: another worker has computed its prompt for the next one that it goes to. source, source_layout: where the KV of its
-    first pages is then, and of which sort these are; None and b"": nowhere. retried: elsewhere, after a worker's fault. blocks:
-    shared by all choices of a prompt. batch: a number of the request's own where it has several prompts, else 0."""
+    prefilled: another worker has computed its prompt for the next one that it goes to. retried: elsewhere, after a worker's
+    fault. blocks: shared by all choices of a prompt. batch: a number of the request's own where it has several prompts, or 0."""
 
     __slots__ = (
         "_hedge_timer",
+        "_kept",
         "batch",
         "blocks",
         "choice",
@@ -62,8 +76,6 @@ class Placement:
         "prefilled",
         "refused_by",
         "retried",
-        "source",
-        "source_layout",
         "wait",
         "weights",
     )
@@ -88,8 +100,7 @@ class Placement:
         self.refused_by = set(refused_by)
         self.retried = False
         self.prefilled = False
-        self.source: worker_pb2.KvSource | None = None
-        self.source_layout = b""
+        self._kept: Kept | None = None
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -143,6 +154,9 @@ class Placement:
 
     def withdraw(self) -> list[Link]:
         """From wherever it is. Returns the links that have lost it."""
+        if self._kept is not None:
+            self._kept.leave()
+            self._kept = None
         copy, link = self.cancel_hedge(), self.link
         if link is not None:
             self.link = None
@@ -205,13 +219,20 @@ class Placement:
 
     def take_source(self, link: Link) -> worker_pb2.KvSource | None:
         """For one worker, the link's, if it can read it: what is read is read once."""
-        source = self.source if reads(link, self.source_layout) else None
-        self.source, self.source_layout, self.prefilled = None, b"", False
-        return source
+        kept, self._kept, self.prefilled = self._kept, None, False
+        if kept is None or reads(link, kept.layout):
+            return None if kept is None else kept.source
+        kept.leave()
+        return None
 
-    def hand_over(self, source: worker_pb2.KvSource | None, layout: bytes) -> None:
-        """Its worker has computed the prompt, and said the first token. layout: of the pages."""
-        self.source, self.source_layout, self.prefilled = source, layout if source is not None else b"", True
+    def hand_over(self, kept: Kept | None) -> None:
+        """Its worker has computed the prompt, and said the first token. kept: its pages; None: there is none."""
+        self._kept, self.prefilled = kept, True
+
+    @property
+    def source_layout(self) -> bytes:
+        """Of pages that another worker has for the next one that it goes to; empty: nobody has any."""
+        return b"" if self._kept is None else self._kept.layout
 
     def count_retry(self) -> None:
         self.retried = True

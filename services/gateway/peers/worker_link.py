@@ -84,6 +84,7 @@ class WorkerLink(Generic[Open]):
         self.ready = True  # as discovery sees it
         self.retiring = False  # discovery does not know the address any more
         self.crowded_until = 0.0  # its own queue was full: until its next load, or this time
+        self.kept_until = 0.0  # the last of its rooms may stand until then
         self.met = False  # it has been connected once
         self.open: dict[int, Open] = {}  # by handle
         self.open_tokens = 0  # prompt and output of what is open, as far as it is known here
@@ -96,7 +97,8 @@ class WorkerLink(Generic[Open]):
 
     @property
     def busy(self) -> bool:
-        return bool(self.open)
+        """With its stream end the rooms that were told over it."""
+        return bool(self.open) or self.kept_until > asyncio.get_running_loop().time()
 
     @property
     def hangs(self) -> bool:
@@ -124,6 +126,12 @@ class WorkerLink(Generic[Open]):
             return
         occupant.aborted(handle)
         if self._submits.pop(handle, None) is None:
+            self._aborts.append(handle)
+            self._wake.set()
+
+    def leave_room(self, handle: int) -> None:
+        """Of what its worker has handed over: nobody will come for the pages that it keeps of it."""
+        if self.info is not None:
             self._aborts.append(handle)
             self._wake.set()
 
@@ -182,7 +190,7 @@ class WorkerLink(Generic[Open]):
             occupant.lost(handle)
         self.info = self.load = None
         self.open.clear()
-        self.open_tokens = 0
+        self.open_tokens, self.kept_until = 0, 0.0
         self._submits.clear()
         self._aborts.clear()
         self._events.on_down(self, orphans)

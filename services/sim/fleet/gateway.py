@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue, Placed
 from services.gateway.routing.policies import make_policy
+from services.gateway.routing.prefill import pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.routing.sharing import SharingMeter
 from services.shared.index.block_hash import BLOCK_TOKENS, block_hashes
@@ -25,7 +26,6 @@ from services.sim.core.trace.trace import Trace
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
 from services.sim.fleet.load_view import LoadView
-from services.sim.fleet.prefill import pick_prefill
 from services.sim.fleet.worker import FleetWorker, WorkerLoad, namespace_root, worker_name
 from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, Submit
 from services.worker.core.contracts.rooms import Source

@@ -98,6 +98,8 @@ class Scheduler:
         resolved = self._resolve(message, now)
         if not isinstance(resolved, Submit):
             self.table.refuse(message.peer, message.handle, message.request_id, resolved)
+            if message.source is not None and self.config.reads_peers:
+                self.table.rooms.done_with(message.source)
             return
         self._next_seq += 1
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
@@ -105,10 +107,13 @@ class Scheduler:
         self._begin_waiting(request, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
-        """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before."""
+        """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before; of one
+        that was handed over the room ends."""
         request = self.table.by_key.get((peer, handle))
         if request is not None:
             self.table.end(request, _CANCELLED, now)
+        else:
+            self.table.rooms.leave_asker((peer, handle))
 
     def abort_peer(self, peer: int, now: float) -> None:
         """Ends every request of a front end that has gone, and what it was told to be kept."""
@@ -150,8 +155,7 @@ class Scheduler:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.table.trace.now = now
-        self.table.rooms.expire(now)
-        if self.table.rooms.take_freed():
+        if self.table.rooms.expire(now):
             self.table.batch_is_full = False
         operations = self._plan_operations(now) if self._tiers is not None else ()
         step = self._plan_step(now)

@@ -301,8 +301,10 @@ class Loop:
         self._core.fail(flight.plan.step_id, "the step that computed this request failed", self._clock())
 
     def _tell(self, busy: bool) -> None:
+        """The observer first: who hears that the last request has ended finds what is still kept of it."""
         self._tell_rooms()
         output = self._core.take_output()
+        self._observer.turned(self._core.stats(), busy)
         if self._spans is not None:
             self._trace(self._spans, output)
         if output is not None:
@@ -310,7 +312,6 @@ class Loop:
         events = self._core.take_cache_events()
         if events is not None:
             self._observer.cached(events)
-        self._observer.turned(self._core.stats(), busy)
 
     def _trace(self, spans: Spans, output: StepOutput | None) -> None:
         self._num_traced, events = self._core.trace_since(self._num_traced)

@@ -58,8 +58,23 @@ class RoomEvents:
     left: Sequence[Source] = ()
 
 
+class Prover:
+    """Makes proofs of what the pages of a prompt up to some place are of, for places that rise: each token is looked at once.
+    tokens: int32 as bytes, from the prompt's beginning."""
+
+    def __init__(self, secret: bytes, tree: str, tokens: bytes) -> None:
+        name = tree.encode()
+        self._digest = blake2b(len(name).to_bytes(8, "little") + name, key=secret, digest_size=PROOF_BYTES)
+        self._tokens, self._end = memoryview(tokens), 0
+
+    def up_to(self, end: int) -> bytes:
+        """bytes[PROOF_BYTES] of the first `end` bytes of tokens."""
+        assert self._end <= end <= len(self._tokens), "places rise, within the prompt"
+        self._digest.update(self._tokens[self._end : end])
+        self._end = end
+        return self._digest.copy().digest()
+
+
 def proof(secret: bytes, tree: str, tokens: bytes) -> bytes:
-    """bytes[PROOF_BYTES] that both sides make of what the pages up to some place are of: who reads them has these very tokens,
-    weights, adapter and salt, or gets nothing. tokens: int32 as bytes, from the prompt's beginning."""
-    name = tree.encode()
-    return blake2b(len(name).to_bytes(8, "little") + name + tokens, key=secret, digest_size=PROOF_BYTES).digest()
+    """bytes[PROOF_BYTES] that both sides make: who reads has these very tokens, weights, adapter and salt, or gets nothing."""
+    return Prover(secret, tree, tokens).up_to(len(tokens))

@@ -64,8 +64,8 @@ class SlotColumns:
         self.redundant[slot] = False
         self.ignore_eos[slot] = params.ignore_eos
         strings = bool(params.stop or params.stop_regex)
-        self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or params.embedding is not None
-        self.special[slot] |= request.hand_over is not None
+        leaves = params.embedding is not None or request.hand_over is not None
+        self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or leaves
         self.stop_ids[slot] = -1
         if ids:
             self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]

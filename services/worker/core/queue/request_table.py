@@ -179,7 +179,8 @@ class RequestTable:
         lease = request.lease = self.memory.lease(match, request.rank, tuple(request.page_keys))
         if self.tiers is not None:
             self.tiers.admitted(request.seq, request.page_keys, len(match.pages))
-        self._leave_source(request)
+        if request.source is not None:
+            self._leave_source(request)
         cached = len(match.pages) * self.config.page_size
         self.trace.add(request.request_id, TraceKind.ADMITTED, cached)
         self.columns.begin(lease.slot, request, cached)
@@ -301,7 +302,7 @@ class RequestTable:
         match = self.memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
         if len(match.pages):
             opened = OpenRoom(room, request.namespace, tokens, match.pages.copy())
-            self.rooms.open(opened, request.peer, match.node, self.memory, now)
+            self.rooms.open(opened, (request.peer, request.handle), match.node, self.memory, now)
         return len(match.pages)
 
     def _leave_source(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from services.worker.core.kv.tree_node import TreeNode
 @dataclass(frozen=True, slots=True)
 class _Held:
     room: Room
-    peer: int
+    asker: tuple[int, int]
     node: TreeNode
     memory: KVMemory
     until: float
@@ -37,13 +37,13 @@ class Rooms:
     def __len__(self) -> int:
         return len(self._held)
 
-    def open(self, opened: OpenRoom, peer: int, node: TreeNode, memory: KVMemory, now: float) -> None:
-        """node: where its pages end in the tree. peer: the front end that it is told to."""
+    def open(self, opened: OpenRoom, asker: tuple[int, int], node: TreeNode, memory: KVMemory, now: float) -> None:
+        """node: where its pages end in the tree. asker: peer and handle of the request whose room it is."""
         room = opened.room
         assert room.number not in self._held, "a room's number is used once"
         assert node.depth == len(opened.pages) > 0, "a room has the pages up to its node"
         memory.pin(node)
-        self._held[room.number] = _Held(room, peer, node, memory, now + self._hold_s)
+        self._held[room.number] = _Held(room, asker, node, memory, now + self._hold_s)
         self._opened.append(opened)
         self.opened_total += 1
 
@@ -53,15 +53,23 @@ class Rooms:
         if held is not None and held.room == room:
             self._end(held)
 
-    def leave_peer(self, peer: int) -> None:
-        """A front end is gone, and with it who would have read."""
-        for held in [each for each in self._held.values() if each.peer == peer]:
+    def leave_asker(self, asker: tuple[int, int]) -> None:
+        """The request has gone, and nobody will read."""
+        for held in [each for each in self._held.values() if each.asker == asker]:
             self._end(held)
 
-    def expire(self, now: float) -> None:
+    def leave_peer(self, peer: int) -> None:
+        """A front end is gone, and with it who would have read."""
+        for held in [each for each in self._held.values() if each.asker[0] == peer]:
+            self._end(held)
+
+    def expire(self, now: float) -> bool:
+        """Ends those whose time is over. Whether pages may have become evictable since the last call."""
         while self._held and (first := next(iter(self._held.values()))).until <= now:
             self._end(first)
             self.expired_total += 1
+        freed, self._freed = self._freed, False
+        return freed
 
     def end_all(self) -> None:
         """The device's pages are given up, or hold what counts no more."""
@@ -79,11 +87,6 @@ class Rooms:
         events = RoomEvents(tuple(self._opened), tuple(self._closed), tuple(self._left))
         self._opened, self._closed, self._left = [], [], []
         return events
-
-    def take_freed(self) -> bool:
-        """Whether pages may have become evictable since the last call."""
-        freed, self._freed = self._freed, False
-        return freed
 
     def _end(self, held: _Held) -> None:
         self._freed = True

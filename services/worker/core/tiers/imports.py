@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.worker.core.contracts.rooms import Source, proof
+from services.worker.core.contracts.rooms import Prover, Source
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull, Tier
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Wanted
@@ -242,13 +242,16 @@ class Imports:
     ) -> list[PageOperation]:
         """One behind the other, as far as they pay and there is room. The request waits for the first."""
         operations: list[PageOperation] = []
-        at = first
+        at, prover = first, _prover(wanted)
         while len(operations) < MOST_AT_ONCE:
             place, count = self._run(wanted, at)
             room = min(count, self._at_once, self._room(wanted, at, memory))
             if place is None or room <= 0 or (not operations and not self._is_had(place, count)):
                 break
-            running = self._begin(wanted, node, place, at, room, memory, began)
+            pull = None
+            if place.source is not None and prover is not None:
+                pull = Pull(place.source, at, prover.up_to((at + room) * memory.page_size * TOKEN_BYTES))
+            running = self._begin(wanted, node, place, at, room, memory, began, pull)
             if not operations:
                 running.waits.append(wanted)
             operations.append(running.operation)
@@ -256,14 +259,21 @@ class Imports:
         return operations
 
     def _begin(
-        self, wanted: Wanted, node: TreeNode, place: _Place, first: int, count: int, memory: KVMemory, began: float | None
+        self,
+        wanted: Wanted,
+        node: TreeNode,
+        place: _Place,
+        first: int,
+        count: int,
+        memory: KVMemory,
+        began: float | None,
+        pull: Pull | None,
     ) -> _Operation:
         keys = tuple(wanted.keys[first : first + count])
         memory.pin(node)
         pages = memory.quarantine(count)
         host_pages = self._host.pin(keys) if place.tier is Tier.HOST else NO_PAGES
         self._host.touch(wanted.keys[: first + count])
-        pull = None if place.source is None else _pull(place.source, wanted, first, count, memory.page_size)
         operation = PageOperation(next(self._ids), _KINDS[place.tier], keys, pages, host_pages, pull=pull)
         running = self._running[operation.op_id] = _Operation(operation, place, wanted, node, first, memory, began)
         self._coming |= dict.fromkeys(keys, running)
@@ -336,9 +346,9 @@ class Imports:
             memory.unpin(node)
 
 
-def _pull(source: Source, wanted: Wanted, first: int, count: int, page_size: int) -> Pull:
-    tokens = wanted.tokens[: (first + count) * page_size * TOKEN_BYTES]
-    return Pull(source, first, proof(source.room.secret, wanted.tree, tokens))
+def _prover(wanted: Wanted) -> Prover | None:
+    source = wanted.source
+    return Prover(source.room.secret, wanted.tree, wanted.tokens) if isinstance(source, Source) else None
 
 
 def _shared(keys: Sequence[bytes], others: Sequence[bytes]) -> int:

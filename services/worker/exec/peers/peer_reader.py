@@ -25,6 +25,8 @@ from services.worker.exec.peers.frames import Malformed, PageLayout, Request, Re
 
 logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S = 0.5
+MEASURED_BYTES = 1 << 20
+SLOW_BYTES_S = 1e9  # below which a network may cost more than it saves
 REST_S = 2.0  # after a failure, in which nothing is asked of a peer: what waits behind it need not wait as long as it has
 
 
@@ -39,13 +41,14 @@ class _Unanswered(ConnectionError):
 @dataclass(slots=True, eq=False)
 class _Peer:
     """connection: that is kept, or being made. complaint: what has last kept it from being read; empty: nothing has.
-    rests_until: see REST_S."""
+    rests_until: see REST_S. is_measured: its rate has been said."""
 
     address: str
     connection: Connection | None = None
     is_busy: bool = False
     complaint: str = ""
     rests_until: float = 0.0
+    is_measured: bool = False
 
 
 class TcpPeerReader:
@@ -83,8 +86,11 @@ class TcpPeerReader:
         is_read = False
         with self._talking_to(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
+                begun = time.monotonic()
                 status, sentence = self._ask(peer, frames.pack_request(request), out.cast("B"), deadline)
                 is_read = self._has_answered(peer, status, sentence)
+                if is_read:
+                    _say_rate(peer, out.nbytes, time.monotonic() - begun)
         if not is_read:
             return 0
         with self._lock:
@@ -195,6 +201,16 @@ class TcpPeerReader:
         if complaint != peer.complaint and not self._is_closed:
             peer.complaint = complaint
             logger.warning("a peer cannot be read", extra=fields(address=peer.address, error=complaint))
+
+
+def _say_rate(peer: _Peer, size: int, seconds: float) -> None:
+    """Once for each peer, of a read that is large enough to tell."""
+    if peer.is_measured or size < MEASURED_BYTES:
+        return
+    peer.is_measured = True
+    rate = size / max(seconds, 1e-9)
+    say = logger.warning if rate < SLOW_BYTES_S else logger.info
+    say("pages are read over tcp", extra=fields(address=peer.address, gb_per_s=round(rate / 1e9, 2)))
 
 
 def _hang_up(peer: _Peer) -> None:

@@ -23,7 +23,7 @@ from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
-from services.worker.exec.peers.open_rooms import OpenRooms, StandingRoom
+from services.worker.exec.peers.open_rooms import OpenRooms
 
 logger = logging.getLogger(__name__)
 ACCEPT_PAUSE_S = 0.5  # where none can be accepted: descriptors have run out, say
@@ -220,8 +220,10 @@ class TcpRoomServer:
             self._refuse(connection, Status.NO_ROOM)
             return
         assert copied.nbytes == request.count * self._layout.page_bytes, "pages are read whole"
+        self._rooms.was_read(standing, connection)  # also where it is lost while it takes it
         self._send(connection, Status.OK, copied)
-        self._count_read(connection, standing, copied.nbytes)
+        with self._lock:
+            self._served_bytes += copied.nbytes
 
     def _verdict(self, request: Request, room: OpenRoom) -> Status:
         """OK, or why these pages of a room that the reader knows cannot be read. Nothing is made before the sizes are known."""
@@ -233,11 +235,6 @@ class TcpRoomServer:
         tokens = room.tokens[: end * self._layout.page_size * TOKEN_BYTES]
         is_same = request.proof == proof(room.room.secret, room.tree, tokens)
         return Status.OK if is_same else Status.OTHER_PROMPT
-
-    def _count_read(self, connection: Connection, standing: StandingRoom, size: int) -> None:
-        self._rooms.was_read(standing, connection)
-        with self._lock:
-            self._served_bytes += size
 
     def _refuse(self, connection: Connection, status: Status, sentence: str = "") -> None:
         """Best effort: who says what nobody understands may not listen either."""

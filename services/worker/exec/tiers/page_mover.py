@@ -162,8 +162,8 @@ class PageMover:
 
     def _start(self, name: str, jobs: queue.SimpleQueue[Job | None], idle_s: float | None = None, address: str = "") -> None:
         thread = threading.Thread(target=self._serve, args=(jobs, idle_s, address), name=name, daemon=True)
-        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _next(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> Job | None:
         """None: there is none to come. Of a worker that nothing was read from for so long no thread is kept."""

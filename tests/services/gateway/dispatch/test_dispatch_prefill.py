@@ -10,9 +10,10 @@ import pytest
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.dispatch.model_pool import TRIES_ONE_IN
+from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS, LIMIT
 from tests.services.gateway.dispatch.test_faults import ANSWER, Pending
 from tests.services.gateway.fakes import MODEL, SECRET, FakeWorker, logprob_of
-from tests.services.gateway.system import System, events, wait_until
+from tests.services.gateway.system import RawClient, System, events, wait_until
 
 LAYOUT, OTHER_LAYOUT = b"0" * 16, b"1" * 16
 SHORT = 4  # tokens of a prompt from which it goes through a prefill worker, here
@@ -198,6 +199,48 @@ class TestLost:
             again, last = submits(system, 0)[1], submits(system, 3 - at)[0]
             assert again.hand_over and len(again.output_ids) == 4
             assert len(last.output_ids) == 5 and last.HasField("source")
+
+    def test_who_keeps_pages_of_a_client_that_left_is_told(self) -> None:
+        """It waits for room where answers are decoded."""
+
+        def configure(workers: list[FakeWorker]) -> None:
+            workers[1].info.max_running_requests = 1
+            for worker in workers:
+                worker.allow(0)
+
+        with system_of(then=configure, worker_queue_slack=0.0) as system:
+            first, second = system.workers[0].servicer, system.workers[1].servicer
+            client = RawClient(system, COMPLETIONS, {"prompt": "a long enough prompt"})
+            wait_until(lambda: len(first.running) == 1, "the prompt")
+            handle = next(iter(first.running))
+            full = [RawClient(system, COMPLETIONS, {"prompt": "ab"}) for _ in range(LIMIT)]
+            wait_until(lambda: len(second.running) == len(full), "no room")
+            first.allow(None)
+            wait_until(lambda: system.num_waiting == 1, "the hand-over")
+            client.vanish()
+            wait_until(lambda: first.aborted == [handle], "the word")
+
+    def test_who_keeps_pages_that_nobody_can_read_is_told(self) -> None:
+        with system_of(then=lambda workers: workers[0].allow(0)) as system:
+            first, second = system.workers[0].servicer, system.workers[1].servicer
+            pending = Pending(system, stream=True)
+            wait_until(lambda: len(first.running) == 1, "the prompt")
+            handle = next(iter(first.running))
+            second.info.role = ""
+            second.renew("")
+            wait_until(lambda: system.links[1].info is not None and not system.links[1].info.role, "its word")
+            first.allow(None)
+            wait_until(lambda: first.aborted == [handle], "the word")
+            assert pending.result().status_code == 200
+
+    def test_a_link_stays_as_long_as_pages_are_kept_behind_it(self) -> None:
+        def configure(workers: list[FakeWorker]) -> None:
+            workers[0].info.kv_hold_ms = 600_000
+
+        with system_of(then=configure) as system:
+            assert not system.links[0].kept_until
+            assert text_of_answer(ask(system)) == ANSWER
+            assert system.links[0].kept_until > 0 and not system.links[0].open
 
     def test_a_refusal_by_the_prefill_worker_goes_to_the_other(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:

@@ -1,0 +1,206 @@
+"""Two real executors of which one reads the other's KV over TCP: what comes is what was computed, to the last bit, and never what
+was written into a page later, however late it is read and whoever has left by then."""
+
+from __future__ import annotations
+
+import queue
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.core.contracts.messages import FinishReason
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
+from services.worker.core.contracts.transfers import I32, Tier
+from services.worker.exec.contracts.options import PeerOptions
+from services.worker.exec.contracts.peer_pages import ReadPages, RoomServer
+from services.worker.exec.peers.peer_reader import TcpPeerReader
+from services.worker.exec.peers.room_server import TcpRoomServer
+from tests.exec.tiered import PAGE_SIZE, Answer, Served, build
+from tests.exec.tiny_models import TinyModel
+from tests.night import NIGHTLY
+
+POOL_PAGES = 24  # room for one prompt and a half
+PROMPT_TOKENS = 200
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "frequency_penalty": 0.3}
+SEEDS = 30 if NIGHTLY else 3
+LATE_S = (0.0, 0.02, 0.2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made)
+    return made
+
+
+def prompt(number: int, length: int = PROMPT_TOKENS) -> list[int]:
+    return [(number * 37 + at * at) % 90 + 1 for at in range(length)]
+
+
+class Apart:
+    """first computes prompts, second reads them. before, after: are called around each copy of pages, on the server's threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.before: Callable[[], None] = lambda: None
+        self.after: Callable[[], None] = lambda: None
+        self._left: queue.SimpleQueue[Room] = queue.SimpleQueue()
+        self._rooms = 0
+        self.first = Served(*build(folder, POOL_PAGES, None, peers=PeerOptions(open_server=self._serve)), poisoned=True)
+        reads = PeerOptions(open_reader=lambda layout, page_bytes: TcpPeerReader(layout, PAGE_SIZE, page_bytes))
+        self.second = Served(*build(folder, POOL_PAGES, None, peers=reads), poisoned=True)
+        server = self.first.executor.room_server
+        assert server is not None
+        self.address = f"127.0.0.1:{server.port}"
+
+    def _serve(self, layout: bytes, page_bytes: int, read_pages: ReadPages) -> RoomServer:
+        def late(pages: I32) -> memoryview:
+            self.before()
+            copied = read_pages(pages)
+            self.after()
+            return copied
+
+        return TcpRoomServer("127.0.0.1", 0, layout, PAGE_SIZE, page_bytes, late, self._left.put)
+
+    def turn(self) -> None:
+        while not self._left.empty():
+            self.first.core.leave_room(self._left.get_nowait())
+        self.first.turn()
+        self.second.turn()
+
+    def compute(self, ids: list[int], seed: int) -> int:
+        self._rooms += 1
+        room = Room(self._rooms, 1, self._rooms.to_bytes(ROOM_SECRET_BYTES, "little"))
+        return self.first.submit(ids, seed, hand_over=room, **SAMPLED)
+
+    def go_on(self, handle: int, ids: list[int], seed: int) -> int | None:
+        """The handle at the second one; None if it has ended, or been aborted, at the first."""
+        answer = self.first.answers[handle]
+        assert answer.finish is not None
+        if answer.finish.reason is not FinishReason.HANDED_OVER:
+            return None
+        room = answer.finish.room
+        source = None if room is None else Source(room, self.address, answer.finish.room_pages)
+        return self.second.submit(ids, seed, output=answer.tokens, source=source, **SAMPLED)
+
+    def whole(self, handle: int, second: int) -> Answer:
+        first, rest = self.first.answers[handle], self.second.answers[second]
+        return Answer(first.tokens + rest.tokens, first.logprobs + rest.logprobs, rest.finish)
+
+    def close(self) -> None:
+        self.second.close()
+        self.first.close()
+
+
+@pytest.fixture
+def apart(folder: Path) -> Iterator[Apart]:
+    made = Apart(folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def plain(folder: Path) -> Iterator[Served]:
+    served = Served(*build(folder, 200, None))
+    yield served
+    served.close()
+
+
+def ended(apart: Apart, handle: int, ids: list[int], seed: int) -> Answer:
+    """By both, whole."""
+    until(apart, lambda: apart.first.answers[handle].finish is not None)
+    second = apart.go_on(handle, ids, seed)
+    assert second is not None
+    until(apart, lambda: apart.second.answers[second].finish is not None)
+    return apart.whole(handle, second)
+
+
+def until(apart: Apart, holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it does not come about"
+        apart.turn()
+
+
+def test_it_goes_on_with_the_same_bits(apart: Apart, plain: Served) -> None:
+    for number in range(4):
+        answer = ended(apart, apart.compute(prompt(number), number), prompt(number), number)
+        assert answer.bits == plain.ask(prompt(number), seed=number, **SAMPLED).bits
+        assert answer.finish is not None
+        assert answer.finish.cached_from[Tier.PEER] == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
+    assert apart.second.core.stats().refused_pulls_total == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("late_s", [pytest.param(0.3, id="late"), *([pytest.param(5.0, id="very late")] if NIGHTLY else [])])
+def test_a_page_that_is_written_while_it_is_read_is_never_published(
+    apart: Apart, plain: Served, when: str, late_s: float
+) -> None:
+    """The room ends, and its pages are another prompt's, while a read of them is under way."""
+    ids = prompt(0)
+    handle = apart.compute(ids, 0)
+    until(apart, lambda: apart.first.answers[handle].finish is not None)
+    begun: list[float] = []
+
+    def wait() -> None:
+        begun.append(time.monotonic())
+        time.sleep(late_s)
+
+    setattr(apart, when, wait)
+    second = apart.go_on(handle, ids, 0)
+    assert second is not None
+    until(apart, lambda: bool(begun))
+    apart.first.core.flush_cache()
+    other = apart.first.submit(prompt(5), 5, **SAMPLED)
+    until(apart, lambda: apart.first.answers[other].finish is not None)
+    until(apart, lambda: apart.second.answers[second].finish is not None)
+    assert apart.whole(handle, second).bits == plain.ask(ids, seed=0, **SAMPLED).bits
+    assert apart.second.core.stats().pulled_pages_total == 0 < apart.second.core.stats().refused_pulls_total
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_whatever_happens_no_answer_has_a_poisoned_token(apart: Apart, plain: Served, seed: int) -> None:
+    """Late reads, aborts on either side, flushes, prompts that share beginnings, pools of one prompt and a half."""
+    rng = random.Random(seed)
+    apart.before = apart.after = lambda: time.sleep(rng.choice(LATE_S))
+    asked: dict[int, tuple[list[int], int]] = {}
+    gone_on: dict[int, int] = {}
+
+    def turns(count: int) -> None:
+        for _ in range(count):
+            apart.turn()
+            for handle, (ids, number) in asked.items():
+                if apart.first.answers[handle].finish is not None and handle not in gone_on:
+                    second = apart.go_on(handle, ids, number)
+                    gone_on[handle] = -1 if second is None else second
+
+    for _ in range(10):
+        number, length = rng.randrange(3), rng.choice((60, 120, PROMPT_TOKENS))
+        asked[apart.compute(prompt(number, length), number)] = prompt(number, length), number
+        turns(rng.randrange(12))
+        if rng.random() < 0.2:
+            apart.first.abort(rng.choice(list(asked)))
+        if rng.random() < 0.2 and apart.second.answers:
+            apart.second.abort(rng.choice(list(apart.second.answers)))
+        if rng.random() < 0.1:
+            apart.first.core.flush_cache()
+    deadline = time.monotonic() + 120
+    while not all(answer.finish for served in (apart.first, apart.second) for answer in served.answers.values()) or len(
+        gone_on
+    ) < len(asked):
+        assert time.monotonic() < deadline, "the requests do not end"
+        turns(1)
+    for handle, second in gone_on.items():
+        if second < 0:
+            continue
+        answer, (ids, number) = apart.whole(handle, second), asked[handle]
+        assert answer.finish is not None
+        if answer.finish.reason is FinishReason.LENGTH:
+            assert answer.bits == plain.ask(ids, seed=number, **SAMPLED).bits
+    until(apart, lambda: apart.second.core.settled and not len(apart.first.core.table.rooms))
+    for served in (apart.first, apart.second):
+        memory = served.core.table.memory
+        assert memory.num_leased == 0 and not memory.quarantined and memory.num_available == memory.pages.num_pages

@@ -1,0 +1,73 @@
+"""Which prompts are computed for others, and by whom."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.config import RoutingConfig, RoutingPolicy
+from services.gateway.routing.policies import make_policy
+from services.gateway.routing.prefill import MOST_QUEUED_TOKENS, pick_prefill
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "queued", "decode_busy", "full", "goes"),
+    [
+        pytest.param(600, 0, 0, False, False, True, id="a long prompt, all idle"),
+        pytest.param(511, 0, 0, True, False, False, id="a short prompt"),
+        pytest.param(600, 89, 0, True, False, False, id="one that is mostly cached"),
+        pytest.param(600, 0, 100, True, False, True, id="both busy"),
+        pytest.param(600, 0, 100, False, False, False, id="an idle decode worker, a busy prefill worker"),
+        pytest.param(600, 0, MOST_QUEUED_TOKENS, True, False, True, id="as much queued as may be"),
+        pytest.param(600, 0, MOST_QUEUED_TOKENS + 1, True, False, False, id="too much queued"),
+        pytest.param(600, 0, 0, True, True, False, id="no room"),
+    ],
+)
+def test_which_prompts_a_prefill_worker_computes(
+    tokens: int, cached: int, queued: int, decode_busy: bool, full: bool, goes: bool
+) -> None:
+    columns = WorkerColumns()
+    prefill, decode = columns.add("prefill", 1), columns.add("decode", 2)
+    columns.usable[:2], columns.limit[:2], columns.running[:2] = True, 4, 4
+    columns.serves[prefill] = False
+    columns.tokens[prefill], columns.requests[prefill], columns.requests[decode] = queued, 4 * full, decode_busy
+    policy = make_policy(str(RoutingPolicy.LEAST_REQUESTS), RoutingConfig(), random.Random(0))
+    pick = pick_prefill(policy, columns, Ask(tokens), Pick(decode, "any", cached), 512)
+    assert (pick is not None and pick.row == prefill) == goes
+
+
+def fleet(prefill: int, decode: int, limit: int = 4) -> WorkerColumns:
+    columns = WorkerColumns()
+    for row in range(prefill + decode):
+        assert columns.add(f"worker-{row}", row) == row
+    count = prefill + decode
+    columns.usable[:count], columns.limit[:count], columns.running[:count] = True, limit, limit
+    columns.serves[:prefill] = False
+    columns.requests[prefill:count] = 1
+    return columns
+
+
+def picked(columns: WorkerColumns, decode: int) -> int | None:
+    policy = make_policy(str(RoutingPolicy.LEAST_REQUESTS), RoutingConfig(), random.Random(0))
+    pick = pick_prefill(policy, columns, Ask(600), Pick(decode, "any", 0), 512)
+    return None if pick is None else pick.row
+
+
+def test_one_with_a_long_queue_is_passed_over_for_another() -> None:
+    columns = fleet(2, 1, limit=8)
+    columns.requests[:2], columns.tokens[:2] = (1, 2), (MOST_QUEUED_TOKENS + 1, 2000)
+    assert picked(columns, 2) == 1
+
+
+def test_no_more_is_computed_for_others_than_they_have_room_for() -> None:
+    columns = fleet(1, 2)
+    columns.limit[0] = 100
+    columns.requests[0], columns.tokens[0] = 5, 100
+    assert picked(columns, 1) == 0
+    columns.requests[0] = 6
+    assert picked(columns, 1) is None
+    columns.requests[1] = 0
+    columns.requests[2] = 4
+    assert picked(columns, 1) is None, "an idle one computes it itself"
