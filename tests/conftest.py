@@ -6,6 +6,7 @@ A skip that tests/skips.py does not list is a failure; those that it does are su
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Generator
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.by_day import HALF
+from tests.night import wait_for_night
 from tests.skips import allowed, missing_program
 
 LONG_FILES = {
@@ -35,16 +38,23 @@ LONG_FILES = {
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and start processes: see services/local/__init__.py
+gc.disable()  # until the cases are collected: what imports and parameters make stays for good
 settings.register_profile("no test asserts on time", deadline=None)
 settings.load_profile("no test asserts on time")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wait_for_night(config, items, lambda item: item.nodeid.partition("[")[0] in HALF)
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:
         for mark in item.iter_markers("needs"):
             if reason := missing_program(mark.args):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

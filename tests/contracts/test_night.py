@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import night
+from tests.by_day import HALF
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,9 @@ def test_some_cases_of_each_slow_test_stay_and_half_at_most(monkeypatch: pytest.
 def test_few_cases_and_other_tests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"{test}[{case}]" for test, count in (("slow", night.FEW), ("quick", 50)) for case in range(count)]
     assert by_day(monkeypatch, names) == names
+
+
+def test_what_is_halved_is_there() -> None:
+    for name in HALF:
+        path, *_, function = name.split("::")
+        assert f"def {function}(" in (ROOT / path).read_text(), name

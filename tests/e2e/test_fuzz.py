@@ -20,7 +20,7 @@ from tests.e2e.system import System, wait_until
 from tests.night import NIGHTLY
 
 LASTS_S = 20 * 60.0 if NIGHTLY else 0.0  # or one round
-EXAMPLES, HEADS = (50, 300) if NIGHTLY else (30, 200)  # a path, of some requests at once; of one connection each
+EXAMPLES, HEADS = (50, 300) if NIGHTLY else (16, 100)  # a path, of some requests at once; of one connection each
 WARM_UP_SEED, DAY_SEED = 1, 2
 SPARE_MB = 50.0
 SETTLE_S = 60.0

@@ -12,7 +12,7 @@ from tests.e2e.system import System
 from tests.night import NIGHTLY
 
 CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
-ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 2)
+ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 1)
 POOL_TOKENS = 768
 
 

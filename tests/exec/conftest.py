@@ -38,6 +38,7 @@ SLOW = (
     "test_transformers_model.py",
     "test_weight_stream.py",
 )
+PARITY = ("test_parity.py", "test_scheduler_parity.py")  # of which half of the cases on torch's twins
 ALL = (  # whose cases have each a rule to themselves
     "::test_a_model_without_a_head_says_so",
     "::test_a_vector_that_is_not_finite_faults_its_row_alone",
@@ -84,4 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _slow(item: pytest.Item) -> bool:
-    return item.path.parent == HERE and item.path.name in SLOW and not any(name in item.nodeid for name in ALL)
+    if item.path.parent != HERE:
+        return False
+    twins = item.path.name in PARITY and "torch" in item.nodeid.rpartition("[")[2].removesuffix("]").split("-")
+    return twins or (item.path.name in SLOW and not any(name in item.nodeid for name in ALL))

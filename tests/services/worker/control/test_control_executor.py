@@ -104,7 +104,7 @@ def test_the_weights_return_to_the_system(build: Callable[[int], DeviceExecutor]
     held = rss()
     executor.apply(ReleaseMemory(kv=False, weights=True))
     assert held - rss() > 0.9 * size
-    for _ in range(4):
+    for _ in range(2):
         executor.apply(ResumeMemory(kv=False, weights=True))
         executor.apply(ReleaseMemory(kv=False, weights=True))
     executor.apply(ResumeMemory(kv=False, weights=True))
