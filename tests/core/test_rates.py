@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from services.worker.core.contracts.transfers import Tier
-from services.worker.core.tiers.rates import FADES, FIRST_BYTES_S, LARGE_TOKENS, LATENCY_S, UNKNOWN_S, Rates
+from services.worker.core.tiers.rates import (
+    FADES,
+    FIRST_BYTES_S,
+    LARGE_TOKENS,
+    LATENCY_S,
+    MOST_SLOW_LANES,
+    UNKNOWN_S,
+    Rates,
+)
 
 PAGE_BYTES, PAGE_SIZE = 1 << 20, 16
 
@@ -129,3 +137,32 @@ def test_what_is_behind_an_operation_is_weighed_with_it() -> None:
     """10 pages are late, but the 1,000 behind them are read in 0.26 s, and computed in 1.6 s."""
     known = rates(1e-4)
     assert known.is_over(Tier.HOST, 10, 0.1, 0) and not known.is_over(Tier.HOST, 10, 0.1, 1000)
+
+
+def test_a_worker_that_was_given_up_is_slow_and_no_other_is() -> None:
+    known = rates(1e-4)
+    known.given_up(Tier.PEER, 1, 10.0, "one")
+    assert not known.reading_pays(Tier.PEER, 100, "one") and known.is_over(Tier.PEER, 100, 0.01, 0, "one")
+    assert known.reading_pays(Tier.PEER, 100, "another") and not known.loses(Tier.PEER, 100)
+    assert known.reading_s(Tier.PEER, 1, "one") < 10.0, "asking makes the next yes likelier"
+    assert known.bytes_s(Tier.PEER) == FIRST_BYTES_S[Tier.PEER]
+
+
+def test_it_is_as_fast_as_others_again_once_it_was() -> None:
+    known = rates(1e-4)
+    known.given_up(Tier.PEER, 1, 10.0, "one")
+    known.moved(Tier.PEER, 1, 1e-3, "one")
+    slow, fast = PAGE_BYTES / 10, PAGE_BYTES / 1e-3
+    faded = FADES * slow + (1 - FADES) * fast
+    assert known.reading_s(Tier.PEER, 1, "one") == pytest.approx(LATENCY_S[Tier.PEER] + PAGE_BYTES / faded)
+    for _ in range(100):
+        known.moved(Tier.PEER, 1, 1e-5, "one")
+    known.given_up(Tier.PEER, 1, 1e-6, "a third")
+    assert len({known.reading_s(Tier.PEER, 1, lane) for lane in ("one", "another", "a third")}) == 1, "no slower is not slow"
+
+
+def test_those_given_up_long_ago_are_forgotten() -> None:
+    known = rates(1e-4)
+    for number in range(MOST_SLOW_LANES + 1):
+        known.given_up(Tier.PEER, 1, 10.0, f"worker {number}")
+    assert known.reading_pays(Tier.PEER, 100, "worker 0") and not known.reading_pays(Tier.PEER, 100, "worker 1")

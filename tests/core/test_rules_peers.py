@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
-from services.worker.core.contracts.rooms import Source, proof
+from services.worker.core.contracts.rooms import Prover, Source, proof
 from services.worker.core.contracts.sampling import EmbeddingParams, GrammarSpec
-from services.worker.core.contracts.transfers import OperationKind, PageOperation, Tier
+from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Tier
 from services.worker.exec.fake import hashed_token
+from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.peers import ADDRESS, EPOCH, Pair, computed_tokens, worker
 from tests.night import NIGHTLY
@@ -101,6 +102,20 @@ class TestHandedOver:
         pair.second.check_answer(0)
         assert pair.second.core.stats().pulled_pages_total == 10
 
+    def test_nor_behind_output_that_it_came_with(self) -> None:
+        pair, runs = Pair(), spec(3, 60)
+        alone = worker(num_pages=64)
+        alone.book.ready.add(runs)
+        alone.submit(0, PROMPT, max_new_tokens=60, grammar=runs)
+        alone.drain()
+        said = alone.outputs[0][:20]  # in the middle of a run of forced tokens
+        pair.first.book.ready.add(runs)
+        pair.first.submit(0, PROMPT, hand_over=pair.new_room(), output=said, max_new_tokens=60, grammar=runs)
+        pair.first.drain()
+        finish = pair.first.finishes[0]
+        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 15
+        assert pair.first.outputs[0] == alone.outputs[0][20:21]
+
     def test_logprobs_come_once(self) -> None:
         pair = Pair()
         params: dict[str, Any] = {"max_new_tokens": 6, "top_logprobs": 2, "prompt_logprobs_from": 0}
@@ -136,13 +151,27 @@ class TestRoom:
     def test_ends_when_its_time_is_over(self) -> None:
         pair = Pair(first={"disaggregation_hold_s": 2.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
-        pair.first.now += 1.9
-        pair.first.turn()
+        until = pair.first.core.table.rooms.next_look
+        assert pair.first.now + 1.9 < until <= pair.first.now + 2.0
+        pair.first.core.plan(until - 0.01)
         assert len(pair.first.core.table.rooms) == 1
-        pair.first.now += 0.1
+        pair.first.core.plan(until)
+        assert not len(pair.first.core.table.rooms), "at that time, not after it"
         pair.first.turn()
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 1
+
+    def test_each_has_its_own_time(self) -> None:
+        pair = Pair(first={"disaggregation_hold_s": 2.0})
+        for handle in (0, 1):
+            pair.compute(handle, [handle] * 40, max_new_tokens=4)
+            pair.first.now += 1.0
+        rooms = pair.first.core.table.rooms
+        first = rooms.next_look
+        pair.first.core.plan(first)
+        assert len(rooms) == 1 and first + 0.9 < rooms.next_look < first + 2.0
+        pair.first.core.plan(first + 2.0)
+        assert rooms.expired_total == 2 and not len(rooms)
 
     def test_ends_with_its_front_end(self) -> None:
         pair = Pair()
@@ -205,6 +234,48 @@ class TestRoom:
             pair.first.turn()
         pair.first.check_answer(1)
         assert pair.first.finishes[1].reason is FinishReason.LENGTH
+
+    @pytest.mark.parametrize("how", ["its time is over", "its reader leaves"])
+    def test_who_found_no_room_for_its_pages_begins_when_they_are_free(self, how: str) -> None:
+        """And not when somebody leaves."""
+        pair = Pair(first={"num_pages": 32, "disaggregation_hold_s": 1.0 if how == "its time is over" else 100.0})
+        finish = pair.compute(0, PROMPT, max_new_tokens=4)
+        assert finish.room is not None
+        pair.first.submit(1, [7] * 8, max_new_tokens=12, ignore_eos=True)
+        for _ in range(3):
+            pair.first.turn()
+        pair.first.submit(2, [8] * 88, max_new_tokens=2, ignore_eos=True)
+        pair.first.turn()
+        assert pair.first.core.table.batch_is_full
+        pair.first.now += 1.0
+        if how == "its reader leaves":
+            pair.first.core.leave_room(finish.room)
+        pair.first.turn()
+        assert sorted(r.handle for r in pair.first.core.table.extending + pair.first.core.table.decoding) == [1, 2]
+        pair.first.drain()
+        for handle in (1, 2):
+            pair.first.check_answer(handle)
+
+    def test_is_left_by_who_needs_nothing_of_it(self) -> None:
+        """When its request begins, not when it ends."""
+        pair = Pair()
+        pair.answer(0, PROMPT, max_new_tokens=4)
+        pair.compute(1, PROMPT[:20], max_new_tokens=60)
+        pair.go_on(1, PROMPT[:20], max_new_tokens=60)
+        for _ in range(4):
+            pair.turn()
+        assert 1 not in pair.second.finishes and not len(pair.first.core.table.rooms)
+        pair.second.drain()
+        pair.second.check_answer(1)
+
+    def test_nobody_waits_for_one_that_has_no_more_than_is_there(self) -> None:
+        pair = Pair()
+        pair.answer(0, PROMPT, max_new_tokens=4)
+        finish = pair.compute(1, PROMPT, max_new_tokens=4)
+        assert finish.room is not None and finish.room_pages == 10
+        source = Source(finish.room, ADDRESS, finish.room_pages)
+        pair.second.submit(1, [*PROMPT, *range(8)], output=[1], source=source, max_new_tokens=4, ignore_eos=True)
+        assert not pair.second.core.table.importing
 
     def test_is_closed_before_the_step_that_may_write_its_pages(self) -> None:
         """And who has read them gets nothing."""
@@ -280,6 +351,44 @@ class TestReading:
         pair.second.submit(7, [5] * 40, output=[1], source=Source(room, "other", 10), max_new_tokens=3, ignore_eos=True)
         pair.answer(0, PROMPT, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
+
+    def test_one_that_hangs_does_not_either(self) -> None:
+        """Neither those who wait for another one by then, nor those who come later."""
+        pair = Pair(num_pages=64, first={"num_pages": 64})
+        tiers, executor = pair.second.core._tiers, pair.second.executor
+        assert tiers is not None
+        tiers.rates._token_s = None
+        tiers.rates.computed(1000, 0, 10.0)
+        late, facts = {"other", ADDRESS}, executor.facts
+
+        def not_of_late_ones() -> list[Fact]:
+            addresses = {each.op_id: each.pull.source.address for each in pulls(pair.second) if each.pull is not None}
+            done, kept = [], []
+            for fact in [*held, *facts()]:
+                (kept if addresses[fact.op_id] in late else done).append(fact)
+            held[:] = kept
+            return done
+
+        held: list[Fact] = []
+        executor.facts = not_of_late_ones  # type: ignore[method-assign]
+        for handle in (0, 1):
+            pair.compute(handle, [handle] * 40, max_new_tokens=4)
+        source = Source(pair.new_room(), "other", 10)
+        pair.second.submit(7, [7] * 40, output=[1], source=source, max_new_tokens=3, ignore_eos=True)
+        pair.second.turn()
+        pair.second.now += 0.3
+        pair.go_on(0, [0] * 40, max_new_tokens=4)
+        pair.second.turn()
+        pair.second.now += 0.2
+        pair.second.turn()
+        assert pair.second.core.stats().given_up_operations_total == 1, "the one that hangs"
+        late.remove(ADDRESS)
+        pair.go_on(1, [1] * 40, max_new_tokens=4)
+        for _ in range(30):
+            pair.second.turn()
+        for handle in (0, 1):
+            pair.second.check_answer(handle)
+            assert pair.second.finishes[handle].cached_from[Tier.PEER] == 40
 
     @pytest.mark.parametrize("aborted", [False, True], ids=["waited for", "of an aborted request"])
     def test_who_waits_behind_a_read_that_is_late_is_let_go_with_it(self, aborted: bool) -> None:
@@ -370,6 +479,15 @@ class TestReading:
             pair.second.turn()
         assert pair.second.core.stats().backed_up_pages_total >= 10
 
+    def test_what_was_read_and_goes_before_it_is_copied_is_lost(self) -> None:
+        """It is kept nowhere else for long."""
+        pair = Pair(host_pages=64)
+        pair.second.core.begins_copies = False
+        pair.answer(0, PROMPT, max_new_tokens=4)
+        pair.second.submit(1, [9] * 120, max_new_tokens=2, ignore_eos=True)
+        pair.second.drain()
+        assert pair.second.core.stats().lost_pages_total >= 10
+
     @pytest.mark.parametrize("host_pages", [0, 64])
     def test_a_worker_that_reads_nobody_computes(self, host_pages: int) -> None:
         pair, alone = Pair(), worker(host_pages=host_pages)
@@ -386,6 +504,11 @@ def test_a_proof_is_of_secret_tree_and_tokens() -> None:
     base = proof(bytes(16), "tree", b"tokens")
     others = [proof(b"1" * 16, "tree", b"tokens"), proof(bytes(16), "tre", b"etokens"), proof(bytes(16), "tree", b"token")]
     assert base not in others and len(set(others)) == 3 and base == proof(bytes(16), "tree", b"tokens")
+
+
+def test_proofs_of_places_that_rise_are_those_of_each_place() -> None:
+    prover = Prover(bytes(16), "tree", b"some tokens")
+    assert [prover.up_to(end) for end in (4, 4, 11)] == [proof(bytes(16), "tree", b"some tokens"[:end]) for end in (4, 4, 11)]
 
 
 @settings(max_examples=1000 if NIGHTLY else 60, deadline=None)

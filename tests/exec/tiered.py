@@ -84,8 +84,8 @@ class Served:
         self._next, self._poisoned = 0, poisoned
         if prefers_reading and core._tiers is not None:
             rates = core._tiers.rates
-            rates.reading_pays = lambda source, pages: True  # type: ignore[method-assign]
-            rates.is_over = lambda source, pages, elapsed, rest: False  # type: ignore[method-assign]
+            rates.reading_pays = lambda source, pages, lane: True  # type: ignore[method-assign]
+            rates.is_over = lambda source, pages, elapsed, rest, lane: False  # type: ignore[method-assign]
 
     def submit(
         self,

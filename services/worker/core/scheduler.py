@@ -155,7 +155,7 @@ class Scheduler:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.table.trace.now = now
-        if self.table.rooms.expire(now):
+        if now >= self.table.rooms.next_look and self.table.rooms.expire(now):
             self.table.batch_is_full = False
         operations = self._plan_operations(now) if self._tiers is not None else ()
         step = self._plan_step(now)

@@ -63,7 +63,12 @@ TIERS = (
         (", 0.0) or elapsed", ", 0.0)"),
         ("self._bytes_s[source] *= FORGIVES", "pass"),
         ("if extended >= LARGE_TOKENS and not rows", "if extended >= LARGE_TOKENS"),
-        ("min(self._bytes_s[source], pages * self._page_bytes / seconds)", "pages * self._page_bytes / seconds"),
+        ("min(self._bytes_s[source], bytes_s)", "bytes_s"),
+        ("if source is Tier.PEER:", "if False:"),
+        ("_faded(slow, bytes_s)", "bytes_s"),
+        ("self._slow_lanes.pop(lane) * FORGIVES", "self._slow_lanes.pop(lane)"),
+        ("if bytes_s < self._bytes_s[source]:", "if True:"),
+        ("del self._slow_lanes[next(iter(self._slow_lanes))]", "pass"),
         only="test_rates",
     ),
     *of(

@@ -79,6 +79,8 @@ class GrammarGate:
 
     def ask_again(self, now: float) -> list[Request]:
         """For grammars that were put off. Those that may go; the caller lets them `leave`."""
+        if not self._put_off:
+            return []
         due = [spec for spec, until in self._put_off.items() if until <= now]
         for spec in due:
             del self._put_off[spec]
@@ -87,6 +89,8 @@ class GrammarGate:
     def follow(self) -> list[Request]:
         """Lets matchers follow given output up to its last token, or up to one that does not fit. Those that are through may
         go; the caller lets them `leave`. What it costs is no step's cost: it is taken off the matchers."""
+        if not self._following:
+            return []
         free = []
         left, spent_s = self._follow_tokens, 0.0
         for request in self._following.values():

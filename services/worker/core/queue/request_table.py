@@ -176,7 +176,7 @@ class RequestTable:
         """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
         self.waiting.remove(request)
         request.move(Phase.EXTEND)
-        lease = request.lease = self.memory.lease(match, request.rank, tuple(request.page_keys))
+        lease = request.lease = self.memory.lease(match, request.rank, tuple(request.page_keys) if request.page_keys else ())
         if self.tiers is not None:
             self.tiers.admitted(request.seq, request.page_keys, len(match.pages))
         if request.source is not None:
@@ -190,7 +190,8 @@ class RequestTable:
         if request.queue_s < 0:
             request.queue_s = now - request.arrival
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
-            request.cached_from = self._cached_from(request) if self.tiers is not None else {}
+            if self.tiers is not None:
+                request.cached_from = self._cached_from(request)
             self.prompt_tokens_total += request.num_prompt_tokens
             self.cached_tokens_total += request.num_cached_tokens
             if self.config.running_timeout_s:
@@ -332,8 +333,11 @@ class RequestTable:
 
     def expired(self, now: float) -> list[tuple[Request, str]]:
         """Requests whose waiting or running time is over, each once, with what to tell the client."""
+        due = self._deadlines.due(now)
+        if not due:
+            return []
         out: dict[int, tuple[Request, str]] = {}
-        for deadline in self._deadlines.due(now):
+        for deadline in due:
             request = self.by_key.get((deadline.peer, deadline.handle))
             if request is None or request.seq != deadline.seq:
                 continue
@@ -387,7 +391,8 @@ class RequestTable:
     def _adds_up(self) -> bool:
         """waiting + running = all, running + free slots = slots."""
         running = len(self.extending) + len(self.decoding)
-        return self.num_waiting + running == len(self.by_key) and running == self.memory.slots.num_leased
+        waiting = len(self.waiting) + len(self.gate) + len(self.importing)
+        return waiting + running == len(self.by_key) and running == self.memory.slots.num_leased
 
     def _new_memory(self) -> KVMemory:
         return configured_memory(self.config, self._events, None if self.tiers is None else self.tiers.queue)

@@ -7,6 +7,7 @@ over, or when the device's pages are given up; what is pinned by nobody else may
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, Source
 from services.worker.core.kv.memory import KVMemory
@@ -23,7 +24,8 @@ class _Held:
 
 
 class Rooms:
-    """hold_s: that a room stands if nobody ends it. expired_total: rooms whose time was over. opened_total: all."""
+    """hold_s: that a room stands if nobody ends it. next_look: when expire() has something to
+    say. expired_total: rooms whose time was over. opened_total: all."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
@@ -32,6 +34,7 @@ class Rooms:
         self._closed: list[Room] = []
         self._left: list[Source] = []
         self._freed = False
+        self.next_look = inf
         self.opened_total = self.expired_total = 0
 
     def __len__(self) -> int:
@@ -43,7 +46,8 @@ class Rooms:
         assert room.number not in self._held, "a room's number is used once"
         assert node.depth == len(opened.pages) > 0, "a room has the pages up to its node"
         memory.pin(node)
-        self._held[room.number] = _Held(room, asker, node, memory, now + self._hold_s)
+        self._held[room.number] = _Held(room, asker, node, memory, until := now + self._hold_s)
+        self.next_look = min(self.next_look, until)
         self._opened.append(opened)
         self.opened_total += 1
 
@@ -68,6 +72,7 @@ class Rooms:
         while self._held and (first := next(iter(self._held.values()))).until <= now:
             self._end(first)
             self.expired_total += 1
+        self.next_look = next((held.until for held in self._held.values()), inf)
         freed, self._freed = self._freed, False
         return freed
 
@@ -90,6 +95,7 @@ class Rooms:
 
     def _end(self, held: _Held) -> None:
         self._freed = True
+        self.next_look = -inf
         del self._held[held.room.number]
         held.memory.unpin(held.node)
         self._closed.append(held.room)

@@ -155,7 +155,7 @@ class Imports:
         self._free_at[lane] = now
         if not any(each.place.lane == lane for each in self._running.values()):
             del self._free_at[lane]
-        self.rates.moved(tier, fact.count, fact.seconds)
+        self.rates.moved(tier, fact.count, fact.seconds, lane)
         count = self._published(running, fact.count if running.counts else 0)
         if count < len(operation.keys):
             memory.free_quarantined(operation.pages[count:])
@@ -200,7 +200,7 @@ class Imports:
     def _is_had(self, place: _Place, count: int) -> bool:
         """Reading so many pages pays; not behind an operation of that lane that is late itself."""
         stuck = any(running.late and running.place.lane == place.lane for running in self._running.values())
-        return not stuck and self.rates.reading_pays(place.tier, count)
+        return not stuck and self.rates.reading_pays(place.tier, count, place.lane)
 
     def _run(self, wanted: Wanted, first: int) -> tuple[_Place | None, int]:
         """Where page `first` is, and how many from there on are in one place, and not on their way. None: it is on its way, or
@@ -316,17 +316,17 @@ class Imports:
 
     def _look_whether_late(self, running: _Operation, elapsed: float) -> None:
         """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too."""
-        tier, count = running.place.tier, len(running.operation.keys)
+        tier, lane, count = running.place.tier, running.place.lane, len(running.operation.keys)
         if not running.waits:
-            running.late = self.rates.is_over(tier, count, elapsed, 0)
+            running.late = self.rates.is_over(tier, count, elapsed, 0, lane)
             return
-        over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count)]
+        over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count, lane)]
         for wanted in over:
             self._let_go(wanted)
         running.waits = [wanted for wanted in running.waits if wanted not in over]
         if over and not running.waits:
             running.late = True
-            self.rates.given_up(tier, count, elapsed)
+            self.rates.given_up(tier, count, elapsed, lane)
             self.given_up_total += 1
 
     def _let_go(self, wanted: Wanted) -> None:

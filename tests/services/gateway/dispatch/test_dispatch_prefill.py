@@ -92,7 +92,10 @@ def test_cached_tokens_are_those_of_who_computed_the_prompt() -> None:
 
     with system_of(then=configure) as system:
         details = ask(system, return_cached_tokens_details=True).json()
-        assert details["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+        assert details["usage"]["prompt_tokens_details"] == {
+            "cached_tokens": 3,
+            "cached_tokens_details": {"device": 3, "host": 0, "storage": 0},
+        }
 
 
 class TestItPays:
@@ -116,6 +119,17 @@ class TestItPays:
         with system_of(then=configure) as system:
             assert text_of_answer(ask(system)) == ANSWER
             assert not any(submit.hand_over for submit in submits(system, 0))
+
+    def test_not_at_one_that_has_other_weights_though_somebody_else_reads_its_pages(self) -> None:
+        def configure(workers: list[FakeWorker]) -> None:
+            for worker in (workers[0], workers[2]):
+                worker.info.revision = "other"
+
+        with system_of(workers=3, then=configure, routing_policy="round_robin") as system:
+            for _ in range(6):
+                assert text_of_answer(ask(system)) == ANSWER
+            whole = [submit for submit in submits(system, 1) if not submit.output_ids]
+            assert len(whole) == 3 == len(submits(system, 0)) == len(submits(system, 2))
 
     def test_where_reading_loses_it_is_tried_now_and_then(self) -> None:
         with system_of() as system:
@@ -152,8 +166,8 @@ def test_it_goes_on_where_its_pages_can_be_read(layout: bytes) -> None:
     def configure(workers: list[FakeWorker]) -> None:
         workers[2].info.kv_layout, workers[2].info.role = layout or LAYOUT, "decode" if layout else ""
 
-    with system_of(workers=3, then=configure, routing_policy="round_robin") as system:
-        for _ in range(6):
+    with system_of(workers=3, then=configure, routing_policy="random") as system:
+        for _ in range(24):
             assert text_of_answer(ask(system)) == ANSWER
         handed = [submit for worker in (1, 2) for submit in submits(system, worker) if submit.output_ids]
         assert handed and not [submit for submit in submits(system, 2) if submit.output_ids]
@@ -273,3 +287,10 @@ def test_sessions_live_where_answers_are_decoded() -> None:
             assert answer.status_code == 200
         assert not submits(system, 0) and len(submits(system, 1)) == 8
         assert not any(submit.hand_over for submit in submits(system, 1))
+
+
+def test_where_nobody_has_ever_decoded_they_live_at_who_computes_prompts() -> None:
+    """As long as no other worker comes: later ones do not."""
+    with system_of(workers=1) as system:
+        answer = system.post("/generate", {"text": "a long enough text", "session_params": {"id": "early"}})
+        assert answer.status_code == 200 and len(submits(system, 0)) == 1
