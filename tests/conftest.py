@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.by_day import HALF
+from tests.by_day import HALF, QUARTER
 from tests.night import wait_for_night
 from tests.skips import allowed, missing_program
 
@@ -45,6 +45,7 @@ settings.load_profile("no test asserts on time")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wait_for_night(config, items, lambda item: item.nodeid.partition("[")[0] in HALF)
+    wait_for_night(config, items, lambda item: item.nodeid.partition("[")[0] in QUARTER, one_in=4)
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:
         for mark in item.iter_markers("needs"):

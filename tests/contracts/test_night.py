@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import night
-from tests.by_day import HALF
+from tests.by_day import HALF, QUARTER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,14 +20,14 @@ class Case:
     nodeid: str
 
 
-def by_day(monkeypatch: pytest.MonkeyPatch, names: list[str], nightly: bool = False) -> list[str]:
+def by_day(monkeypatch: pytest.MonkeyPatch, names: list[str], nightly: bool = False, one_in: int = 2) -> list[str]:
     """Of these, those that stay; what does not is told to pytest."""
     taken_out: list[Any] = []
     config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: taken_out.extend(items)))
     items: list[Any] = [Case(name) for name in names]
     cases = list(items)
     monkeypatch.setattr(night, "NIGHTLY", nightly)
-    night.wait_for_night(config, items, lambda item: "slow" in item.nodeid)
+    night.wait_for_night(config, items, lambda item: "slow" in item.nodeid, one_in)
     assert items == [case for case in cases if case not in taken_out]
     return [item.nodeid for item in items]
 
@@ -38,6 +38,7 @@ def test_some_cases_of_each_slow_test_stay_and_half_at_most(monkeypatch: pytest.
             names = [f"slow{test}[{case}]" for case in range(count)]
             stayed = by_day(monkeypatch, names)
             assert 1 <= len(stayed) <= (count + 1) // 2 and stayed == by_day(monkeypatch, names)
+            assert 1 <= len(by_day(monkeypatch, names, one_in=4)) <= -(-count // 4)
             assert by_day(monkeypatch, names, nightly=True) == names
 
 
@@ -47,6 +48,6 @@ def test_few_cases_and_other_tests_stay(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_halved_is_there() -> None:
-    for name in HALF:
+    for name in HALF | QUARTER:
         path, *_, function = name.split("::")
         assert f"def {function}(" in (ROOT / path).read_text(), name
