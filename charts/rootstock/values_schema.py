@@ -22,7 +22,8 @@ DECIDED: dict[str, set[str]] = {
     "worker": _CODEC
     | {"control_host", "control_port", "control_token", "control_token_file"}
     | {"redis_url", "worker_id", "pod_name", "pod_namespace"}
-    | {"disaggregation_mode", "disaggregation_host", "disaggregation_port"},
+    | {"disaggregation_mode", "disaggregation_host", "disaggregation_port"}
+    | {f"disaggregation_tls_{name}_file" for name in ("cert", "key", "ca")},
 }
 _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
@@ -211,6 +212,7 @@ def _components() -> dict[str, Schema]:
         "startupSeconds": integer(30),
         "cacheSize": ref("quantity"),
         "cacheStorageClass": string(),
+        "kvTlsSecret": string(),
         "prefill": _prefill(),
     }
     return {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from services.worker.core.contracts.rooms import Room
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
+from services.worker.exec.peers.tls import PeerTls
 from services.worker.settings import WorkerSettings
 
 
@@ -20,20 +23,42 @@ def peer_options(settings: WorkerSettings, on_left: Callable[[Room], None]) -> P
         return None
     if not settings.enable_radix_cache:
         raise ValueError("--disaggregation-mode moves what is cached: it means nothing without the radix cache")
+    tls = _tls(settings)
     if settings.disaggregation_mode == "prefill":
-        return PeerOptions(open_server=partial(_server, settings, on_left))
-    return PeerOptions(open_reader=partial(_reader, settings.page_size))
+        return PeerOptions(open_server=partial(_server, settings, on_left, tls))
+    return PeerOptions(open_reader=partial(_reader, settings.page_size, tls))
+
+
+def _tls(settings: WorkerSettings) -> PeerTls | None:
+    files = {
+        "--disaggregation-tls-cert-file": settings.disaggregation_tls_cert_file,
+        "--disaggregation-tls-key-file": settings.disaggregation_tls_key_file,
+        "--disaggregation-tls-ca-file": settings.disaggregation_tls_ca_file,
+    }
+    if not any(files.values()):
+        return None
+    if missing := [name for name, path in files.items() if not path]:
+        raise ValueError(f"{', '.join(files)} go together: {', '.join(missing)} is missing")
+    try:
+        return PeerTls(*map(Path, files.values()))
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"{', '.join(files)}: {error}") from None
 
 
 def _server(
-    settings: WorkerSettings, on_left: Callable[[Room], None], layout: bytes, page_bytes: int, read_pages: ReadPages
+    settings: WorkerSettings,
+    on_left: Callable[[Room], None],
+    tls: PeerTls | None,
+    layout: bytes,
+    page_bytes: int,
+    read_pages: ReadPages,
 ) -> RoomServer:
     host, port = settings.disaggregation_host, settings.disaggregation_port
     try:
-        return TcpRoomServer(host, port, layout, settings.page_size, page_bytes, read_pages, on_left)
+        return TcpRoomServer(host, port, layout, settings.page_size, page_bytes, read_pages, on_left, tls=tls)
     except OSError as error:
         raise ValueError(f"--disaggregation-host {host} --disaggregation-port {port}: {error}") from None
 
 
-def _reader(page_size: int, layout: bytes, page_bytes: int) -> PeerReader:
-    return TcpPeerReader(layout, page_size, page_bytes)
+def _reader(page_size: int, tls: PeerTls | None, layout: bytes, page_bytes: int) -> PeerReader:
+    return TcpPeerReader(layout, page_size, page_bytes, tls=tls)

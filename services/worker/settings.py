@@ -146,6 +146,13 @@ class WorkerSettings(ServiceSettings):
     )
     disaggregation_host: str = Field("127.0.0.1", description="Address at which a prefill worker's KV is read.")
     disaggregation_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    disaggregation_tls_cert_file: str = Field(
+        "", description="PEM file of this worker's certificate, shown where KV is read; followed as it changes. Empty: no TLS."
+    )
+    disaggregation_tls_key_file: str = Field("", description="PEM file of its key.")
+    disaggregation_tls_ca_file: str = Field(
+        "", description="PEM file of the authority that has signed the other workers' certificates, and nobody else's."
+    )
     disaggregation_hold_s: float = Field(
         10.0, gt=0, description="Seconds for which a prefill worker keeps a prompt's KV that nobody comes for."
     )

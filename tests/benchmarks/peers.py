@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -19,6 +20,7 @@ from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
 from services.worker.core.contracts.transfers import I32, Pull
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
+from services.worker.exec.peers.tls import PeerTls
 
 LAYOUT, PAGE_SIZE, PAGE_BYTES = b"Qwen3-0.6B, bfloat16", 16, 28 * 2 * 8 * 128 * 2 * 16
 POOL_PAGES = 64
@@ -28,27 +30,32 @@ ROOM = Room(1, 1, bytes(range(16)))
 GB = 1e9
 
 
-def serve() -> None:
+def identity(folder: str) -> PeerTls | None:
+    """Of the certificate, key and authority that lie there."""
+    return PeerTls(*(Path(folder, name) for name in ("tls.crt", "tls.key", "ca.crt"))) if folder else None
+
+
+def serve(tls: PeerTls | None) -> None:
     """Says its port, and serves until its input ends."""
     pool = np.random.default_rng(0).standard_normal((POOL_PAGES, PAGE_BYTES // 4), np.float32)
 
     def read_pages(pages: I32) -> memoryview:
         return pool[pages].reshape(-1).data
 
-    server = TcpRoomServer("127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None)
+    server = TcpRoomServer("127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None, tls=tls)
     server.open(OpenRoom(ROOM, "", TOKENS, PAGES))
     print(server.port, flush=True)
     sys.stdin.read()
     server.close()
 
 
-def measure(address: str, readers: int, reads: int, at_once: int) -> tuple[float, float]:
+def measure(address: str, readers: int, reads: int, at_once: int, tls: PeerTls | None) -> tuple[float, float]:
     """GB a second, and the median of seconds that a read takes. readers: each over a connection of its own."""
     source = Source(ROOM, address, POOL_PAGES)
     taken: list[float] = []
 
     def read_all() -> None:
-        reader = TcpPeerReader(LAYOUT, PAGE_SIZE, PAGE_BYTES)
+        reader = TcpPeerReader(LAYOUT, PAGE_SIZE, PAGE_BYTES, tls=tls)
         out = memoryview(bytearray(at_once * PAGE_BYTES))
         for number in range(reads):
             first = number * at_once % (POOL_PAGES - at_once + 1)
@@ -76,17 +83,18 @@ def main() -> None:
     parser.add_argument("--reads", type=int, default=100, help="of a reader in a round")
     parser.add_argument("--readers", type=int, default=1, help="at once")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tls", default="", metavar="FOLDER", help="with its tls.crt, tls.key and ca.crt; empty: in the clear")
     args = parser.parse_args()
     if args.what == "serve":
-        serve()
+        serve(identity(args.tls))
         return
     if not 0 < args.pages <= POOL_PAGES:
         parser.error(f"a read has between 1 and {POOL_PAGES} pages")
-    command = [sys.executable, "-m", "tests.benchmarks.peers", "serve"]
+    command = [sys.executable, "-m", "tests.benchmarks.peers", "serve", "--tls", args.tls]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
         address = f"127.0.0.1:{int(child.stdout.readline())}"
-        rounds = [measure(address, args.readers, args.reads, args.pages) for _ in range(args.rounds + 1)][1:]
+        rounds = [measure(address, args.readers, args.reads, args.pages, identity(args.tls)) for _ in range(args.rounds + 1)][1:]
         child.stdin.close()
     rates = sorted(rate for rate, _ in rounds)
     size = args.pages * PAGE_BYTES

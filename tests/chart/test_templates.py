@@ -100,3 +100,20 @@ def test_changed_settings_start_new_pods_and_no_others(change: Values, restarted
         if before.get(*title.split("/"))["spec"]["template"] != after.get(*title.split("/"))["spec"]["template"]
     }
     assert templates == restarted
+
+
+@pytest.mark.parametrize("pool", ["worker", "prefill"])
+def test_workers_apart_read_each_others_kv_by_the_secrets_certificate(pool: str) -> None:
+    there = {"kvTlsSecret": "kv"}
+    release = render(merged(VARIANTS["apart"], {"worker": there}))
+    title = f"{FULL}-{pool}-demo"
+    pod = release.get("Deployment", title)["spec"]["template"]["spec"]
+    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "kv-tls"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "kv-tls"]
+    assert volume["secret"]["secretName"] == "kv" and mount["readOnly"]
+    config = release.get("ConfigMap", title)["data"]
+    files = {name: config[f"ROOTSTOCK_DISAGGREGATION_TLS_{name}_FILE"] for name in ("CERT", "KEY", "CA")}
+    ends = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}
+    assert files == {name: f"{mount['mountPath']}/{end}" for name, end in ends.items()}
+    whole = render({"worker": there})
+    assert "kv-tls" not in str(whole.get("Deployment", f"{FULL}-worker-demo"))

@@ -108,6 +108,9 @@ SETTINGS_ELSEWHERE = {
     "disaggregation_mode": PEERS,
     "disaggregation_host": PEERS,
     "disaggregation_port": PEERS,
+    "disaggregation_tls_cert_file": PEERS,
+    "disaggregation_tls_key_file": PEERS,
+    "disaggregation_tls_ca_file": PEERS,
     "fake_step_s": ENGINE,
 }
 # Of these, what a simulation goes by beside what the scheduler does.

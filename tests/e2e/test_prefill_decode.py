@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
 from tests.e2e.system import System, wait_until
+from tests.exec.peers.certificates import Authority
 from tests.night import NIGHTLY
 
 ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 1)
@@ -95,6 +96,16 @@ def test_what_is_moved_and_what_is_computed(tmp_path: Path) -> None:
         wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 5, "the rooms to end")
         prefill = system.metric("prefill-0", "sglang:prompt_tokens_total")
         assert prefill == sum(len(body["prompt"]) for body in asked)
+
+
+@pytest.mark.needs("openssl")
+def test_pages_are_read_over_tls(tmp_path: Path) -> None:
+    certificate, key, authority = Authority(tmp_path / "authority").files("workers")
+    flags = f"--disaggregation-tls-cert-file {certificate} --disaggregation-tls-key-file {key}"
+    with apart(tmp_path / "apart", worker_flags=f"{flags} --disaggregation-tls-ca-file {authority}") as system:
+        wait_until(lambda: workers(system) == 2, 60, "both workers")
+        answers = asyncio.run(_answers(system, bodies(3, 17)))
+        assert all(answer.status_code == 200 for answer in answers) and pulled(system) > 0
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,11 @@ ROOTSTOCK_CONTROL_PORT: "7004"
 {{- end }}
 {{- if ne .mode "both" }}
 ROOTSTOCK_DISAGGREGATION_MODE: {{ .mode }}
+{{- if .values.kvTlsSecret }}
+ROOTSTOCK_DISAGGREGATION_TLS_CERT_FILE: /etc/rootstock/kv-tls/tls.crt
+ROOTSTOCK_DISAGGREGATION_TLS_KEY_FILE: /etc/rootstock/kv-tls/tls.key
+ROOTSTOCK_DISAGGREGATION_TLS_CA_FILE: /etc/rootstock/kv-tls/ca.crt
+{{- end }}
 {{- end }}
 {{- if eq .mode "prefill" }}
 ROOTSTOCK_DISAGGREGATION_HOST: "0.0.0.0"

@@ -119,6 +119,11 @@ containers:
       {{- else }}
       {{- with include "rootstock.modelMount" . }}{{ . | nindent 6 }}{{ end }}
       {{- end }}
+      {{- if and .values.kvTlsSecret (ne .mode "both") }}
+      - name: kv-tls
+        mountPath: /etc/rootstock/kv-tls
+        readOnly: true
+      {{- end }}
 volumes:
   {{- include "rootstock.tmpVolume" . | nindent 2 }}
   - name: shm
@@ -126,4 +131,9 @@ volumes:
       medium: Memory
       sizeLimit: {{ .values.sharedMemory }}
   {{- with include "rootstock.modelVolume" . }}{{ . | nindent 2 }}{{ end }}
+  {{- if and .values.kvTlsSecret (ne .mode "both") }}
+  - name: kv-tls
+    secret:
+      secretName: {{ .values.kvTlsSecret }}
+  {{- end }}
 {{- end }}

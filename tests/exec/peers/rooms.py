@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from services.worker.exec.peers import frames
 from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import ServerLimits, TcpRoomServer
+from services.worker.exec.peers.tls import PeerTls
 
 LAYOUT, PAGE_SIZE, PAGE_BYTES = b"a model, bfloat16", 4, 640
 POOL_PAGES = 32
@@ -86,13 +86,11 @@ class Served:
         host: str = "127.0.0.1",
         port: int = 0,
         page_bytes: int = PAGE_BYTES,
-        server_context: ssl.SSLContext | None = None,
+        tls: PeerTls | None = None,
     ) -> None:
         self.pool = Pool(page_bytes)
         self.left: list[Room] = []
-        self.server = TcpRoomServer(
-            host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, self.left.append, limits, server_context
-        )
+        self.server = TcpRoomServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, self.left.append, limits, tls)
         self.address = f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
 
     def __enter__(self) -> Served:

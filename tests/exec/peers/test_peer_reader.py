@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,9 @@ from services.worker.core.contracts.transfers import Pull
 from services.worker.exec.peers import peer_reader
 from services.worker.exec.peers.connection import parse_address
 from services.worker.exec.peers.room_server import ServerLimits
+from services.worker.exec.peers.tls import PeerTls
 from tests.exec.peers import sick_peers
+from tests.exec.peers.certificates import Authority
 from tests.exec.peers.rooms import PAGE_BYTES, Running, Served, proof_of, pull, reader, room, until
 from tests.exec.peers.sick_peers import Manner, SickPeer
 
@@ -284,21 +284,12 @@ def test_nothing_is_read_after_the_end() -> None:
 
 @pytest.mark.needs("openssl")
 class TestTls:
-    @pytest.fixture
-    def contexts(self, tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """The server's, and the reader's."""
-        key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-        kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=prefill"]
-        names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-        subprocess.run(["openssl", "req", "-x509", *kind, *names], check=True, capture_output=True)
-        server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        server.load_cert_chain(certificate, key)
-        return server, ssl.create_default_context(cafile=str(certificate))
+    """Of both sides, by one authority."""
 
-    def test_pages_arrive(self, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-        page_bytes = 1 << 18
-        with Served(page_bytes=page_bytes, server_context=contexts[0]) as served:
-            opened, one = served.opened(), reader(page_bytes=page_bytes, client_context=contexts[1])
+    def test_pages_arrive(self, tmp_path: Path) -> None:
+        page_bytes, ours = 1 << 18, Authority(tmp_path / "ours")
+        with Served(page_bytes=page_bytes, tls=ours.tls("prefill")) as served:
+            opened, one = served.opened(), reader(page_bytes=page_bytes, tls=ours.tls("decode"))
             for _ in range(2):
                 assert pull(one, served.source(opened), opened, 0, 5, page_bytes) == served.pool.bytes_of(PAGES)
             assert served.server.counts().num_connections == 1
@@ -306,16 +297,46 @@ class TestTls:
             until(lambda: served.left == [opened.room])
             one.close()
 
-    def test_who_speaks_in_the_clear_gets_nothing(self, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-        with Served(server_context=contexts[0]) as served:
+    def test_who_speaks_in_the_clear_gets_nothing(self, tmp_path: Path) -> None:
+        with Served(tls=Authority(tmp_path / "ours").tls("prefill")) as served:
             opened, one = served.opened(), reader()
             assert pull(one, served.source(opened), opened, 0, 1) is None
             until(lambda: served.refused == {"tls": 1})
             one.close()
 
-    def test_who_is_not_trusted_is_not_asked(self, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-        with Served(server_context=contexts[0]) as served:
-            opened, one = served.opened(), reader(client_context=ssl.create_default_context())
+    def test_who_is_signed_by_another_gets_nothing(self, tmp_path: Path) -> None:
+        ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
+        certificate, key, _ = other.files("stranger")
+        with Served(tls=ours.tls("prefill")) as served:
+            opened, one = served.opened(), reader(tls=PeerTls(certificate, key, ours.file))
+            assert pull(one, served.source(opened), opened, 0, 1) is None
+            until(lambda: served.refused == {"tls": 1})
+            assert served.pool.reads == []
+            one.close()
+
+    def test_who_is_not_trusted_is_not_asked(self, tmp_path: Path) -> None:
+        ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
+        with Served(tls=other.tls("stranger")) as served:
+            opened, one = served.opened(), reader(tls=ours.tls("decode"))
             assert pull(one, served.source(opened), opened, 0, 1) is None
             assert served.pool.reads == []
             one.close()
+
+    def test_files_are_followed_and_connections_stay(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        ours, next_one = Authority(tmp_path / "ours"), Authority(tmp_path / "next")
+        mine, theirs = ours.files("decode"), ours.files("prefill")
+        with Served(tls=PeerTls(*theirs)) as served:
+            opened, one = served.opened(), reader(tls=PeerTls(*mine))
+            assert pull(one, served.source(opened), opened, 0, 1)
+            for files, name in ((mine, "decode"), (theirs, "prefill")):
+                for old, new in zip(files, next_one.files(name), strict=True):
+                    new.replace(old)
+            assert pull(one, served.source(opened), opened, 1, 1), "over the connection that is open"
+            another = reader(tls=PeerTls(*mine))
+            assert pull(another, served.source(opened), opened, 2, 1), "over one that both make with the new ones"
+            theirs[1].write_text("no key")
+            third = reader(tls=PeerTls(*mine))
+            assert pull(third, served.source(opened), opened, 3, 1), "what cannot be used is not taken"
+            assert [each for each in caplog.records if each.levelname == "ERROR" and "cannot be used" in each.message]
+            for each in (one, another, third):
+                each.close()

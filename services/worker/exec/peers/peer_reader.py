@@ -22,6 +22,7 @@ from services.worker.core.contracts.transfers import Pull
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection, connect
 from services.worker.exec.peers.frames import Malformed, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.tls import PeerTls
 
 logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S = 0.5
@@ -60,14 +61,14 @@ class TcpPeerReader:
         connect_timeout_s: float = 2.0,
         read_timeout_s: float = 10.0,
         max_peers: int = 256,
-        client_context: ssl.SSLContext | None = None,
+        tls: PeerTls | None = None,
     ) -> None:
         """layout, page_size, page_bytes: see TcpRoomServer. read_timeout_s: of a whole read, with what it takes to connect;
         looking up an address that is a name takes what the system gives it. max_peers: connections that are kept, beside those in
-        use; who was not asked for longest goes. client_context: for TLS; it checks the host of an address."""
+        use; who was not asked for longest goes. tls: None for none."""
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._connect_timeout_s, self._read_timeout_s, self._max_peers = connect_timeout_s, read_timeout_s, max_peers
-        self._context = client_context
+        self._tls = tls
         self._lock = threading.Lock()  # of what follows, and of who is busy with which connection
         self._peers: dict[str, _Peer] = {}  # by address; who was asked last comes last
         self._is_closed = False
@@ -173,7 +174,8 @@ class TcpPeerReader:
     def _connected(self, peer: _Peer, deadline: float) -> Connection:
         """A new connection, on which pages can be asked for. Raises OSError, ValueError."""
         deadline = min(deadline, time.monotonic() + self._connect_timeout_s)
-        connection = connect(peer.address, self._context, deadline, partial(self._keep, peer))
+        context = None if self._tls is None else self._tls.contexts().client
+        connection = connect(peer.address, context, deadline, partial(self._keep, peer))
         connection.send(frames.pack_hello(self._layout), deadline)
         status, sentence = _receive_answer(connection, memoryview(b""), deadline)
         if status is not Status.OK:

@@ -24,6 +24,7 @@ from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
 from services.worker.exec.peers.open_rooms import OpenRooms
+from services.worker.exec.peers.tls import PeerTls
 
 logger = logging.getLogger(__name__)
 ACCEPT_PAUSE_S = 0.5  # where none can be accepted: descriptors have run out, say
@@ -56,15 +57,15 @@ class TcpRoomServer:
         read_pages: ReadPages,
         on_left: Callable[[Room], None],
         limits: ServerLimits | None = None,
-        server_context: ssl.SSLContext | None = None,
+        tls: PeerTls | None = None,
     ) -> None:
         """port: 0 for a free one. layout: what makes two pools' pages exchangeable, beside their sizes. page_size: tokens.
         on_left: called on any thread, once for a room at the most, when its reader says that it wants nothing more of it, or the
-        connection ends over which the room was last read; the room stands until it is shut. server_context: for TLS. Raises
+        connection ends over which the room was last read; the room stands until it is shut. tls: None for none. Raises
         OSError where there is nothing to listen on."""
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._limits = limits or ServerLimits()
-        self._on_left, self._context = on_left, server_context
+        self._on_left, self._tls = on_left, tls
         self._rooms = OpenRooms(read_pages)
         self._lock = threading.Lock()  # of what follows
         self._connections: dict[Connection, threading.Thread] = {}
@@ -165,9 +166,9 @@ class TcpRoomServer:
 
     def _is_secured(self, connection: Connection) -> bool:
         """Where that is asked for. Raises OSError."""
-        if self._context is not None:
+        if self._tls is not None:
             try:
-                connection.secure(self._context, time.monotonic() + self._limits.hello_timeout_s)
+                connection.secure(self._tls.contexts().server, time.monotonic() + self._limits.hello_timeout_s)
             except ssl.SSLError as error:
                 logger.info("a reader of pages was refused", extra=fields(error=str(error)))
                 self._count_refused("tls")

@@ -1,0 +1,44 @@
+"""What the settings make of KV between workers, or why they do not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.peer_options import peer_options
+from services.worker.settings import WorkerSettings
+
+TLS = ("disaggregation_tls_cert_file", "disaggregation_tls_key_file", "disaggregation_tls_ca_file")
+
+
+def made(**changes: Any) -> object:
+    return peer_options(WorkerSettings(model="fake", **changes), lambda room: None)
+
+
+def test_who_computes_whole_answers_has_none() -> None:
+    assert made() is None
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("missing", TLS)
+def test_all_files_of_tls_or_none(mode: str, missing: str) -> None:
+    given = {name: "file.pem" for name in TLS if name != missing}
+    with pytest.raises(ValueError, match=f"--{missing.replace('_', '-')} is missing"):
+        made(disaggregation_mode=mode, **given)
+
+
+def test_files_that_cannot_be_used_are_said(tmp_path: Path) -> None:
+    files = {name: str(tmp_path / name) for name in TLS}
+    with pytest.raises(ValueError, match=r"--disaggregation-tls-cert-file.*No such file"):
+        made(disaggregation_mode="decode", **files)
+    for path in files.values():
+        Path(path).write_text("no certificate")
+    with pytest.raises(ValueError, match=r"--disaggregation-tls-cert-file.*PEM"):
+        made(disaggregation_mode="decode", **files)
+
+
+def test_nothing_is_moved_without_a_cache() -> None:
+    with pytest.raises(ValueError, match="radix cache"):
+        made(disaggregation_mode="prefill", enable_radix_cache=False)
