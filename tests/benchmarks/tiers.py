@@ -126,7 +126,9 @@ def reuse(args: argparse.Namespace, model: Path) -> None:
                 if line.startswith("filled"):
                     child.send_signal(signal.SIGKILL)
         one = served(model, args.prompts * REUSE_TOKENS // PAGE_SIZE // 4, Path(folder), args.threads, 2048)
-        computed = [ttft(one, prompt(1_000_000 + number, REUSE_TOKENS))[0] for number in range(args.pairs)]
+        news = [ttft(one, prompt(args.prompts + number, REUSE_TOKENS)) for number in range(args.pairs)]
+        assert not any(tokens for _, tokens in news), "none of them was read"
+        computed = [taken for taken, _ in news]
         for what in ("a warm page cache", "the disk, its cache dropped"):
             if what.startswith("the disk") and not _drop_caches():
                 print("the kernel's cache cannot be dropped here")
