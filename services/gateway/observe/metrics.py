@@ -106,6 +106,8 @@ class GatewayMetrics:
         for outcome in BATCH_OUTCOMES:
             self.batch_lines.labels(outcome)
         self.batch_retries = self._counter("batch_retries", "Tries of lines of batches that found no room, or no worker.")
+        self.batches_running = self._gauge("batches_running", "Batches that this gateway has at work.")
+        self.batch_lines_in_flight = self._gauge("batch_lines_in_flight", "Lines of batches that are being answered.")
         self.key_requests = self._counter("key_requests", "Generation requests that began, by API key.", "key")
         self.grace_period = self._gauge("grace_period_seconds", "What requests in flight get when this gateway stops.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
@@ -120,9 +122,8 @@ class GatewayMetrics:
 
     def watch_batches(self, running: Callable[[], int], lines: Callable[[], int]) -> None:
         """Of this gateway, where there are any. running: batches. lines: that are being answered."""
-        gauge = self._gauge("batches_running", "Batches that this gateway has at work.")
-        gauge.set_function(lambda: float(running()))
-        self._gauge("batch_lines_in_flight", "Lines of batches that are being answered.").set_function(lambda: float(lines()))
+        self.batches_running.set_function(lambda: float(running()))
+        self.batch_lines_in_flight.set_function(lambda: float(lines()))
 
     def watch_keys(self, file_is_valid: Callable[[], bool], shares_are_up: Callable[[], bool | None]) -> None:
         """Where there are keys. shares_are_up: None where there is no Redis to share limits in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -18,7 +19,7 @@ from services.gateway.state.batch_record import Status
 from services.gateway.state.batch_store import batch_lease
 from services.gateway.state.owner import owner_of
 from services.shared.limits import PRIORITY_RANGE
-from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import RedisServer, redis_server
 
@@ -310,3 +311,25 @@ def test_no_line_is_recorded_by_who_has_lost_the_lease(system: System, store: Re
     assert counts is not None and counts.completed == counts.failed == 0
     store.client.delete(f"state:lease:{batch_lease(owner_of('alice'), batch.id)}")
     assert over(client, batch).status == "completed"
+
+
+def test_a_line_that_waits_for_a_worker_is_overtaken() -> None:
+    """With no priorities set, and though it came first."""
+
+    def one_at_a_time(workers: list[FakeWorker]) -> None:
+        workers[0].info.max_running_requests = 1  # of three that it is given
+
+    with redis_server() as own, System(state_redis_url=own.url, configure=one_at_a_time, batch_lines_beside=16) as system:
+        client = system.openai()
+        system.allow(0)
+        batch = begin(client, [line(number, body={**BODIES[CHAT], "max_tokens": 1 + number}) for number in range(6)])
+        wait_until(lambda: system.num_waiting == 3, "lines to wait")
+        with ThreadPoolExecutor(1) as pool:
+            chat = pool.submit(system.chat, max_tokens=7)
+            wait_until(lambda: system.num_waiting == 4, "the chat to wait")
+            system.allow(1)
+            wait_until(lambda: len(system.worker.submits) == 4, "room for one")
+            assert system.worker.submits[-1].sampling.max_new_tokens == 7
+            system.allow(None)
+            assert chat.result().status_code == 200
+        assert over(client, batch).status == "completed"
