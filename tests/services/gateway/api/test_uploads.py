@@ -65,7 +65,7 @@ def test_a_form_is_the_same_however_it_comes() -> None:
 
 def head(size: int) -> bytes:
     begin = b'--x\r\ncontent-disposition: form-data; name="a'
-    return begin + b"a" * (size - len(begin) + 4) + b'"\r\n\r\n\r\n--x--'
+    return begin + b"a" * (size - len(begin) + 2) + b'"\r\n\r\n\r\n--x--'
 
 
 WRONG = {
