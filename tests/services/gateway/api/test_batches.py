@@ -339,3 +339,18 @@ def test_a_line_that_waits_for_a_worker_is_overtaken() -> None:
             system.allow(None)
             assert chat.result().status_code == 200
         assert over(client, batch).status == "completed"
+
+
+def test_lines_that_run_when_a_gateway_ends_are_answered_first() -> None:
+    """And its lease is given back: nobody waits for it to run out."""
+    with redis_server() as own:
+        with System(state_redis_url=own.url, grace_s=10) as system:
+            system.allow(0)
+            batch = begin(system.openai(), [line(1), line(2)])
+            wait_until(lambda: system.running() == [2], "the lines to be at the worker")
+            system.do(system.stop.set)
+            wait_until(lambda: system.gateway._http.should_exit, "the gateway to end")
+            system.allow(None)
+        owner = owner_of("")
+        assert own.client.hget(f"state:batch:{owner}:{batch.id}", "completed") == b"2"
+        assert not own.client.exists(f"state:lease:{batch_lease(owner, batch.id)}")
