@@ -40,7 +40,7 @@ def main() -> int:
     log.configure(SERVICE, config.log_level)
     c_memory.map_large_blocks()
     logging.getLogger("uvicorn.error").setLevel("WARNING")
-    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"control_token", "redis_url"})))
+    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"control_token", "redis_url", "state_redis_url"})))
     try:
         uvloop.run(_serve(config))
     except http_server.CannotListen as error:

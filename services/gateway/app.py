@@ -59,8 +59,10 @@ def build(
     readiness: Readiness,
     metrics: GatewayMetrics,
     retry_after_s: Callable[[], int],
+    endpoints: dict[str, Endpoint],
 ) -> ASGIApp:
-    """served: the models that are, and those whose workers are still to come. retry_after_s: of a 503, by what waits."""
+    """served: the models that are, and those whose workers are still to come. retry_after_s: of a 503, by what waits.
+    endpoints: filled with what generates, by path."""
     settings = generator.settings
     on_http = metrics if settings.metrics_on_http else None
     further = [operation for api in apis for operation in api.operations]
@@ -75,7 +77,7 @@ def build(
     )
     _add_errors(app)
     forms = {path: form for api in apis for path, form in api.forms.items()}
-    endpoints = dict(_add_generation(app, generator, preparer))
+    endpoints.update(_add_generation(app, generator, preparer))
     for api in apis:
         endpoints.update(api.add_routes(app))
     _add_models(app, served)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import socket
 import ssl
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,12 +20,15 @@ from services.gateway.admin.gateway_peers import PeerGateways, PeerServicer
 from services.gateway.admin.tenants import Tenants
 from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.api.anthropic.routes import MessagesApi
+from services.gateway.api.batches.kept import Kept, Stores
+from services.gateway.api.batches.routes import BatchesApi
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.openai.tools import parameters_of
 from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.routes import ResponsesApi
 from services.gateway.api.sglang.routes import NativeApi
 from services.gateway.api.texts.routes import TextsApi
+from services.gateway.batches.batch_work import BatchWork
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.discovery.watch import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
@@ -33,6 +37,7 @@ from services.gateway.dispatch.health_probe import GenerationProbe
 from services.gateway.dispatch.sessions import SessionCalls
 from services.gateway.http import http_server
 from services.gateway.http.body_budget import BodyBudget
+from services.gateway.http.direct_routes import Endpoint
 from services.gateway.http.exchange import Generator
 from services.gateway.http.metrics_api import MetricsApi
 from services.gateway.http.readiness import Readiness
@@ -114,12 +119,25 @@ class Gateway:
         responses = ResponsesApi(self.generator, preparer, Records(self._store, retry))
         loads = self.dispatcher.fleet.loads
         texts = TextsApi(self.generator, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads)
-        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(self.generator, preparer), texts]
+        endpoints: dict[str, Endpoint] = {}
+        self._work = self._batch_work(endpoints, metrics)
+        stores = None if self._work is None else Stores(self._work.files, self._work.batches)
+        batches = BatchesApi(self.generator, Kept(stores, settings.state_ttl_s, retry))
+        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(self.generator, preparer), texts, batches]
         retry_after_s = self.dispatcher.pace.retry_after_s
-        self.app = app.build(self.generator, preparer, catalog.listed, apis, readiness, metrics, retry_after_s)
+        self.app = app.build(self.generator, preparer, catalog.listed, apis, readiness, metrics, retry_after_s, endpoints)
         self._registry = metrics.registry
         self._tls = _tls(settings)
         self._http = http_server.build(self.app, _http_options(settings, metrics, self._tls))
+
+    def _batch_work(self, endpoints: Mapping[str, Endpoint], metrics: GatewayMetrics) -> BatchWork | None:
+        """None without a store. Its URL has been looked at."""
+        if self._store is None:
+            return None
+        dispatcher, quiet_s = self.dispatcher, self.generator.attendance
+        return BatchWork(
+            self._settings, endpoints, self.keys.named, dispatcher.num_waiting_anywhere, lambda: quiet_s.quiet_s, metrics
+        )
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""
@@ -136,6 +154,7 @@ class Gateway:
         runs = [self.dispatcher.run, self.detoks.run, self.tokenizer.run, self._peers.run, self.keys.run]
         runs += [discovery.run for discovery in self._discoveries]
         runs += [self._tls.run] if self._tls is not None else []
+        runs += [self._work.run] if self._work is not None else []
         links = [asyncio.create_task(run()) for run in runs]
         serving = asyncio.create_task(self._http.serve([listener]))
         links.append(asyncio.create_task(self.readiness.publish(health)))
@@ -151,8 +170,9 @@ class Gateway:
                 task.cancel()
             await asyncio.wait(links)
             await asyncio.gather(*(server.stop(0) for server in servers))
-            if self._store is not None:
-                await self._store.close()
+            for kept in (self._store, self._work):
+                if kept is not None:
+                    await kept.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 
@@ -193,9 +213,12 @@ class Gateway:
                     raise RuntimeError("a task of the gateway has ended by itself")
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
-        """No new connections; requests in flight get grace_s; what is left then ends with an error."""
+        """No new connections; requests in flight get grace_s; what is left then ends with an error, and lines of batches go on
+        elsewhere."""
         self._http.should_exit = True
-        await asyncio.wait((serving,), timeout=self._settings.grace_s)
+        lines = asyncio.create_task(_nothing() if self._work is None else self._work.drain())
+        await asyncio.wait((serving, lines), timeout=self._settings.grace_s)
+        lines.cancel()
         if not serving.done():
             logger.warning("grace period is over, ending what is left")
             self.generator.end_all(unavailable("The server is shutting down.", self._settings.retry_after_s, "shutting_down"))
@@ -204,6 +227,10 @@ class Gateway:
             self._http.force_exit = True
             serving.cancel()
             await asyncio.wait((serving,), timeout=CLOSE_S)
+
+
+async def _nothing() -> None:
+    """There are no batches."""
 
 
 def _tls(settings: GatewaySettings) -> TlsFiles | None:

@@ -19,6 +19,7 @@ from services.gateway.api import known_fields
 from services.gateway.api.anthropic import operations as anthropic_operations
 from services.gateway.api.anthropic import translation as anthropic_translation
 from services.gateway.api.anthropic.types import MessagesRequest
+from services.gateway.api.batches import operations as batches_operations
 from services.gateway.api.document import server
 from services.gateway.api.known_fields import KnownFields, Neutral
 from services.gateway.api.openai import operations as openai_operations
@@ -98,6 +99,7 @@ _OPERATIONS = (
     *openai_operations.OPERATIONS,
     *responses_operations.OPERATIONS,
     *anthropic_operations.OPERATIONS,
+    *batches_operations.OPERATIONS,
     *sglang_operations.OPERATIONS,
     *texts_operations.OPERATIONS,
     *server.operations(metrics=True),

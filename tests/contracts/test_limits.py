@@ -51,6 +51,16 @@ ELSEWHERE = {
         (GATEWAY + "api/test_responses.py", "MAX_CHAIN_BYTES"),
     ),
     "MAX_RECORD_BYTES": (GATEWAY + "state/test_redis_store.py", "MAX_RECORD_BYTES + 1"),
+    **dict.fromkeys(
+        ("MAX_BATCH_LINES", "MAX_BATCH_LINE_BYTES", "MAX_BATCH_ERRORS", "MAX_CUSTOM_ID_CHARS"),
+        (GATEWAY + "batches/test_input_lines.py", "MAX_BATCH_LINES + 1"),
+    ),
+    **dict.fromkeys(
+        ("MAX_FILE_BYTES", "MAX_FILE_NAME_CHARS", "FILE_CHUNK_BYTES", "MAX_FORM_HEAD_BYTES", "MAX_FORM_PARTS"),
+        (GATEWAY + "api/test_uploads.py", "MAX_FORM_HEAD_BYTES + 1"),
+    ),
+    "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "a window that is too long"),
+    "MAX_BATCH_RESULT_BYTES": (GATEWAY + "batches/test_line_results.py", "MAX_BATCH_RESULT_BYTES + 1"),
     "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),
     "MAX_CALL_DEPTH": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_CALL_DEPTH"),
     "MAX_HELD_CALL_CHARS": (GATEWAY + "parsers/test_odd_outputs.py", "MAX_HELD_CALL_CHARS"),

@@ -125,11 +125,17 @@ def _collect(value: Any, places: list[Callable[[Any], None]]) -> None:
         _collect(inner, places)
 
 
-def broken(body: bytes) -> st.SearchStrategy[bytes]:
+def cut_or_spoilt(body: bytes) -> st.SearchStrategy[bytes]:
     at = st.integers(0, len(body))
     return st.one_of(
         at.map(lambda end: body[:end]),
         st.builds(lambda i, junk: body[:i] + junk + body[i:], at, st.binary(min_size=1, max_size=4)),
+    )
+
+
+def broken(body: bytes) -> st.SearchStrategy[bytes]:
+    return st.one_of(
+        cut_or_spoilt(body),
         st.sampled_from([b"\xef\xbb\xbf" + body, body + body, body + b" x", body.decode().encode("utf-16"), b"[" + body + b"]"]),
         st.sampled_from([body[:-1] + b',"model":7}', b'{"stream":true,"stream":false,' + body[1:], b"", b"null", b'"a"', b"1"]),
     )

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode, openapi
 from schemathesis.core import NotSet
 
-from tests.e2e.fuzz_bytes import HOSTILE, broken, dumped, spoil
+from tests.e2e.fuzz_bytes import HOSTILE, broken, cut_or_spoilt, dumped, spoil
 
-MODEL = "demo"
+MODEL, FORM = "demo", "multipart/form-data"
 USER = [{"role": "user", "content": "Hi"}]
 SESSION, RID = st.sampled_from(["s0", "s1", "s2"]), st.sampled_from(["r0", "r1", "r2"])
 BASES: Mapping[str, dict[str, Any]] = {
@@ -36,8 +36,16 @@ BASES: Mapping[str, dict[str, Any]] = {
     "/v1/conversations": {"items": []},
     "/v1/conversations/{conversation_id}": {"metadata": {}},
     "/v1/conversations/{conversation_id}/items": {"items": []},
+    "/v1/batches": {"input_file_id": "file-a", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
-PARAMETERS = {"model_id": MODEL, "response_id": "resp_a", "conversation_id": "conv_a", "item_id": "msg_a"}
+PARAMETERS = {
+    "model_id": MODEL,
+    "response_id": "resp_a",
+    "conversation_id": "conv_a",
+    "item_id": "msg_a",
+    "file_id": "file-a",
+    "batch_id": "batch_a",
+}
 ITEMS = st.lists(
     st.one_of(
         st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "assistant"]), "content": st.text(max_size=20)}),
@@ -139,9 +147,25 @@ class Cases:
 
     def requests(self, path: str) -> st.SearchStrategy[Sent]:
         """Posted to it."""
+        if FORM in self._document["paths"][path]["post"]["requestBody"]["content"]:
+            return self._forms(path)
         nearly = st.builds(Sent, st.just("POST"), st.just(_filled(path)), self.headers(), self._bodies(path), STAYS)
         whole = [self._whole(path, mode) for mode in GenerationMode]
         return st.one_of(nearly, nearly, nearly, nearly, *whole)
+
+    def _forms(self, path: str) -> st.SearchStrategy[Sent]:
+        """Right ones, others, and broken ones."""
+        field = "--x\r\ncontent-disposition: form-data; name={}\r\n\r\n{}\r\n".format
+        names = st.sampled_from(['"purpose"', '"file"', '"file"; filename="a"', '"expires_after[seconds]"', "a", '"a'])
+        values = st.one_of(st.sampled_from(["batch", "3600", "--x", "--x--"]), st.text(max_size=20))
+        fields = st.lists(st.builds(field, names, values), max_size=4).map("".join)
+        right = st.builds(field, st.just('"file"; filename="a"'), st.text(min_size=1, max_size=40)).map(
+            field('"purpose"', "batch").__add__
+        )
+        forms = st.one_of(right, right, fields).map(lambda parts: f"{parts}--x--".encode(errors="surrogatepass"))
+        bodies = st.one_of(forms, forms, forms.flatmap(cut_or_spoilt))
+        types = st.sampled_from([f"{FORM}; boundary=x"] * 4 + [FORM, f"{FORM}; boundary=y"])
+        return st.builds(Sent, st.just("POST"), st.just(path), types.map(lambda kind: (("content-type", kind),)), bodies, STAYS)
 
     def headers(self) -> st.SearchStrategy[tuple[tuple[str, str], ...]]:
         return st.one_of(st.just(()), st.lists(st.tuples(HEADERS, VALUES), max_size=3, unique_by=lambda each: each[0]).map(tuple))

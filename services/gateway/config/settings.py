@@ -9,7 +9,7 @@ from pydantic_settings import NoDecode
 
 from services.gateway.discovery.targets import check_target
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from services.shared.limits import MAX_BODY_BYTES
+from services.shared.limits import MAX_BATCH_LINES, MAX_BODY_BYTES, MAX_FILE_BYTES
 from services.shared.settings import ServiceSettings
 
 
@@ -43,14 +43,35 @@ class GatewaySettings(ServiceSettings):
     )
     state_redis_url: str = Field(
         "",
-        description="Redis with append-only file that keeps responses and conversations, never the one with the index."
-        " Empty: nothing is kept.",
+        description="Redis with append-only file that keeps responses, conversations, files and batches, never the one with the"
+        " index. Empty: nothing is kept, and there are no batches.",
     )
     state_ttl_s: int = Field(30 * 86_400, ge=1, description="Seconds for which it keeps what nobody uses.")
-    state_records_per_key: int = Field(10_000, ge=1, description="Responses and conversations that an API key may have kept.")
-    state_bytes_per_key: int = Field(256 << 20, ge=1, description="Bytes that they may have.")
+    state_records_per_key: int = Field(
+        10_000, ge=1, description="Responses and conversations that an API key may have kept; files; batches."
+    )
+    state_bytes_per_key: int = Field(256 << 20, ge=1, description="Bytes that its responses and conversations may have.")
     state_patience_s: float = Field(
         5.0, ge=0, description="Seconds for which a call of it is tried again, as while it is restarted."
+    )
+    max_file_bytes: int = Field(
+        MAX_FILE_BYTES, ge=1, le=MAX_FILE_BYTES, description="Largest file that is uploaded for a batch, in bytes."
+    )
+    max_batch_lines: int = Field(MAX_BATCH_LINES, ge=1, le=MAX_BATCH_LINES, description="Lines that a batch's file may have.")
+    file_bytes_per_key: int = Field(
+        1 << 30, ge=1, description="Bytes that an API key may have kept in files, those of its batches' results among them."
+    )
+    batch_lines: int = Field(
+        16,
+        ge=0,
+        description="Lines of batches that this gateway has answered at once while it has no other requests; 0: it runs none.",
+    )
+    batch_lines_each: int = Field(16, ge=1, description="Lines of one batch among them.")
+    batch_lines_beside: int = Field(
+        1, ge=0, description="Lines of batches at once while it has other requests, and for five seconds after them."
+    )
+    batch_lease_s: float = Field(
+        15.0, ge=3, description="Seconds without a sign of the gateway that runs a batch after which another one goes on with it."
     )
     model_name: str = Field("", description="Name that clients know the one model by. Empty: what its workers say.")
     models: CommaSeparated = Field(

@@ -73,6 +73,11 @@ class Dispatcher:
         """What waits for a worker, by model; "" for requests whose model nobody has named."""
         return self.catalog.waiting()
 
+    def num_waiting_anywhere(self) -> int:
+        """Choices that wait for a worker here, or at a worker for its next step, as each told last."""
+        at_workers = sum(link.load.num_waiting for link in self.fleet.links.values() if link.load is not None)
+        return sum(self.waiting_by_model().values()) + int(at_workers)
+
     def connected(self) -> int:
         return len(self.fleet.usable())
 

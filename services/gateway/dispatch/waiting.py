@@ -14,7 +14,9 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.weights import Weights
 from services.gateway.request.errors import ApiError
 from services.gateway.routing.fair_queue import Placed, QueueFull
+from services.shared.limits import PRIORITY_RANGE
 
+BACKGROUND = 2 * PRIORITY_RANGE[0]  # below whatever a request can ask for
 OUTPUT_WEIGHT = 2  # what an output token costs its key, in prompt tokens
 
 Place = Callable[[Placement], bool]
@@ -144,6 +146,8 @@ class Waiting:
             request.fail(self._refusals.busy())
 
     def _urgency(self, placement: Placement) -> int:
+        if placement.choice.request.caller.background:
+            return BACKGROUND
         if not self._settings.enable_priority_scheduling:
             return 0
         priority = placement.choice.priority

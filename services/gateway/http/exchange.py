@@ -23,6 +23,7 @@ from services.gateway.http.renderer import Renderer, StreamRenderer
 from services.gateway.http.sse_comments import Silence, commented
 from services.gateway.keys.key_limits import Admission
 from services.gateway.keys.key_ring import KeyRing
+from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts, TokenTexts
 from services.gateway.request import budgets
@@ -91,6 +92,7 @@ class Generator:
         self.keys = keys
         self._tracing = tracing
         self._open: dict[Exchange, None] = {}
+        self.attendance = Attendance(asyncio.get_running_loop().time)
         metrics.in_flight.set_function(lambda: float(len(self._open)))
 
     def admit(self, exchange: Exchange) -> None:
@@ -98,6 +100,7 @@ class Generator:
         if len(self._open) >= self.settings.max_concurrent_requests:
             raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
         self._open[exchange] = None
+        self.attendance.begin(exchange.is_attended)
 
     @asynccontextmanager
     async def body_of(
@@ -116,7 +119,9 @@ class Generator:
         return None if self._tracing is None else begin_trace(self._tracing, scope)
 
     def forget(self, exchange: Exchange) -> None:
-        self._open.pop(exchange, None)
+        if exchange in self._open:
+            del self._open[exchange]
+            self.attendance.end(exchange.is_attended)
 
     def abort(self, scope: AbortScope, error: ApiError) -> int:
         """Ends what is meant, see Exchange.abort; returns how many answers that were."""
@@ -196,6 +201,11 @@ class Exchange(Response):
             work.uncancel()
         finally:
             stop()
+
+    @property
+    def is_attended(self) -> bool:
+        """Somebody waits for the answer."""
+        return self._request is None or not self._request.caller.background
 
     def _client_gone(self, scope: Scope) -> None:
         assert self._request is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.gateway.keys.key_file import KeyFile, Weights
 from services.gateway.keys.key_limits import Admission, KeyLimits
-from services.gateway.keys.key_table import KeyTable, digest_of
+from services.gateway.keys.key_table import ApiKey, KeyTable, digest_of
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError
@@ -84,6 +84,21 @@ class KeyRing:
         key = table.of_secret(shown[0]) if shown else None
         if key is None:
             raise _invalid("A valid API key is required, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+        return self._caller(key)
+
+    def named(self, name: str) -> Caller:
+        """Who has the key of this name, "" where there are none. Raises ApiError 401."""
+        table = self.table
+        if table is None:
+            if name:
+                raise _invalid("There are no API keys any more.")
+            return NOBODY
+        key = table.named(name)
+        if key is None:
+            raise _invalid("The API key is not valid any more.")
+        return self._caller(key)
+
+    def _caller(self, key: ApiKey) -> Caller:
         options = self._options
         return Caller(key.name, key.priority, options.low_first, options.salt_cache, key.weight)
 

@@ -19,6 +19,8 @@ from services.shared.observe.readings import Reading, Readings, Value
 PREFIX = "rootstock_gateway_"
 RATE_LIMITS = ("requests", "tokens", "concurrency")
 HANDOVERS = ("room", "none")  # whether there is KV to be read
+BATCH_ENDS = ("completed", "failed", "expired", "cancelled")
+BATCH_OUTCOMES = ("completed", "failed")
 REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 
 
@@ -97,6 +99,15 @@ class GatewayMetrics:
         self.calls_dropped = self._counter(
             "tool_calls_dropped", "Calls that a model wrote of a tool that its request has not, or beyond those it allows."
         )
+        self.batches = self._counter("batches", "Batches that this gateway brought to an end, by what they ended as.", "status")
+        for status in BATCH_ENDS:
+            self.batches.labels(status)
+        self.batch_lines = self._counter("batch_lines", "Lines of batches that got their result here, by outcome.", "outcome")
+        for outcome in BATCH_OUTCOMES:
+            self.batch_lines.labels(outcome)
+        self.batch_retries = self._counter("batch_retries", "Tries of lines of batches that found no room, or no worker.")
+        self.batches_running = self._gauge("batches_running", "Batches that this gateway has at work.")
+        self.batch_lines_in_flight = self._gauge("batch_lines_in_flight", "Lines of batches that are being answered.")
         self.key_requests = self._counter("key_requests", "Generation requests that began, by API key.", "key")
         self.grace_period = self._gauge("grace_period_seconds", "What requests in flight get when this gateway stops.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
@@ -108,6 +119,11 @@ class GatewayMetrics:
     def watch_bodies(self, pool: str, held: Callable[[], int], waiting: Callable[[], int]) -> None:
         self.body_bytes.labels(pool).set_function(lambda: float(held()))
         self.bodies_waiting.labels(pool).set_function(lambda: float(waiting()))
+
+    def watch_batches(self, running: Callable[[], int], lines: Callable[[], int]) -> None:
+        """Of this gateway, where there are any. running: batches. lines: that are being answered."""
+        self.batches_running.set_function(lambda: float(running()))
+        self.batch_lines_in_flight.set_function(lambda: float(lines()))
 
     def watch_keys(self, file_is_valid: Callable[[], bool], shares_are_up: Callable[[], bool | None]) -> None:
         """Where there are keys. shares_are_up: None where there is no Redis to share limits in."""

@@ -9,22 +9,13 @@ Each call is one script: what counts against a quota and what is there are never
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from redis import exceptions
-
-from services.gateway.state.state_store import Changed, Record, StoreAway
-from services.shared.index.redis_client import redis_client
+from services.gateway.state.state_redis import READS, StateRedis
+from services.gateway.state.state_store import Changed, Record
 from services.shared.limits import MAX_RECORD_BYTES
 
-TIMEOUT_S = 2.0  # of a try
-PAUSE_S = 0.1
-
-# A script without the flag is refused where there is no memory.
-_READS = "#!lua flags=allow-oom\n"
 _FORGET = """
 local function forget(name)
   local size = tonumber(redis.call('HGET', KEYS[2], name) or '0')
@@ -43,7 +34,7 @@ redis.call('EXPIRE', KEYS[1], ttl)
 redis.call('EXPIRE', KEYS[2], ttl)
 """
 _GET = (
-    _READS
+    READS
     + _FORGET
     + """
 local found = {}
@@ -77,7 +68,7 @@ return version + 1
 """
 )
 _DELETE = (
-    _READS
+    READS
     + _FORGET
     + """
 local there = redis.call('DEL', KEYS[3])
@@ -88,17 +79,16 @@ return there
 
 
 class RedisStore:
-    """Implements StateStore. While it is away only the first call waits for it; later ones try once. ttl_s: seconds that a record
-    lives after its last use. records, record_bytes: of one owner. patience_s: of a call, which is tried again until then."""
+    """Implements StateStore. ttl_s: seconds that a record lives after its last use. records, record_bytes: of one owner.
+    patience_s: as StateRedis has it."""
 
     def __init__(self, url: str, ttl_s: int, records: int, record_bytes: int, patience_s: float) -> None:
         """Raises ValueError if the URL is none."""
-        self._client = redis_client(url, TIMEOUT_S)
-        self._is_away = False
-        self._ttl_s, self._records, self._record_bytes, self._patience_s = ttl_s, records, record_bytes, patience_s
+        self._redis = StateRedis(url, patience_s)
+        self._ttl_s, self._records, self._record_bytes = ttl_s, records, record_bytes
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._redis.close()
 
     async def get(self, owner: str, names: Sequence[str]) -> list[Record | None]:
         if not names:
@@ -120,19 +110,5 @@ class RedisStore:
         return bool(await self._call(_DELETE, owner, [name], name))
 
     async def _call(self, script: str, owner: str, names: Sequence[str], *arguments: Any) -> Any:
-        """Tries until it has an answer or no patience is left: a try whose answer was lost may have happened, and happens again
-        to the same end."""
         keys = [f"state:use:{owner}", f"state:size:{owner}", *(f"state:of:{owner}:{name}" for name in names)]
-        until = time.monotonic() + (0.0 if self._is_away else self._patience_s)
-        while True:
-            try:
-                found = await self._client.eval(script, len(keys), *keys, self._ttl_s, *arguments)
-            except (exceptions.RedisError, OSError) as error:
-                passes = isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
-                if not passes or time.monotonic() + PAUSE_S > until:
-                    self._is_away = self._is_away or passes
-                    raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
-            else:
-                self._is_away = False
-                return found
-            await asyncio.sleep(PAUSE_S)
+        return await self._redis.call(script, keys, self._ttl_s, *arguments)

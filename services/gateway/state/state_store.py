@@ -1,4 +1,5 @@
-"""What clients have the service keep: responses and conversations, each of one API key. The port; redis_store.py lasts."""
+"""What clients have the service keep: responses and conversations, each of one API key. The port; redis_store.py lasts. Files
+and batches are in stores of their own, file_store.py and batch_store.py."""
 
 from __future__ import annotations
 

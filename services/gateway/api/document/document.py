@@ -84,7 +84,7 @@ def _operation(operation: Operation, schemas: Schemas, keys: bool, method: str) 
         "responses": _answers(operation, schemas, keys),
     }
     if operation.body is not None:
-        found["requestBody"] = {"required": True, "content": _content({JSON: operation.body}, schemas)}
+        found["requestBody"] = {"required": True, "content": _content({operation.media: operation.body}, schemas)}
     return found | _security(operation, keys)
 
 

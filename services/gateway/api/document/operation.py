@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
+FORM, BINARY = "multipart/form-data", "application/octet-stream"
 OF_ANY = (400, 408, 431, 500)  # a head that is none, is late or too large, and a fault
 OF_BODIES = (413, 503)
 OF_MODELS = (404, 503)
@@ -30,11 +31,11 @@ class ErrorFamily:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """body: of the request, None for none. content: of the answer with 200. statuses: others than 200 and those of every
-    operation. others: of those the ones whose body is no error. keyed: it takes an API key where there are any. generates: it
-    counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types that the body's
-    schema refers to by name alone. named: its stream's events have their types as names, and the last one is no [DONE].
-    errors: where they are not as OpenAI's. served: it has answers of its own, and is not refused whatever is asked."""
+    """body: of the request, None for none; media: its type. content: of the answer with 200. statuses: others than 200 and those
+    of every operation. others: of those the ones whose body is no error. keyed: it takes an API key where there are any.
+    generates: it counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types
+    that the body's schema refers to by name alone. named: its stream's events have their types as names, and the last one is no
+    [DONE]. errors: where they are not as OpenAI's. served: it has answers of its own, and is not refused whatever is asked."""
 
     method: str
     path: str
@@ -51,6 +52,7 @@ class Operation:
     named: bool = False
     errors: ErrorFamily | None = None
     served: bool = True
+    media: str = JSON
 
     def answers(self, keys: bool) -> list[int]:
         """Statuses of its answers. keys: whether there are API keys."""

@@ -27,7 +27,6 @@ from services.gateway.api.responses.operations import (
     RESPONSES,
 )
 from services.gateway.api.responses.records import Records
-from services.gateway.api.responses.translation import check_metadata
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
 from services.gateway.api.strict_json import parse_json
 from services.gateway.http.direct_routes import Endpoint
@@ -35,6 +34,7 @@ from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.request.bodies import Body
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request
 from services.gateway.request.origin import Origin
+from services.gateway.state.metadata import check_metadata
 from services.gateway.state.owner import owner_of
 from services.shared import limits
 

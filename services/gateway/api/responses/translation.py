@@ -20,7 +20,7 @@ from services.gateway.request import client_fields
 from services.gateway.request.client_fields import ClientFields
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Plan
-from services.shared import limits
+from services.gateway.state.metadata import check_metadata
 
 Json = dict[str, Any]
 
@@ -72,20 +72,6 @@ def parse(body: Json) -> ResponsesRequest:
     check_metadata(request.metadata)
     refuse_hosted(request.tools)
     return request
-
-
-def check_metadata(given: Any) -> dict[str, str]:
-    """OpenAI's limits of names and texts."""
-    found = {} if given is None else given
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise bad_request("metadata", "'metadata' must be an object of strings.")
-    too_long = any(
-        len(name) > limits.MAX_METADATA_NAME_CHARS or len(value) > limits.MAX_METADATA_CHARS for name, value in found.items()
-    )
-    if len(found) > limits.MAX_METADATA or too_long:
-        most = f"{limits.MAX_METADATA} names of {limits.MAX_METADATA_NAME_CHARS} characters"
-        raise bad_request("metadata", f"'metadata' may have {most}, with texts of {limits.MAX_METADATA_CHARS}.")
-    return found
 
 
 def chat_of(request: ResponsesRequest, items: Sequence[Json]) -> Json:

@@ -30,6 +30,8 @@ from tests.services.redis_server import RedisServer
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
+FILES, BATCHES = "/v1/files", "/v1/batches"
+FILE, BATCH = f"{FILES}/file-a", f"{BATCHES}/batch_a"
 INPUT_TOKENS, KEPT, TALK = f"{RESPONSES}/input_tokens", f"{RESPONSES}/resp_a", f"{CONVERSATIONS}/conv_a"
 USER = [{"role": "user", "content": "Hi"}]
 PLAIN: dict[str, dict[str, Any]] = {
@@ -48,9 +50,15 @@ OF_THE_STORE: dict[str, dict[str, Any]] = {
     CONVERSATIONS: {"items": []},
     TALK: {"metadata": {"a": "b"}},
     f"{TALK}/items": {"items": [{"role": "user", "content": "Hi"}]},
+    FILES: {},
+    BATCHES: {"input_file_id": "file-a", "endpoint": COMPLETIONS, "completion_window": "24h"},
+    f"{BATCH}/cancel": {},
 }
-DELETES = (KEPT, TALK, f"{TALK}/items/item_a")
-KEPT_GETS = (*DELETES, f"{KEPT}/input_items", f"{TALK}/items")
+DELETES = (KEPT, TALK, f"{TALK}/items/item_a", FILE)
+LISTS = (FILES, BATCHES)
+KEPT_GETS = (*DELETES, f"{KEPT}/input_items", f"{TALK}/items", f"{FILE}/content", BATCH)
+FORM_TYPE = "multipart/form-data; boundary=x"
+LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "Hi", "max_tokens": 2}}
 OF_TEXTS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": ["Hi", "you"]},
     "/detokenize": {"tokens": [72, 105]},
@@ -164,10 +172,10 @@ def raw(system: System, method: str, path: str, rest: bytes) -> Answered:
 
 def operations() -> list[tuple[str, str]]:
     """One of each that is documented: method, path."""
-    gets = (*GETS, *MODEL_PATHS, *KEPT_GETS)
+    gets = (*GETS, *MODEL_PATHS, *LISTS, *KEPT_GETS)
     found = [(method, path) for path in gets for method in ("GET", "HEAD")]
     found += [("POST", path) for path in POSTS] + [("PUT", "/generate")]
-    return found + [("DELETE", path) for path in DELETES] + [("OPTIONS", path) for path in (*gets, *POSTS)]
+    return found + [("DELETE", path) for path in DELETES] + [("OPTIONS", path) for path in {*gets, *POSTS}]
 
 
 def of_store(system: System) -> list[Answered]:
@@ -186,10 +194,41 @@ def of_store(system: System) -> list[Answered]:
     return own + [ask(system, "DELETE", here(path)) for path in reversed(DELETES)]
 
 
+def form_of(lines: bytes) -> bytes:
+    parts = (b'name="purpose"\r\n\r\nbatch', b'name="file"; filename="a.jsonl"\r\n\r\n' + lines)
+    return b"".join(b"--x\r\ncontent-disposition: form-data; %s\r\n" % part for part in parts) + b"--x--\r\n"
+
+
+def upload(system: System, lines: bytes) -> Answered:
+    return ask(system, "POST", FILES, form_of(lines), **{"content-type": FORM_TYPE})
+
+
+def of_batches(system: System) -> list[Answered]:
+    """A batch that ends well and one that does not, their files, and what becomes of them."""
+    found = []
+    for lines in (json.dumps(LINE).encode(), b"nonsense"):
+        found.append(upload(system, lines))
+        file_id = json.loads(found[-1].body)["id"]
+        found.append(ask(system, "POST", BATCHES, {**OF_THE_STORE[BATCHES], "input_file_id": file_id}))
+        batch = f"{BATCHES}/{json.loads(found[-1].body)['id']}"
+        found.append(ask(system, "DELETE", f"{FILES}/{file_id}"))
+        assert found[-1].status == 409
+        wait_until(lambda: system.get(batch).json()["status"] in ("completed", "failed"), "the batch")  # noqa: B023
+        found += [ask(system, method, path) for path in (*LISTS, batch, f"{FILES}/{file_id}") for method in ("GET", "HEAD")]
+        found += [ask(system, method, f"{FILES}/{file_id}/content") for method in ("GET", "HEAD")]
+        found += [ask(system, "POST", f"{batch}/cancel"), ask(system, "DELETE", f"{FILES}/{file_id}")]
+    found += [ask(system, "GET", f"{path}?limit=0") for path in LISTS]
+    last = ask(system, "POST", FILES, form_of(json.dumps(LINE).encode()), **{"content-type": FORM_TYPE})
+    begun = ask(system, "POST", BATCHES, {**OF_THE_STORE[BATCHES], "input_file_id": json.loads(last.body)["id"]})
+    return [*found, last, begun, ask(system, "POST", f"{BATCHES}/{json.loads(begun.body)['id']}/cancel")]
+
+
 def at_work(seen: Seen, store: RedisServer) -> None:
     """All is there: answers, and what is wrong with requests."""
-    with system_with_sessions(max_body_bytes=2 * SMALL_BODY_BYTES, state_redis_url=store.url) as system:
+    limits = {"max_body_bytes": 2 * SMALL_BODY_BYTES, "max_file_bytes": SMALL_BODY_BYTES}
+    with system_with_sessions(**limits, state_redis_url=store.url) as system:
         seen.look(system, of_store(system))
+        seen.look(system, of_batches(system))
         good = [ask(system, "POST", path, {**PLAIN[path], **fields}) for path, fields in GOOD]
         assert {answer.status for answer in good} == {200}, good
         seen.look(system, good)
@@ -237,7 +276,13 @@ def at_fault(seen: Seen, patch: pytest.MonkeyPatch) -> None:
 def with_a_store_that_refuses(seen: Seen, patch: pytest.MonkeyPatch, store: RedisServer) -> None:
     """It is full, others write all the time, and then it is gone."""
     store.client.flushall()
-    with System(state_redis_url=store.url, state_bytes_per_key=2000, state_patience_s=0.1) as system:
+    full: dict[str, Any] = {"state_bytes_per_key": 2000, "file_bytes_per_key": 2000, "state_records_per_key": 2}
+    with System(state_redis_url=store.url, state_patience_s=0.1, batch_lines=0, **full) as system:
+        file_id = json.loads(upload(system, b"x").body)["id"]
+        begin = partial(ask, system, "POST", BATCHES, {**OF_THE_STORE[BATCHES], "input_file_id": file_id})
+        answers = [upload(system, b"x" * 2000), *(begin() for _ in range(3))]
+        assert [answer.status for answer in answers] == [429, 200, 200, 429]
+        seen.look(system, answers)
         conversation = json.loads(ask(system, "POST", CONVERSATIONS, {}).body)["id"]
         here = {path: path.replace("conv_a", conversation) for path in OF_THE_STORE}
         item = json.loads(ask(system, "POST", here[f"{TALK}/items"], OF_THE_STORE[f"{TALK}/items"]).body)["first_id"]
@@ -250,7 +295,8 @@ def with_a_store_that_refuses(seen: Seen, patch: pytest.MonkeyPatch, store: Redi
             changes = [ask(system, "POST", here[path], OF_THE_STORE[path]) for path in (TALK, f"{TALK}/items")]
             seen.look(system, [*changes, ask(system, "DELETE", f"{here[TALK]}/items/{item}")])
         store.kill()
-        gone = [ask(system, method, path) for method, path in operations() if path in KEPT_GETS]
+        gone = [ask(system, method, path) for method, path in operations() if path in (*KEPT_GETS, *LISTS)]
+        gone.append(upload(system, b"x"))
         seen.look(system, [*gone, *ask_all(system, OF_THE_STORE)])
         store.start()
 

@@ -1,0 +1,105 @@
+"""What OpenAI's files and batches answer. For documentation: the bytes are written in cards.py."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from services.gateway.api.document.answer import Answer, Count
+
+Time = int | None
+BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+
+
+class FileCard(Answer):
+    id: str
+    object: Literal["file"]
+    bytes: Count
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(Answer):
+    object: Literal["list"]
+    data: list[FileCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(Answer):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchError(Answer):
+    """Of an input; line: its number, from 1."""
+
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+class BatchErrors(Answer):
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(Answer):
+    total: Count
+    completed: Count
+    failed: Count
+
+
+class InputDetails(Answer):
+    cached_tokens: Count
+
+
+class OutputDetails(Answer):
+    reasoning_tokens: Count
+
+
+class BatchUsage(Answer):
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class BatchCard(Answer):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: Time
+    expires_at: int
+    finalizing_at: Time
+    completed_at: Time
+    failed_at: Time
+    expired_at: Time
+    cancelling_at: Time
+    cancelled_at: Time
+    request_counts: RequestCounts
+    usage: BatchUsage
+    model: str | None
+    metadata: dict[str, str]
+
+
+class BatchList(Answer):
+    object: Literal["list"]
+    data: list[BatchCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,138 @@
+"""Files and batches of one API key at a time. Every method raises ApiError."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from services.gateway.request.errors import ApiError, bad_request, unavailable
+from services.gateway.state.batch_record import BatchOrder, BatchRecord, Status
+from services.gateway.state.batch_store import BatchStore
+from services.gateway.state.file_store import FileStore, NoSuchPlace
+from services.gateway.state.state_store import StoreAway
+from services.gateway.state.stored_files import StoredFile
+from services.shared import limits
+
+_SEEN = 1000  # batches that are not over, of all keys: their inputs are not deleted
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    files: FileStore
+    batches: BatchStore
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of a new batch. results_live_s: None for as long as the store keeps things."""
+
+    input_file_id: str
+    endpoint: str
+    window: str
+    metadata: dict[str, str]
+    results_live_s: int | None
+
+
+class Kept:
+    """stores: None where this gateway keeps nothing. lives_s: seconds for which it keeps what is not said otherwise."""
+
+    def __init__(self, stores: Stores | None, lives_s: int, retry_after_s: int) -> None:
+        self._stores = stores
+        self.lives_s = lives_s
+        self._retry_after_s = retry_after_s
+
+    @asynccontextmanager
+    async def reached(self) -> AsyncIterator[Stores]:
+        if self._stores is None:
+            raise ApiError(400, "This server keeps no files and runs no batches: it has no store.", code="no_store")
+        try:
+            yield self._stores
+        except StoreAway:
+            raise unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable") from None
+
+    async def file(self, owner: str, file_id: str, param: str = "file_id") -> StoredFile:
+        async with self.reached() as stores:
+            found = await stores.files.get(owner, file_id) if len(file_id) <= limits.MAX_STORED_ID_CHARS else None
+        if found is None:
+            raise ApiError(404, "There is no such file, or not any more.", param=param, code="file_not_found")
+        return found
+
+    async def files(self, owner: str, after: str, limit: int, rising: bool, purpose: str) -> tuple[list[StoredFile], bool]:
+        async with self.reached() as stores:
+            try:
+                return await stores.files.listed(owner, after, limit, rising, purpose)
+            except NoSuchPlace:
+                raise _no_such_place() from None
+
+    async def delete_file(self, owner: str, file_id: str) -> None:
+        file = await self.file(owner, file_id)
+        async with self.reached() as stores:
+            for whose, batch_id in await stores.batches.open_batches(_SEEN):
+                record = await stores.batches.get(owner, batch_id) if whose == owner else None
+                if record is not None and record.is_open and record.order.input_file_id == file_id:
+                    raise ApiError(409, "A batch that is not over reads this file.", param="file_id", code="file_in_use")
+            await stores.files.delete(owner, file)
+
+    async def begin(self, owner: str, key: str, asked: Asked) -> BatchRecord:
+        """key: name of the API key."""
+        window_s = int(asked.window[:-1]) * _UNITS[asked.window[-1]]
+        if window_s > limits.MAX_BATCH_WINDOW_S:
+            message = f"'completion_window' may be at most {limits.MAX_BATCH_WINDOW_S // 86_400} days."
+            raise bad_request("completion_window", message)
+        file = await self.file(owner, asked.input_file_id, "input_file_id")
+        if file.batch:
+            raise bad_request("input_file_id", "The file is a batch's result; its purpose must be batch.")
+        now = int(time.time())
+        order = BatchOrder(
+            id=f"batch_{secrets.token_hex(16)}",
+            owner=owner,
+            key=key,
+            endpoint=asked.endpoint,
+            input_file_id=file.id,
+            window=asked.window,
+            created_at=now,
+            expires_at=now + window_s,
+            results_live_s=asked.results_live_s or self.lives_s,
+            output_id=f"file-{secrets.token_hex(16)}",
+            error_id=f"file-{secrets.token_hex(16)}",
+            metadata=asked.metadata,
+        )
+        async with self.reached() as stores:
+            if not await stores.files.prolong(owner, file, order.expires_at + 3600):
+                raise ApiError(404, "The file has just expired.", param="input_file_id", code="file_not_found")
+            if not await stores.batches.begin(order):
+                raise ApiError(429, "No more batches can be kept for this API key.", code="store_full")
+        return await self.batch(owner, order.id)
+
+    async def batch(self, owner: str, batch_id: str) -> BatchRecord:
+        async with self.reached() as stores:
+            found = await stores.batches.get(owner, batch_id) if len(batch_id) <= limits.MAX_STORED_ID_CHARS else None
+        if found is None:
+            raise ApiError(404, "There is no such batch, or not any more.", param="batch_id", code="batch_not_found")
+        return found
+
+    async def batches(self, owner: str, after: str, limit: int) -> tuple[list[BatchRecord], bool]:
+        async with self.reached() as stores:
+            try:
+                return await stores.batches.listed(owner, after, limit)
+            except NoSuchPlace:
+                raise _no_such_place() from None
+
+    async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
+        """Again: no effect."""
+        await self.batch(owner, batch_id)
+        async with self.reached() as stores:
+            await stores.batches.cancel(owner, batch_id)
+        record = await self.batch(owner, batch_id)
+        if record.status not in (Status.CANCELLING, Status.CANCELLED):
+            message = f"A batch that is {record.status.value} cannot be cancelled."
+            raise ApiError(409, message, param="batch_id", code="batch_not_cancellable")
+        return record
+
+
+def _no_such_place() -> ApiError:
+    return bad_request("after", "'after': there is nothing of this id, or not any more.")

@@ -1,0 +1,30 @@
+"""OpenAI's files and batches as the OpenAPI document has them."""
+
+from __future__ import annotations
+
+from services.gateway.api.batches.answers import BatchCard, BatchList, FileCard, FileDeleted, FileList
+from services.gateway.api.batches.types import BatchRequest, FileForm
+from services.gateway.api.document.operation import BINARY, FORM, JSON, Operation
+
+FILES = "/v1/files"
+FILE = f"{FILES}/{{file_id}}"
+CONTENT = f"{FILE}/content"
+BATCHES = "/v1/batches"
+BATCH = f"{BATCHES}/{{batch_id}}"
+CANCEL = f"{BATCH}/cancel"
+
+_TAG = "Batches"
+_FILE = {"file_id": "Of a file that is kept."}
+_BATCH = {"batch_id": "Of a batch."}
+_KEPT = (404, 503)
+OPERATIONS = (
+    Operation("post", FILES, _TAG, "Upload a file", {JSON: FileCard}, FileForm, statuses=(429,), media=FORM),
+    Operation("get", FILES, _TAG, "Files, the newest first", {JSON: FileList}, statuses=(503,)),
+    Operation("get", FILE, _TAG, "A file", {JSON: FileCard}, statuses=_KEPT, parameters=_FILE),
+    Operation("delete", FILE, _TAG, "Forget it", {JSON: FileDeleted}, statuses=(404, 409, 503), parameters=_FILE),
+    Operation("get", CONTENT, _TAG, "Its content", {BINARY: str}, statuses=_KEPT, parameters=_FILE),
+    Operation("post", BATCHES, _TAG, "Begin a batch", {JSON: BatchCard}, BatchRequest, statuses=(404, 429)),
+    Operation("get", BATCHES, _TAG, "Batches, the newest first", {JSON: BatchList}, statuses=(503,)),
+    Operation("get", BATCH, _TAG, "A batch", {JSON: BatchCard}, statuses=_KEPT, parameters=_BATCH),
+    Operation("post", CANCEL, _TAG, "Cancel it", {JSON: BatchCard}, statuses=(404, 409, 503), parameters=_BATCH),
+)

@@ -1,0 +1,205 @@
+"""A file that is uploaded: read, and kept chunk by chunk, without ever being here as a whole.
+
+What it holds at a time is held in the budget of bodies. Whatever ends an upload before its end, nothing of it is left: what
+the store cannot be told expires there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.types import Receive, Scope
+
+from services.gateway.api.batches.form_reader import BadForm, Event, FormReader, PartBegins, PartContent, boundary_of
+from services.gateway.api.batches.types import FileForm
+from services.gateway.api.body_errors import of_validation
+from services.gateway.http.body import gone_of
+from services.gateway.http.body_budget import BodyBudget, ClientGone
+from services.gateway.request.errors import CLIENT_CLOSED, ApiError, bad_request
+from services.gateway.state.file_store import FileStore
+from services.gateway.state.state_store import StoreAway
+from services.gateway.state.stored_files import StoredFile
+from services.shared import limits
+
+logger = logging.getLogger(__name__)
+
+FORM_BYTES = 64 << 10  # of all that is not the file's content
+_HELD = 2 * limits.FILE_CHUNK_BYTES  # what has come of a chunk, and the piece that ends it
+_FILE = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """file_bytes: of a file. chunk_s: seconds in which a chunk's worth must arrive. lives_s: for which a file is kept where its
+    client does not say."""
+
+    file_bytes: int
+    chunk_s: float
+    lives_s: int
+
+
+async def receive_file(
+    scope: Scope, receive: Receive, owner: str, files: FileStore, bodies: BodyBudget, most: UploadLimits
+) -> StoredFile:
+    """Raises ApiError, StoreAway."""
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    declared = headers.get(b"content-length", "")
+    if declared.isdecimal() and int(declared) > most.file_bytes + FORM_BYTES:
+        raise _too_large(most.file_bytes)
+    boundary = boundary_of(headers.get(b"content-type", ""))
+    if boundary is None:
+        raise bad_request(None, "A file is uploaded as multipart/form-data, with a boundary.", "invalid_form")
+    held = bodies.open(gone_of(scope))
+    try:
+        await held.grow_to(min(_HELD, held.most))
+        return await _receive(receive, Upload(files, owner, most), FormReader(boundary))
+    except ClientGone:
+        raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
+    finally:
+        held.close()
+
+
+async def _receive(receive: Receive, upload: Upload, form: FormReader) -> StoredFile:
+    try:
+        async for piece in _pieces(receive, upload.most.chunk_s):
+            for event in form.feed(piece):
+                await upload.take(event)
+        if not form.is_complete:
+            raise BadForm("it has no end")
+        return await upload.seal()
+    except BadForm as bad:
+        await upload.discard()
+        raise bad_request(None, f"The form is wrong: {bad}.", "invalid_form") from None
+    except BaseException:
+        await upload.discard()
+        raise
+
+
+async def _pieces(receive: Receive, chunk_s: float) -> AsyncIterator[bytes]:
+    """Raises ApiError 408, ClientGone."""
+    loop = asyncio.get_running_loop()
+    until, since = loop.time() + chunk_s, 0
+    while True:
+        try:
+            async with asyncio.timeout_at(until):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(408, "The request's body did not arrive in time.", code="timeout") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece = message.get("body", b"")
+        yield piece
+        since += len(piece)
+        if since >= limits.FILE_CHUNK_BYTES:
+            until, since = loop.time() + chunk_s, 0
+        if not message.get("more_body", False):
+            return
+
+
+class Upload:
+    """Of one form. seal() or discard() is its end."""
+
+    def __init__(self, files: FileStore, owner: str, most: UploadLimits) -> None:
+        self._files = files
+        self._owner = owner
+        self.most = most
+        self._id = f"file-{secrets.token_hex(16)}"
+        self._fields: dict[str, str] = {}
+        self._name = ""
+        self._field: str | None = ""  # that the part is; None: it is the file
+        self._value = bytearray()
+        self._chunk = bytearray()
+        self._size = self._chunks = 0
+        self._other_bytes = 0
+
+    async def take(self, event: Event) -> None:
+        """Raises BadForm, ApiError, StoreAway."""
+        if isinstance(event, PartBegins):
+            self._begin(event)
+        elif isinstance(event, PartContent):
+            await self._add(event.content)
+        elif self._field is not None:
+            try:
+                self._fields[self._field] = self._value.decode()
+            except UnicodeDecodeError:
+                raise BadForm("a field is not UTF-8") from None
+            self._value.clear()
+
+    def _begin(self, part: PartBegins) -> None:
+        if part.name != _FILE:
+            self._field = part.name
+            return
+        if self._name:
+            raise BadForm("it has more than one file")
+        self._field, self._name = None, (part.filename or _FILE)[: limits.MAX_FILE_NAME_CHARS]
+
+    async def _add(self, content: bytes) -> None:
+        if self._field is not None:
+            self._other_bytes += len(content)
+            if self._other_bytes > FORM_BYTES:
+                raise BadForm(f"its fields have more than {FORM_BYTES} bytes")
+            self._value += content
+            return
+        self._size += len(content)
+        if self._size > self.most.file_bytes:
+            raise _too_large(self.most.file_bytes)
+        self._chunk += content
+        while len(self._chunk) >= limits.FILE_CHUNK_BYTES:
+            await self._keep(bytes(self._chunk[: limits.FILE_CHUNK_BYTES]))
+            del self._chunk[: limits.FILE_CHUNK_BYTES]
+
+    async def _keep(self, content: bytes) -> None:
+        number, self._chunks = self._chunks, self._chunks + 1  # before it is there: what may be there is discarded
+        if not await self._files.add(self._owner, self._id, number, content):
+            raise _full()
+
+    async def seal(self) -> StoredFile:
+        """Raises ApiError, StoreAway."""
+        if not self._name:
+            raise bad_request(_FILE, f"'{_FILE}' is required.", "missing_required_parameter")
+        asked = _form(self._fields)
+        if self._chunk:
+            await self._keep(bytes(self._chunk))
+        if not self._size:
+            raise bad_request(_FILE, f"'{_FILE}' is empty.")
+        now = int(time.time())
+        lives_s = self.most.lives_s if asked.expires_after is None else asked.expires_after.seconds
+        file = StoredFile(self._id, self._size, now, now + lives_s, self._name, asked.purpose, chunks=self._chunks)
+        if not await self._files.seal(self._owner, file):
+            raise _full()
+        return file
+
+    async def discard(self) -> None:
+        if self._chunks:
+            try:
+                await self._files.discard(self._owner, self._id, self._chunks)
+            except StoreAway as away:
+                logger.warning("what there is of an upload is left to expire: %s", away)
+
+
+def _form(fields: Mapping[str, str]) -> FileForm:
+    """Raises ApiError."""
+    given: dict[str, Any] = {_FILE: b"", **{name: fields[name] for name in ("purpose",) if name in fields}}
+    expires = {name: fields[f"expires_after[{name}]"] for name in ("anchor", "seconds") if f"expires_after[{name}]" in fields}
+    if expires:
+        seconds = expires.get("seconds", "")
+        given["expires_after"] = {**expires, **({"seconds": int(seconds)} if seconds.isdecimal() else {})}
+    try:
+        return FileForm.model_validate(given)
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The file is larger than {most} bytes.", param=_FILE, code="file_too_large")
+
+
+def _full() -> ApiError:
+    return ApiError(429, "No more files can be kept for this API key.", param=_FILE, code="store_full")

@@ -1,0 +1,62 @@
+"""Batches as a whole, but for their routes: put together from settings, run beside all else, closed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from services.gateway.batches.batch_runner import BatchRunner, RunnerStores
+from services.gateway.batches.lanes import Lanes
+from services.gateway.batches.line_call import Endpoint, LineCalls
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.caller import Caller
+from services.gateway.state.batch_store import BatchStore
+from services.gateway.state.file_store import FileStore
+from services.gateway.state.lease import Leases
+from services.gateway.state.state_redis import StateRedis
+
+
+class BatchWork:
+    """endpoints: what answers lines, by path; filled before it runs. callers: who has the key of a name; raises ApiError.
+    waiting: choices that wait for a worker, here or there. quiet_s: seconds for which nobody has waited for an answer."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        endpoints: Mapping[str, Endpoint],
+        callers: Callable[[str], Caller],
+        waiting: Callable[[], int],
+        quiet_s: Callable[[], float],
+        metrics: GatewayMetrics,
+    ) -> None:
+        """Raises ValueError if the store's URL is none."""
+        self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
+        leases = Leases(self._redis, settings.batch_lease_s)
+        most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key
+        self.files = FileStore(self._redis, most, most_bytes)
+        self.batches = BatchStore(self._redis, leases, settings.state_ttl_s, most, most_bytes)
+        low_first = settings.schedule_low_priority_values_first
+        self._runner: BatchRunner | None = None
+        if settings.batch_lines:
+            self._runner = BatchRunner(
+                RunnerStores(self.batches, self.files, leases),
+                LineCalls(endpoints),
+                Lanes(settings.batch_lines, settings.batch_lines_beside, waiting, quiet_s),
+                lambda name: callers(name).in_background(low_first),
+                settings.batch_lines_each,
+                settings.max_batch_lines,
+                metrics,
+            )
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await (asyncio.Event().wait() if self._runner is None else self._runner.run())
+
+    async def drain(self) -> None:
+        """No more lines begin. Returns once those that are being answered are."""
+        if self._runner is not None:
+            await self._runner.drain()
+
+    async def close(self) -> None:
+        await self._redis.close()

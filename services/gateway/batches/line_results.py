@@ -1,0 +1,70 @@
+"""What becomes of a line → its line in the output file or the error file, as OpenAI writes them. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from services.gateway.batches.input_lines import Line
+from services.gateway.state.batch_store import LineResult
+from services.gateway.state.stored_files import ERRORS, OUTPUT
+from services.shared.limits import MAX_BATCH_RESULT_BYTES
+
+EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
+_WHY = {
+    EXPIRED: "This request could not be executed before the completion window expired.",
+    CANCELLED: "The batch was cancelled before this request was executed.",
+    "result_too_large": f"The answer has more than {MAX_BATCH_RESULT_BYTES} bytes.",
+    "store_full": "There is no room for the answer among what may be kept for this API key.",
+    "server_error": "The request could not be executed.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of an endpoint. body: JSON."""
+
+    status: int
+    body: bytes
+    request_id: str
+
+
+def answered(line: Line, answer: Answer) -> LineResult:
+    """A 200 goes to the output file, all else to the errors. What is too large to keep is none."""
+    if len(answer.body) > MAX_BATCH_RESULT_BYTES:
+        return not_executed(line, "result_too_large")
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": orjson.Fragment(answer.body)}
+    good = answer.status == 200
+    usage = _usage(orjson.loads(answer.body).get("usage")) if good else {}
+    return LineResult(line.number, OUTPUT if good else ERRORS, _line(line, response, None), not good, usage)
+
+
+def not_executed(line: Line, code: str) -> LineResult:
+    """Its result says why there is none. It is kept whatever the quota says, for it is small."""
+    return LineResult(line.number, ERRORS, _line(line, None, {"code": code, "message": _WHY[code]}), forced=True)
+
+
+def _line(line: Line, response: Mapping[str, Any] | None, error: Mapping[str, str] | None) -> bytes:
+    result_id = f"batch_req_{secrets.token_hex(16)}"
+    return orjson.dumps({"id": result_id, "custom_id": line.custom_id, "response": response, "error": error}) + b"\n"
+
+
+def _usage(told: Any) -> dict[str, int]:
+    """Tokens by USAGE, of any endpoint's answer."""
+    if not isinstance(told, dict):
+        return {}
+    prompt = told.get("prompt_tokens", told.get("input_tokens", 0))
+    output = told.get("completion_tokens", told.get("output_tokens", 0))
+    of_prompt = told.get("prompt_tokens_details") or told.get("input_tokens_details") or {}
+    of_output = told.get("completion_tokens_details") or told.get("output_tokens_details") or {}
+    found = {
+        "input_tokens": prompt,
+        "cached_tokens": of_prompt.get("cached_tokens", 0),
+        "output_tokens": output,
+        "reasoning_tokens": of_output.get("reasoning_tokens", 0),
+    }
+    return {name: amount for name, amount in found.items() if amount}

@@ -1,0 +1,97 @@
+"""What is known of a batch. Frozen and plain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+
+class Status(StrEnum):
+    """OpenAI's."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+OPEN = frozenset((Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING))
+USAGE = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOrder:
+    """What a client has asked for, which does not change. key: name of the API key that asked, "" where there are none.
+    created_at, expires_at: Unix seconds. output_id, error_id: that the files of its results will have. results_live_s: seconds
+    from the batch's end, for those files."""
+
+    id: str
+    owner: str
+    key: str
+    endpoint: str
+    input_file_id: str
+    window: str
+    created_at: int
+    expires_at: int
+    results_live_s: int
+    output_id: str
+    error_id: str
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    def dumped(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """The order and how far it has come. times: Unix seconds in which it became what it is or was. total: lines of its input.
+    last: number of the last one: blank ones count. completed, failed: lines with a result. output_bytes, error_bytes: of these
+    results. usage: tokens by USAGE. errors: of the input, as OpenAI writes them. model: that all lines name, "" where they do
+    not."""
+
+    order: BatchOrder
+    status: Status
+    times: Mapping[Status, int]
+    total: int
+    last: int
+    completed: int
+    failed: int
+    output_bytes: int
+    error_bytes: int
+    usage: Mapping[str, int]
+    errors: list[dict[str, Any]]
+    model: str
+
+    @property
+    def is_open(self) -> bool:
+        return self.status in OPEN
+
+
+def record_of(stored: Mapping[str, bytes]) -> BatchRecord:
+    """stored: fields of the batch's hash."""
+
+    def number(name: str) -> int:
+        return int(stored.get(name, b"0"))
+
+    return BatchRecord(
+        order=BatchOrder(**orjson.loads(stored["order"])),
+        status=Status(stored["status"].decode()),
+        times={status: number(f"at:{status.value}") for status in Status if f"at:{status.value}" in stored},
+        total=number("total"),
+        last=number("last"),
+        completed=number("completed"),
+        failed=number("failed"),
+        output_bytes=number("bytes:output"),
+        error_bytes=number("bytes:errors"),
+        usage={name: number(f"usage:{name}") for name in USAGE},
+        errors=orjson.loads(stored.get("errors", b"[]")),
+        model=stored.get("model", b"").decode(),
+    )

@@ -1,0 +1,22 @@
+"""What clients write on things that are kept for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.request.errors import bad_request
+from services.shared import limits
+
+
+def check_metadata(given: Any) -> dict[str, str]:
+    """OpenAI's limits of names and texts. Raises ApiError."""
+    found = {} if given is None else given
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise bad_request("metadata", "'metadata' must be an object of strings.")
+    too_long = any(
+        len(name) > limits.MAX_METADATA_NAME_CHARS or len(value) > limits.MAX_METADATA_CHARS for name, value in found.items()
+    )
+    if len(found) > limits.MAX_METADATA or too_long:
+        most = f"{limits.MAX_METADATA} names of {limits.MAX_METADATA_NAME_CHARS} characters"
+        raise bad_request("metadata", f"'metadata' may have {most}, with texts of {limits.MAX_METADATA_CHARS}.")
+    return found

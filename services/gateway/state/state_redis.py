@@ -1,0 +1,51 @@
+"""Calls of the store: each is one Lua script, so that a crash leaves all of it or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from redis import exceptions
+
+from services.gateway.state.state_store import StoreAway
+from services.shared.index.redis_client import redis_client
+
+TIMEOUT_S = 2.0  # of a try
+PAUSE_S = 0.1
+
+# How scripts begin. One without the flag is refused where there is no memory.
+READS = "#!lua flags=allow-oom\n"
+WRITES = "#!lua\n"
+
+
+class StateRedis:
+    """While it is away only the first call waits for it; later ones try once. patience_s: of a call, which is tried again until
+    then."""
+
+    def __init__(self, url: str, patience_s: float) -> None:
+        """Raises ValueError if the URL is none."""
+        self._client = redis_client(url, TIMEOUT_S)
+        self._is_away = False
+        self._patience_s = patience_s
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        """Tries until it has an answer or no patience is left: a try whose answer was lost may have happened, and happens again;
+        scripts come to the same end then. Raises StoreAway."""
+        until = time.monotonic() + (0.0 if self._is_away else self._patience_s)
+        while True:
+            try:
+                found = await self._client.eval(script, len(keys), *keys, *arguments)
+            except (exceptions.RedisError, OSError) as error:
+                passes = isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
+                if not passes or time.monotonic() + PAUSE_S > until:
+                    self._is_away = self._is_away or passes
+                    raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
+            else:
+                self._is_away = False
+                return found
+            await asyncio.sleep(PAUSE_S)

@@ -1,0 +1,135 @@
+"""What people notice of a batch: python -m tests.benchmarks.batches [--pairs N] [--rate R] [--gateway-flags "..."]
+
+The demo model as a whole system on this machine. Chats arrive as a Poisson process, in turns with nothing beside them and with a
+batch that lasts for as long as they do. Printed are the time to the first token and between tokens of both, and the medians over
+pairs of the ratio beside / quiet, with 95 % intervals; and how many lines of the batch were answered beside them, and how many
+without anything beside the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import httpx
+import numpy as np
+from openai import OpenAI
+
+from tests.benchmarks.client import Endpoint, Outcome, open_http
+from tests.benchmarks.deterministic_cost import interval
+from tests.benchmarks.load import Player, open_loop, poisson_arrivals
+from tests.benchmarks.workload import Spec, make_sessions
+from tests.e2e.system import System, wait_until
+
+LINES = 8000
+LOGS = {"log_level": "warning"}
+PERCENTILES = (50, 90, 99)
+FIGURES = tuple(f"{what} p{at}" for what in ("TTFT", "ITL") for at in PERCENTILES)
+COUNTED = "rootstock_gateway_batch_lines_total"
+
+
+@dataclass
+class Side:
+    """outcomes: of all its rounds. figures: of each, seconds by FIGURES. lines: of the batch a second, in each."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    figures: list[list[float]] = field(default_factory=list)
+    lines: list[float] = field(default_factory=list)
+
+
+def figures(outcomes: list[Outcome]) -> list[float]:
+    first = [each.ttft_s for each in outcomes if each.ttft_s is not None]
+    gaps = [gap for each in outcomes for gap in each.itl_s]
+    return [float(value) for values in (first, gaps) for value in np.percentile(values, PERCENTILES)]
+
+
+async def chats(system: System, args: argparse.Namespace, seed: int) -> list[Outcome]:
+    """Raises RuntimeError if one failed."""
+    spec = Spec("random", seed=seed, num_requests=args.requests, input_len=args.input_len, output_len=args.output_len)
+    async with open_http(None, 300) as http:
+        endpoint = Endpoint(f"{system.url}/v1/completions", False, "demo", ignore_eos=True)
+        player = Player(http, endpoint)
+        await open_loop(make_sessions(spec), poisson_arrivals(args.rate, args.requests, seed), None, player.play)
+    failed = [each for each in player.outcomes if each.ttft_s is None]
+    if failed:
+        raise RuntimeError(f"{len(failed)} chats failed")
+    return player.outcomes
+
+
+def begin_batch(client: OpenAI, args: argparse.Namespace) -> str:
+    def line(number: int) -> bytes:
+        body = {"model": "demo", "prompt": f"{number} is a number. " * 8, "max_tokens": args.output_len, "ignore_eos": True}
+        return json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}).encode()
+
+    content = b"\n".join(map(line, range(LINES)))
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    wait_until(lambda: answered(client, batch.id) > 0, 60, "the batch to run")
+    return batch.id
+
+
+def answered(client: OpenAI, batch_id: str) -> int:
+    counts = client.batches.retrieve(batch_id).request_counts
+    return 0 if counts is None else counts.completed
+
+
+def one_round(system: System, client: OpenAI, args: argparse.Namespace, side: Side, beside: bool, seed: int) -> None:
+    batch_id = begin_batch(client, args) if beside else ""
+    before, begun = answered(client, batch_id) if beside else 0, time.perf_counter()
+    outcomes = asyncio.run(chats(system, args, seed))
+    if beside:
+        side.lines.append((answered(client, batch_id) - before) / (time.perf_counter() - begun))
+        assert client.batches.retrieve(batch_id).status == "in_progress", "the batch must outlast the chats"
+        client.batches.cancel(batch_id)
+        wait_until(lambda: client.batches.retrieve(batch_id).status == "cancelled", 120, "the batch to end")
+    side.outcomes += outcomes
+    side.figures.append(figures(outcomes))
+
+
+def alone(system: System, client: OpenAI, args: argparse.Namespace) -> float:
+    """Lines a second of a batch that has the system for itself."""
+    batch_id = begin_batch(client, args)
+    before, begun = answered(client, batch_id), time.perf_counter()
+    time.sleep(args.alone_s)
+    found = (answered(client, batch_id) - before) / (time.perf_counter() - begun)
+    client.batches.cancel(batch_id)
+    wait_until(lambda: client.batches.retrieve(batch_id).status == "cancelled", 120, "the batch to end")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=6, metavar="N", help="of rounds (default 6)")
+    parser.add_argument("--requests", type=int, default=150, metavar="N", help="chats of a round (default 150)")
+    parser.add_argument("--rate", type=float, default=6.0, help="chats a second (default 6)")
+    parser.add_argument("--input-len", type=int, default=64, help="words (default 64)")
+    parser.add_argument("--output-len", type=int, default=32, help="tokens, of chats and lines (default 32)")
+    parser.add_argument("--alone-s", type=float, default=15.0, help="seconds for which a batch has all (default 15)")
+    parser.add_argument("--gateway-flags", default="")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, System(Path(folder), gateway_flags=args.gateway_flags, **LOGS) as system:
+        client = OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0, timeout=httpx.Timeout(60))
+        asyncio.run(chats(system, args, 0))  # warms up
+        sides = {False: Side(), True: Side()}
+        for pair in range(args.pairs):
+            for beside in (False, True) if pair % 2 else (True, False):
+                one_round(system, client, args, sides[beside], beside, seed=1 + pair)
+        full = alone(system, client, args)
+    quiet, busy = sides[False], sides[True]
+    for name, *values in zip(FIGURES, figures(quiet.outcomes), figures(busy.outcomes), strict=True):
+        at, of_all = FIGURES.index(name), values[1] / values[0]
+        ratios = [after[at] / before[at] for before, after in zip(quiet.figures, busy.figures, strict=True)]
+        low, high = interval(ratios)
+        print(f"{name}: {values[0] * 1e3:.1f} ms quiet, {values[1] * 1e3:.1f} beside; of all rounds {of_all:.2f},", end=" ")
+        print(f"by pairs {median(ratios):.2f} [{low:.2f}, {high:.2f}]")
+    print(f"lines a second: {median(busy.lines):.1f} beside chats, {full:.1f} alone")
+
+
+if __name__ == "__main__":
+    main()

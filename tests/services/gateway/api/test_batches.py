@@ -1,0 +1,356 @@
+"""Files and batches with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types import Batch
+
+from rootstock.v1 import common_pb2 as pb
+from services.gateway.batches import batch_run, batch_runner
+from services.gateway.request.caller import Caller
+from services.gateway.state.batch_record import Status
+from services.gateway.state.batch_store import batch_lease
+from services.gateway.state.owner import owner_of
+from services.shared.limits import PRIORITY_RANGE
+from tests.services.gateway.fakes import MODEL, FakeWorker
+from tests.services.gateway.system import System, wait_until
+from tests.services.redis_server import RedisServer, redis_server
+
+CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
+    COMPLETIONS: {"model": MODEL, "prompt": "Hi"},
+    EMBEDDINGS: {"model": MODEL, "input": "Hi"},
+    RESPONSES: {"model": MODEL, "input": "Hi"},
+}
+OVER = ("completed", "failed", "expired", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(folder=tmp_path_factory.mktemp("state"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def often() -> Iterator[None]:
+    """Gateways look for what there is to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_runner, "LOOK_S", 0.05)
+        yield
+
+
+@pytest.fixture(scope="module")
+def system(store: RedisServer, often: None) -> Iterator[System]:
+    with System(state_redis_url=store.url, batch_lines_beside=16, keys=["alice", "bob"]) as started:
+        yield started
+
+
+@pytest.fixture
+def client(system: System) -> OpenAI:
+    return system.openai(api_key="alice")
+
+
+def line(number: int, endpoint: str = CHAT, **fields: Any) -> dict[str, Any]:
+    return {"custom_id": f"line-{number}", "method": "POST", "url": endpoint, "body": BODIES[endpoint], **fields}
+
+
+def jsonl(lines: Sequence[Any]) -> bytes:
+    return b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in lines)
+
+
+def begin(client: OpenAI, lines: Sequence[Any], endpoint: Any = CHAT, window: Any = "24h", **fields: Any) -> Batch:
+    file = client.files.create(file=("lines.jsonl", jsonl(lines)), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window=window, **fields)
+
+
+def over(client: OpenAI, batch: Batch) -> Batch:
+    found = batch
+
+    def is_over() -> bool:
+        nonlocal found
+        found = client.batches.retrieve(batch.id)
+        return found.status in OVER
+
+    wait_until(is_over, f"{batch.id} to be over", 30)
+    return found
+
+
+def results(client: OpenAI, file_id: str | None) -> list[Any]:
+    return [] if file_id is None else [json.loads(each) for each in client.files.content(file_id).text.splitlines()]
+
+
+@pytest.mark.parametrize("endpoint", [pytest.param(path, id=path[4:]) for path in BODIES])
+def test_a_line_gets_what_its_route_answers(system: System, client: OpenAI, endpoint: str) -> None:
+    batch = over(client, begin(client, [line(1, endpoint), line(2, endpoint, body={"n": []})], endpoint, metadata={"a": "b"}))
+    assert (batch.status, batch.metadata, batch.errors) == ("completed", {"a": "b"}, None)
+    assert batch.request_counts is not None and batch.request_counts.to_dict() == {"total": 2, "completed": 1, "failed": 1}
+    (good,) = results(client, batch.output_file_id)
+    (bad,) = results(client, batch.error_file_id)
+    asked = {"headers": {"authorization": "Bearer alice"}}
+    same = system.post(endpoint, BODIES[endpoint], **asked).json()
+    wrong = system.post(endpoint, {"n": []}, **asked)
+    assert good["custom_id"] == "line-1" and good["error"] is None and good["response"]["status_code"] == 200
+    assert good["response"]["body"].keys() == same.keys() and good["response"]["body"]["usage"] == same["usage"]
+    assert bad["custom_id"] == "line-2" and bad["error"] is None
+    assert (bad["response"]["status_code"], bad["response"]["body"]) == (wrong.status_code, wrong.json())
+    assert batch.usage is not None and batch.usage.total_tokens == same["usage"]["total_tokens"]
+
+
+def test_what_is_wrong_with_an_input_is_told_line_by_line(client: OpenAI) -> None:
+    lines = [
+        line(1),
+        b"{nonsense",
+        b"",
+        b"[]",
+        line(1),
+        line(6, custom_id=7),
+        line(7, method="GET"),
+        line(8, url="/v1/embeddings"),
+        line(9, body="Hi"),
+        line(10),
+    ]
+    batch = over(client, begin(client, lines))
+    assert batch.status == "failed" and batch.failed_at and batch.output_file_id is batch.error_file_id is None
+    assert batch.errors is not None and batch.errors.data is not None
+    told = [(error.line, error.code, error.param) for error in batch.errors.data]
+    assert told == [
+        (2, "invalid_json_line", None),
+        (4, "invalid_json_line", None),
+        (5, "duplicate_custom_id", "custom_id"),
+        (6, "invalid_custom_id", "custom_id"),
+        (7, "invalid_method", "method"),
+        (8, "mismatched_endpoint", "url"),
+        (9, "invalid_body", "body"),
+    ]
+    assert batch.request_counts is not None and batch.request_counts.total == 0
+    (blank,) = over(client, begin(client, [b""])).errors.data or ()  # type: ignore[union-attr]
+    assert blank.code == "empty_file"
+
+
+def test_a_batch_that_cannot_be_is_refused_by_name(client: OpenAI) -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("endpoint", {"endpoint": "/v1/messages"}),
+        ("completion_window", {"window": "a day"}),
+        ("completion_window", {"window": "8d"}),  # a window that is too long
+        ("metadata", {"metadata": {"a" * 65: "b"}}),
+        ("output_expires_after", {"output_expires_after": {"anchor": "created_at", "seconds": 3}}),
+    ]
+    for param, fields in wrong:
+        with pytest.raises(openai.BadRequestError) as refused:
+            begin(client, [line(1)], **fields)
+        assert str(refused.value.param).startswith(param)
+
+
+def test_the_lists_have_pages(client: OpenAI) -> None:
+    begun = [over(client, begin(client, [line(1)])) for _ in range(3)]
+    first = client.batches.list(limit=2)
+    assert [batch.id for batch in first.data] == [begun[2].id, begun[1].id] and first.has_more
+    following = first.get_next_page()
+    assert following.data[0].id == begun[0].id
+    rising = client.files.list(order="asc", limit=1, after=begun[1].input_file_id, purpose="batch").data
+    assert [file.id for file in rising] == [begun[2].input_file_id]
+    outputs = client.files.list(purpose="batch_output", limit=2).data
+    assert [file.id for file in outputs] == [begun[2].output_file_id, begun[1].output_file_id]
+    for wrong in ({"limit": 0}, {"limit": 101}, {"after": "batch_none"}):
+        with pytest.raises(openai.BadRequestError):
+            client.batches.list(**wrong)
+
+
+def test_another_key_finds_nothing(system: System, client: OpenAI) -> None:
+    batch, bob = over(client, begin(client, [line(1)])), system.openai(api_key="bob")
+    ours: Any = batch.input_file_id, batch.output_file_id
+    for find in (bob.files.retrieve, bob.files.content, bob.files.delete):
+        for file_id in ours:
+            with pytest.raises(openai.NotFoundError):
+                find(file_id)
+    for find_batch in (bob.batches.retrieve, bob.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            find_batch(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        bob.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+    assert not bob.files.list().data and not bob.batches.list().data
+
+
+def test_a_file_that_is_deleted_is_gone_and_one_that_is_read_stays(system: System, client: OpenAI) -> None:
+    system.allow(0)
+    batch = begin(client, [line(1)])
+    with pytest.raises(openai.ConflictError):
+        client.files.delete(batch.input_file_id)
+    system.allow(None)
+    done: Any = over(client, batch)
+    for file_id in (batch.input_file_id, done.output_file_id):
+        assert client.files.delete(file_id).deleted
+        for find in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                find(file_id)
+
+
+def test_a_cancelled_batch_keeps_what_is_done(system: System, client: OpenAI) -> None:
+    """What runs is aborted at its worker; each custom_id has a result, in one file or the other."""
+    lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(40)]
+    system.allow(0)
+    batch = begin(client, lines)
+    wait_until(lambda: system.running() == [16], "as many lines as there are lanes")
+    assert system.metric("rootstock_gateway_batch_lines_in_flight") == 16
+    system.allow(1)
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "three results")  # type: ignore[union-attr]
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    done = over(client, batch)
+    wait_until(lambda: system.running() == [0], "the worker to have nothing to do")
+    system.allow(None)
+    good, bad = results(client, done.output_file_id), results(client, done.error_file_id)
+    assert done.status == "cancelled" and done.cancelled_at and len(good) == 3
+    assert {each["error"]["code"] for each in bad} == {"batch_cancelled"}
+    assert sorted(each["custom_id"] for each in good + bad) == sorted(each["custom_id"] for each in lines)
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(over(client, begin(client, [line(1)])).id)
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_batch_whose_time_is_over_says_so_line_by_line(system: System, client: OpenAI) -> None:
+    system.allow(0)
+    done = over(client, begin(client, [line(number) for number in range(3)], window="1s"))
+    system.allow(None)
+    assert done.status == "expired" and done.expired_at and done.output_file_id is None
+    told = results(client, done.error_file_id)
+    assert [(each["custom_id"], each["error"]["code"]) for each in told] == [(f"line-{at}", "batch_expired") for at in range(3)]
+    assert all(each["response"] is None for each in told)
+
+
+def test_results_are_in_the_order_of_the_input(system: System, client: OpenAI) -> None:
+    lines = [line(number, COMPLETIONS, body={**BODIES[COMPLETIONS], "max_tokens": 1 + number % 7}) for number in range(60)]
+    done = over(client, begin(client, lines, COMPLETIONS))
+    assert [each["custom_id"] for each in results(client, done.output_file_id)] == [each["custom_id"] for each in lines]
+    assert client.files.retrieve(done.output_file_id or "").bytes == len(client.files.content(done.output_file_id or "").content)
+
+
+def test_a_stream_is_no_line(client: OpenAI) -> None:
+    done = over(client, begin(client, [line(1, body={**BODIES[CHAT], "stream": True})]))
+    (told,) = results(client, done.error_file_id)
+    assert told["response"]["status_code"] == 400 and told["response"]["body"]["error"]["param"] == "stream"
+
+
+def test_what_passes_is_waited_out_and_what_does_not_is_told(
+    system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line whose fault may be its own is not tried for ever."""
+    monkeypatch.setattr(batch_run, "PAUSES_S", (0.01, 0.05))
+    fault = (pb.ERROR_CODE_INTERNAL, "a fault")
+    for faults, counts in ((batch_run.TRIES - 1, (1, 0)), (batch_run.TRIES, (0, 1))):
+        before = system.metric("rootstock_gateway_batch_retries_total")
+        system.do(lambda: system.worker.refuse.extend([fault] * faults))  # noqa: B023
+        done = over(client, begin(client, [line(1)]))
+        assert done.status == "completed" and done.request_counts is not None
+        assert (done.request_counts.completed, done.request_counts.failed) == counts
+        assert system.metric("rootstock_gateway_batch_retries_total") == before + batch_run.TRIES - 1
+    (told,) = results(client, done.error_file_id)
+    assert told["response"]["status_code"] == 500
+
+
+def test_lines_are_of_the_least_urgent_priority_and_of_their_key(system: System, client: OpenAI) -> None:
+    before = len(system.worker.submits)
+    over(client, begin(client, [line(1, body={**BODIES[CHAT], "priority": 7})]))
+    (submit,) = system.worker.submits[before:]
+    assert submit.priority == PRIORITY_RANGE[0] and submit.tenant == Caller("alice").tenant
+
+
+def test_a_key_that_is_taken_back_has_no_more_answers(system: System, client: OpenAI) -> None:
+    system.allow(0)
+    batch = begin(client, [line(1)])
+    wait_until(lambda: system.running() == [1], "the line to be at the worker")
+    system.write_keys("bob")
+    wait_until(lambda: system.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 401, "the key to be gone")
+    system.do(lambda: system.worker.end_running(pb.ERROR_CODE_INTERNAL))
+    owner = owner_of("alice")
+
+    def ended() -> Any:
+        return system.call(work.batches.get(owner, batch.id))
+
+    work = system.gateway._work
+    assert work is not None
+    wait_until(lambda: ended().status is Status.COMPLETED, "it to be over")
+    system.allow(None)
+    system.write_keys("alice", "bob")
+    wait_until(lambda: system.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the key to be back")
+    (told,) = results(client, over(client, batch).error_file_id)
+    assert told["response"]["status_code"] == 401
+
+
+def test_another_gateway_goes_on_where_the_store_says() -> None:
+    """The one that had it has stopped with lines at its worker; each line has one result, of one gateway or the other."""
+    lines = [line(number, body={**BODIES[CHAT], "max_tokens": 1 if number < 3 else 20}) for number in range(20)]
+    with redis_server() as own:
+        with System(state_redis_url=own.url) as first:
+            client = first.openai()
+            first.allow(0)
+            batch = begin(client, lines)
+            wait_until(lambda: first.running() == [16], "its lines to be at the worker")
+            first.allow(1)
+            wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 3, "results")  # type: ignore[union-attr]
+        with System(state_redis_url=own.url) as second:
+            done = over(second.openai(), batch)
+            told = results(second.openai(), done.output_file_id)
+            assert [each["custom_id"] for each in told] == [each["custom_id"] for each in lines]
+            assert len(second.worker.submits) == 17 and done.request_counts is not None and done.request_counts.completed == 20
+
+
+def test_no_line_is_recorded_by_who_has_lost_the_lease(system: System, store: RedisServer, client: OpenAI) -> None:
+    """Somebody else has it: what runs here is given up."""
+    system.allow(0)
+    batch = begin(client, [line(1)])
+    wait_until(lambda: system.running() == [1], "the line to be at the worker")
+    store.client.set(f"state:lease:{batch_lease(owner_of('alice'), batch.id)}", "another", px=60_000)
+    system.allow(1)
+    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == 0, "it to be given up")
+    system.allow(None)
+    counts = client.batches.retrieve(batch.id).request_counts
+    assert counts is not None and counts.completed == counts.failed == 0
+    store.client.delete(f"state:lease:{batch_lease(owner_of('alice'), batch.id)}")
+    assert over(client, batch).status == "completed"
+
+
+def test_a_line_that_waits_for_a_worker_is_overtaken() -> None:
+    """With no priorities set, and though it came first."""
+
+    def one_at_a_time(workers: list[FakeWorker]) -> None:
+        workers[0].info.max_running_requests = 1  # of three that it is given
+
+    with redis_server() as own, System(state_redis_url=own.url, configure=one_at_a_time, batch_lines_beside=16) as system:
+        client = system.openai()
+        system.allow(0)
+        batch = begin(client, [line(number, body={**BODIES[CHAT], "max_tokens": 1 + number}) for number in range(6)])
+        wait_until(lambda: system.num_waiting == 3, "lines to wait")
+        with ThreadPoolExecutor(1) as pool:
+            chat = pool.submit(system.chat, max_tokens=7)
+            wait_until(lambda: system.num_waiting == 4, "the chat to wait")
+            system.allow(1)
+            wait_until(lambda: len(system.worker.submits) == 4, "room for one")
+            assert system.worker.submits[-1].sampling.max_new_tokens == 7
+            system.allow(None)
+            assert chat.result().status_code == 200
+        assert over(client, batch).status == "completed"
+
+
+def test_lines_that_run_when_a_gateway_ends_are_answered_first() -> None:
+    """And its lease is given back: nobody waits for it to run out."""
+    with redis_server() as own:
+        with System(state_redis_url=own.url, grace_s=10) as system:
+            system.allow(0)
+            batch = begin(system.openai(), [line(1), line(2)])
+            wait_until(lambda: system.running() == [2], "the lines to be at the worker")
+            system.do(system.stop.set)
+            wait_until(lambda: system.gateway._http.should_exit, "the gateway to end")
+            system.allow(None)
+        owner = owner_of("")
+        assert own.client.hget(f"state:batch:{owner}:{batch.id}", "completed") == b"2"
+        assert not own.client.exists(f"state:lease:{batch_lease(owner, batch.id)}")

@@ -1,0 +1,157 @@
+"""Files as they are uploaded: forms whole, in pieces and wrong; what is over a limit or has no room leaves nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai import OpenAI
+
+from services.gateway.api.batches.form_reader import BadForm, Event, FormReader, PartBegins, PartContent, PartEnds, boundary_of
+from services.shared import limits
+from tests.services.gateway.system import System, wait_until
+from tests.services.redis_server import RedisServer
+
+MOST = 2 << 20
+TYPE = "multipart/form-data; boundary=x"
+FORM = (
+    b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.jsonl"\r\nContent-Type: text/plain\r\n\r\n'
+    b"one\r\n--\r\n--y\r\n\r\n--x--\r\n"
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(folder=tmp_path_factory.mktemp("state"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def system(store: RedisServer) -> Iterator[System]:
+    with System(state_redis_url=store.url, max_file_bytes=MOST, file_bytes_per_key=3 << 20, state_patience_s=0.1) as started:
+        yield started
+
+
+@pytest.fixture
+def client(system: System) -> OpenAI:
+    return system.openai()
+
+
+def read(form: bytes, size: int) -> list[Event]:
+    """In pieces of that size. What of contents comes in several is joined."""
+    reader, found = FormReader(b"x"), list[Event]()
+    for at in range(0, len(form), size):
+        for event in reader.feed(form[at : at + size]):
+            if isinstance(event, PartContent) and isinstance(found[-1], PartContent):
+                event = PartContent(found.pop().content + event.content)  # type: ignore[union-attr]
+            found.append(event)
+    assert reader.is_complete
+    return found
+
+
+def test_a_form_is_the_same_however_it_comes() -> None:
+    whole = [
+        *(PartBegins("purpose", None), PartContent(b"batch"), PartEnds()),
+        *(PartBegins("file", "a.jsonl"), PartContent(b"one\r\n--\r\n--y\r\n"), PartEnds()),
+    ]
+    assert all(read(FORM, size) == whole for size in range(1, len(FORM) + 1))
+    assert read(b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n\r\n--x--', 1) == [PartBegins("a", None), PartEnds()]
+
+
+def head(size: int) -> bytes:
+    begin = b'--x\r\ncontent-disposition: form-data; name="a'
+    return begin + b"a" * (size - len(begin) + 2) + b'"\r\n\r\n\r\n--x--'
+
+
+WRONG = {
+    "a preamble": b"before" + FORM,
+    "something behind a boundary": FORM.replace(b"--x\r\nc", b"--x c"),
+    "a part without a name": FORM.replace(b"form-data", b"attachment"),
+    "a head that is too large": head(limits.MAX_FORM_HEAD_BYTES + 1),
+    "too many parts": b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n\r\n' * (limits.MAX_FORM_PARTS + 1),
+    "a name that is no text": FORM.replace(b"purpose", b"\xff"),
+}
+BOUNDARIES = {
+    "multipart/form-data; boundary=x": b"x",
+    'Multipart/Form-Data; charset=utf-8; Boundary="a b"': b"a b",
+    "application/json": None,
+    "multipart/form-data": None,
+    "multipart/form-data; boundary=" + "x" * 71: None,
+}
+
+
+def test_a_form_that_is_wrong_is_refused() -> None:
+    for what, form in WRONG.items():
+        with pytest.raises(BadForm):
+            list(FormReader(b"x").feed(form))
+            pytest.fail(what)
+    assert list(FormReader(b"x").feed(head(limits.MAX_FORM_HEAD_BYTES)))
+    assert {kind: boundary_of(kind) for kind in BOUNDARIES} == BOUNDARIES
+
+
+def test_a_file_comes_back_as_it_was(client: OpenAI) -> None:
+    content = bytes(range(256)) * 8000  # of chunks, the last one not full
+    name = "é" * (limits.MAX_FILE_NAME_CHARS + 1)
+    file = client.files.create(file=(name, content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200})
+    assert len(content) > limits.FILE_CHUNK_BYTES and client.files.content(file.id).content == content
+    assert (file.bytes, file.filename, file.purpose) == (len(content), name[:-1], "batch")
+    assert file.expires_at == file.created_at + 7200 and client.files.retrieve(file.id) == file
+    assert client.files.delete(file.id).deleted
+
+
+def refusals(system: System, body: bytes, content_type: str = TYPE) -> tuple[int, str]:
+    answer = system.post("/v1/files", body, headers={"content-type": content_type})
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_what_is_wrong_or_has_no_room_leaves_nothing(system: System, store: RedisServer, client: OpenAI) -> None:
+    def upload(size: int, **fields: str) -> None:
+        client.files.create(file=("a", b"x" * size), **{"purpose": "batch", **fields})  # type: ignore[arg-type]
+
+    upload(MOST)
+    before = sorted(store.client.keys("*"))
+    with pytest.raises(openai.APIStatusError, match="larger than") as large:
+        upload(MOST + 1)
+    with pytest.raises(openai.RateLimitError):
+        upload(MOST)
+    assert large.value.status_code == 413
+    for fields in ({"purpose": "fine-tune"}, {"expires_after": {"anchor": "created_at", "seconds": 9}}):
+        with pytest.raises(openai.BadRequestError):
+            upload(1 << 10, **fields)  # type: ignore[arg-type]
+    assert refusals(system, FORM, "application/json") == (400, "invalid_form")
+    assert refusals(system, FORM[:-6]) == (400, "invalid_form")
+    assert refusals(system, FORM.replace(b'"file"', b'"other"')) == (400, "missing_required_parameter")
+    assert refusals(system, FORM.replace(b'"purpose"', b'"file"; filename="b"')) == (400, "invalid_form")
+    assert sorted(store.client.keys("*")) == before
+    assert system.metric("rootstock_gateway_body_bytes", pool="large") == 0
+
+
+def test_a_client_that_leaves_in_an_upload_leaves_nothing(system: System, store: RedisServer) -> None:
+    before = sorted(store.client.keys("*"))
+    with socket.create_connection(("127.0.0.1", system.port)) as connection:
+        lines = (b"POST /v1/files HTTP/1.1", b"host: a", b"content-type: " + TYPE.encode(), b"content-length: 1500000")
+        connection.sendall(b"\r\n".join((*lines, b"", FORM[: FORM.index(b"one")], b"x" * (limits.FILE_CHUNK_BYTES // 2))))
+        wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="large") > 0, "the upload to have begun")
+    wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="large") == 0, "it to be over")
+    assert sorted(store.client.keys("*")) == before
+
+
+def test_without_a_store_there_are_no_batches(shared: System) -> None:
+    answer = shared.post("/v1/files", FORM, headers={"content-type": TYPE})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_store") and "batches" in answer.text
+    assert shared.get("/v1/batches").json()["error"]["code"] == "no_store"
+
+
+def test_while_the_store_is_away_nothing_is_promised(system: System, store: RedisServer, client: OpenAI) -> None:
+    store.kill()
+    for ask in (client.files.list, client.batches.list, lambda: client.batches.cancel("batch_a")):
+        with pytest.raises(openai.InternalServerError, match="cannot be reached") as away:
+            ask()
+        assert away.value.status_code == 503
+    store.start()
+    assert client.files.list()

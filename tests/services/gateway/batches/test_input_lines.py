@@ -1,0 +1,54 @@
+"""What a batch's input may be, up to its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+
+from services.gateway.batches.input_lines import Checked, check
+from services.shared import limits
+
+PATH = "/v1/completions"
+
+
+def line(custom_id: str, **body: Any) -> bytes:
+    return orjson.dumps({"custom_id": custom_id, "method": "POST", "url": PATH, "body": body}) + b"\n"
+
+
+def checked(content: bytes, most_lines: int = limits.MAX_BATCH_LINES, piece: int = 1 << 20) -> Checked:
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(content), piece):
+            yield content[at : at + piece]
+
+    return asyncio.run(check(pieces(), PATH, most_lines))
+
+
+def codes(found: Checked) -> list[tuple[int | None, str]]:
+    return [(error.line, error.code) for error in found.errors]
+
+
+@pytest.mark.parametrize("piece", [pytest.param(1, id="bytes"), pytest.param(7, id="pieces"), pytest.param(1 << 20, id="whole")])
+def test_lines_are_the_same_however_they_come(piece: int) -> None:
+    content = line("a", model="m") + b"\n \r\n" + line("b", model="m").replace(b"\n", b"\r\n") + line("c", model="m")[:-1]
+    assert checked(content, piece=piece) == Checked(3, 5, "m", ())
+
+
+def test_what_is_at_a_limit_passes_and_one_more_is_refused() -> None:
+    spare = limits.MAX_BATCH_LINE_BYTES - len(line("a", prompt="")[:-1])
+    assert not checked(line("a", prompt="x" * spare)).errors
+    assert codes(checked(line("a", prompt="x" * (spare + 1)) + line("b"))) == [(1, "line_too_large")]
+    most = limits.MAX_CUSTOM_ID_CHARS
+    assert not checked(line("x" * most)).errors and codes(checked(line("x" * (most + 1)))) == [(1, "invalid_custom_id")]
+    lines = [line(str(number)) for number in range(limits.MAX_BATCH_LINES + 1)]
+    assert checked(b"".join(lines[:-1])).total == limits.MAX_BATCH_LINES
+    assert codes(checked(b"".join(lines))) == [(limits.MAX_BATCH_LINES + 1, "too_many_lines")]
+    assert codes(checked(b"".join(lines[:4]), most_lines=3)) == [(4, "too_many_lines")]
+    assert len(checked(b"x\n" * 1000).errors) == limits.MAX_BATCH_ERRORS
+
+
+def test_a_model_is_told_where_all_name_it() -> None:
+    assert [checked(line("a", model="m") + second).model for second in (b"", line("b"), line("b", model="n"))] == ["m", "", ""]

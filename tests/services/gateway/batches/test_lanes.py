@@ -1,0 +1,82 @@
+"""Lines of batches have what others leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from services.gateway.batches.lanes import QUIET_S, Lanes
+from services.gateway.observe.attendance import Attendance
+from tests.services.redis_server import until
+
+
+class Others:
+    """What a gateway does beside its batches."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.waiting = 0
+        self.attendance = Attendance(lambda: self.now)
+        self.lanes = Lanes(3, 1, lambda: self.waiting, lambda: self.attendance.quiet_s)
+        self.leave = asyncio.Event()
+
+    async def line(self) -> None:
+        async with self.lanes.lane():
+            await self.leave.wait()
+
+
+def among(use: Callable[[Others], Awaitable[None]]) -> None:
+    async def run() -> None:
+        others = Others()
+        lines = [asyncio.create_task(others.line()) for _ in range(8)]
+        try:
+            await use(others)
+        finally:
+            for each in lines:
+                each.cancel()
+            await asyncio.gather(*lines, return_exceptions=True)
+        assert others.lanes.used == 0
+
+    asyncio.run(run())
+
+
+def test_all_lanes_are_open_while_nobody_waits() -> None:
+    async def use(others: Others) -> None:
+        await until(lambda: others.lanes.used == 3)
+        assert not others.lanes.is_open
+        others.leave.set()
+        await until(lambda: others.lanes.used == 0)
+
+    among(use)
+
+
+def test_few_are_open_beside_others_and_for_a_while_after_them() -> None:
+    async def use(others: Others) -> None:
+        others.attendance.begin(True)
+        await until(lambda: others.lanes.used == 1)
+        assert not others.lanes.is_open
+        others.now += 10 * QUIET_S
+        assert not others.lanes.is_open, "one that takes long is still waited for"
+        others.attendance.end(True)
+        others.now += QUIET_S / 2
+        assert not others.lanes.is_open
+        others.attendance.begin(False)  # a line's own request is nobody's
+        others.now += QUIET_S
+        await until(lambda: others.lanes.used == 3)
+
+    among(use)
+
+
+def test_none_begins_while_anything_waits_for_a_worker_or_the_gateway_ends() -> None:
+    async def use(others: Others) -> None:
+        others.waiting = 1
+        assert not others.lanes.is_open and others.lanes.used == 0
+        others.waiting = 0
+        await until(lambda: others.lanes.used == 3)
+        ending = asyncio.create_task(others.lanes.close())
+        await asyncio.sleep(0)
+        others.leave.set()
+        await ending
+        assert others.lanes.used == 0 and not others.lanes.is_open
+
+    among(use)

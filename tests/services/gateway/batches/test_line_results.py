@@ -1,0 +1,54 @@
+"""What becomes of a line, as it stands in the files of results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from services.gateway.batches.input_lines import Line
+from services.gateway.batches.line_results import Answer, answered
+from services.gateway.state.stored_files import ERRORS, OUTPUT
+from services.shared.limits import MAX_BATCH_RESULT_BYTES
+
+LINE = Line(7, "a", b"{}", "m", False)
+
+
+def answer(size: int) -> Answer:
+    return Answer(200, b'{"a":"%s"}' % (b"x" * (size - 8)), "request-a")
+
+
+def test_an_answer_that_is_too_large_is_not_kept() -> None:
+    at, beyond = (answered(LINE, answer(size)) for size in (MAX_BATCH_RESULT_BYTES, MAX_BATCH_RESULT_BYTES + 1))
+    assert (at.part, at.forced, beyond.part, beyond.forced) == (OUTPUT, False, ERRORS, True)
+    told = orjson.loads(beyond.content)
+    assert (told["custom_id"], told["response"], told["error"]["code"]) == ("a", None, "result_too_large")
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        pytest.param(
+            {
+                "prompt_tokens": 5,
+                "completion_tokens": 3,
+                "prompt_tokens_details": {"cached_tokens": 2},
+                "completion_tokens_details": {"reasoning_tokens": 1},
+            },
+            id="of chats",
+        ),
+        pytest.param(
+            {
+                "input_tokens": 5,
+                "output_tokens": 3,
+                "input_tokens_details": {"cached_tokens": 2},
+                "output_tokens_details": {"reasoning_tokens": 1},
+            },
+            id="of responses",
+        ),
+    ],
+)
+def test_usage_is_the_same_of_every_endpoint(usage: dict[str, Any]) -> None:
+    found = answered(LINE, Answer(200, orjson.dumps({"usage": usage}), "request-a"))
+    assert found.usage == {"input_tokens": 5, "cached_tokens": 2, "output_tokens": 3, "reasoning_tokens": 1}
