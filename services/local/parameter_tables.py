@@ -100,7 +100,7 @@ _OPERATIONS = (
     *anthropic_operations.OPERATIONS,
     *sglang_operations.OPERATIONS,
     *texts_operations.OPERATIONS,
-    *server.operations(metrics=True),
+    *server.operations(metrics=True, playground=True),
 )
 TABLES: Mapping[str, Callable[[], str]] = {
     "routes": _routes,
