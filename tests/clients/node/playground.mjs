@@ -160,6 +160,52 @@ async function staysText(page) {
   await page.getByRole("button", { name: "New chat" }).click();
 }
 
+/** Of several calls at once each has its own result, and they go back together. */
+async function callsSeveral(page) {
+  const calls = ["one", "two"].map((name, index) => ({ index, id: `call-${name}`, function: { name, arguments: "{}" } }));
+  await page.route(CHAT, (route) => route.fulfill(stream({ tool_calls: calls })));
+  await ask(page, "Both.");
+  await page.getByLabel("Result of one").fill("1");
+  await page.getByRole("button", { name: "Send results" }).click();
+  assert.equal(await page.evaluate(() => document.activeElement.id), "result-call-two", "one is missing");
+  await ask(page, "Something else meanwhile.");
+  assert.equal(await page.evaluate(() => document.activeElement.id), "result-call-two", "results come first");
+  await page.getByLabel("Message").fill("");
+  await page.getByLabel("Result of two").fill("2");
+  await page.unroute(CHAT);
+  await page.route(CHAT, (route) => route.fulfill(stream("Three.")));
+  const sent = page.waitForRequest(CHAT);
+  await page.getByRole("button", { name: "Send results" }).click();
+  const { messages } = (await sent).postDataJSON();
+  assert.deepEqual(messages.slice(-2), [["one", "1"], ["two", "2"]].map(([name, content]) => ({ role: "tool", tool_call_id: `call-${name}`, content })));
+  assert.deepEqual(messages.at(-3).tool_calls.map((call) => call.id), ["call-one", "call-two"]);
+  await answered(page, "Three.");
+  await page.unroute(CHAT);
+  await page.getByRole("button", { name: "New chat" }).click();
+}
+
+/** What has got into the page by whatever way is not run, and asks nobody. */
+async function holdsToItsPolicy(browser, width, path) {
+  const { context, page, asked } = await opened(browser, width, path);
+  const refused = await page.evaluate(async () => {
+    const directives = [];
+    document.addEventListener("securitypolicyviolation", (event) => directives.push(event.effectiveDirective));
+    const script = document.createElement("script"), style = document.createElement("style"), image = document.createElement("img");
+    script.textContent = "window.taken = 1";
+    style.textContent = "body { color: red }";
+    image.src = "https://elsewhere.test/a.png";
+    document.body.append(script, style, image);
+    document.body.setAttribute("onclick", "window.taken = 1");
+    document.body.click();
+    await fetch("https://elsewhere.test/").catch(() => undefined);
+    while (directives.length < 5) await new Promise((wake) => setTimeout(wake, 20));
+    return [directives.sort(), window.taken];
+  });
+  assert.deepEqual(refused, [["connect-src", "img-src", "script-src-attr", "script-src-elem", "style-src-elem"], undefined]);
+  assert.ok(asked.length);
+  await context.close();
+}
+
 const refusal = (status, message, headers = {}) => ({ status, headers, contentType: "application/json", body: JSON.stringify({ error: { message } }) });
 
 async function tellsErrors(page, width) {
@@ -178,7 +224,11 @@ async function tellsErrors(page, width) {
     await page.unroute(CHAT);
   }
   assert.equal(await page.evaluate(() => document.activeElement.id), "key");
-  await page.keyboard.type("secret-key");
+  await page.route("**/v1/models", (route) => route.fulfill(refusal(401, "No key.")), { times: 1 });
+  await page.keyboard.type("other-key");
+  await page.keyboard.press("Tab");
+  await page.getByText("The server wants an API key.", { exact: true }).waitFor();
+  await page.getByLabel("API key").fill("secret-key");
   if (narrow.includes(width)) await page.getByRole("button", { name: "Done" }).click();
   const shown = page.waitForRequest(CHAT);
   await page.getByRole("button", { name: "Try again" }).last().click();
@@ -219,6 +269,7 @@ try {
     await stops(page, width);
     await holdsToSchema(page, width);
     await staysText(page);
+    await callsSeveral(page);
     assert.deepEqual(complaints, []);
     await tellsErrors(page, width);
     const others = asked.filter((each) => !each.startsWith("data:") && new URL(each).origin !== url);
@@ -226,6 +277,7 @@ try {
     assert.ok(asked.length > 10);
     await context.close();
     await reference(browser, width);
+    for (const path of ["/", "/docs"]) await holdsToItsPolicy(browser, width, path);
     console.log(`${width} pixels: passed, ${asked.length} requests`);
   }
 } finally {
