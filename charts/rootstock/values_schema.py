@@ -15,7 +15,7 @@ _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_n
 DECIDED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
     | {"health_port", "tokenizers", "detokenizers", "workers", "redis_url", "state_redis_url", "models", "queue_timeout_s"}
-    | {"peer_host", "peer_port", "peers"}
+    | {"peer_host", "peer_port", "peers", "playground"}
     | {"model_name", "api_keys_file", "control_token", "control_token_file"},
     "tokenizer": _CODEC,
     "detokenizer": _CODEC,
@@ -189,6 +189,7 @@ def _components() -> dict[str, Schema]:
     gateway = {
         "discovery": choice("dns", "k8s"),
         "queueTimeoutSeconds": number(0),
+        "playground": BOOLEAN,
         "tlsSecret": string(),
         "service": closed(
             {"type": choice("ClusterIP", "NodePort", "LoadBalancer"), "port": integer(1, 65535), "annotations": STRINGS}

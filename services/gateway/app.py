@@ -28,6 +28,7 @@ from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
 from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.playground import static_page
 from services.gateway.request.errors import AnswerForm, ApiError, unknown_model
 from services.gateway.request.generation import ModelInfo
 
@@ -66,13 +67,12 @@ def build(
     settings = generator.settings
     on_http = metrics if settings.metrics_on_http else None
     further = [operation for api in apis for operation in api.operations]
-    operations = (*openai.OPERATIONS, *further, *server.operations(on_http is not None))
+    operations = (*openai.OPERATIONS, *further, *server.operations(on_http is not None, settings.playground))
     app = FastAPI(
         title=_INFO["title"],
         redoc_url=None,
-        docs_url=server.DOCS if settings.docs_enabled else None,
+        docs_url=None,
         openapi_url=server.DOCUMENT if settings.docs_enabled else None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
     _add_errors(app)
@@ -82,10 +82,14 @@ def build(
         endpoints.update(api.add_routes(app))
     _add_models(app, served)
     _add_operations(app, readiness, on_http)
+    pages = {server.DOCS: static_page.REFERENCE} if settings.docs_enabled else {}
+    pages |= {server.PLAYGROUND: static_page.PLAYGROUND} if settings.playground else {}
+    for path, name in pages.items():
+        _add_page(app, path, static_page.static_page(name))
     keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
     app.openapi = cache(lambda: document(_INFO, operations, keys, bool(origins)))  # type: ignore[method-assign]
     routes = [operation.path for operation in operations]
-    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s, forms)
+    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s, forms, pages)
     return _with_cors(door, origins)
 
 
@@ -192,6 +196,12 @@ def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None
         if not found:
             raise unknown_model()
         return _json(found[0])
+
+
+def _add_page(app: FastAPI, path: str, page: Response) -> None:
+    @app.get(path)
+    async def sent() -> Response:
+        return page
 
 
 def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics | None) -> None:

@@ -113,6 +113,8 @@ def _has_peers(part: Part) -> bool:
 def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
     urls = [part.url for part in started if part.url]
     print("\n" + "".join(f"  API          {url}/v1\n" for url in urls) + f"  OpenAPI page {urls[0]}/docs")
+    if settings.playground:
+        print(f"  playground   {urls[0]}/")
     for part in started:
         if part.metrics_url:
             print(f"  metrics      {part.metrics_url}   ({part.command.name})")

@@ -102,7 +102,7 @@ _OPERATIONS = (
     *batches_operations.OPERATIONS,
     *sglang_operations.OPERATIONS,
     *texts_operations.OPERATIONS,
-    *server.operations(metrics=True),
+    *server.operations(metrics=True, playground=True),
 )
 TABLES: Mapping[str, Callable[[], str]] = {
     "routes": _routes,

@@ -48,6 +48,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
             flags += ["--control-port", str(control_port)]
         workers.append(_service("worker", port, metrics_port, flags + common, name))
     others = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
+    others += ["--playground"] if settings.playground else []
     others += ["--state-redis-url", _redis_url(state_port)] if settings.state_dir else []
     others += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
     peers = [next(take) for _ in range(settings.gateways)] if settings.gateways > 1 else []

@@ -30,6 +30,7 @@ class LocalSettings(BaseSettings):
     tokenizers: int = Field(1, ge=1, le=16, description="Number of tokenizer processes.")
     detokenizers: int = Field(1, ge=1, le=16, description="Number of detokenizer processes.")
     redis_server: str = Field("", description="Program of a Redis or Valkey server, a path or a name; empty: the bundled Valkey.")
+    playground: bool = Field(True, description="The gateways serve the playground at /.")
     demo: bool = Field(True, description="Ask one question when all is ready and print the streamed answer.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="Of the workers' weights and KV.")
     num_threads: int = Field(0, ge=0, description="Compute threads of each worker; 0: the cores shared among the workers.")

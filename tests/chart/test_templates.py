@@ -70,6 +70,13 @@ def test_what_is_not_asked_for_is_not_there(values: Values, title: str) -> None:
     assert not render(values).has(*title.split("/"))
 
 
+@pytest.mark.parametrize(
+    ("values", "served"), [({}, "false"), ({"gateway": {"playground": True}}, "true")], ids=["default", "on"]
+)
+def test_the_playground_is_served_where_it_is_asked_for(values: Values, served: str) -> None:
+    assert render(values).get("ConfigMap", f"{FULL}-gateway")["data"]["ROOTSTOCK_PLAYGROUND"] == served
+
+
 CHECKSUM = "spec template metadata annotations checksum/config"
 
 

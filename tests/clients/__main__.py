@@ -1,8 +1,9 @@
 """python -m tests.clients [PART ...]: other people's clients, unmodified, against the whole system with the demo model.
 
-Parts: node (the official openai and Anthropic clients), browser (openai's on a page of another origin, in Debian's chromium) and
-frameworks (agents of three public ones). Each is installed into build/clients, by names and versions that stand beside it. Prints
-what each said in the end; status 1 if one has failed, or a program that it takes is not on PATH.
+Parts: node (the official openai and Anthropic clients), browser (openai's on a page of another origin, and the gateway's own
+pages, in Debian's chromium) and frameworks (agents of three public ones). Each is installed into build/clients, by names and
+versions that stand beside it. Prints what each said in the end; status 1 if one has failed, or a program that it takes is not on
+PATH. Pictures of the gateway's pages go to build/clients/pictures, or where the environment's PICTURES says.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ def node(env: Env) -> list[str]:
 
 
 def browser(env: Env) -> list[str]:
-    return failed(["node", "browser.mjs"], node_modules(), {**env, "CHROMIUM": shutil.which("chromium") or ""})
+    pictures = Path(os.environ.get("PICTURES", BUILT / "pictures")).resolve()
+    pictures.mkdir(parents=True, exist_ok=True)
+    more = {**env, "CHROMIUM": shutil.which("chromium") or "", "PICTURES": str(pictures)}
+    folder = node_modules()
+    return [said for name in ("browser", "playground") for said in failed(["node", f"{name}.mjs"], folder, more)]
 
 
 def frameworks(env: Env) -> list[str]:

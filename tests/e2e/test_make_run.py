@@ -35,6 +35,7 @@ def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str) -> None:
         for service in ("redis", "tokenizer", "detokenizer", "worker-0", "gateway"):
             assert f"  {service} " in text, "a progress line each"
         assert f"http://127.0.0.1:{port}/docs" in text
+        assert f"  playground   http://127.0.0.1:{port}/\n" in text
         assert "curl " in text
         second = make_run(env, f"PORT={port}")
         assert f"port {port} is taken" in second.communicate(timeout=60)[0]

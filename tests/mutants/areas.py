@@ -70,6 +70,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/gateway/routing/test_routing_policies.py",
         "tests/services/gateway/discovery/test_discovery.py",
         "tests/services/gateway/admin/test_admin.py",
+        *(f"tests/services/gateway/playground/test_{name}.py" for name in ("pages", "report")),
         "tests/services/worker/front/test_wire_submit.py",
         "tests/services/worker/front/test_limits_walked.py",
     ),

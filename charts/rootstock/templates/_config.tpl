@@ -60,6 +60,7 @@ ROOTSTOCK_METRICS_HOST: "0.0.0.0"
 ROOTSTOCK_METRICS_PORT: "9104"
 ROOTSTOCK_METRICS_ON_HTTP: "false"
 ROOTSTOCK_DOCS_ENABLED: "false"
+ROOTSTOCK_PLAYGROUND: {{ .values.playground | quote }}
 {{- if .values.tlsSecret }}
 ROOTSTOCK_TLS_CERT_FILE: /etc/rootstock/tls/tls.crt
 ROOTSTOCK_TLS_KEY_FILE: /etc/rootstock/tls/tls.key

@@ -176,6 +176,9 @@ class GatewaySettings(ServiceSettings):
     )
     retry_after_s: int = Field(1, ge=1, description="Retry-After of a 503, in seconds.")
     docs_enabled: bool = Field(True, description="/docs and /openapi.json are served.")
+    playground: bool = Field(
+        False, description="The playground is served at /, and answers say what became of their request (x-rootstock-report)."
+    )
     metrics_on_http: bool = Field(True, description="/metrics is served on the HTTP port.")
     metrics_host: str = Field("127.0.0.1", description="Address that the port for metrics alone listens on.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port that serves /metrics alone; 0: none.")

@@ -174,6 +174,9 @@ class Dispatcher:
     ) -> None:
         choice, pool = placement.choice, placement.pool
         request, generation = choice.request, choice.generation
+        worker_id = link.info.worker_id if link.info is not None else ""
+        if request.course is not None:
+            request.course.placed(worker_id)
         now = request.clock()
         left_s = self._settings.request_timeout_s - (now - request.arrived)
         submit = worker_pb2.Submit(
@@ -196,7 +199,6 @@ class Dispatcher:
         if generation.session is not None:
             submit.session.session_id = choice.session_id
         if choice.trace is not None:
-            worker_id = link.info.worker_id if link.info is not None else ""
             tokens = len(choice.prompt.ids)
             submit.traceparent = choice.trace.submits(link.address, worker_id, submit, reason, tokens, predicted_tokens)
         link.submit(placement, submit)

@@ -128,9 +128,12 @@ class Waiting:
     def _end(self, placement: Placement) -> None:
         waited_s = placement.wait.end()
         if waited_s is not None:
+            choice = placement.choice
             self._metrics.queue_time.observe(waited_s)
-            if placement.choice.trace is not None:
-                placement.choice.trace.waited()
+            if choice.trace is not None:
+                choice.trace.waited()
+            if choice.request.course is not None:
+                choice.request.course.waited(choice, waited_s)
 
     def _expire(self, placement: Placement) -> None:
         pool, request = placement.pool, placement.choice.request

@@ -26,6 +26,7 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts, TokenTexts
+from services.gateway.playground.report import Report, report_for
 from services.gateway.request import budgets
 from services.gateway.request.abort import AbortScope
 from services.gateway.request.bodies import ReceivedBody
@@ -118,6 +119,10 @@ class Generator:
         """A request's spans begin. None: it is not traced."""
         return None if self._tracing is None else begin_trace(self._tracing, scope)
 
+    def course(self, scope: Scope) -> Report | None:
+        """What becomes of a request is kept from here on. None: nobody asks, or may ask."""
+        return report_for(scope) if self.settings.playground else None
+
     def forget(self, exchange: Exchange) -> None:
         if exchange in self._open:
             del self._open[exchange]
@@ -159,7 +164,8 @@ class Exchange(Response):
         generator = self._generator
         state, trace = scope["state"], generator.trace(scope)
         self._form = state.get("form", OPENAI)
-        request = ClientRequest(state["request_id"], generator.dispatcher, generator.metrics, state.get("caller", NOBODY), trace)
+        caller, course = state.get("caller", NOBODY), generator.course(scope)
+        request = ClientRequest(state["request_id"], generator.dispatcher, generator.metrics, caller, trace, course)
         self._request = request
         self._held = held = generator.bodies.open(gone_of(scope))
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,9 +38,10 @@ class FrontDoor:
         metrics: GatewayMetrics,
         retry_after_s: Callable[[], int],
         forms: Mapping[str, AnswerForm],
+        pages: Collection[str] = (),
     ) -> None:
         """retry_after_s: of a 503, by what waits; the answer's own where that is longer. forms: by path, where they are not
-        OpenAI's."""
+        OpenAI's. pages: paths that a browser opens, which shows no key."""
         self._app = app
         self._routes = frozenset(routes)
         self._templates = {route: _matching(route) for route in routes if "{" in route}
@@ -48,6 +49,7 @@ class FrontDoor:
         self._metrics = metrics
         self._retry_after_s = retry_after_s
         self._forms = forms
+        self._open_paths = _OPEN_PATHS.union(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,7 +88,7 @@ class FrontDoor:
 
     def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller:
         """Raises ApiError."""
-        return NOBODY if path in _OPEN_PATHS else self._keys.caller(headers)
+        return NOBODY if path in self._open_paths else self._keys.caller(headers)
 
     def _route(self, path: str) -> str:
         if path in self._routes:

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from rootstock.v1 import worker_pb2
 from services.gateway.request.caller import NOBODY, Caller
@@ -54,6 +54,19 @@ class Releaser(Protocol):
     """Who frees what a choice holds on a worker, in a queue and on a detokenizer. Idempotent."""
 
     def release(self, choice: Choice) -> None: ...
+
+
+class Course(Protocol):
+    """Who keeps what becomes of a request, for a client that wants to know."""
+
+    def waited(self, choice: Choice, seconds: float) -> None:
+        """For a worker with room."""
+
+    def placed(self, worker_id: str) -> None:
+        """A worker has got one of its choices."""
+
+    def told(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """As JSON, of choices that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +177,12 @@ class ClientRequest:
         measures: Measures,
         caller: Caller = NOBODY,
         trace: RequestTrace | None = None,
+        course: Course | None = None,
     ) -> None:
-        """caller: whose request it is. trace: where it is traced."""
+        """caller: whose request it is. trace: where it is traced. course: where its client wants to know it."""
         self.request_id = request_id
         self.trace = trace
+        self.course = course
         self.wants_stream = False
         self.origin = Origin(request_id, trace, caller, wants_stream=self._asks_for_stream)
         self.caller = caller

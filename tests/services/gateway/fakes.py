@@ -317,7 +317,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.refuse: list[tuple[Any, ...]] = []  # ABORT finishes for the next submits, as in Refusal
         self.steps_left: int | None = None
         self.merge = 1  # steps in one message, as a worker sends them to a slow front end
-        self.by_tier: dict[str, int] = {}  # of a Finish, where the cached tokens were
+        self.by_tier: dict[str, int] = {}  # of a Finish, where the cached tokens were, and other counts
         self.early_prompt = False  # a prompt's first log probabilities come before any step
         self.load: worker_pb2.WorkerLoad | None = None  # as told last
         self.beat_s: float | None = None

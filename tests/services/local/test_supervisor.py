@@ -117,6 +117,14 @@ def test_workers_of_no_role_are_told_none() -> None:
     assert not [part for part in plan if "--disaggregation-mode" in part.command.argv]
 
 
+@pytest.mark.parametrize("served", [True, False], ids=["unless told otherwise", "told otherwise"])
+def test_every_gateway_serves_the_playground(served: bool) -> None:
+    flags = [] if served else ["--no-playground"]
+    settings = load(LocalSettings, "rootstock-local", ["--gateways", "2", *flags])
+    plan = parts(settings, "models/demo", list(range(9000, 9000 + num_ports(settings))))
+    assert ["--playground" in part.command.argv for part in plan if part.url] == [served] * 2
+
+
 @pytest.mark.parametrize("role", ["--prefill-workers", "--decode-workers"])
 def test_one_role_without_the_other_is_refused(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

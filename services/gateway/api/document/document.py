@@ -30,6 +30,12 @@ _ROUTING_KEY = {
     "description": "As the body's routing_key, which goes first.",
     "schema": {"type": "string", "maxLength": MAX_ROUTING_KEY_CHARS},
 }
+_REPORT = {
+    "name": "x-rootstock-report",
+    "in": "header",
+    "description": "1: the answer says what became of the request, in `rootstock`. Where the playground is served.",
+    "schema": {"type": "string"},
+}
 
 Schemas = Mapping[Any, Any]  # JSON schema by type
 
@@ -96,7 +102,7 @@ def _answers(operation: Operation, schemas: Schemas, keys: bool) -> dict[str, An
         said += f" In a stream the schema is that of each event's data; {last}."
     errors = operation.errors
     always = errors.headers if errors is not None else ()
-    own = {200: _answer(said, operation.content, schemas, headers(200, keys, always, streams))}
+    own = {200: _answer(said, operation.content, schemas, headers(200, keys, (*always, *operation.headers), streams))}
     for status, content in operation.others.items():
         own[status] = _answer("Not now.", content, schemas, headers(status, keys))
     return {str(status): own.get(status) or reference(status, errors) for status in operation.answers(keys)}
@@ -116,7 +122,8 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
         {"name": name, "in": "path", "required": True, "description": description, "schema": {"type": "string"}}
         for name, description in operation.parameters.items()
     ]
-    return [*found, _REQUEST_ID, *([_ROUTING_KEY] if operation.generates else [])]
+    generates = [_ROUTING_KEY] if operation.generates else []
+    return [*found, _REQUEST_ID, *generates, *([_REPORT] if operation.reports else [])]
 
 
 def _security(operation: Operation, keys: bool) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Operation:
     of every operation. others: of those the ones whose body is no error. keyed: it takes an API key where there are any.
     generates: it counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types
     that the body's schema refers to by name alone. named: its stream's events have their types as names, and the last one is no
-    [DONE]. errors: where they are not as OpenAI's. served: it has answers of its own, and is not refused whatever is asked."""
+    [DONE]. errors: where they are not as OpenAI's. headers: that its answers have. reports: it says what became of a request,
+    where asked to. served: it has answers of its own, and is not refused whatever is asked."""
 
     method: str
     path: str
@@ -51,6 +52,8 @@ class Operation:
     within: Sequence[type[BaseModel]] = ()
     named: bool = False
     errors: ErrorFamily | None = None
+    headers: Sequence[str] = ()
+    reports: bool = False
     served: bool = True
     media: str = JSON
 

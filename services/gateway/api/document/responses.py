@@ -13,8 +13,14 @@ HEADERS: dict[str, dict[str, Any]] = {
     "retry-after": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}},
     "www-authenticate": {"description": "What a key is shown as.", "schema": {"const": "Bearer"}},
     "allow": {"description": "Methods that the path takes.", "schema": {"type": "string", "pattern": "^[A-Z]+(, [A-Z]+)*$"}},
-    "cache-control": {"description": "Of a stream.", "schema": {"const": "no-cache"}},
+    "cache-control": {"description": "Of a stream, and of pages.", "schema": {"const": "no-cache"}},
     "x-accel-buffering": {"description": "Of a stream.", "schema": {"const": "no"}},
+    "content-security-policy": {
+        "description": "The page's script and style by their hashes, and nothing from elsewhere.",
+        "schema": {"type": "string", "pattern": "^default-src 'none'; script-src 'sha256-"},
+    },
+    "x-content-type-options": {"description": "Of pages.", "schema": {"const": "nosniff"}},
+    "referrer-policy": {"description": "Of pages.", "schema": {"const": "no-referrer"}},
 }
 _AMOUNT = {"type": "integer", "minimum": 0}
 _RATE_LIMITS: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ from typing import Any
 from services.gateway.api.document.answer import Health, ReadinessReport
 from services.gateway.api.document.operation import HTML, JSON, TEXT, Operation
 
+PLAYGROUND = "/"
 HEALTH = "/health"
 READINESS = "/readiness"
 METRICS = "/metrics"
@@ -15,6 +16,8 @@ DOCUMENT = "/openapi.json"
 
 _TAG = "Operations"
 _READY = {JSON: ReadinessReport}
+_OF_PAGES = ("content-security-policy", "x-content-type-options", "referrer-policy", "cache-control")
+_PLAYGROUND = Operation("get", PLAYGROUND, _TAG, "The playground", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES)
 _METRICS = Operation("get", METRICS, _TAG, "Prometheus metrics", {TEXT: str}, statuses=(503,), keyed=False)
 OPERATIONS = (
     Operation("get", HEALTH, _TAG, "Liveness", {JSON: Health}, keyed=False),
@@ -27,11 +30,11 @@ OPERATIONS = (
         others={503: _READY},
         keyed=False,
     ),
-    Operation("get", DOCS, _TAG, "This document, for people", {HTML: str}, statuses=(503,), keyed=False),
+    Operation("get", DOCS, _TAG, "This document, for people", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES),
     Operation("get", DOCUMENT, _TAG, "This document", {JSON: dict[str, Any]}, statuses=(503,), keyed=False),
 )
 
 
-def operations(metrics: bool) -> tuple[Operation, ...]:
-    """metrics: whether they are served on this port."""
-    return (*OPERATIONS, _METRICS) if metrics else OPERATIONS
+def operations(metrics: bool, playground: bool) -> tuple[Operation, ...]:
+    """metrics, playground: whether they are served on this port."""
+    return (*OPERATIONS, *([_METRICS] if metrics else []), *([_PLAYGROUND] if playground else []))

@@ -14,6 +14,7 @@ Byte = Annotated[int, Field(ge=0, le=255)]
 _STOP_REASON = "The matched stop string, pattern or token id; null at the end of sequence, and at other ends."
 _REASONING = "Where the model thinks before it answers, what it thought."
 _IDS = "With return_token_ids."
+_COURSE = "With the header x-rootstock-report: 1, where the playground is served"
 _REQUESTED = "With logprob_token_ids."
 
 
@@ -32,6 +33,18 @@ class Usage(Answer):
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails = absent("Of a chat with a model that reasons between marks.")
+
+
+class Course(Answer):
+    """What became of the request. Seconds are those of the choice that waited longest, counts those of all choices."""
+
+    gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Until a worker had room.")
+    worker_queue_s: Annotated[float, Field(ge=0)] = Field(description="From its arrival at the worker to its first step.")
+    cached_tokens: Count = Field(description="Of the prompts, as in usage.")
+    workers: list[str] = Field(description="Those that have had one of its choices, in the order in which they got it.")
+    retractions: Count = Field(description="How often it lost its memory to others.")
+    drafted_tokens: Count = Field(description="Guesses that were verified.")
+    accepted_tokens: Count = Field(description="Guesses that were right.")
 
 
 class TokenLogprob(Answer):
@@ -90,6 +103,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
+    rootstock: Course = absent(f"{_COURSE}.")
     prompt_token_ids: list[Count] = absent(_IDS)
 
 
@@ -131,6 +145,7 @@ class ChatCompletionChunk(Answer):
     model: str
     choices: list[ChatChunkChoice] = Field(max_length=1, description="None in the event that has the usage.")
     usage: Usage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
+    rootstock: Course = absent(f"{_COURSE}, in the event that has the usage.")
     prompt_token_ids: list[Count] = absent("In the first event, with return_token_ids.")
 
 
@@ -161,6 +176,7 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice] = Field(min_length=1)
     usage: Usage
+    rootstock: Course = absent(f"{_COURSE}.")
     prompt_token_ids: list[Count] = absent("Where there is one prompt, with return_token_ids.")
 
 
@@ -183,6 +199,7 @@ class CompletionChunk(Answer):
     model: str
     choices: list[CompletionChunkChoice] = Field(max_length=1, description="None in the event that has the usage.")
     usage: Usage | None = absent("With stream_options.include_usage: null, but in the event before [DONE].")
+    rootstock: Course = absent(f"{_COURSE}, in the event that has the usage.")
 
 
 class Embedding(Answer):

@@ -30,6 +30,7 @@ OPERATIONS = (
         {JSON: ChatCompletion, EVENTS: ChatEvent},
         ChatCompletionRequest,
         generates=True,
+        reports=True,
     ),
     Operation(
         "post",
@@ -39,6 +40,7 @@ OPERATIONS = (
         {JSON: Completion, EVENTS: CompletionEvent},
         CompletionRequest,
         generates=True,
+        reports=True,
     ),
     Operation("post", EMBEDDINGS, _TAG, "Embeddings", {JSON: EmbeddingList}, EmbeddingRequest, generates=True),
     Operation("get", MODELS, _TAG, "Models that are served", {JSON: ModelList}, statuses=(503,)),

@@ -33,7 +33,13 @@ class _Envelope:
         """With the usage, where it is wanted."""
         if not self.usage:
             return DONE
-        return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), b"}\n\n", DONE))
+        course = b',"rootstock":%s' % orjson.dumps(request.course.told(request.choices)) if request.course is not None else b""
+        return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), course, b"}\n\n", DONE))
+
+    def document(self, request: ClientRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """All that is not streamed."""
+        course = {} if request.course is None else {"rootstock": request.course.told(request.choices)}
+        return {**self.fields, "choices": choices, "usage": usage_of(request), **course}
 
 
 def _ending_fields(delta: Delta, logprobs: bytes, finish_reason: str = "") -> bytes:
@@ -113,8 +119,7 @@ class ChatRenderer:
         return OPENAI.event_of(error, self._request.request_id)
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
-        answer: dict[str, Any] = {**self._envelope.fields, "choices": [await self._choice(delta) for delta in deltas]}
-        answer["usage"] = usage_of(self._request)
+        answer = self._envelope.document(self._request, [await self._choice(delta) for delta in deltas])
         if self._ids:
             answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
         return orjson.dumps(answer)
@@ -160,8 +165,7 @@ class CompletionRenderer:
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         shown = best_of(deltas) if self._request.generation.best else deltas
         choices = [{**await self._choice(delta), "index": index} for index, delta in enumerate(shown)]
-        answer: dict[str, Any] = {**self._envelope.fields, "choices": choices}
-        answer["usage"] = usage_of(self._request)
+        answer = self._envelope.document(self._request, choices)
         if self._ids and len(self._request.parts) == 1:
             answer["prompt_token_ids"] = list(self._request.parts[0].prompt.ids)
         return orjson.dumps(answer)

@@ -1,0 +1,48 @@
+"""What became of a request on its way, for a client that asks by header where the playground is served.
+
+Written on the event loop by whoever places its choices; nobody else's request has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import Scope
+
+from services.gateway.request.request import Choice
+from services.gateway.request.usage import usage_of
+
+REPORT_HEADER = b"x-rootstock-report"
+
+
+def report_for(scope: Scope) -> Report | None:
+    """None: it does not ask for one."""
+    return Report() if (REPORT_HEADER, b"1") in scope["headers"] else None
+
+
+class Report:
+    def __init__(self) -> None:
+        self._workers: list[str] = []
+        self._waited: dict[int, float] = {}  # seconds, by a choice's index
+
+    def waited(self, choice: Choice, seconds: float) -> None:
+        """For a worker with room; once more after each that was lost."""
+        self._waited[choice.index] = self._waited.get(choice.index, 0.0) + seconds
+
+    def placed(self, worker_id: str) -> None:
+        if worker_id not in self._workers:
+            self._workers.append(worker_id)
+
+    def told(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Of all that it says, times are those of the choice that waited longest, and counts are those of all together."""
+        endings = [choice.ending for choice in choices if choice.ending is not None]
+        return {
+            "gateway_queue_s": round(max(self._waited.values(), default=0.0), 6),
+            "worker_queue_s": max((ending.queue_ms for ending in endings), default=0) / 1000,
+            "cached_tokens": usage_of(choices[0].request)["prompt_tokens_details"]["cached_tokens"],
+            "workers": list(self._workers),
+            "retractions": sum(ending.retractions for ending in endings),
+            "drafted_tokens": sum(ending.drafted_tokens for ending in endings),
+            "accepted_tokens": sum(ending.accepted_tokens for ending in endings),
+        }

@@ -1,0 +1,285 @@
+// The playground and the page of the API in a browser, at a desk's width and a phone's, as the gateway (ROOTSTOCK_URL) serves
+// them. CHROMIUM: the browser's program. PICTURES: the folder for pictures of what is seen.
+
+import assert from "node:assert/strict";
+import { join } from "node:path";
+import { chromium } from "playwright-core";
+
+const url = process.env.ROOTSTOCK_URL;
+const CHAT = "**/v1/chat/completions";
+const SIZES = { 1280: { width: 1280, height: 860 }, 390: { width: 390, height: 844 } };
+const HOSTILE = `<img src="https://elsewhere.test/a.png" onerror="window.taken = 1"><script>window.taken = 1</script>\n\`\`\`\n<b>code</b>\n\`\`\`\n[link](javascript:alert(1))`;
+
+async function measured(name, labels = "") {
+  const text = await (await fetch(`${url}/metrics`)).text();
+  const line = text.split("\n").find((each) => each.startsWith(`${name}${labels}`));
+  return line === undefined ? 0 : Number(line.split(" ").at(-1));
+}
+
+async function until(condition, what) {
+  for (const end = Date.now() + 30_000; !(await condition()); await new Promise((wake) => setTimeout(wake, 50))) {
+    assert.ok(Date.now() < end, `waited in vain: ${what}`);
+  }
+}
+
+/** A page on which nothing has happened, and all that it has asked for and complained of. */
+async function opened(browser, width, path = "/", scheme = "light") {
+  const context = await browser.newContext({ viewport: SIZES[width], deviceScaleFactor: width === "390" ? 2 : 1, colorScheme: scheme });
+  const asked = [], complaints = [];
+  context.on("request", (request) => asked.push(request.url()));
+  context.on("weberror", (error) => complaints.push(String(error.error())));
+  const page = await context.newPage();
+  page.on("console", (said) => said.type() === "error" && complaints.push(said.text()));
+  await page.goto(`${url}${path}`);
+  return { context, page, asked, complaints };
+}
+
+const narrow = ["390"];
+
+async function settings(page, width, change) {
+  if (narrow.includes(width)) await page.getByRole("button", { name: "Settings" }).click();
+  await change();
+  await inside(page);
+  if (narrow.includes(width)) await page.getByRole("button", { name: "Done" }).click();
+}
+
+/** Nothing is wider than the window, so nothing scrolls sideways. */
+async function inside(page) {
+  const [wide, window] = await page.evaluate(() => [document.documentElement.scrollWidth, innerWidth]);
+  assert.ok(wide <= window, `${wide} pixels of content in ${window}`);
+}
+
+async function ask(page, text) {
+  await page.getByLabel("Message").fill(text);
+  await page.keyboard.press("Enter");
+}
+
+/** The last answer, once it is complete. */
+async function answered(page, text) {
+  const last = page.locator(".answer:not(.running)").last();
+  await last.filter({ hasText: text }).waitFor();
+  await inside(page);
+  return last;
+}
+
+async function fact(answer, name) {
+  return answer.locator(".facts div", { has: answer.page().locator("dt", { hasText: new RegExp(`^${name}$`) }) }).locator("dd").innerText();
+}
+
+async function seen(page, name) {
+  await page.screenshot({ path: join(process.env.PICTURES, `${name}.png`) });
+}
+
+async function chats(page, width) {
+  await settings(page, width, () => page.getByLabel("Temperature").fill("0"));
+  await ask(page, "What is 17 + 25?");
+  await answered(page, "17 + 25 = 42.");
+  await ask(page, "Count from 3 to 60.");
+  const answer = await answered(page, ", 59, 60");
+  assert.ok(Number(await fact(answer, "tokens in")) > 5);
+  assert.ok(Number(await fact(answer, "tokens out")) > 5);
+  assert.match(await fact(answer, "TTFT"), /^[\d.]+ m?s$/);
+  assert.match(await fact(answer, "tokens/s"), /^\d+$/);
+  assert.match(await fact(answer, "queued"), /^[\d.]+ m?s$/);
+  assert.equal(await fact(answer, "worker"), "worker-0");
+  assert.match(await fact(answer, "cached"), /^\d+$/);
+  assert.equal(await fact(answer, "retractions"), "0");
+}
+
+async function callsTools(page, width) {
+  await page.getByRole("button", { name: "New chat" }).click();
+  await settings(page, width, async () => {
+    await page.getByText("Tools", { exact: true }).click();
+    await page.getByLabel("Functions as JSON").fill("[{");
+    await page.getByText("Not valid JSON").waitFor();
+    await page.getByRole("button", { name: "Fill in an example" }).click();
+    await page.getByText("Valid: get_mayor, get_age.").waitFor();
+  });
+  await ask(page, "What is the age of the mayor of Lima?");
+  await page.getByLabel("Result of get_mayor").fill("Ada");
+  await page.getByRole("button", { name: "Send result" }).click();
+  await page.getByLabel("Result of get_age").waitFor();
+  assert.deepEqual(JSON.parse(await page.locator(".call pre").last().innerText()), { person: "Ada" });
+  await page.getByLabel("Result of get_age").fill("52");
+  await page.keyboard.press("Enter");
+  await answered(page, "The age of the mayor of Lima is 52.");
+  assert.ok(Number(await fact(await answered(page, "52"), "cached")) > 0, "its turns begin alike");
+  await ask(page, "Count from 3 to 60.");
+  await answered(page, ", 59, 60");
+  await page.locator("#settings").evaluate((each) => each.scrollTo(0, 0));
+  await seen(page, `playground-${width}`);
+}
+
+async function stops(page, width) {
+  await page.getByRole("button", { name: "New chat" }).click();
+  await settings(page, width, () => page.getByLabel("Functions as JSON").fill(""));
+  for (const [how, text] of [["Escape", "Count from 1 to 10"], ["Stop", "Count from 2 to 10"]]) {
+    const before = await measured("rootstock_gateway_aborts_total", '{phase="streaming"}');
+    await ask(page, text);
+    await page.locator(".answer.running .text", { hasText: ", 5" }).waitFor();
+    await (how === "Stop" ? page.getByRole("button", { name: "Stop" }).click() : page.keyboard.press("Escape"));
+    await answered(page, "Stopped.");
+    await until(async () => (await measured("rootstock_gateway_aborts_total", '{phase="streaming"}')) === before + 1, "the abort");
+    await until(async () => (await measured("rootstock_gateway_requests_in_flight")) === 0, "the request's end");
+  }
+}
+
+async function holdsToSchema(page, width) {
+  await page.getByRole("button", { name: "New chat" }).click();
+  await settings(page, width, async () => {
+    await page.getByText("Output format", { exact: true }).click();
+    await page.getByLabel("The answer is").selectOption("json_schema");
+  });
+  await ask(page, "Give the JSON for name Ada, age 36.");
+  await answered(page, "Valid by the schema");
+  await page.route(CHAT, (route) => route.fulfill(stream('{"name": "Ada", "age": "old"}')));
+  await ask(page, "Again.");
+  await answered(page, "Not of the schema: $.age is not of type integer");
+  await page.unroute(CHAT);
+  await settings(page, width, () => page.getByLabel("The answer is").selectOption("text"));
+}
+
+function stream(...contents) {
+  const chunks = contents.map((content) => ({ choices: [{ index: 0, delta: typeof content === "string" ? { content } : content, finish_reason: null }] }));
+  const body = [...chunks.map((each) => `data: ${JSON.stringify(each)}\n\n`), "data: [DONE]\n\n"].join("");
+  return { status: 200, contentType: "text/event-stream", body };
+}
+
+/** What a model says, thinks and calls is text, whatever it looks like. */
+async function staysText(page) {
+  const call = [{ index: 0, id: "a", function: { name: HOSTILE, arguments: HOSTILE } }];
+  await page.getByRole("button", { name: "New chat" }).click();
+  await page.route(CHAT, (route) => route.fulfill(stream({ reasoning_content: HOSTILE }, HOSTILE, { tool_calls: call })));
+  await ask(page, HOSTILE);
+  const answer = await answered(page, "<b>code</b>");
+  assert.equal(await answer.locator("img, script, b, a").count(), 0);
+  assert.equal(await answer.locator(".text pre").innerText(), "<b>code</b>");
+  assert.equal(await page.locator(".user img, .user script").count(), 0);
+  assert.equal(await page.evaluate(() => window.taken), undefined);
+  await page.unroute(CHAT);
+  await page.getByRole("button", { name: "New chat" }).click();
+}
+
+/** Of several calls at once each has its own result, and they go back together. */
+async function callsSeveral(page) {
+  const calls = ["one", "two"].map((name, index) => ({ index, id: `call-${name}`, function: { name, arguments: "{}" } }));
+  await page.route(CHAT, (route) => route.fulfill(stream({ tool_calls: calls })));
+  await ask(page, "Both.");
+  await page.getByLabel("Result of one").fill("1");
+  await page.getByRole("button", { name: "Send results" }).click();
+  assert.equal(await page.evaluate(() => document.activeElement.id), "result-call-two", "one is missing");
+  await ask(page, "Something else meanwhile.");
+  assert.equal(await page.evaluate(() => document.activeElement.id), "result-call-two", "results come first");
+  await page.getByLabel("Message").fill("");
+  await page.getByLabel("Result of two").fill("2");
+  await page.unroute(CHAT);
+  await page.route(CHAT, (route) => route.fulfill(stream("Three.")));
+  const sent = page.waitForRequest(CHAT);
+  await page.getByRole("button", { name: "Send results" }).click();
+  const { messages } = (await sent).postDataJSON();
+  assert.deepEqual(messages.slice(-2), [["one", "1"], ["two", "2"]].map(([name, content]) => ({ role: "tool", tool_call_id: `call-${name}`, content })));
+  assert.deepEqual(messages.at(-3).tool_calls.map((call) => call.id), ["call-one", "call-two"]);
+  await answered(page, "Three.");
+  await page.unroute(CHAT);
+  await page.getByRole("button", { name: "New chat" }).click();
+}
+
+/** What has got into the page by whatever way is not run, and asks nobody. */
+async function holdsToItsPolicy(browser, width, path) {
+  const { context, page, asked } = await opened(browser, width, path);
+  const refused = await page.evaluate(async () => {
+    const directives = [];
+    document.addEventListener("securitypolicyviolation", (event) => directives.push(event.effectiveDirective));
+    const script = document.createElement("script"), style = document.createElement("style"), image = document.createElement("img");
+    script.textContent = "window.taken = 1";
+    style.textContent = "body { color: red }";
+    image.src = "https://elsewhere.test/a.png";
+    document.body.append(script, style, image);
+    document.body.setAttribute("onclick", "window.taken = 1");
+    document.body.click();
+    await fetch("https://elsewhere.test/").catch(() => undefined);
+    while (directives.length < 5) await new Promise((wake) => setTimeout(wake, 20));
+    return [directives.sort(), window.taken];
+  });
+  assert.deepEqual(refused, [["connect-src", "img-src", "script-src-attr", "script-src-elem", "style-src-elem"], undefined]);
+  assert.ok(asked.length);
+  await context.close();
+}
+
+const refusal = (status, message, headers = {}) => ({ status, headers, contentType: "application/json", body: JSON.stringify({ error: { message } }) });
+
+async function tellsErrors(page, width) {
+  const cases = [
+    [refusal(429, "Slow down.", { "retry-after": "7" }), "Try again in 7 s."],
+    [refusal(503, "Nobody is there.", { "retry-after": "3" }), "Try again in 3 s."],
+    [refusal(400, "'top_k' is odd."), "'top_k' is odd."],
+    [{ ...stream("So "), body: 'data: {"error": {"message": "A fault."}}\n\n' }, "A fault."],
+    [{ ...stream("So "), body: "" }, "The stream has ended before its answer."],
+    [refusal(401, "No key."), "The server wants an API key"],
+  ];
+  for (const [answer, words] of cases) {
+    await page.route(CHAT, (route) => route.fulfill(answer));
+    await ask(page, "What is 1 + 1?");
+    await page.getByRole("alert").last().filter({ hasText: words }).waitFor();
+    await page.unroute(CHAT);
+  }
+  assert.equal(await page.evaluate(() => document.activeElement.id), "key");
+  await page.route("**/v1/models", (route) => route.fulfill(refusal(401, "No key.")), { times: 1 });
+  await page.keyboard.type("other-key");
+  await page.keyboard.press("Tab");
+  await page.getByText("The server wants an API key.", { exact: true }).waitFor();
+  await page.getByLabel("API key").fill("secret-key");
+  if (narrow.includes(width)) await page.getByRole("button", { name: "Done" }).click();
+  const shown = page.waitForRequest(CHAT);
+  await page.getByRole("button", { name: "Try again" }).last().click();
+  assert.equal((await shown).headers().authorization, "Bearer secret-key");
+  await answered(page, "1 + 1 = 2.");
+  const kept = await page.evaluate(() => [localStorage.length, sessionStorage.length, document.cookie, location.href]);
+  assert.deepEqual(kept, [0, 0, "", `${url}/`]);
+  assert.deepEqual(await page.context().cookies(), []);
+}
+
+async function isLabelled(page) {
+  const bare = await page.evaluate(() => [...document.querySelectorAll("input, select, textarea")].filter((each) => !each.labels.length && !each.ariaLabel).map((each) => each.id));
+  assert.deepEqual(bare, []);
+}
+
+async function reference(browser, width) {
+  const { context, page, asked, complaints } = await opened(browser, width, "/docs");
+  await page.getByLabel("Filter").fill("post chat");
+  await page.getByText("/v1/chat/completions").click();
+  await page.getByText("x-rootstock-report (header)").waitFor();
+  await page.getByText("max_completion_tokens", { exact: true }).waitFor();
+  await page.locator(".answer", { hasText: "200" }).first().click();
+  await page.getByText("ChatCompletionChunk", { exact: true }).first().click();
+  await inside(page);
+  assert.deepEqual([asked.filter((each) => new URL(each).origin !== url), complaints], [[], []]);
+  await context.close();
+}
+
+const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, args: ["--no-sandbox"] });
+try {
+  for (const width of Object.keys(SIZES)) {
+    const { context, page, asked, complaints } = await opened(browser, width);
+    page.setDefaultTimeout(20_000);
+    await isLabelled(page);
+    await page.locator(".reference:not([hidden])").first().waitFor({ state: "attached" });
+    await chats(page, width);
+    await callsTools(page, width);
+    await stops(page, width);
+    await holdsToSchema(page, width);
+    await staysText(page);
+    await callsSeveral(page);
+    assert.deepEqual(complaints, []);
+    await tellsErrors(page, width);
+    const others = asked.filter((each) => !each.startsWith("data:") && new URL(each).origin !== url);
+    assert.deepEqual(others, [], "no request leaves the origin");
+    assert.ok(asked.length > 10);
+    await context.close();
+    await reference(browser, width);
+    for (const path of ["/", "/docs"]) await holdsToItsPolicy(browser, width, path);
+    console.log(`${width} pixels: passed, ${asked.length} requests`);
+  }
+} finally {
+  await browser.close();
+}

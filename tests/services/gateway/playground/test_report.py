@@ -1,0 +1,118 @@
+"""What became of a request, told to a client that asks, where the playground is served: and to nobody else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.dispatch.test_dispatch_lost import stopped
+from tests.services.gateway.dispatch.test_dispatch_queue import full, small
+from tests.services.gateway.dispatch.test_faults import ANSWER
+from tests.services.gateway.documented import Answered, Documented
+from tests.services.gateway.fakes import MODEL, FakeWorker
+from tests.services.gateway.system import System, chat_body, events, wait_until
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, **chat_body()},
+    COMPLETIONS: {"model": MODEL, "prompt": ["Hi", "you"]},
+}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+ASKED = {"x-rootstock-report": "1"}
+
+
+def busy(workers: list[FakeWorker]) -> None:
+    for worker in workers:
+        worker.by_tier = {"queue_ms": 1500, "retractions": 2, "drafted_tokens": 8, "accepted_tokens": 5}
+
+
+def chunks_of(system: System) -> list[Any]:
+    """Of a chat that wants to know."""
+    return events(system.post(CHAT, BODIES[CHAT] | STREAM, headers=ASKED).text)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[System]:
+    with System(playground=True, configure=busy) as system:
+        yield system
+
+
+def sent(system: System, path: str, headers: dict[str, str], **fields: Any) -> bytes:
+    """The answer, without the time at which it was made."""
+    answer = system.post(path, BODIES[path] | fields, headers={"x-request-id": "same", **headers})
+    assert answer.status_code == 200
+    return re.sub(rb'"created":\d+', b'"created":0', answer.content)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("fields", [{}, STREAM], ids=["whole", "stream"])
+def test_nothing_changes_without_the_header_or_the_setting(served: System, path: str, fields: dict[str, Any]) -> None:
+    with System(configure=busy) as off:
+        plain = [sent(served, path, {}, **fields), sent(off, path, {}, **fields), sent(off, path, ASKED, **fields)]
+        assert plain[0] == plain[1] == plain[2] and b'"usage":{' in plain[0]
+    assert sent(served, path, {"x-rootstock-report": "0"}, **fields) == plain[0]
+    assert sent(served, path, ASKED, **fields) == re.sub(
+        rb'("usage":\{[^}]*\}\})', lambda usage: usage[1] + b',"rootstock":' + told(served, path, fields), plain[0]
+    )
+
+
+def told(system: System, path: str, fields: dict[str, Any]) -> bytes:
+    found = re.search(rb'"rootstock":(\{[^}]*\})', sent(system, path, ASKED, **fields))
+    assert found is not None
+    return found[1]
+
+
+def test_what_it_says(served: System) -> None:
+    answer = served.post(CHAT, BODIES[CHAT] | {"n": 2}, headers=ASKED)
+    assert answer.json()["rootstock"] == {
+        "gateway_queue_s": 0.0,
+        "worker_queue_s": 1.5,
+        "cached_tokens": answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"],
+        "workers": ["worker-0"],
+        "retractions": 4,
+        "drafted_tokens": 16,
+        "accepted_tokens": 10,
+    }
+    assert not Documented(served.get("/openapi.json").json()).faults(Answered.of(answer))
+
+
+def test_a_stream_says_it_with_its_usage_alone(served: System) -> None:
+    *chunks, last = chunks_of(served)
+    assert last["choices"] == [] and last["rootstock"]["workers"] == ["worker-0"]
+    assert not [chunk for chunk in chunks if "rootstock" in chunk]
+    without = events(served.post(CHAT, BODIES[CHAT] | {"stream": True}, headers=ASKED).text)
+    assert not [chunk for chunk in without if "rootstock" in chunk]
+
+
+@pytest.mark.parametrize("body", [{"top_k": "x"}, {"model": "nobody's"}], ids=["wrong", "unknown model"])
+def test_an_error_says_nothing_of_it(served: System, body: dict[str, Any]) -> None:
+    answer = served.post(CHAT, BODIES[CHAT] | body, headers=ASKED)
+    assert answer.status_code in (400, 404) and list(answer.json()) == ["error"]
+
+
+def test_a_wait_for_a_worker_is_told() -> None:
+    with System(playground=True, configure=small) as system, ThreadPoolExecutor(1) as pool:
+        full(system)
+        waiting = pool.submit(chunks_of, system)
+        wait_until(lambda: system.num_waiting == 1, "the wait")
+        system.allow(None)
+        assert waiting.result()[-1]["rootstock"]["gateway_queue_s"] > 0
+
+
+def test_a_worker_that_was_lost_is_told_before_the_one_that_went_on() -> None:
+    with System(workers=2, playground=True, configure=stopped) as system, ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(chunks_of, system)
+        wait_until(lambda: sum(system.running()) == 1, "the submit")
+        first = next(host for host in system.workers if host.servicer.running)
+        system.allow(5)
+        wait_until(lambda: first.servicer.steps_left == 0, "tokens")
+        system.call(first.stop())
+        system.allow(None)
+        other = next(host for host in system.workers if host is not first)
+        chunks = asking.result()
+        assert chunks[-1]["rootstock"]["workers"] == [first.servicer.info.worker_id, other.servicer.info.worker_id]
+        assert "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]) == ANSWER
