@@ -67,8 +67,8 @@ cluster-faults: env  ## what is long there
 	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster -k "rollout or test_long"
 
 
-bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")
-	$(PY) -m tests.benchmarks.serve --url $(URL) $(BENCH)
+bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags"); what `rootstock bench` is
+	$(PY) -m services.cli bench --url $(URL) $(BENCH)
 
 bench-front: env ## what strangers do to the front, and what others notice (FRONT="attacks", FRONT="--minutes 120")
 	$(PY) -m tests.benchmarks.front $(FRONT)
