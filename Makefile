@@ -89,9 +89,10 @@ sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SI
 mutants: env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core tiers gateway exec grammar worker")
 	$(PY) -m tests.mutants $(AREAS)
 
-docs: env        ## what is written from code: settings, metrics and models in docs/, the chart's schema and dashboards
+docs: env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards
 	$(PY) -m services.local.reference > docs/configuration.md
 	$(PY) -m services.local.metrics_reference > docs/metrics.md
+	$(PY) -m services.local.cli_reference > docs/cli.md
 	$(PY) -m services.local.models_reference
 	$(PY) -m services.local.parameter_tables
 	$(PY) -m tests.contracts.picture

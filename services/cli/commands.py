@@ -43,7 +43,7 @@ def _bench(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
-        raise CommandFailed(Exit.USAGE, "bench needs aiohttp: pip install 'rootstock[bench]'.") from None
+        raise CommandFailed(Exit.USAGE, "bench needs aiohttp: pip install aiohttp.") from None
     return command.run(args)
 
 

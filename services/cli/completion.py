@@ -39,7 +39,7 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 def commands_of(parser: argparse.ArgumentParser) -> Iterator[CommandWords]:
     below = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    texts = {choice.dest: _plain(choice.help or "") for choice in below._choices_actions}
+    texts = {choice.dest: choice.help or "" for choice in below._choices_actions}
     parsers: Mapping[str, argparse.ArgumentParser] = below.choices
     for name, one in parsers.items():
         yield CommandWords(name, texts[name], tuple(_word(action) for action in one._actions))
@@ -47,7 +47,7 @@ def commands_of(parser: argparse.ArgumentParser) -> Iterator[CommandWords]:
 
 def _word(action: argparse.Action) -> Word:
     takes = "" if action.nargs == 0 else "file" if action.type is Path else "text"
-    text = _plain(action.help or action.dest)
+    text = (action.help or action.dest.replace("_", " ")) % vars(action)
     return Word(tuple(action.option_strings), takes, tuple(str(each) for each in action.choices or ()), text)
 
 
@@ -102,7 +102,7 @@ def _bash_value(word: Word) -> str:
 def _fish(commands: list[CommandWords]) -> str:
     lines = ["# fish: rootstock completion fish | source", "complete -c rootstock -f"]
     for command in commands:
-        lines.append(f"complete -c rootstock -n __fish_use_subcommand -a {command.name} -d '{command.text}'")
+        lines.append(f"complete -c rootstock -n __fish_use_subcommand -a {command.name} -d '{_plain(command.text)}'")
         lines += [_fish_line(command.name, word) for word in command.words]
     return "\n".join(lines) + "\n"
 
@@ -113,11 +113,11 @@ def _fish_line(command: str, word: Word) -> str:
     parts += ["-r"] if word.names and word.takes else []
     parts += ["-F"] if word.takes == "file" else []
     parts += [f"-a '{' '.join(word.choices)}'"] if word.choices else []
-    return " ".join([*parts, f"-d '{word.text}'"])
+    return " ".join([*parts, f"-d '{_plain(word.text)}'"])
 
 
 def _zsh(commands: list[CommandWords]) -> str:
-    names = "\n".join(f"        '{command.name}:{command.text}'" for command in commands)
+    names = "\n".join(f"        '{command.name}:{_plain(command.text)}'" for command in commands)
     cases = "\n".join(_zsh_case(command) for command in commands)
     return f"""\
 #compdef rootstock
@@ -149,6 +149,6 @@ def _zsh_case(command: CommandWords) -> str:
 def _zsh_words(word: Word) -> list[str]:
     values = f"({' '.join(word.choices)})" if word.choices else "_files" if word.takes == "file" else " "
     if not word.names:
-        return [f"'1:{word.text}:{values}'"]
+        return [f"'1:{_plain(word.text)}:{values}'"]
     value = f":value:{values}" if word.takes else ""
-    return [f"'{name}[{word.text}]{value}'" for name in word.names]
+    return [f"'{name}[{_plain(word.text)}]{value}'" for name in word.names]

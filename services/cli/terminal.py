@@ -42,6 +42,11 @@ class Terminal:
         self._stream.write(self.painted(shown, colour) if colour else shown)
         self._stream.flush()
 
+    def overwrite(self, text: str) -> None:
+        """The line that the cursor is in."""
+        self._stream.write(f"\r{text[: self.width - 1]}\x1b[K")
+        self._stream.flush()
+
     def redraw(self, lines: list[str]) -> None:
         """The whole screen, without flicker."""
         body = "".join(f"{line}\x1b[K\n" for line in lines[: self.height - 1])

@@ -29,7 +29,8 @@ class StartView:
         if not self._is_tty and self._clock() - self._said < EVERY_S:
             return
         self._said = self._clock()
-        text = f"  {name:<13} {self._said - self._begun:4.0f} s  {last_words(log)}"[:WIDTH]
+        words = last_words(log) or "starting"
+        text = f"  {name:<13} {self._said - self._begun:4.0f} s  {words}"[:WIDTH]
         if not self._is_tty:
             self._stream.write(text.rstrip() + "\n")
         elif text != self._shown:

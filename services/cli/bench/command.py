@@ -7,11 +7,13 @@ Poisson process and --concurrency, if given, caps how many are in flight.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -29,6 +31,10 @@ from services.cli.bench.workload import Session, make_sessions, make_warmup
 from services.cli.exits import CommandFailed, Exit
 from services.cli.flags import Target, target_of
 from services.cli.server import hint_of, unreachable
+from services.cli.terminal import Terminal
+from services.shared.observe.progress import Progress
+
+SHOW_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,26 @@ async def warm_up(sessions: Sequence[Session], http: aiohttp.ClientSession, endp
     return next((f"{o.error}: {o.error_detail}" for o in player.outcomes if o.error is not None), None)
 
 
+@asynccontextmanager
+async def progress_shown(player: Player, planned: int, err: Terminal) -> AsyncIterator[None]:
+    """While the block runs, on a terminal alone."""
+    begun = time.perf_counter()
+
+    async def show() -> None:
+        while True:
+            passed_s = time.perf_counter() - begun
+            err.overwrite(Progress("bench", len(player.outcomes), planned, passed_s, "requests").bar())
+            await asyncio.sleep(SHOW_EVERY_S)
+
+    showing = asyncio.create_task(show()) if err.is_tty else None
+    try:
+        yield
+    finally:
+        if showing is not None:
+            showing.cancel()
+            err.overwrite("")
+
+
 async def measure(args: argparse.Namespace, target: Target, sessions: Sequence[Session], warmup: Sequence[Session]) -> Run:
     async with open_http(target.key, target.timeout_s) as http:
         args.model = args.model or await first_model(http, target.url)
@@ -70,9 +96,11 @@ async def measure(args: argparse.Namespace, target: Target, sessions: Sequence[S
         gc.collect()
         gc.freeze()  # the workload is large and lives to the end: no collection should walk it while requests are timed
         player = Player(http, endpoint)
-        start = time.perf_counter()
-        await offer(sessions, args, player)
-        return Run(player.outcomes, sum(len(s.turns) for s in sessions), time.perf_counter() - start)
+        planned, start = sum(len(s.turns) for s in sessions), time.perf_counter()
+        async with progress_shown(player, planned, Terminal.of(sys.stderr)):
+            await offer(sessions, args, player)
+            duration_s = time.perf_counter() - start
+        return Run(player.outcomes, planned, duration_s)
 
 
 def parameters_of(args: argparse.Namespace, target: Target) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,6 @@ from services.cli.program import main
 from tests.services.cli.fake_server import FakeServer
 
 SPECS = [Spec(name, range_ratio=0.5, num_requests=30) for name in WORKLOADS]
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as fake:
-        yield fake
 
 
 def bench(server: FakeServer, path: Path, *flags: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
@@ -283,3 +278,13 @@ def test_the_block_has_the_rows_that_the_field_prints(server: FakeServer, capsys
 )
 def test_flags_that_make_no_sense_end_with_status_2(flags: tuple[str, ...]) -> None:
     assert main(["bench", *flags]) == Exit.USAGE
+
+
+@pytest.mark.parametrize("is_tty", [True, False], ids=["terminal", "pipe"])
+def test_a_terminal_sees_how_far_it_is(server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_tty: bool) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr(err, "isatty", lambda: is_tty)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert main(["bench", "--num-requests", "3", "--output-len", "4"]) == Exit.DONE
+    shown = "\rbench [                    ]   0 %  0 of 3 requests" in err.getvalue()
+    assert shown == is_tty and err.getvalue().endswith("\r\x1b[K" if is_tty else "")

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.commands import COMMANDS, VERSION, build_parser
+from services.cli.commands import COMMANDS, EXITS, VERSION, build_parser
 from services.cli.exits import Exit
 from services.cli.program import main
 from services.cli.terminal import Terminal
+from services.local import cli_reference
 from tests.services.cli.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -157,6 +158,12 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
             build_parser().parse_args([command, "--help"])
         text = capsys.readouterr().out
         assert caught.value.code == 0 and max(map(len, text.splitlines())) <= 80, text
+
+
+def test_the_page_is_what_the_code_says_and_has_every_status() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert page == cli_reference.render(), "run `make docs`"
+    assert [int(line.split()[0]) for line in EXITS.splitlines()[1:]] == [*Exit]
 
 
 def test_the_version_is_the_projects() -> None:
