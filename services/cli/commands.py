@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from services.cli import complete, completion, models
 from services.cli.bench import flags as bench
 from services.cli.chat import command as chat
-from services.cli.exits import CommandFailed, Exit
+from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.status import command as status
 
 VERSION = "0.1.0"

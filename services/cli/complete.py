@@ -6,12 +6,12 @@ import argparse
 import os
 import sys
 
-from services.cli.answers import COMPLETIONS
-from services.cli.exits import CommandFailed, Exit
-from services.cli.flags import add_server_flags, target_of
-from services.cli.one_answer import print_answer
-from services.cli.requests import add_request_flags, fields_of, model_of
-from services.cli.server import Server
+from services.cli.shared.answers import COMPLETIONS
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import add_server_flags, target_of
+from services.cli.shared.one_answer import print_answer
+from services.cli.shared.requests import add_request_flags, fields_of, model_of
+from services.cli.shared.server import Server
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -7,11 +7,11 @@ import json
 import os
 import sys
 
-from services.cli.exits import Exit
-from services.cli.flags import add_server_flags, target_of
-from services.cli.requests import models_of
-from services.cli.server import Server
-from services.cli.terminal import Terminal
+from services.cli.shared.exits import Exit
+from services.cli.shared.flags import add_server_flags, target_of
+from services.cli.shared.requests import models_of
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from services.cli.commands import build_parser
-from services.cli.exits import CommandFailed, Exit
-from services.cli.terminal import Terminal
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.terminal import Terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:

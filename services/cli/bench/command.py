@@ -28,10 +28,10 @@ from services.cli.bench.flags import DEFAULT_CONCURRENCY, PATHS
 from services.cli.bench.load import Player, closed_loop, open_loop, poisson_arrivals
 from services.cli.bench.spec import Spec
 from services.cli.bench.workload import Session, make_sessions, make_warmup
-from services.cli.exits import CommandFailed, Exit
-from services.cli.flags import Target, target_of
-from services.cli.server import hint_of, unreachable
-from services.cli.terminal import Terminal
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import Target, target_of
+from services.cli.shared.server import hint_of, unreachable
+from services.cli.shared.terminal import Terminal
 from services.shared.observe.progress import Progress
 
 SHOW_EVERY_S = 0.5

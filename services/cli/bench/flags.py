@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from services.cli.bench.spec import WORKLOADS, Spec
-from services.cli.flags import add_server_flags, json_object
+from services.cli.shared.flags import add_server_flags, json_object
 
 DEFAULT_CONCURRENCY = 16
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

@@ -7,15 +7,15 @@ import contextlib
 import os
 import sys
 
-from services.cli.answers import CHAT
 from services.cli.chat.conversation import Conversation
 from services.cli.chat.repl import Repl
-from services.cli.exits import CommandFailed, Exit
-from services.cli.flags import add_server_flags, target_of
-from services.cli.one_answer import print_answer
-from services.cli.requests import add_request_flags, fields_of, model_of
-from services.cli.server import Server
-from services.cli.terminal import Terminal
+from services.cli.shared.answers import CHAT
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import add_server_flags, target_of
+from services.cli.shared.one_answer import print_answer
+from services.cli.shared.requests import add_request_flags, fields_of, model_of
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

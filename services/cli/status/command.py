@@ -11,12 +11,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from services.cli.exits import CommandFailed, Exit
-from services.cli.flags import add_server_flags, target_of
-from services.cli.server import Server
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import add_server_flags, target_of
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
 from services.cli.status.standing import Observer, Standing
 from services.cli.status.table import lines
-from services.cli.terminal import Terminal
 
 TELLING_S = 1.1  # after it every worker has told its figures once more
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.cli.exits import CommandFailed, Exit
+from services.cli.shared.exits import CommandFailed, Exit
 
 GONE, GONE_FOR_S = "gone", 60.0
 RESTED_S = 5.0  # without a newer word, a rate says nothing any more

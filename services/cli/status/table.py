@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.cli.shared.terminal import Terminal
 from services.cli.status.standing import Standing, Worker
-from services.cli.terminal import Terminal
 
 GAP = "  "
 LEAST_NAME = 10

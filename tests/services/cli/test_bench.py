@@ -18,8 +18,8 @@ from services.cli.bench.client import Outcome, StreamError, StreamMeter
 from services.cli.bench.load import closed_loop, poisson_arrivals
 from services.cli.bench.spec import WORKLOADS, Spec
 from services.cli.bench.workload import Content, Session, Turn, make_sessions, make_warmup
-from services.cli.exits import Exit
 from services.cli.program import main
+from services.cli.shared.exits import Exit
 from tests.services.cli.fake_server import FakeServer
 
 SPECS = [Spec(name, range_ratio=0.5, num_requests=30) for name in WORKLOADS]

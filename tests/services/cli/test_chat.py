@@ -16,10 +16,10 @@ import pytest
 
 from services.cli.chat.conversation import Conversation
 from services.cli.chat.repl import Repl
-from services.cli.exits import Exit
-from services.cli.flags import Target
-from services.cli.server import Server
-from services.cli.terminal import Terminal
+from services.cli.shared.exits import Exit
+from services.cli.shared.flags import Target
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
 from tests.services.cli.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.commands import COMMANDS, EXITS, VERSION, build_parser
-from services.cli.exits import Exit
 from services.cli.program import main
-from services.cli.terminal import Terminal
+from services.cli.shared.exits import Exit
+from services.cli.shared.terminal import Terminal
 from services.local import cli_reference
 from tests.services.cli.fake_server import FakeServer
 

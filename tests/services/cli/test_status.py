@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from services.cli.exits import CommandFailed, Exit
 from services.cli.program import main
-from services.cli.server import unreachable
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.server import unreachable
+from services.cli.shared.terminal import Terminal
 from services.cli.status.command import _next_look
 from services.cli.status.standing import Observer, Standing, Worker
 from services.cli.status.table import lines
-from services.cli.terminal import Terminal
 from tests.services.cli.fake_server import FakeServer
 
 UNTOLD = ("told_s_ago", "num_running", "num_waiting", "kv_used_tokens", "kv_cached_tokens", "prompt_tokens")

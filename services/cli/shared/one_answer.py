@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 
-from services.cli.answers import Answer, ask
-from services.cli.exits import CommandFailed
-from services.cli.server import Server
-from services.cli.terminal import Terminal
+from services.cli.shared.answers import Answer, ask
+from services.cli.shared.exits import CommandFailed
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
 
 
 def print_answer(server: Server, path: str, body: dict[str, object], args: argparse.Namespace) -> None:

@@ -12,8 +12,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.cli.exits import CommandFailed, Exit
-from services.cli.flags import KEY, URL, Target
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import KEY, URL, Target
 
 MAX_LINE_BYTES = 64 << 20
 HINTS = {

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.cli.server import Server, cut_off
+from services.cli.shared.server import Server, cut_off
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Clock = Callable[[], float]
