@@ -67,8 +67,8 @@ cluster-faults: env  ## what is long there
 	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster -k "rollout or test_long"
 
 
-bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags")
-	$(PY) -m tests.benchmarks.serve --url $(URL) $(BENCH)
+bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags"); what `rootstock bench` is
+	$(PY) -m services.cli bench --url $(URL) $(BENCH)
 
 bench-front: env ## what strangers do to the front, and what others notice (FRONT="attacks", FRONT="--minutes 120")
 	$(PY) -m tests.benchmarks.front $(FRONT)
@@ -89,9 +89,10 @@ sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SI
 mutants: env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core tiers gateway exec grammar worker")
 	$(PY) -m tests.mutants $(AREAS)
 
-docs: env        ## what is written from code: settings, metrics and models in docs/, the chart's schema and dashboards
+docs: env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards
 	$(PY) -m services.local.reference > docs/configuration.md
 	$(PY) -m services.local.metrics_reference > docs/metrics.md
+	$(PY) -m services.local.cli_reference > docs/cli.md
 	$(PY) -m services.local.models_reference
 	$(PY) -m services.local.parameter_tables
 	$(PY) -m tests.contracts.picture

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from rootstock.v1 import gateway_pb2_grpc
 from services.gateway import app
 from services.gateway.admin.gateway_peers import PeerGateways, PeerServicer
+from services.gateway.admin.standing import Standing
 from services.gateway.admin.tenants import Tenants
 from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.api.anthropic.routes import MessagesApi
@@ -118,7 +119,8 @@ class Gateway:
         self._store = _store(settings)
         responses = ResponsesApi(self.generator, preparer, Records(self._store, retry))
         loads = self.dispatcher.fleet.loads
-        texts = TextsApi(self.generator, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads)
+        standing = Standing(self.dispatcher, self.tokenizer.connected, self.detoks.connected).told
+        texts = TextsApi(self.generator, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads, standing)
         endpoints: dict[str, Endpoint] = {}
         self._work = self._batch_work(endpoints, metrics)
         stores = None if self._work is None else Stores(self._work.files, self._work.batches)

@@ -17,6 +17,7 @@ from services.local.model_source import model_folder
 from services.local.plan import Part, num_ports, parts, served_name, state_folder
 from services.local.ports import HOST, free_ports, is_taken
 from services.local.settings import LocalSettings
+from services.local.start_view import StartView
 from services.local.supervisor import Child, Supervisor
 from services.shared.rpc import grpc_server
 from services.shared.settings import load
@@ -51,12 +52,12 @@ async def run(settings: LocalSettings) -> int:
 
 
 async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[Part]) -> None:
-    begun = time.monotonic()
+    begun, view = time.monotonic(), StartView(sys.stdout)
     children = [supervisor.start(part.command) for part in started]
     async with asyncio.timeout(settings.start_timeout_s):
         for part, child in zip(started, children, strict=True):
-            await _until_ready(part, child)
-            print(f"  {part.command.name:<13} ready after {time.monotonic() - begun:4.1f} s   pid {child.pid}", flush=True)
+            await _until_ready(part, child, view)
+            view.line(f"  {part.command.name:<13} ready after {time.monotonic() - begun:4.1f} s   pid {child.pid}")
     keeping = asyncio.create_task(supervisor.keep_running())
     try:
         if settings.demo:
@@ -76,15 +77,17 @@ async def _ask(settings: LocalSettings) -> None:
         print(f"(no answer: {error})")
 
 
-async def _until_ready(part: Part, child: Child) -> None:
+async def _until_ready(part: Part, child: Child, view: StartView) -> None:
     """Polls the process's health service. A process that ends before it is ready fails the start."""
     async with grpc_server.channel(f"{HOST}:{part.health}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
             if child.exit_code is not None:
+                view.clear()
                 raise StartFailed(f"{part.command.name} ended with code {child.exit_code}:\n{child.last_lines(8)}")
             if (not part.health or await _is_serving(health, part.service)) and await asyncio.to_thread(_has_peers, part):
                 return
+            view.waiting(part.command.name, child.log)
             await asyncio.sleep(0.1)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from tests.benchmarks.client import Endpoint, first_model, open_http, stream
+from services.cli.bench.client import Endpoint, first_model, open_http, stream
 from tests.benchmarks.compare_transformers import BUILD, check, draw_prompts, ensure_model
 from tests.benchmarks.server_process import ROOT, running_server
 

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from tests.benchmarks import machine, report
-from tests.benchmarks.client import Endpoint, Outcome, first_model, open_http, stream
+from services.cli.bench import machine, report
+from services.cli.bench.client import Endpoint, Outcome, first_model, open_http, stream
+from tests.benchmarks.machine import busy_cores
 from tests.benchmarks.server_process import ROOT, ROOTSTOCK, ServerFailed, running_server
 
 BUILD = ROOT / "build" / "bench"
@@ -126,7 +127,7 @@ def measure_pair(args: argparse.Namespace, concurrency: int, number: int) -> Pai
     (warmup,) = draw_prompts(args.model, 1, args.input_len, (args.seed, number, concurrency, WARMUP_STREAM))
     job, name = Job(args.model, prompts, args.output_len), f"c{concurrency}-r{number}.log"
     logs = args.output_file.resolve().parent / "logs"
-    busy = machine.busy_cores(BUSY_SAMPLE_S)
+    busy = busy_cores(BUSY_SAMPLE_S)
     if busy > BUSY_LIMIT:
         print(f"others keep {busy:.1f} cores busy: this round's ratio says little", file=sys.stderr)
     server = measure_server(job, args.server_command, warmup, logs / f"server-{name}")

@@ -27,8 +27,8 @@ import numpy as np
 import orjson
 import psutil
 
-from tests.benchmarks import machine
-from tests.benchmarks.client import Endpoint, open_http, stream
+from services.cli.bench import machine
+from services.cli.bench.client import Endpoint, open_http, stream
 from tests.benchmarks.front_attacks import ANSWER_S, ATTACKS
 from tests.e2e.system import ROOT, System
 

@@ -30,9 +30,10 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.benchmarks import machine
-from tests.benchmarks.client import Endpoint, open_http, stream
+from services.cli.bench import machine
+from services.cli.bench.client import Endpoint, open_http, stream
 from tests.benchmarks.hostile_bodies import hostile_bodies
+from tests.benchmarks.machine import busy_cores
 from tests.e2e.system import ROOT, System
 
 STREAM_TOKENS = 400
@@ -196,7 +197,7 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
 
 
 def measure(args: argparse.Namespace, logs: Path) -> int:
-    busy = machine.busy_cores(BUSY_SAMPLE_S)
+    busy = busy_cores(BUSY_SAMPLE_S)
     print(f"{machine.cpu_model()}, {machine.usable_cores()} cores; before: {busy:.2f} cores busy, load {os.getloadavg()[0]:.2f}")
     verdicts: list[Verdict] = []
     worst: list[float] = []

@@ -1,38 +1,10 @@
-"""The machine that a measurement was made on, as far as its numbers depend on it."""
+"""How much the machine does beside a measurement."""
 
 from __future__ import annotations
 
 import os
-import platform
-import shutil
-import subprocess
 import time
 from pathlib import Path
-from typing import Any
-
-
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model"):
-                return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on, which a container or taskset can make fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def gpu_names() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.returncode == 0 else []
 
 
 def busy_cores(seconds: float, stat: Path = Path("/proc/stat")) -> float:
@@ -47,14 +19,3 @@ def busy_cores(seconds: float, stat: Path = Path("/proc/stat")) -> float:
 def busy_ticks(stat: Path) -> int:
     user, nice, system, _idle, _iowait, irq, softirq, *_ = (int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:])
     return user + nice + system + irq + softirq
-
-
-def describe() -> dict[str, Any]:
-    """The client's machine; it is the server's too unless the URL says otherwise."""
-    return {
-        "cpu": cpu_model(),
-        "cores": usable_cores(),
-        "gpus": gpu_names(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-    }

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.client import Outcome
+from services.cli.bench.client import Outcome
 from tests.benchmarks.compare_transformers import MeasurementFailed, Pair, check, draw_prompts, parse, table
 from tests.benchmarks.machine import busy_cores, busy_ticks
 from tests.benchmarks.server_process import ServerFailed, answers, running_server, server_command
 from tests.night import NIGHTLY
 
-FAKE = "{python} -m tests.benchmarks.fake_server --port {port}"
+FAKE = "{python} -m tests.services.cli.fake_server --port {port}"
 
 
 def test_the_table_holds_medians_over_the_rounds() -> None:

@@ -68,13 +68,25 @@ class TestWaitForModel:
 
 class TestPrefetch:
     HUB = """
+import time
 from pathlib import Path
+from types import SimpleNamespace
+class HfApi:
+    def model_info(self, name, *, revision, files_metadata):
+        files = [("config.json", 100), ("model.safetensors", 1_000_000_000), ("weights.bin", 7)]
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in files])
 def snapshot_download(name, *, revision, local_dir, allow_patterns):
     assert "*.safetensors" in allow_patterns and not any(p.endswith((".bin", ".pt")) for p in allow_patterns)
     if name == "org/gone":
         raise OSError("404")
     Path(local_dir).mkdir(parents=True, exist_ok=True)
     (Path(local_dir) / "config.json").write_text(f"{name} {revision}")
+    if name == "org/large":
+        half = Path(local_dir) / ".cache" / "half"
+        half.parent.mkdir()
+        with half.open("wb") as file:
+            file.truncate(510_000_000)
+        time.sleep(0.5)  # the download: nothing else says that it lasts
 """
 
     def test_marks_what_is_whole_and_leaves_it(self, tmp_path: Path) -> None:
@@ -85,6 +97,12 @@ def snapshot_download(name, *, revision, local_dir, allow_patterns):
         assert [(a / "config.json").read_text(), (b / "config.json").read_text()] == ["org/a None", "org/b v2"]
         assert [(a / ".source").read_text(), (b / ".source").read_text()] == ["org/a", "org/b@v2"]
         assert "downloading" not in run("prefetch", *arguments, PYTHONPATH=str(tmp_path)).stdout
+
+    def test_a_download_tells_how_far_it_has_come(self, tmp_path: Path) -> None:
+        (tmp_path / "huggingface_hub.py").write_text(self.HUB)
+        (tmp_path / "a").mkdir()
+        told = run("prefetch", str(tmp_path / "a"), "org/large", PYTHONPATH=str(tmp_path), PREFETCH_REPORT_S="0.05").stdout
+        assert "1.00 GB" in told and "50 %, 0.51 of 1.00 GB, " in told and " s left" in told
 
     def test_a_failed_download_leaves_no_mark(self, tmp_path: Path) -> None:
         (tmp_path / "huggingface_hub.py").write_text(self.HUB)

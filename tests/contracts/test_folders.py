@@ -7,6 +7,7 @@ import pytest
 from tests.contracts import imports
 
 ROOMS_OF_THE_WORKER = ("control", "core", "exec", "front", "grammar", "identity", "index", "loop", "metrics", "text")
+OTHER_SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim")
 IO = ("asyncio", "grpc", "redis", "socket", "threading", "time", "kubernetes", "prometheus_client", "os", "subprocess")
 NEVER = {
     "services.worker.core": (*(f"services.worker.{room}" for room in ROOMS_OF_THE_WORKER if room != "core"), *IO, "torch"),
@@ -19,6 +20,7 @@ NEVER = {
     "services.worker": ("services.gateway", "services.tokenizer", "services.detokenizer"),
     "services.gateway.routing": IO,
     "services.gateway.parsers": IO,
+    "services.cli": (*(f"services.{other}" for other in OTHER_SERVICES), "torch", "rootstock", "grpc"),
     "kernels": ("services",),
     "services.shared": ("services.gateway", "services.worker", "services.tokenizer", "services.detokenizer", "services.local"),
 }

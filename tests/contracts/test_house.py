@@ -8,7 +8,7 @@ import pytest
 
 from tests.contracts import imports, picture
 
-SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim")
+SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim", "cli")
 CORE = "services.worker.core"
 MOST_MODULES, MOST_PACKAGES = 15, 6
 MOST_FILES = {"gateway": 12, "worker": 8}

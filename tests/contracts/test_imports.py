@@ -33,7 +33,7 @@ def modules_below(folder: str) -> list[str]:
 
 def test_services_without_torch_import_without_torch() -> None:
     names = []
-    for service in ("gateway", "tokenizer", "detokenizer", "local", "shared"):
+    for service in ("gateway", "tokenizer", "detokenizer", "local", "shared", "cli"):
         found = modules_below(f"services/{service}")
         assert found, service
         names += found

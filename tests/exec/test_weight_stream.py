@@ -310,7 +310,7 @@ def test_progress_every_few_seconds_and_at_the_end() -> None:
     now = 14.0
     meter.tick()
     meter.added(0)
-    assert said == ["weights: 50 %, 2.00 of 4.00 GB in 4.0 s, 0.50 GB/s"]
+    assert said == ["weights: 50 %, 2.00 of 4.00 GB in 4.0 s, 0.50 GB/s, 4 s left"]
     meter.added(2_000_000_000)
     meter.end()
     assert said[1:] == ["weights: 100 %, 4.00 of 4.00 GB in 4.0 s, 1.00 GB/s"]

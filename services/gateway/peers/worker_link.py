@@ -79,6 +79,7 @@ class WorkerLink(Generic[Open]):
         self.weights: Weights | None = None  # by its last hello, also once it is lost; None: never met
         self.last_info: worker_pb2.WorkerInfo | None = None  # as it said when it was connected last; None: never yet
         self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
+        self.told_at = 0.0  # when it came
         self.draining = False  # it said that it is going away; until its next hello
         self.paused = False  # no step runs there until an operator says so; as its last load says, also of an earlier stream
         self.ready = True  # as discovery sees it
@@ -163,7 +164,7 @@ class WorkerLink(Generic[Open]):
                 message = await self._read(call)
                 self._heard += 1
                 if message.HasField("load"):
-                    self.load = message.load
+                    self.load, self.told_at = message.load, asyncio.get_running_loop().time()
                     self._events.on_load(self)
                 elif message.HasField("hello"):
                     self._renew(self.info, message.hello)

@@ -120,10 +120,15 @@ class LoadReport:
                     await self._changed.wait()
 
     def _put(self, stream: PeerStream, load: worker_pb2.WorkerLoad, now: float) -> None:
-        """With the figures that change by themselves: they are no news."""
+        """With the figures that change by themselves, or with every step: they are no news."""
         aged = worker_pb2.WorkerLoad()
         aged.CopyFrom(load)
         aged.step_age_ms, aged.step_limit_ms = math.ceil(self._pulse.age_s * 1e3), math.ceil(self._limit.seconds * 1e3)
+        stats = self.stats
+        if stats is not None:
+            aged.running_tokens = stats.pages_used * self._page_size
+            aged.prompt_tokens, aged.cached_prompt_tokens = stats.prompt_tokens_total, stats.cached_tokens_total
+            aged.generated_tokens, aged.retractions = stats.generated_tokens_total, stats.retractions_total
         stream.put_load(aged, load, now)
 
     def _unaged(self, stream: PeerStream) -> worker_pb2.WorkerLoad:

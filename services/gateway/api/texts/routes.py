@@ -42,6 +42,7 @@ B = TypeVar("B", bound=Body)
 RELEASE = "0.1.0"
 ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # parameters by name; raises ApiError
 Loads = Callable[[], Sequence[Mapping[str, Any]]]  # of the workers that have told theirs
+Standing = Callable[[], Mapping[str, Any]]  # of this gateway and of all workers that it knows
 
 
 class Texts(Protocol):
@@ -67,6 +68,7 @@ class TextsApi:
         read_tools: ReadTools,
         served: Callable[[], Sequence[ModelInfo]],
         loads: Loads,
+        standing: Standing,
     ) -> None:
         self._generator = generator
         self._texts = texts
@@ -75,6 +77,7 @@ class TextsApi:
         self._read_tools = read_tools
         self._served = served
         self._loads = loads
+        self._standing = standing
 
     def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
         """None of them generates."""
@@ -163,6 +166,7 @@ class TextsApi:
                     for model in self._served()
                 ],
                 "loads": self._loads(),
+                **self._standing(),
             }
         )
 

@@ -3,7 +3,7 @@ it has the same route."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
@@ -87,6 +87,39 @@ class WorkerLoad(Answer):
     num_tokens: Count = Field(description="Of KV cache in use.")
 
 
+class WorkerStanding(Answer):
+    """A worker that discovery names. Its figures are those that it told last, over all gateways; null while it is not connected.
+    Totals are since its start."""
+
+    worker_id: str | None = Field(description="null: it has never been connected.")
+    model: str | None
+    role: Literal["both", "prefill", "decode"] | None
+    state: Literal["ready", "silent", "paused", "draining", "hung", "unused", "lost", "starting"] = Field(
+        description="silent: it has told nothing for some seconds. unused: it gets no requests here for the time being, as after"
+        " faults. lost: it was connected. starting: it never was."
+    )
+    told_s_ago: float | None
+    num_running: Count | None
+    num_waiting: Count | None
+    max_running: Count | None
+    kv_used_tokens: Count | None = Field(description="By requests that run.")
+    kv_cached_tokens: Count | None = Field(description="By the prefix cache alone.")
+    kv_tokens: Count | None = Field(description="Size of the pool.")
+    prompt_tokens: Count | None
+    cached_prompt_tokens: Count | None
+    generated_tokens: Count | None
+    retractions: Count | None
+
+
+class GatewayStanding(Answer):
+    """The gateway that answers."""
+
+    waiting: Count = Field(description="Choices that wait for a worker with room.")
+    workers: Count = Field(description="That get requests.")
+    tokenizers: Count = Field(description="Connected.")
+    detokenizers: Count = Field(description="Connected.")
+
+
 class ServedModel(Answer):
     id: str
     max_model_len: Count
@@ -102,3 +135,5 @@ class ServerInfo(Answer):
     served_model_name: str
     models: list[ServedModel]
     loads: list[WorkerLoad]
+    workers: list[WorkerStanding]
+    gateway: GatewayStanding

@@ -1,26 +1,29 @@
-"""Tells how far the reading of weights has come: percent, GB and GB/s, every few seconds."""
+"""Tells how far the reading of weights has come, every few seconds: shares, amounts, the rate, and how long it may still take."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
+from services.shared.observe.progress import GB, Progress
+
 REPORT_EVERY_S = 3.0
 
 
 class LoadMeter:
-    """total: bytes. clock: seconds. say: called with a line, by one thread at a time. All calls are safe from any thread."""
+    """total: bytes, or what `unit` counts. clock: seconds. say: called with a line, by one thread at a time. All calls are safe
+    from any thread."""
 
-    def __init__(self, total: int, clock: Callable[[], float], say: Callable[[str], None]) -> None:
-        self._total, self._clock, self._say = total, clock, say
+    def __init__(self, total: int, clock: Callable[[], float], say: Callable[[str], None], unit: str = GB) -> None:
+        self._total, self._clock, self._say, self._unit = total, clock, say, unit
         self._lock = threading.Lock()
         self._begun = self._reported = clock()
         self._done = 0
 
-    def added(self, num_bytes: int) -> None:
+    def added(self, count: int) -> None:
         with self._lock:
-            self._done += num_bytes
-            assert self._done <= self._total, "no byte is read twice"
+            self._done += count
+            assert self._done <= self._total, "nothing is read twice"
         self.tick()
 
     def tick(self) -> None:
@@ -35,7 +38,4 @@ class LoadMeter:
 
     def _report(self) -> None:
         self._reported = self._clock()
-        passed = self._reported - self._begun
-        rate = f", {self._done / 1e9 / passed:.2f} GB/s" if passed > 0 else ""
-        percent = 100 * self._done // self._total if self._total else 100
-        self._say(f"weights: {percent} %, {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB in {passed:.1f} s{rate}")
+        self._say(Progress("weights", self._done, self._total, self._reported - self._begun, self._unit).line())

@@ -54,4 +54,4 @@ def timed_weights(
 ) -> DecoderWeights:
     """A WeightLoader for a CPU: straight from the checkpoint."""
     with phases.timed("weights"):
-        return load_weights(checkpoint, config, dtype, kernels, progress)
+        return load_weights(checkpoint, config, dtype, kernels, progress, phases.clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from kernels.contracts.ops import Kernels, PackedLinear
 from kernels.reference import layers as reference
 from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
 from services.worker.exec.weights.families import DecoderConfig
+from services.worker.exec.weights.load_meter import LoadMeter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embed_tokens.weight"
@@ -170,17 +172,20 @@ def required_tensors(config: DecoderConfig, prefix: str) -> list[str]:
 
 
 def load_weights(
-    checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, kernels: Kernels, progress: Callable[[str], None]
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    progress: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
 ) -> DecoderWeights:
-    """Reads, converts, fuses and packs. progress: called with a line now and then. Raises CheckpointError."""
+    """Reads, converts, fuses and packs. progress: told every few seconds, and at the end. Raises CheckpointError."""
     prefix = tensor_prefix(checkpoint)
     checkpoint.require(required_tensors(config, prefix))
-
-    def after_layer(index: int) -> None:
-        if (index + 1) % 8 == 0 or index + 1 == config.num_layers:
-            progress(f"loaded layer {index + 1} of {config.num_layers}")
-
-    return assemble(StoredTensors(checkpoint, dtype), config, prefix, kernels, after_layer)
+    meter = LoadMeter(config.num_layers, clock, progress, "layers")
+    weights = assemble(StoredTensors(checkpoint, dtype), config, prefix, kernels, lambda index: meter.added(1))
+    meter.end()
+    return weights
 
 
 def assemble(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.admin.standing import QUIET_S, _state
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
 
@@ -57,10 +58,44 @@ def test_a_bad_field_is_named(system: System, path: str, body: dict[str, Any], p
 
 def test_the_service_tells_how_it_stands(system: System) -> None:
     assert system.get("/ping").status_code == 200 and system.get("/version").json()["version"]
-    system.do(lambda: system.worker.tell(num_open=3, num_waiting=1, used_tokens=70))
+    told = {"running_tokens": 60, "prompt_tokens": 90, "cached_prompt_tokens": 45, "generated_tokens": 7, "retractions": 2}
+    system.do(lambda: system.worker.tell(num_open=3, num_running=2, num_waiting=1, used_tokens=70, cached_tokens=5, **told))
     wait_until(lambda: bool(system.get("/get_load").json()), "a worker's load")
     info = system.get("/server_info").json()
     assert info["served_model_name"] == info["models"][0]["id"] == MODEL
     assert info["loads"] == system.get("/get_load").json() and info["loads"] == [
         {"worker_id": "worker-0", "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 70}
     ]
+    assert info["gateway"] == {"waiting": 0, "workers": 1, "tokenizers": 1, "detokenizers": 1}
+    (worker,) = info["workers"]
+    assert (worker["worker_id"], worker["model"], worker["role"], worker["state"]) == ("worker-0", MODEL, "both", "ready")
+    assert (worker["num_running"], worker["num_waiting"], worker["kv_used_tokens"], worker["kv_cached_tokens"]) == (2, 1, 60, 5)
+    assert {name: worker[name] for name in told.keys() - {"running_tokens"}} == {
+        name: value for name, value in told.items() if name != "running_tokens"
+    }
+
+
+def test_a_worker_that_is_lost_is_told_without_figures() -> None:
+    with System() as system:
+        system.do(lambda: system.worker.tell(num_running=1))
+        wait_until(lambda: system.get("/server_info").json()["workers"][0]["num_running"] == 1, "a worker's load")
+        system.call(system.workers[0].stop())
+        wait_until(lambda: system.get("/server_info").json()["workers"][0]["state"] == "lost", "the loss to be told")
+        info = system.get("/server_info").json()
+        assert (info["workers"][0]["worker_id"], info["workers"][0]["num_running"]) == ("worker-0", None)
+        assert (info["gateway"]["workers"], info["loads"]) == (0, [])
+
+
+def test_states_that_people_are_told(system: System) -> None:
+    (link,) = system.links
+    told = []
+    system.do(lambda: told.append(_state(link, True, link.told_at)))
+    for changed in ({"draining": True}, {"paused": True}):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in changed.items():
+                patch.setattr(link, name, value)
+            told.append(_state(link, False, link.told_at))
+    system.do(lambda: system.worker.tell(num_open=1))
+    wait_until(lambda: link.load is not None, "a worker's load")
+    told += [_state(link, True, link.told_at + 10 * QUIET_S), _state(link, False, link.told_at)]
+    assert told == ["ready", "draining", "paused", "silent", "unused"]

@@ -15,9 +15,9 @@ from typing import TypeAlias
 import aiohttp
 import numpy as np
 
-from tests.benchmarks.client import Endpoint, Outcome, stream
-from tests.benchmarks.dialogue import open_dialogue
-from tests.benchmarks.workload import Session
+from services.cli.bench.client import Endpoint, Outcome, stream
+from services.cli.bench.dialogue import open_dialogue
+from services.cli.bench.workload import Session
 
 ARRIVAL_STREAM = 10  # apart from the streams of the workload: another rate leaves the prompts as they are
 

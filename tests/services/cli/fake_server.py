@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server for the tests of the load generator. As a process: python -m tests.benchmarks.fake_server"""
+"""A small OpenAI-compatible server for the tests of the client. As a process: python -m tests.services.cli.fake_server"""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ class FakeServer:
 
     def __init__(self, tokens_per_chunk: int = 1, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []  # the header's value, of each request
         self.behaviours: list[str] = []  # "ok" where there are no more
+        self.info: dict[str, Any] = {}  # what it says of itself
+        self.left = threading.Event()  # a client has gone in mid-stream
         self.url = ""
         self._tokens_per_chunk = tokens_per_chunk
         self._port = port
@@ -39,6 +42,7 @@ class FakeServer:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/readiness", self._models)
+        app.router.add_get("/server_info", self._info)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app)
@@ -49,9 +53,13 @@ class FakeServer:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake"}]})
 
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response(self.info)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        self.keys.append(request.headers.get("authorization", ""))
         behaviour = self.behaviours.pop(0) if self.behaviours else "ok"
         if behaviour.isdigit():
             return web.json_response({"error": {"message": "no"}}, status=int(behaviour))
@@ -62,6 +70,8 @@ class FakeServer:
             events = events[:2]
         elif behaviour == "stream error":
             events[1:] = [{"error": {"message": "lost", "type": "worker_lost"}}]
+        if behaviour == "hangs":
+            return await self._hang(response, events)
         raw = b"".join(b"data: " + orjson.dumps(e) + b"\n\n" for e in events)
         raw += b"data: [DONE]\n\n" if behaviour == "ok" else b""
         for piece in (raw[:37], raw[37:]):  # not on an event's border
@@ -69,8 +79,19 @@ class FakeServer:
             await asyncio.sleep(0.002)
         return response
 
+    async def _hang(self, response: web.StreamResponse, events: list[dict[str, Any]]) -> web.StreamResponse:
+        """Says the beginning, and comments until nobody listens any more."""
+        await response.write(b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events[:3]))
+        try:
+            while True:
+                await response.write(b": waiting\n\n")
+                await asyncio.sleep(0.02)
+        except ConnectionResetError:
+            self.left.set()
+            raise
+
     def _events(self, body: dict[str, Any], chat: bool) -> Iterator[dict[str, Any]]:
-        total, step = body["max_tokens"], self._tokens_per_chunk
+        total, step = body.get("max_tokens", 4), self._tokens_per_chunk
         if chat:
             yield {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
         for first in range(0, total, step):

@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from services.cli.bench.spec import Spec, check
+
 Content: TypeAlias = str | tuple[int, ...]
 
 WARMUP_SEED_OFFSET = 1_000_003
@@ -41,27 +43,6 @@ class Session:
     group: int  # sessions of one group share `system`
     system: Content | None
     turns: tuple[Turn, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """All that the sessions depend on. Lengths in tokens (token ids) or words (text); ids are drawn from [id_min, id_max)."""
-
-    name: str
-    seed: int = 0
-    num_requests: int | None = None  # None: 100 for `random`, and all there are for the others
-    input_len: int = 256
-    output_len: int = 64
-    range_ratio: float = 1.0  # shortest length as a fraction of the longest; 1 fixes the length
-    token_ids: bool = False
-    id_min: int = 256
-    id_max: int = 30_000
-    groups: int = 8
-    prompts_per_group: int = 8
-    system_len: int = 1024
-    question_len: int = 128
-    conversations: int = 16
-    turns: int = 4
 
 
 class Source:
@@ -111,7 +92,7 @@ def multi_turn_sessions(spec: Spec) -> list[Session]:
     return [Session(i, None, tuple(source.turn(spec.input_len) for _ in range(spec.turns))) for i in range(spec.conversations)]
 
 
-WORKLOADS: dict[str, Callable[[Spec], list[Session]]] = {
+MAKERS: dict[str, Callable[[Spec], list[Session]]] = {
     "random": random_sessions,
     "generated-shared-prefix": shared_prefix_sessions,
     "multi-turn": multi_turn_sessions,
@@ -121,14 +102,14 @@ WORKLOADS: dict[str, Callable[[Spec], list[Session]]] = {
 def make_sessions(spec: Spec) -> list[Session]:
     """The sessions of a run, cut to spec.num_requests requests. Raises ValueError for a spec that cannot be met."""
     check(spec)
-    sessions = WORKLOADS[spec.name](spec)
+    sessions = MAKERS[spec.name](spec)
     return sessions if spec.num_requests is None else first_requests(sessions, spec.num_requests)
 
 
 def make_warmup(spec: Spec, count: int) -> list[Session]:
     """Requests of the same kind with other contents, so that no measured request finds its prefix cached by the warm-up."""
     spec = replace(spec, seed=spec.seed + WARMUP_SEED_OFFSET, num_requests=None)
-    sessions = WORKLOADS[spec.name](replace(spec, num_requests=count) if spec.name == "random" else spec)
+    sessions = MAKERS[spec.name](replace(spec, num_requests=count) if spec.name == "random" else spec)
     return first_requests(sessions, min(count, sum(len(s.turns) for s in sessions)))
 
 
@@ -139,17 +120,3 @@ def first_requests(sessions: Sequence[Session], count: int) -> list[Session]:
         raise ValueError(f"the workload has {total} requests, fewer than the {count} asked for")
     before = accumulate((len(s.turns) for s in sessions), initial=0)
     return [replace(s, turns=s.turns[: count - b]) for s, b in zip(sessions, before, strict=False) if b < count]
-
-
-def check(spec: Spec) -> None:
-    if spec.name not in WORKLOADS:
-        raise ValueError(f"no workload {spec.name!r}; there are {', '.join(WORKLOADS)}")
-    if spec.name == "multi-turn" and spec.token_ids:
-        raise ValueError("multi-turn needs the answer's text in the next prompt; it cannot be sent as token ids")
-    if not 0.0 <= spec.range_ratio <= 1.0:
-        raise ValueError("range ratio must lie between 0 and 1")
-    if not 0 <= spec.id_min < spec.id_max:
-        raise ValueError("token ids need 0 <= min < max")
-    counts = (spec.input_len, spec.output_len, spec.groups, spec.prompts_per_group, spec.system_len, spec.question_len)
-    if min(*counts, spec.conversations, spec.turns, 1 if spec.num_requests is None else spec.num_requests) < 1:
-        raise ValueError("lengths and counts must be at least 1")

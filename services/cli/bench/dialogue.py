@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from tests.benchmarks.workload import Content, Session
+from services.cli.bench.workload import Content, Session
 
 
 class Dialogue(Protocol):

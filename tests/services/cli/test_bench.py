@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,34 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.benchmarks import report, serve
-from tests.benchmarks.client import Outcome, StreamError, StreamMeter
-from tests.benchmarks.fake_server import FakeServer
-from tests.benchmarks.load import closed_loop, poisson_arrivals
-from tests.benchmarks.workload import WORKLOADS, Content, Session, Spec, Turn, make_sessions, make_warmup
+from services.cli.bench import report
+from services.cli.bench.client import Outcome, StreamError, StreamMeter
+from services.cli.bench.load import closed_loop, poisson_arrivals
+from services.cli.bench.spec import WORKLOADS, Spec
+from services.cli.bench.workload import Content, Session, Turn, make_sessions, make_warmup
+from services.cli.program import main
+from services.cli.shared.exits import Exit
+from tests.services.cli.fake_server import FakeServer
 
 SPECS = [Spec(name, range_ratio=0.5, num_requests=30) for name in WORKLOADS]
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as fake:
-        yield fake
-
-
 def bench(server: FakeServer, path: Path, *flags: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
     """Exit status, results of the summary line, and the lines of the requests."""
-    argv = ["--url", server.url, "--warmup", "0", "--output-len", "4", "--output-file", str(path), "--output-details", *flags]
-    status = serve.main(argv)
+    argv = [
+        "bench",
+        "--url",
+        server.url,
+        "--warmup",
+        "0",
+        "--output-len",
+        "4",
+        "--output-file",
+        str(path),
+        "--output-details",
+        *flags,
+    ]
+    status = main(argv)
     summary, *requests = [orjson.loads(line) for line in path.read_bytes().splitlines()]
     return status, summary["results"], requests
 
@@ -211,7 +221,7 @@ def test_errors_can_be_allowed(server: FakeServer, tmp_path: Path) -> None:
 def test_a_server_that_is_not_there_is_an_error_class(server: FakeServer, tmp_path: Path) -> None:
     server.url = "http://127.0.0.1:1"
     status, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--model", "m")
-    assert (status, results["errors"]) == (1, {"connect": 2})
+    assert (status, results["errors"]) == (Exit.UNREACHABLE, {"connect": 2})
 
 
 def test_a_turn_holds_the_answers_before_it(server: FakeServer, tmp_path: Path) -> None:
@@ -236,10 +246,14 @@ def test_turns_after_a_failed_one_are_not_sent(server: FakeServer, tmp_path: Pat
     assert (status, results["successful_requests"], results["failed_requests"], results["unsent_requests"]) == (1, 1, 1, 2)
 
 
-def test_results_say_what_was_run_and_where_and_hold_no_key(server: FakeServer, tmp_path: Path) -> None:
+def test_results_say_what_was_run_and_where_and_hold_no_key(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOTSTOCK_API_KEY", "sesame")
     path = tmp_path / "deep" / "r.jsonl"
     for _ in range(2):
-        serve.main(["--url", f"{server.url}/v1/", "--num-requests", "1", "--api-key", "sesame", "--output-file", str(path)])
+        main(["bench", "--url", f"{server.url}/v1/", "--num-requests", "1", "--output-file", str(path)])
+    assert server.keys[-1] == "Bearer sesame"
     lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
     assert [line["kind"] for line in lines] == ["summary", "summary"]
     assert (lines[0]["parameters"]["workload"], lines[0]["parameters"]["model"]) == ("random", "fake")
@@ -248,7 +262,7 @@ def test_results_say_what_was_run_and_where_and_hold_no_key(server: FakeServer, 
 
 
 def test_the_block_has_the_rows_that_the_field_prints(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    serve.main(["--url", server.url, "--num-requests", "3", "--output-len", "5"])
+    main(["bench", "--url", server.url, "--num-requests", "3", "--output-len", "5"])
     out = capsys.readouterr().out
     assert out.startswith("============ Serving Benchmark Result ============\n")
     rows = dict(line.split(":", 1) for line in out.splitlines() if ":" in line)
@@ -263,6 +277,14 @@ def test_the_block_has_the_rows_that_the_field_prints(server: FakeServer, capsys
     ids=["ids-to-chat", "no-concurrency", "details-of-no-file", "rate"],
 )
 def test_flags_that_make_no_sense_end_with_status_2(flags: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        serve.main(list(flags))
-    assert caught.value.code == 2
+    assert main(["bench", *flags]) == Exit.USAGE
+
+
+@pytest.mark.parametrize("is_tty", [True, False], ids=["terminal", "pipe"])
+def test_a_terminal_sees_how_far_it_is(server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_tty: bool) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr(err, "isatty", lambda: is_tty)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert main(["bench", "--num-requests", "3", "--output-len", "4"]) == Exit.DONE
+    shown = "\rbench [                    ]   0 %  0 of 3 requests" in err.getvalue()
+    assert shown == is_tty and err.getvalue().endswith("\r\x1b[K" if is_tty else "")

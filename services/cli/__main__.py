@@ -1,0 +1,10 @@
+"""python -m services.cli: what `rootstock` is."""
+
+from __future__ import annotations
+
+import sys
+
+from services.cli.program import main
+
+if __name__ == "__main__":
+    sys.exit(main())

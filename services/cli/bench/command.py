@@ -1,0 +1,145 @@
+"""What `rootstock bench` does: load on any OpenAI-compatible server, and what it measures.
+
+One process, one event loop. Without --request-rate it is a closed loop of --concurrency sessions; with it, sessions arrive as a
+Poisson process and --concurrency, if given, caps how many are in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+import orjson
+import uvloop
+
+from services.cli.bench import machine, report
+from services.cli.bench.client import Endpoint, Outcome, first_model, open_http
+from services.cli.bench.flags import DEFAULT_CONCURRENCY, PATHS
+from services.cli.bench.load import Player, closed_loop, open_loop, poisson_arrivals
+from services.cli.bench.spec import Spec
+from services.cli.bench.workload import Session, make_sessions, make_warmup
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import Target, target_of
+from services.cli.shared.server import hint_of, unreachable
+from services.cli.shared.terminal import Terminal
+from services.shared.observe.progress import Progress
+
+SHOW_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run left: its outcomes, how many requests it should have sent, and how long it took."""
+
+    outcomes: list[Outcome]
+    planned: int
+    duration_s: float
+
+
+def spec_of(args: argparse.Namespace) -> Spec:
+    given = {f.name: getattr(args, f.name) for f in fields(Spec) if f.name != "name"}
+    return Spec(name=args.workload, **given)
+
+
+async def offer(sessions: Sequence[Session], args: argparse.Namespace, player: Player) -> None:
+    if args.request_rate is None:
+        await closed_loop(sessions, args.concurrency, player.play)
+    else:
+        arrivals = poisson_arrivals(args.request_rate, len(sessions), args.seed)
+        await open_loop(sessions, arrivals, args.concurrency, player.play)
+
+
+async def warm_up(sessions: Sequence[Session], http: aiohttp.ClientSession, endpoint: Endpoint, concurrency: int) -> str | None:
+    """The first error of the warm-up, or None."""
+    player = Player(http, endpoint)
+    await closed_loop(sessions, concurrency, player.play)
+    return next((f"{o.error}: {o.error_detail}" for o in player.outcomes if o.error is not None), None)
+
+
+@asynccontextmanager
+async def progress_shown(player: Player, planned: int, err: Terminal) -> AsyncIterator[None]:
+    """While the block runs, on a terminal alone."""
+    begun = time.perf_counter()
+
+    async def show() -> None:
+        while True:
+            passed_s = time.perf_counter() - begun
+            err.overwrite(Progress("bench", len(player.outcomes), planned, passed_s, "requests").bar())
+            await asyncio.sleep(SHOW_EVERY_S)
+
+    showing = asyncio.create_task(show()) if err.is_tty else None
+    try:
+        yield
+    finally:
+        if showing is not None:
+            showing.cancel()
+            err.overwrite("")
+
+
+async def measure(args: argparse.Namespace, target: Target, sessions: Sequence[Session], warmup: Sequence[Session]) -> Run:
+    async with open_http(target.key, target.timeout_s) as http:
+        args.model = args.model or await first_model(http, target.url)
+        url = target.url + PATHS[args.endpoint]
+        endpoint = Endpoint(url, args.endpoint == "chat", args.model, args.ignore_eos, args.temperature, args.extra_body)
+        if error := await warm_up(warmup, http, endpoint, args.concurrency or DEFAULT_CONCURRENCY):
+            print(f"rootstock bench: warm-up failed: {error}", file=sys.stderr)
+        gc.collect()
+        gc.freeze()  # the workload is large and lives to the end: no collection should walk it while requests are timed
+        player = Player(http, endpoint)
+        planned, start = sum(len(s.turns) for s in sessions), time.perf_counter()
+        async with progress_shown(player, planned, Terminal.of(sys.stderr)):
+            await offer(sessions, args, player)
+            duration_s = time.perf_counter() - start
+        return Run(player.outcomes, planned, duration_s)
+
+
+def parameters_of(args: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """What the results say was asked for: no key, and nothing of where they are written."""
+    hidden = ("command", "run", "api_key_file", "output_file", "output_details", "json")
+    return {key: value for key, value in vars(args).items() if key not in hidden} | {"url": target.url}
+
+
+def publish(args: argparse.Namespace, target: Target, run: Run) -> report.Summary:
+    """Prints the block and appends the JSON lines."""
+    name = datetime.now(UTC).isoformat(timespec="milliseconds")
+    parameters = parameters_of(args, target)
+    summary = report.summarize(run.outcomes, run.planned, run.duration_s)
+    line = report.summary_line(name, parameters, machine.describe(), summary)
+    print(orjson.dumps(line).decode() if args.json else report.render(summary, parameters), flush=True)
+    if args.output_file is not None:
+        lines = [line]
+        if args.output_details:
+            lines += [report.request_line(name, outcome) for outcome in run.outcomes]
+        report.append_lines(args.output_file, lines)
+    return summary
+
+
+def run(args: argparse.Namespace) -> int:
+    """What `rootstock bench` does; its exit status. Raises CommandFailed."""
+    try:
+        sessions, warmup = make_sessions(spec_of(args)), make_warmup(spec_of(args), args.warmup)
+    except ValueError as error:
+        raise CommandFailed(Exit.USAGE, f"{error}.") from None
+    target = target_of(args, os.environ)
+    try:
+        measured = uvloop.run(measure(args, target, sessions, warmup))
+    except aiohttp.ClientResponseError as error:
+        raise CommandFailed(Exit.FAILED, f"{target.url}/v1/models answered {error.status}; {hint_of(error.status)}.") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise unreachable(target.url, str(error) or type(error).__name__) from None
+    except LookupError:
+        raise CommandFailed(Exit.FAILED, f"{target.url}/v1/models names no model; name one as --model.") from None
+    summary = publish(args, target, measured)
+    if args.allow_errors or not summary.failed_requests:
+        return Exit.DONE
+    return Exit.UNREACHABLE if set(summary.errors) == {"connect"} and not summary.successful_requests else Exit.FAILED

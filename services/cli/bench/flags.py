@@ -1,0 +1,69 @@
+"""Flags of `rootstock bench`, without what it needs to run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from services.cli.bench.spec import WORKLOADS, Spec
+from services.cli.shared.flags import add_server_flags, json_object
+
+DEFAULT_CONCURRENCY = 16
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_server_flags(parser, timeout_s=3600.0)
+    add_request_flags(parser.add_argument_group("requests"))
+    add_workload_flags(parser.add_argument_group("workload"))
+    add_load_flags(parser.add_argument_group("load and results"))
+
+
+def add_request_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--endpoint", choices=sorted(PATHS), default="completions")
+    group.add_argument("--model", help="default: the first of /v1/models")
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--ignore-eos", action="store_true", help="ask for exactly the output length")
+    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="merged into every request's body")
+
+
+def add_workload_flags(group: argparse._ArgumentGroup) -> None:
+    spec = Spec("random")
+    group.add_argument("--workload", choices=list(WORKLOADS), default="random")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--num-requests", type=int, help="default: 100 for random, all there are for the others")
+    group.add_argument("--input-len", type=int, default=spec.input_len, help="tokens (ids) or words (text); of each turn")
+    group.add_argument("--output-len", type=int, default=spec.output_len, help="max_tokens")
+    group.add_argument("--range-ratio", type=float, default=1.0, help="shortest length as a fraction of the longest; 1: fixed")
+    group.add_argument("--token-ids", action="store_true", help="send prompts as token ids (completions only)")
+    group.add_argument("--id-min", type=int, default=spec.id_min)
+    group.add_argument("--id-max", type=int, default=spec.id_max, help="exclusive; keep below the model's special tokens")
+    group.add_argument("--groups", type=int, default=spec.groups, help="generated-shared-prefix")
+    group.add_argument("--prompts-per-group", type=int, default=spec.prompts_per_group, help="generated-shared-prefix")
+    group.add_argument("--system-len", type=int, default=spec.system_len, help="generated-shared-prefix")
+    group.add_argument("--question-len", type=int, default=spec.question_len, help="generated-shared-prefix")
+    group.add_argument("--conversations", type=int, default=spec.conversations, help="multi-turn")
+    group.add_argument("--turns", type=int, default=spec.turns, help="multi-turn: turns of each conversation")
+
+
+def add_load_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--concurrency", type=int, help=f"sessions in flight; default {DEFAULT_CONCURRENCY} in a closed loop")
+    group.add_argument("--request-rate", type=float, help="sessions per second, Poisson; makes the loop open")
+    group.add_argument("--warmup", type=int, default=1, help="requests before the measured ones, with other contents")
+    group.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
+    group.add_argument("--output-file", type=Path, help="JSON lines are appended to it")
+    group.add_argument("--output-details", action="store_true", help="a line for each request as well")
+    group.add_argument("--allow-errors", action="store_true", help="exit with 0 even if requests failed")
+
+
+def settle(args: argparse.Namespace) -> str:
+    """Fills in the default that depends on others. Returns what makes no sense, "" for nothing."""
+    if args.request_rate is None and args.concurrency is None:
+        args.concurrency = DEFAULT_CONCURRENCY
+    if args.token_ids and args.endpoint == "chat":
+        return "token ids go to the completions endpoint"
+    if min(x for x in (args.concurrency, args.request_rate) if x is not None) <= 0 or args.warmup < 0:
+        return "concurrency and request rate must be positive, and the warm-up not negative"
+    if args.output_details and args.output_file is None:
+        return "--output-details needs --output-file"
+    return ""

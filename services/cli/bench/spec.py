@@ -1,0 +1,42 @@
+"""What a workload depends on, without what draws it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WORKLOADS = ("random", "generated-shared-prefix", "multi-turn")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """All that the sessions depend on. Lengths in tokens (token ids) or words (text); ids are drawn from [id_min, id_max)."""
+
+    name: str
+    seed: int = 0
+    num_requests: int | None = None  # None: 100 for `random`, and all there are for the others
+    input_len: int = 256
+    output_len: int = 64
+    range_ratio: float = 1.0  # shortest length as a fraction of the longest; 1 fixes the length
+    token_ids: bool = False
+    id_min: int = 256
+    id_max: int = 30_000
+    groups: int = 8
+    prompts_per_group: int = 8
+    system_len: int = 1024
+    question_len: int = 128
+    conversations: int = 16
+    turns: int = 4
+
+
+def check(spec: Spec) -> None:
+    if spec.name not in WORKLOADS:
+        raise ValueError(f"no workload {spec.name!r}; there are {', '.join(WORKLOADS)}")
+    if spec.name == "multi-turn" and spec.token_ids:
+        raise ValueError("multi-turn needs the answer's text in the next prompt; it cannot be sent as token ids")
+    if not 0.0 <= spec.range_ratio <= 1.0:
+        raise ValueError("range ratio must lie between 0 and 1")
+    if not 0 <= spec.id_min < spec.id_max:
+        raise ValueError("token ids need 0 <= min < max")
+    counts = (spec.input_len, spec.output_len, spec.groups, spec.prompts_per_group, spec.system_len, spec.question_len)
+    if min(*counts, spec.conversations, spec.turns, 1 if spec.num_requests is None else spec.num_requests) < 1:
+        raise ValueError("lengths and counts must be at least 1")

@@ -1,0 +1,51 @@
+"""What `rootstock chat` does: one answer, or a conversation at a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+
+from services.cli.chat.conversation import Conversation
+from services.cli.chat.repl import Repl
+from services.cli.shared.answers import CHAT
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import add_server_flags, target_of
+from services.cli.shared.one_answer import print_answer
+from services.cli.shared.requests import add_request_flags, fields_of, model_of
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--message", metavar="TEXT", help="what to say; without it, what is piped in, or a conversation")
+    parser.add_argument("-s", "--system", metavar="TEXT", help="the system prompt")
+    parser.add_argument("--stats", action="store_true", help="tell tokens and times after each answer, on stderr")
+    parser.add_argument("--json", action="store_true", help="print one answer as a line of JSON")
+    add_request_flags(parser)
+    add_server_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises CommandFailed."""
+    server = Server(target_of(args, os.environ))
+    if args.message is None and sys.stdin.isatty():
+        if args.json:
+            raise CommandFailed(Exit.USAGE, "--json is for one answer: say something with -m or through a pipe.")
+        return _converse(args, server)
+    text = args.message if args.message is not None else sys.stdin.read()
+    if not text.strip():
+        raise CommandFailed(Exit.USAGE, "there is nothing to say: give a message with -m or through a pipe.")
+    conversation = Conversation(model_of(args, server), args.system, fields_of(args))
+    print_answer(server, CHAT, conversation.body(text), args)
+    return Exit.DONE
+
+
+def _converse(args: argparse.Namespace, server: Server) -> int:
+    with contextlib.suppress(ImportError):  # not on every system: lines are then not edited
+        import readline
+
+        readline.set_auto_history(True)
+    conversation = Conversation(model_of(args, server), args.system, fields_of(args))
+    return Repl(server, conversation, input, Terminal.of(sys.stdout), Terminal.of(sys.stderr), args.stats).run()

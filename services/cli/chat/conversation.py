@@ -1,0 +1,41 @@
+"""What was said in a chat, in memory until it is saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Conversation:
+    """Owns the messages. A turn that fails leaves no trace: it is added when its answer is there, or a part of that."""
+
+    def __init__(self, model: str, system: str | None, fields: dict[str, Any]) -> None:
+        self.model = model
+        self.system = system
+        self._fields = fields
+        self._turns: list[dict[str, str]] = []
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns) // 2
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self._turns]
+
+    def body(self, text: str) -> dict[str, Any]:
+        """Of the request that says `text` next."""
+        return {"model": self.model, "messages": [*self.messages, {"role": "user", "content": text}], **self._fields}
+
+    def add(self, text: str, answer: str) -> None:
+        self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forgets all turns; the system prompt stays."""
+        self._turns.clear()
+
+    def save(self, path: Path) -> None:
+        """As JSON that a request could hold. Raises OSError."""
+        content = json.dumps({"model": self.model, "messages": self.messages}, indent=2, ensure_ascii=False)
+        path.write_text(content + "\n", encoding="utf-8")

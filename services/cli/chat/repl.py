@@ -1,0 +1,144 @@
+"""The chat at a terminal: lines are messages, lines that begin with a slash are commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from services.cli.chat.conversation import Conversation
+from services.cli.shared.answers import CHAT, Answer, ask
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.requests import models_of
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
+
+PROMPT, CONTINUED = "> ", ". "
+HELP = """\
+/reset         forget what was said
+/model [NAME]  talk to another model, or list them
+/system [TEXT] another system prompt, or show it
+/save FILE     write the conversation as JSON
+/exit          leave, as Ctrl-D does
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
+
+
+class Repl:
+    """read: a line for a prompt; raises EOFError at the end and KeyboardInterrupt on Ctrl-C, as input() does. out: answers.
+    err: everything else. has_figures: told after each answer."""
+
+    def __init__(
+        self,
+        server: Server,
+        conversation: Conversation,
+        read: Callable[[str], str],
+        out: Terminal,
+        err: Terminal,
+        has_figures: bool,
+    ) -> None:
+        self._server, self._conversation = server, conversation
+        self._read, self._out, self._err = read, out, err
+        self._has_figures = has_figures
+        self._commands = {
+            "reset": self._reset,
+            "model": self._model,
+            "system": self._system,
+            "save": self._save,
+            "help": self._help,
+        }
+
+    def run(self) -> Exit:
+        self._note(f"{self._conversation.model} at {self._server.target.url}; /help for commands, Ctrl-D to leave")
+        while True:
+            try:
+                line = self._message()
+            except KeyboardInterrupt:
+                self._note("\n(Ctrl-D leaves)")
+                continue
+            except EOFError:
+                self._out.line()
+                return Exit.DONE
+            if line == "/exit":
+                return Exit.DONE
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._turn(line)
+
+    def _message(self) -> str:
+        line = self._read(PROMPT)
+        while line.endswith("\\"):
+            line = f"{line[:-1]}\n{self._read(CONTINUED)}"
+        return line.strip()
+
+    def _turn(self, text: str) -> None:
+        """Ctrl-C ends the answer: what came of it counts as said. A failed one is taken back."""
+        answer = Answer()
+        try:
+            ask(self._server, CHAT, self._conversation.body(text), answer, self._show)
+        except KeyboardInterrupt:
+            self._note("\n(stopped)")
+        except CommandFailed as error:
+            self._err.line(f"{self._newline(answer)}{self._err.painted(f'rootstock: {error}', 'red')}")
+            return
+        else:
+            self._out.line()
+            self._after(answer)
+        if answer.text:
+            self._conversation.add(text, answer.text)
+
+    def _after(self, answer: Answer) -> None:
+        if answer.tool_calls:
+            self._note("(the model called a tool; this chat has none)")
+        if self._has_figures:
+            self._note(f"({answer.figures()})")
+
+    def _show(self, piece: str, is_reasoning: bool) -> None:
+        self._out.write(piece, "dim" if is_reasoning else "")
+
+    def _newline(self, answer: Answer) -> str:
+        return "\n" if answer.text or answer.reasoning else ""
+
+    def _note(self, text: str) -> None:
+        self._err.line(self._err.painted(text, "dim"))
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line[1:].partition(" ")
+        command = self._commands.get(name)
+        if command is None:
+            self._note(f"there is no /{name}; /help lists what there is")
+            return
+        command(rest.strip())
+
+    def _reset(self, rest: str) -> None:
+        self._conversation.reset()
+        self._note("forgotten")
+
+    def _model(self, name: str) -> None:
+        try:
+            names = [str(model["id"]) for model in models_of(self._server)]
+        except CommandFailed as error:
+            self._note(f"rootstock: {error}")
+            return
+        if name in names:
+            self._conversation.model = name
+        listed = ", ".join(f"{each} (this one)" if each == self._conversation.model else each for each in names)
+        self._note(f"there is no {name}; there are: {listed}" if name and name not in names else listed)
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._conversation.system = text
+        self._note(self._conversation.system or "none")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._note("name a file: /save FILE")
+            return
+        try:
+            self._conversation.save(Path(name).expanduser())
+        except OSError as error:
+            self._note(f"{name} cannot be written: {error.strerror}")
+            return
+        self._note(f"{self._conversation.num_turns} turns in {name}")
+
+    def _help(self, rest: str) -> None:
+        self._note(HELP)

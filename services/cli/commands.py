@@ -1,0 +1,112 @@
+"""The commands, and the parser of them all. What a command needs to run is imported when it runs: `bench` alone takes numpy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.cli import complete, completion, models
+from services.cli.bench import flags as bench
+from services.cli.chat import command as chat
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.status import command as status
+
+VERSION = "0.1.0"
+DESCRIPTION = "A client of Rootstock's gateway, and of other servers with OpenAI's API."
+EXITS = """\
+exit status:
+  0    done
+  1    the server refused, or failed
+  2    the command line makes no sense
+  3    the server cannot be reached
+  4    an answer was cut off in the middle
+  130  Ctrl-C
+  141  nobody reads the output any more"""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """summary: in a line. examples: as typed in a shell; a test runs each."""
+
+    summary: str
+    examples: tuple[str, ...]
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if wrong := bench.settle(args):
+        raise CommandFailed(Exit.USAGE, f"{wrong}.")
+    try:
+        from services.cli.bench import command
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise CommandFailed(Exit.USAGE, "bench needs aiohttp: pip install aiohttp.") from None
+    return command.run(args)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    print(completion.script(args.shell, build_parser()), end="")
+    return Exit.DONE
+
+
+COMMANDS: Mapping[str, Command] = {
+    "chat": Command(
+        "talk with a model: a conversation at a terminal, or one answer",
+        ('rootstock chat -m "What is 17 + 25?"', 'echo "Count from 3 to 9." | rootstock chat --temperature 0 --json'),
+        chat.add_flags,
+        chat.run,
+    ),
+    "complete": Command(
+        "continue a text",
+        ('rootstock complete "12 + 30 =" --max-tokens 8',),
+        complete.add_flags,
+        complete.run,
+    ),
+    "models": Command("name the models that are served", ("rootstock models",), models.add_flags, models.run),
+    "status": Command(
+        "show workers, queue, hit rates and tokens per second",
+        ("rootstock status --once", "rootstock status --once --json"),
+        status.add_flags,
+        status.run,
+    ),
+    "bench": Command(
+        "put load on a server and measure it",
+        ("rootstock bench --num-requests 8 --concurrency 4 --output-len 16",),
+        bench.add_flags,
+        _bench,
+    ),
+    "completion": Command(
+        "print what completes this program's words in a shell",
+        ("source <(rootstock completion bash)",),
+        completion.add_flags,
+        _completion,
+    ),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "rootstock",
+        description=DESCRIPTION,
+        epilog=EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"rootstock {VERSION}")
+    below = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        examples = "\n".join(f"  {example}" for example in command.examples)
+        one = below.add_parser(
+            name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # --api-key would be --api-key-file, and a key a file's name
+        )
+        command.add_flags(one)
+        one.set_defaults(run=command.run)
+    return parser

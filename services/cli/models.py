@@ -1,0 +1,30 @@
+"""What `rootstock models` does: names what is served."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from services.cli.shared.exits import Exit
+from services.cli.shared.flags import add_server_flags, target_of
+from services.cli.shared.requests import models_of
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each, as the server tells it")
+    add_server_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises CommandFailed."""
+    out = Terminal.of(sys.stdout)
+    for model in models_of(Server(target_of(args, os.environ))):
+        length = model.get("max_model_len")
+        told = f"{model['id']}  {length:,} tokens" if isinstance(length, int) else model["id"]
+        out.write(json.dumps(model) if args.json else told)
+        out.line()
+    return Exit.DONE

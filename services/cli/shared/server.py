@@ -1,0 +1,133 @@
+"""A server over HTTP: answers as JSON and as streams of events. What goes wrong is told as CommandFailed, with its status.
+
+Standard library alone. A connection for each request: its end is how a server hears that nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import KEY, URL, Target
+
+MAX_LINE_BYTES = 64 << 20
+HINTS = {
+    400: "change what it names",
+    401: f"set {KEY} or name a file with the key as --api-key-file",
+    403: "use a key that may do this",
+    404: "name a model of `rootstock models`, and check the URL",
+    413: "send less at once",
+    429: "wait, or ask for less at once",
+    503: "see what is missing by `rootstock status`",
+}
+
+
+class Server:
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        parts = urlsplit(target.url)
+        self._secure, self._path = parts.scheme == "https", parts.path
+        self._host, self._port = parts.hostname or "", parts.port
+
+    def get(self, path: str) -> Any:
+        """The JSON that it answers. Raises CommandFailed."""
+        with closing(self._connection()) as connection:
+            response = self._ask(connection, "GET", path, None)
+            try:
+                return json.loads(response.read())
+            except (OSError, HTTPException) as error:
+                raise unreachable(self.target.url, _why(error)) from None
+            except ValueError:
+                raise self._strange(path) from None
+
+    def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of a stream, until it says [DONE] or ends. Closing the iterator closes the connection. Raises CommandFailed:
+        UNREACHABLE before the stream begins, CUT_OFF within it."""
+        with closing(self._connection()) as connection:
+            response = self._ask(connection, "POST", path, json.dumps(body | {"stream": True}).encode())
+            while line := self._line(response):
+                payload = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:"):
+                    continue
+                if payload == b"[DONE]":
+                    return
+                yield self._event(payload, path)
+
+    def _connection(self) -> HTTPConnection:
+        kind = HTTPSConnection if self._secure else HTTPConnection
+        return kind(self._host, self._port, timeout=self.target.timeout_s)
+
+    def _ask(self, connection: HTTPConnection, method: str, path: str, content: bytes | None) -> HTTPResponse:
+        headers = {"accept": "application/json, text/event-stream", "user-agent": "rootstock"}
+        headers |= {"content-type": "application/json"} if content is not None else {}
+        headers |= {"authorization": f"Bearer {self.target.key}"} if self.target.key else {}
+        try:
+            connection.request(method, self._path + path, content, headers)
+            response = connection.getresponse()
+            if response.status == 200:
+                return response
+            refusal = response.read(MAX_LINE_BYTES)
+        except (OSError, HTTPException) as error:
+            raise unreachable(self.target.url, _why(error)) from None
+        raise CommandFailed(
+            Exit.FAILED, f"the server answered {response.status} ({_message(refusal)}): {hint_of(response.status)}."
+        )
+
+    def _line(self, response: HTTPResponse) -> bytes:
+        """b"" at the end."""
+        try:
+            line = response.readline(MAX_LINE_BYTES)
+        except (OSError, HTTPException) as error:
+            raise cut_off(_why(error)) from None
+        if len(line) == MAX_LINE_BYTES:
+            raise cut_off("an event that is too large")
+        return line
+
+    def _event(self, payload: bytes, path: str) -> dict[str, Any]:
+        try:
+            event = json.loads(payload)
+        except ValueError:
+            raise self._strange(path) from None
+        if not isinstance(event, dict):
+            raise self._strange(path)
+        if event.get("error"):
+            raise CommandFailed(Exit.FAILED, f"the server ended the answer ({_message(payload)}): ask again.")
+        return event
+
+    def _strange(self, path: str) -> CommandFailed:
+        return CommandFailed(Exit.FAILED, f"{self.target.url}{path} answers as no such server does: check --url.")
+
+
+def hint_of(status: int) -> str:
+    """What to do about a refusal."""
+    return HINTS.get(status, "see the server's log" if status >= 500 else "check --url")
+
+
+def unreachable(url: str, why: str) -> CommandFailed:
+    return CommandFailed(
+        Exit.UNREACHABLE, f"{url} cannot be reached ({why}): start the server, or name another one by --url or {URL}."
+    )
+
+
+def cut_off(why: str) -> CommandFailed:
+    return CommandFailed(Exit.CUT_OFF, f"the answer was cut off ({why}): what is there is not all of it; ask again.")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time; see --timeout"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _message(content: bytes) -> str:
+    """The words of an error's body, OpenAI's or another's."""
+    try:
+        error = json.loads(content)["error"]
+        return str(error["message"] if isinstance(error, dict) else error).rstrip(".")
+    except (ValueError, LookupError, TypeError):
+        return content[:200].decode(errors="replace").strip() or "without a reason"

@@ -1,0 +1,91 @@
+"""What `rootstock status` does: one look at a gateway and its workers, or one after another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import add_server_flags, target_of
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
+from services.cli.status.standing import Observer, Standing
+from services.cli.status.table import lines
+
+TELLING_S = 1.1  # after it every worker has told its figures once more
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--watch", action="store_true", help="look again and again; on a terminal, the default")
+    ways.add_argument("--once", action="store_true", help="look twice within about a second, for rates, print once and end")
+    parser.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two looks (%(default)g)")
+    parser.add_argument("--json", action="store_true", help="print each look as a line of JSON")
+    add_server_flags(parser, timeout_s=2.0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Until Ctrl-C where it watches. Raises CommandFailed; a watch outlives a gateway that is away for a while."""
+    server, out = Server(target_of(args, os.environ)), Terminal.of(sys.stdout)
+    observer = Observer()
+
+    def look() -> Standing:
+        return observer.look(server.get("/server_info"), time.monotonic())
+
+    standing = look()
+    if args.once or not (args.watch or out.is_tty):
+        time.sleep(TELLING_S)
+        _print(look(), server, out, args.json)
+        return Exit.DONE
+    while True:
+        _draw(standing, server, out, args.json)
+        standing = _next_look(look, args.interval, out, args.json)
+
+
+def _next_look(look: Callable[[], Standing], interval_s: float, out: Terminal, is_json: bool) -> Standing:
+    while True:
+        time.sleep(interval_s)
+        try:
+            return look()
+        except CommandFailed as error:
+            told: dict[str, Any] = {"at": _now(), "error": str(error)}
+            text = json.dumps(told) if is_json else f"{_now()}  {error}"
+            if out.is_tty and not is_json:
+                out.redraw([out.painted(text, "red")])
+            else:
+                out.line(text)
+
+
+def _draw(standing: Standing, server: Server, out: Terminal, is_json: bool) -> None:
+    """On a terminal in the place of the look before; else one after another."""
+    if out.is_tty and not is_json:
+        out.redraw(lines(standing, server.target.url, out))
+        return
+    _print(standing, server, out, is_json)
+    if not is_json:
+        out.line()
+
+
+def _print(standing: Standing, server: Server, out: Terminal, is_json: bool) -> None:
+    if is_json:
+        out.line(json.dumps({"at": _now(), "url": server.target.url, **standing.as_json()}))
+        return
+    for line in lines(standing, server.target.url, out):
+        out.line(line)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _interval(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError("must be 0.1 to 3600")
+    return value

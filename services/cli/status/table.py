@@ -1,0 +1,93 @@
+"""A gateway's standing as lines of text that fit a terminal's width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.cli.shared.terminal import Terminal
+from services.cli.status.standing import Standing, Worker
+
+GAP = "  "
+LEAST_NAME = 10
+COLOURS = {"ready": "green", "lost": "red", "gone": "red", "hung": "red"}  # of states; others are yellow
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """is_text: to the left. Others are numbers, to the right."""
+
+    title: str
+    value: Callable[[Worker], str]
+    is_text: bool = False
+
+
+def lines(standing: Standing, url: str, terminal: Terminal) -> list[str]:
+    return [*_head(standing, url, terminal), "", *_rows(standing, terminal), "", _foot(standing)]
+
+
+def _head(standing: Standing, url: str, terminal: Terminal) -> list[str]:
+    ready = sum(worker.state == "ready" for worker in standing.workers)
+    models = ", ".join(standing.models) or "no model yet"
+    first = _cut(f"{url}{GAP}{models}", terminal.width)
+    return [terminal.painted(first, "bold"), f"{len(standing.workers)} workers, {ready} ready"]
+
+
+def _foot(standing: Standing) -> str:
+    connected = f"tokenizers {standing.tokenizers}{GAP}detokenizers {standing.detokenizers}"
+    return f"queue {standing.waiting}{GAP}{connected}"
+
+
+def _columns(standing: Standing) -> list[Column]:
+    """A role, or a model, that all of them have goes without saying."""
+    several = [Column("MODEL", lambda w: _cut(w.model, 12), True)] if len({w.model for w in standing.workers} - {"-"}) > 1 else []
+    several += [Column("ROLE", lambda w: w.role, True)] if {w.role for w in standing.workers} - {"both", "-"} else []
+    return [
+        *several,
+        Column("STATE", lambda w: w.state, True),
+        Column("RUN", lambda w: _count(w.running)),
+        Column("WAIT", lambda w: _count(w.waiting)),
+        Column("KV", lambda w: _percent(w.kv_use)),
+        Column("HITS", lambda w: _percent(w.hit_rate)),
+        Column("TOK/S", lambda w: "-" if w.tokens_per_second is None else f"{w.tokens_per_second:.0f}"),
+        Column("RETR", lambda w: _count(w.retractions)),
+    ]
+
+
+def _rows(standing: Standing, terminal: Terminal) -> list[str]:
+    columns, workers = _columns(standing), standing.workers
+    cells = [[column.value(worker) for column in columns] for worker in workers]
+    widths = [max(len(text) for text in (column.title, *texts)) for column, *texts in zip(columns, *cells, strict=True)]
+    room = terminal.width - sum(widths) - len(GAP) * len(widths)
+    width = min(max([len("WORKER"), *(len(worker.name) for worker in workers)]), max(room, LEAST_NAME))
+    titles = [column.title for column in columns]
+    shown = [_line("WORKER".ljust(width), titles, columns, widths)]
+    for worker, texts in zip(workers, cells, strict=True):
+        line = _line(_cut(worker.name, width).ljust(width), texts, columns, widths)
+        colour = COLOURS.get(worker.state, "yellow")
+        shown.append(line.replace(f" {worker.state} ", f" {terminal.painted(worker.state, colour)} ", 1))
+    return shown
+
+
+def _line(name: str, texts: list[str], columns: list[Column], widths: list[int]) -> str:
+    aligned = [
+        text.ljust(width) if column.is_text else text.rjust(width)
+        for text, column, width in zip(texts, columns, widths, strict=True)
+    ]
+    return GAP.join([name, *aligned])
+
+
+def _cut(text: str, width: int) -> str:
+    """Of a pod's name the end says which one it is: what lies in the middle goes."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%"

@@ -1,0 +1,69 @@
+"""python -m services.local.cli_reference: docs/cli.md, from the parser of the client and the picture in docs/status.txt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.cli.commands import COMMANDS, EXITS, build_parser
+from services.cli.completion import CommandWords, Word, commands_of
+
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "status.txt"
+HEAD = """\
+# The client
+
+Written by `make docs` from the code. `rootstock` is what `pip install` of this repository puts on the path
+(`.venv/bin/rootstock` after `make env`); `python -m services.cli` is the same. It needs Python's own library alone, and speaks
+to any server with OpenAI's API; `status` to Rootstock's gateway. `bench` takes aiohttp and what the services take.
+
+The server is `--url`, else `$ROOTSTOCK_URL`, else this machine's port 8000. An [API key](keys.md) comes from
+`$ROOTSTOCK_API_KEY` or the file that `--api-key-file` names: arguments of a process are seen by all users of a machine, so no
+flag takes it.
+
+Answers go to stdout as they come, everything else to stderr: an error is one sentence with what to do. `--json` prints one line
+of JSON for each result. There are no colours where stdout is no terminal, or `NO_COLOR` is set.
+
+"""
+STATUS = """
+Figures of a worker are those that it told last, over all gateways: what runs and waits there, the share of its KV pool that
+running requests use, the share of prompt tokens that its cache had since its start, tokens generated per second lately,
+retractions since its start. The queue is that of the gateway which is asked. On a terminal the table is drawn anew every
+second. States: `ready`; `silent` (it has told nothing for two and a half seconds); `paused`, `draining`, `hung`; `unused` (the
+gateway gives it nothing for the time being, as after faults); `lost` (it was connected); `starting` (it never was); `gone` (the
+gateway does not know it any more: shown for a minute).
+
+While load runs, just after one of three workers was killed:
+
+"""
+CHAT = """
+Without `-m` and a pipe it is a conversation: `/reset`, `/model [NAME]`, `/system [TEXT]`, `/save FILE`, `/help`, `/exit`.
+Ctrl-C stops an answer, which counts as said as far as it came; Ctrl-D leaves.
+"""
+FURTHER = {"chat": CHAT, "status": STATUS}
+
+
+def render() -> str:
+    parts = [HEAD, _fenced(EXITS)]
+    for command in commands_of(build_parser()):
+        parts += [f"\n## {command.name}\n\n{COMMANDS[command.name].summary.capitalize()}.\n\n"]
+        parts += [_fenced("\n".join(COMMANDS[command.name].examples)), FURTHER.get(command.name, "")]
+        parts += [_fenced(PICTURE.read_text().rstrip("\n"))] if command.name == "status" else []
+        parts += [_table(command)]
+    return "".join(parts)
+
+
+def _fenced(text: str) -> str:
+    return f"```\n{text}\n```\n"
+
+
+def _table(command: CommandWords) -> str:
+    rows = "".join(f"| {_spelled(word)} | {word.text} |\n" for word in command.words if "--help" not in word.names)
+    return f"\n| flag | |\n| --- | --- |\n{rows}"
+
+
+def _spelled(word: Word) -> str:
+    names = ", ".join(f"`{name}`" for name in word.names) or "the argument"
+    return f"{names}: {', '.join(f'`{choice}`' for choice in word.choices)}" if word.choices else names
+
+
+if __name__ == "__main__":
+    print(render(), end="")

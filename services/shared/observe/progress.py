@@ -1,0 +1,60 @@
+"""How far something long has come, as one line: written into logs by who does it, and read there by who waits for it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GB = "GB"
+BAR = 20  # characters
+_LINE = re.compile(r"(?P<what>[a-z]+): \d+ %, (?P<done>[\d.]+) of (?P<total>[\d.]+) (?P<unit>\w+) in (?P<passed>[\d.]+) s")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """done, total: in bytes where the unit is GB, else in what the unit says. passed_s: since the beginning."""
+
+    what: str
+    done: float
+    total: float
+    passed_s: float
+    unit: str = GB
+
+    @property
+    def percent(self) -> int:
+        return int(100 * self.done / self.total) if self.total else 100
+
+    @property
+    def left_s(self) -> float | None:
+        """At the rate so far; None where nothing says, or nothing is left."""
+        left = self.total - self.done
+        return left * self.passed_s / self.done if self.done and self.passed_s and left > 0 else None
+
+    def line(self) -> str:
+        counts = f"{self._amount(self.done)} of {self._amount(self.total)} {self.unit}"
+        return f"{self.what}: {self.percent} %, {counts} in {self.passed_s:.1f} s{self._pace()}"
+
+    def bar(self) -> str:
+        filled = BAR * self.percent // 100
+        counts = f"{self._amount(self.done)} of {self._amount(self.total)} {self.unit}"
+        return f"{self.what} [{'#' * filled}{' ' * (BAR - filled)}] {self.percent:3} %  {counts}{self._pace()}"
+
+    def _pace(self) -> str:
+        if not self.passed_s:
+            return ""
+        rate = self.done / self.passed_s
+        spoken = f", {self._amount(rate)} {self.unit}/s" if self.unit == GB else f", {rate:.1f} {self.unit}/s"
+        return spoken if self.left_s is None else f"{spoken}, {self.left_s:.0f} s left"
+
+    def _amount(self, value: float) -> str:
+        return f"{value / 1e9:.2f}" if self.unit == GB else f"{value:.0f}"
+
+
+def read(line: str) -> Progress | None:
+    """What line() wrote, as exactly as it says; None for another line."""
+    found = _LINE.match(line)
+    if found is None:
+        return None
+    scale = 1e9 if found["unit"] == GB else 1.0
+    done, total = float(found["done"]) * scale, float(found["total"]) * scale
+    return Progress(found["what"], done, total, float(found["passed"]), found["unit"])

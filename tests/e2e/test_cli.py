@@ -1,0 +1,97 @@
+"""`rootstock` against whole systems: every example of every --help, and a worker that dies before the eyes of who watches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.commands import COMMANDS, build_parser
+from tests.e2e.system import ROOT, System, wait_until
+
+FAKE = "--executor fake"
+SHELL = f'rootstock() {{ {sys.executable} -m services.cli "$@"; }}; set -euo pipefail; '
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with System(tmp_path_factory.mktemp("system"), workers=3, worker_flags=FAKE) as started:
+        yield started
+
+
+def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """As a reader of --help finds them."""
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, "--help"])
+    found = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    return [line.strip() for line in found if line.startswith("  ")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_of_help_do_what_they_say(system: System, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    found = examples(command, capsys)
+    assert found and all(f"rootstock {command}" in line for line in found)
+    for line in found:
+        environment = {**os.environ, "ROOTSTOCK_URL": system.url}
+        words = ["bash", "--norc", "-c", SHELL + line]
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), line
+        assert done.stdout or command == "completion", line
+
+
+class Watch:
+    """`rootstock status --watch --json`, as it goes on."""
+
+    def __init__(self, url: str) -> None:
+        command = [sys.executable, "-m", "services.cli", "status", "--watch", "--json", "--interval", "0.5", "--url", url]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append(line)
+
+    def states(self) -> dict[str, str]:
+        """By worker, at the last look."""
+        told: dict[str, Any] = json.loads(self._lines[-1]) if self._lines else {}
+        return {worker["name"]: worker["state"] for worker in told.get("workers", ())}
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+
+def test_a_worker_that_is_killed_is_shown_within_three_seconds(system: System) -> None:
+    watch = Watch(system.url)
+    try:
+        names = ["worker-0", "worker-1", "worker-2"]
+        wait_until(lambda: watch.states() == dict.fromkeys(names, "ready"), 60, "all to be shown as ready")
+        system.kill("worker-1")
+        wait_until(lambda: watch.states().get("worker-1") == "lost", 3, "the loss to be shown")
+        assert {watch.states()[name] for name in ("worker-0", "worker-2")} == {"ready"}
+        system.start("worker-1")
+        wait_until(lambda: watch.states() == dict.fromkeys(names, "ready"), 60, "it to be shown as ready again")
+    finally:
+        watch.end()
+
+
+def test_bench_needs_no_checkout_below_it(system: System, tmp_path: Path) -> None:
+    """Its results are written where it was called, by a program that is found on its path."""
+    words = [sys.executable, "-m", "services.cli", "bench", "--num-requests", "2", "--output-len", "4", "--json"]
+    environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
+    command = [*words, "--output-file", "results.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert json.loads(line) == json.loads(done.stdout)
+    assert json.loads(line)["results"]["successful_requests"] == 2

@@ -1,0 +1,141 @@
+"""The conversation at a terminal: what it remembers, and what ends an answer and not the program."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.cli.chat.conversation import Conversation
+from services.cli.chat.repl import Repl
+from services.cli.shared.exits import Exit
+from services.cli.shared.flags import Target
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
+from tests.services.cli.fake_server import FakeServer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Room:
+    """A conversation whose user types `lines`. An exception among them is raised instead."""
+
+    def __init__(self, server: FakeServer, on_write: Callable[[str], None] = lambda text: None) -> None:
+        class Out(io.StringIO):
+            def write(self, text: str) -> int:
+                on_write(text)
+                return super().write(text)
+
+        self.out, self.err = Out(), io.StringIO()
+        self.conversation = Conversation("fake", "Be brief.", {"max_tokens": 3})
+        self._server = Server(Target(server.url))
+
+    def type(self, *lines: str | BaseException) -> Exit:
+        left = iter((*lines, EOFError()))
+
+        def read(prompt: str) -> str:
+            line = next(left)
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        return Repl(self._server, self.conversation, read, Terminal(self.out, {}), Terminal(self.err, {}), True).run()
+
+    def said(self) -> list[tuple[str, str]]:
+        return [(message["role"], message["content"]) for message in self.conversation.messages]
+
+
+def test_turns_build_on_each_other_until_they_are_forgotten(server: FakeServer) -> None:
+    room = Room(server)
+    assert room.type("One \\", "two", "", "Three", "/reset", "Four") == Exit.DONE
+    assert [len(body["messages"]) for body in server.bodies] == [2, 4, 2]
+    assert server.bodies[1]["messages"][1:3] == [
+        {"role": "user", "content": "One \ntwo"},
+        {"role": "assistant", "content": " a0 a1 a2"},
+    ]
+    assert room.said() == [("system", "Be brief."), ("user", "Four"), ("assistant", " a0 a1 a2")]
+    assert room.out.getvalue().count(" a0 a1 a2\n") == 3 and "10 tokens in" in room.err.getvalue()
+
+
+@pytest.mark.parametrize("behaviour", ["503", "truncated", "stream error"])
+def test_a_turn_that_fails_leaves_no_trace_and_the_program_goes_on(server: FakeServer, behaviour: str) -> None:
+    server.behaviours = ["ok", behaviour, "ok"]
+    room = Room(server)
+    assert room.type("One", "Two", "Three") == Exit.DONE
+    assert [content for role, content in room.said() if role == "user"] == ["One", "Three"]
+    assert room.err.getvalue().count("rootstock: ") == 1
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(server: FakeServer) -> None:
+    """What had come counts as said; at the prompt Ctrl-C ends nothing."""
+    presses = [True]
+
+    def press(text: str) -> None:
+        if "a1" in text and presses:
+            presses.pop()
+            raise KeyboardInterrupt
+
+    server.behaviours = ["hangs", "ok"]
+    room = Room(server, press)
+    assert room.type("One", KeyboardInterrupt(), "Two", "/exit", "never said") == Exit.DONE
+    assert server.left.wait(30), "the server was told"
+    assert room.said()[1:] == [("user", "One"), ("assistant", " a0 a1"), ("user", "Two"), ("assistant", " a0 a1 a2")]
+
+
+def test_commands(server: FakeServer, tmp_path: Path) -> None:
+    room, file = Room(server), tmp_path / "chat.json"
+    room.type(
+        "/model nope", "/model fake", "/system Be kind.", "/no", "/save", f"/save {tmp_path}/no/where", "Hi", f"/save {file}"
+    )
+    saved = json.loads(file.read_text())
+    assert (saved["model"], saved["messages"][0]) == ("fake", {"role": "system", "content": "Be kind."})
+    assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
+    told = room.err.getvalue()
+    for text in (
+        "there is no nope; there are: fake (this one)",
+        "there is no /no",
+        "name a file",
+        "cannot be written",
+        "1 turns in",
+    ):
+        assert text in told
+
+
+def test_on_a_terminal(server: FakeServer) -> None:
+    server.behaviours = ["hangs", "ok"]
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "services.cli", "chat", "--max-tokens", "3"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = ""
+
+    def until(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            seen += os.read(ours, 4096).decode(errors="replace")
+        seen = seen.partition(text)[2]
+
+    try:
+        until("> ")
+        os.write(ours, b"Hi\n")
+        until("a1")
+        process.send_signal(signal.SIGINT)
+        until("(stopped)")
+        until("> ")
+        os.write(ours, b"Again\n")
+        until(" a2")
+        until("> ")
+        os.write(ours, b"/exit\n")
+        assert process.wait(30) == Exit.DONE
+    finally:
+        process.kill()
+        os.close(ours)
+    assert [message["content"] for message in server.bodies[1]["messages"]] == ["Hi", " a0 a1", "Again"]

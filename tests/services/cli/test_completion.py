@@ -1,0 +1,37 @@
+"""What Tab offers is what --help lists."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from services.cli.commands import build_parser
+from services.cli.completion import commands_of, script
+
+
+def offered(*words: str) -> set[str]:
+    """By bash itself, for the last of the words."""
+    line = f"COMP_WORDS=(rootstock {' '.join(words)}); COMP_CWORD={len(words)}; _rootstock; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    code = f"{script('bash', build_parser())}\n{line}"
+    result = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert result.stderr == ""
+    return set(result.stdout.split())
+
+
+def test_bash_offers_commands_flags_and_values() -> None:
+    assert offered("c") == {"chat", "complete", "completion"}
+    assert offered("bench", "--workload", "m") == {"multi-turn"}
+    assert offered("completion", "''") >= {"bash", "fish", "zsh"}
+    assert offered("chat", "--url", "''") == set()
+    for command in commands_of(build_parser()):
+        assert offered(command.name, "-") == {name for word in command.words for name in word.names}
+
+
+@pytest.mark.parametrize("shell", ["fish", "zsh"])
+def test_other_shells_are_told_of_every_flag(shell: str) -> None:
+    text = script(shell, build_parser())
+    flags = {name for command in commands_of(build_parser()) for word in command.words for name in word.names}
+    found = {flag for flag in flags if (f"-l {flag[2:]} " in text or f"-s {flag[1:]} " in text or f"'{flag}[" in text)}
+    assert found == flags
+    assert text.count("'") % 2 == 0

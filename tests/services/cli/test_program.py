@@ -1,0 +1,178 @@
+"""How the program ends, and what it prints where: for scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from services.cli.commands import COMMANDS, EXITS, VERSION, build_parser
+from services.cli.program import main
+from services.cli.shared.exits import Exit
+from services.cli.shared.terminal import Terminal
+from services.local import cli_reference
+from tests.services.cli.fake_server import FakeServer
+
+ROOT = Path(__file__).resolve().parents[3]
+CHAT = ["chat", "-m", "Hi"]
+
+
+def started(*arguments: str, **pipes: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "services.cli", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL, **pipes)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "status", "told"),
+    [
+        ("401", Exit.FAILED, "set ROOTSTOCK_API_KEY"),
+        ("503", Exit.FAILED, "rootstock status"),
+        ("500", Exit.FAILED, "see the server's log"),
+        ("stream error", Exit.FAILED, "(lost): ask again"),
+        ("truncated", Exit.CUT_OFF, "ask again"),
+    ],
+    ids=["no-key", "unavailable", "fault", "error-in-stream", "cut-off"],
+)
+def test_what_a_server_does_is_a_status_and_a_sentence(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], behaviour: str, status: Exit, told: str
+) -> None:
+    server.behaviours = [behaviour, behaviour]
+    for command in (CHAT, ["complete", "Hi"]):
+        assert main(command) == status
+        errors = capsys.readouterr().err
+        assert told in errors and errors.count("\n") == 1 and errors.startswith("rootstock: ")
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (CHAT, ["models"], ["status", "--once"], ["bench"]):
+        assert main([*command, "--url", "http://127.0.0.1:1"]) == Exit.UNREACHABLE
+        assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*CHAT, "--url", "ftp://nowhere"],
+        [*CHAT, "--url", "http://h:port"],
+        [*CHAT, "--api-key-file", "/no/such/file"],
+        ["chat", "-m", " "],
+        ["complete", ""],
+    ],
+    ids=["scheme", "port", "key-file", "nothing-said", "no-prompt"],
+)
+def test_what_makes_no_sense_is_usage(server: FakeServer, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == Exit.USAGE
+    assert capsys.readouterr().err.count("\n") == 1
+    assert server.bodies == []
+
+
+def test_a_command_line_that_cannot_be_read_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """A key is no flag, nor the beginning of one: others see a process's arguments."""
+    for command in ("", "nothing", "chat --api-key sesame", "chat --extra-body {", "status --watch --once"):
+        with pytest.raises(SystemExit) as caught:
+            main(command.split())
+        assert caught.value.code == Exit.USAGE
+        assert "usage: " in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_request_and_the_program(server: FakeServer) -> None:
+    server.behaviours = ["hangs"]
+    process = started(*CHAT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.read(3) == " a0"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (Exit.INTERRUPTED, "")
+    assert server.left.wait(30)
+
+
+def test_a_reader_that_goes_ends_the_request_and_the_program(server: FakeServer) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = started(*CHAT, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == Exit.READER_GONE
+
+
+def test_a_key_comes_from_the_environment_or_a_file(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text("of-a-file\n")
+    assert main(CHAT) == Exit.DONE
+    monkeypatch.setenv("ROOTSTOCK_API_KEY", "of-the-environment")
+    assert main(CHAT) == Exit.DONE
+    assert main([*CHAT, "--api-key-file", str(tmp_path / "key")]) == Exit.DONE
+    assert server.keys == ["", "Bearer of-the-environment", "Bearer of-a-file"]
+
+
+def test_one_answer_as_text_and_as_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--max-tokens", "2", "--temperature", "0", "--stop", "a", "--stop", "b", "--extra-body", '{"top_k": 1}']
+    assert main([*CHAT, "-s", "Be brief.", *flags]) == Exit.DONE
+    assert capsys.readouterr().out == " a0 a1\n"
+    assert main(["complete", "Once", "--max-tokens", "2", "--json"]) == Exit.DONE
+    told = json.loads(capsys.readouterr().out)
+    assert (told["text"], told["finish_reason"], told["usage"]["completion_tokens"]) == (" a0 a1", "length", 2)
+    first, second = server.bodies
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    assert (first["model"], first["temperature"], first["stop"], first["top_k"]) == ("fake", 0, ["a", "b"], 1)
+    assert (second["prompt"], "temperature" in second) == ("Once", False)
+
+
+def test_what_is_piped_in_is_said(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("From a pipe."))
+    assert main(["chat"]) == Exit.DONE
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "From a pipe."}]
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "shown"),
+    [
+        (Screen(), {}, "\x1b[31ma�[2Jb\x1b[0m"),
+        (Screen(), {"NO_COLOR": "1"}, "a�[2Jb"),
+        (Screen(), {"TERM": "dumb"}, "a�[2Jb"),
+        (io.StringIO(), {}, "a\x1b[2Jb"),
+    ],
+    ids=["terminal", "no-colour", "dumb", "pipe"],
+)
+def test_colours_are_for_terminals_and_control_characters_for_pipes(
+    stream: io.StringIO, environment: dict[str, str], shown: str
+) -> None:
+    Terminal(stream, environment).write("a\x1b[2Jb", "red")
+    assert stream.getvalue() == shown
+
+
+def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            build_parser().parse_args([command, "--help"])
+        text = capsys.readouterr().out
+        assert caught.value.code == 0 and max(map(len, text.splitlines())) <= 80, text
+
+
+def test_the_page_is_what_the_code_says_and_has_every_status() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert page == cli_reference.render(), "run `make docs`"
+    assert [int(line.split()[0]) for line in EXITS.splitlines()[1:]] == [*Exit]
+
+
+def test_the_version_is_the_projects() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+
+
+def test_a_start_takes_no_library_but_pythons_own() -> None:
+    """Also of a command that asks a server; bench alone takes more, and only when it runs."""
+    foreign = "{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'__main__'}"
+    code = f"import sys, services.cli.program; print(*{foreign})"
+    result = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    assert result.stdout.split() == ["services"]

@@ -1,0 +1,123 @@
+"""What is made of what a gateway tells: rates and shares, rows that fit, and a watch that outlives an absence."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.cli.program import main
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.server import unreachable
+from services.cli.shared.terminal import Terminal
+from services.cli.status.command import _next_look
+from services.cli.status.standing import Observer, Standing, Worker
+from services.cli.status.table import lines
+from tests.services.cli.fake_server import FakeServer
+
+UNTOLD = ("told_s_ago", "num_running", "num_waiting", "kv_used_tokens", "kv_cached_tokens", "prompt_tokens")
+UNTOLD += ("cached_prompt_tokens", "generated_tokens", "retractions")
+
+
+def worker(name: str | None, state: str = "ready", **told: Any) -> dict[str, Any]:
+    figures = {"num_running": 2, "num_waiting": 1, "kv_used_tokens": 250, "kv_cached_tokens": 9, "retractions": 0}
+    figures |= {"prompt_tokens": 80, "cached_prompt_tokens": 60, "generated_tokens": 100, "told_s_ago": 0.0}
+    if state in ("lost", "starting"):
+        figures = dict.fromkeys(UNTOLD)
+    return {"worker_id": name, "model": "m", "role": "both", "state": state, "max_running": 8, "kv_tokens": 1000} | figures | told
+
+
+def info(*workers: dict[str, Any]) -> dict[str, Any]:
+    gateway = {"waiting": 4, "workers": 1, "tokenizers": 2, "detokenizers": 3}
+    return {"models": [{"id": "m"}], "workers": list(workers), "gateway": gateway}
+
+
+def rates(looks: list[tuple[float, dict[str, Any]]]) -> list[float | None]:
+    observer = Observer()
+    return [observer.look(info(worker("a", **told)), now).workers[0].tokens_per_second for now, told in looks]
+
+
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        ([(10.0, {}), (12.0, {"generated_tokens": 300})], [None, 100.0]),
+        ([(10.0, {}), (11.5, {"generated_tokens": 200, "told_s_ago": 0.5})], [None, 100.0]),
+        (
+            [(10.0, {}), (11.0, {"generated_tokens": 200}), (11.4, {"generated_tokens": 200, "told_s_ago": 0.4})],
+            [None, 100.0, 100.0],
+        ),
+        ([(10.0, {}), (11.0, {"generated_tokens": 200}), (12.0, {"generated_tokens": 200})], [None, 100.0, 0.0]),
+        ([(10.0, {}), (11.0, {"generated_tokens": 5}), (12.0, {"generated_tokens": 25})], [None, None, 20.0]),
+        ([(10.0, {}), (11.0, {"state": "lost"}), (12.0, {"generated_tokens": 900})], [None, None, None]),
+    ],
+    ids=["between-looks", "between-tellings", "told-once", "at-rest", "started-anew", "lost-and-back"],
+)
+def test_rates(looks: list[tuple[float, dict[str, Any]]], expected: list[float | None]) -> None:
+    assert rates(looks) == expected
+
+
+def test_shares_and_workers_that_are_not_named_any_more() -> None:
+    observer = Observer()
+    first = observer.look(info(worker("a"), worker("b"), worker(None, "starting")), 10.0)
+    assert (first.workers[0].kv_use, first.workers[0].hit_rate, first.waiting) == (0.25, 0.75, 4)
+    assert first.workers[2] == Worker("-", "m", "both", "starting", max_running=8)
+    second = observer.look(info(worker("a", prompt_tokens=0)), 11.0)
+    assert [(each.name, each.state, each.hit_rate) for each in second.workers] == [("a", "ready", None), ("b", "gone", None)]
+    assert [each.name for each in observer.look(info(worker("a")), 72.0).workers] == ["a"]
+
+
+@pytest.mark.parametrize("answer", [[], {}, {"loads": []}, info({"worker_id": "a"})], ids=["list", "empty", "older", "other"])
+def test_a_server_that_tells_something_else_is_refused(server: FakeServer, answer: Any) -> None:
+    server.info = answer
+    assert main(["status", "--once"]) == Exit.FAILED
+
+
+def shown(*workers: Worker) -> list[str]:
+    standing = Standing(0.0, ("m",), workers, 1, 2, 3)
+    return lines(standing, "http://127.0.0.1:8000", Terminal(io.StringIO(), {}))
+
+
+def test_a_table_fits_80_columns_and_keeps_what_tells_workers_apart() -> None:
+    names = [f"release-rootstock-worker-llama-7d9f8c6b5d-{tail}" for tail in ("abcde", "fghij")]
+    figures = (256, 256, 999, 1.0, 1.0, 12345.6, 9999)
+    full = [Worker(name, "meta-llama/Llama-3.1-8B", "decode", "draining", *figures) for name in names]
+    other = Worker("c", "another-model", "prefill", "lost")
+    rows = shown(*full, other)
+    assert max(map(len, rows)) <= 80, "\n".join(rows)
+    assert all(any(tail in row for row in rows) for tail in ("abcde", "fghij"))
+    assert rows[-1] == "queue 1  tokenizers 2  detokenizers 3"
+
+
+def test_what_all_have_goes_without_saying() -> None:
+    rows = shown(Worker("a", "m", "both", "ready"), Worker("-", "-", "-", "starting"))
+    assert rows[1] == "2 workers, 1 ready"
+    assert rows[3].split() == ["WORKER", "STATE", "RUN", "WAIT", "KV", "HITS", "TOK/S", "RETR"]
+
+
+def test_json_is_a_line_with_all_of_it(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.info = info(worker("a"), worker("b", "lost"))
+    assert main(["status", "--once", "--json"]) == Exit.DONE
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["state"], each["kv_use"]) for each in told["workers"]] == [
+        ("a", "ready", 0.25),
+        ("b", "lost", None),
+    ]
+    assert (told["waiting"], told["tokenizers"], told["detokenizers"], told["models"]) == (4, 2, 3, ["m"])
+
+
+def test_a_watch_outlives_a_gateway_that_is_away() -> None:
+    standing = Observer().look(info(worker("a")), 1.0)
+    answers: Iterator[Standing | CommandFailed] = iter([unreachable("http://h", "Connection refused"), standing])
+
+    def look() -> Standing:
+        answer = next(answers)
+        if isinstance(answer, CommandFailed):
+            raise answer
+        return answer
+
+    out = io.StringIO()
+    assert _next_look(look, 0.0, Terminal(out, {}), is_json=True) is standing
+    assert "cannot be reached" in json.loads(out.getvalue())["error"]
