@@ -136,10 +136,8 @@ class Gateway:
         """None without a store. Its URL has been looked at."""
         if self._store is None:
             return None
-        dispatcher, quiet_s = self.dispatcher, self.generator.attendance
-        return BatchWork(
-            self._settings, endpoints, self.keys.named, dispatcher.num_waiting_anywhere, lambda: quiet_s.quiet_s, metrics
-        )
+        waiting, attendance = self.dispatcher.num_waiting_anywhere, self.generator.attendance
+        return BatchWork(self._settings, endpoints, self.keys.named, waiting, attendance, metrics)
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""

@@ -149,8 +149,7 @@ class BatchRun:
             raise failures.exceptions[0] from None
 
     async def _execute_line(self, line: Line) -> None:
-        async with self._lanes.lane():
-            result = await self._result(line)
+        result = await self._lanes.answer(lambda: self._result(line))
         await self._keep([result], {line.number: line})
 
     async def _result(self, line: Line) -> LineResult:

@@ -9,6 +9,7 @@ from services.gateway.batches.batch_runner import BatchRunner, RunnerStores
 from services.gateway.batches.lanes import Lanes
 from services.gateway.batches.line_call import Endpoint, LineCalls
 from services.gateway.config.settings import GatewaySettings
+from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
 from services.gateway.state.batch_store import BatchStore
@@ -19,7 +20,7 @@ from services.gateway.state.state_redis import StateRedis
 
 class BatchWork:
     """endpoints: what answers lines, by path; filled before it runs. callers: who has the key of a name; raises ApiError.
-    waiting: choices that wait for a worker, here or there. quiet_s: seconds for which nobody has waited for an answer."""
+    waiting: choices that wait for a worker, here or there. attendance: of those who wait for answers."""
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class BatchWork:
         endpoints: Mapping[str, Endpoint],
         callers: Callable[[str], Caller],
         waiting: Callable[[], int],
-        quiet_s: Callable[[], float],
+        attendance: Attendance,
         metrics: GatewayMetrics,
     ) -> None:
         """Raises ValueError if the store's URL is none."""
@@ -36,13 +37,15 @@ class BatchWork:
         most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key
         self.files = FileStore(self._redis, most, most_bytes)
         self.batches = BatchStore(self._redis, leases, settings.state_ttl_s, most, most_bytes)
+        lanes = Lanes(settings.batch_lines, settings.batch_lines_beside, waiting, lambda: attendance.quiet_s)
+        attendance.listen(lanes.make_way)
         low_first = settings.schedule_low_priority_values_first
         self._runner: BatchRunner | None = None
         if settings.batch_lines:
             self._runner = BatchRunner(
                 RunnerStores(self.batches, self.files, leases),
                 LineCalls(endpoints),
-                Lanes(settings.batch_lines, settings.batch_lines_beside, waiting, quiet_s),
+                lanes,
                 lambda name: callers(name).in_background(low_first),
                 settings.batch_lines_each,
                 settings.max_batch_lines,

@@ -4,35 +4,66 @@ somebody does, and no new one while anything waits for a worker. So batches have
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 LOOK_S = 0.05  # at what others do, while a line waits
+YOUNG_S = 2.0  # that a line may lose
 QUIET_S = 5.0  # without other requests, after which all lanes are open: their gaps are shorter while people are at work
 
 
 class Lanes:
     """most: lines at once. beside: while others have requests open, or had some a moment ago. waiting: choices that wait for
-    a worker, here or at a worker. quiet_s: seconds for which nobody else has had a request open."""
+    a worker, here or at a worker. quiet_s: seconds for which nobody else has had a request open. clock: seconds."""
 
-    def __init__(self, most: int, beside: int, waiting: Callable[[], int], quiet_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        most: int,
+        beside: int,
+        waiting: Callable[[], int],
+        quiet_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._most, self._beside = most, beside
         self._waiting = waiting
         self._quiet_s = quiet_s
         self._turn = asyncio.Lock()
         self._left = asyncio.Event()
+        self._clock = clock
+        self._asking: dict[asyncio.Task[Any], float] = {}  # since when, the oldest first
+        self._displaced: set[asyncio.Task[Any]] = set()
         self._closed = False
         self.used = 0
 
-    @asynccontextmanager
-    async def lane(self) -> AsyncIterator[None]:
-        """Waits for one, in order, and has it for the block."""
-        await self._enter()
-        try:
-            yield
-        finally:
-            self.used -= 1
-            self._left.set()
+    async def answer(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What is asked, in a lane that it waits for, in order. Who makes way asks again."""
+        while True:
+            await self._enter()
+            asking = asyncio.create_task(ask())
+            self._asking[asking] = self._clock()
+            try:
+                return await asking
+            except asyncio.CancelledError:
+                own = asyncio.current_task()
+                if asking not in self._displaced or (own is not None and own.cancelling()):
+                    raise
+            finally:
+                del self._asking[asking]
+                self._displaced.discard(asking)
+                self.used -= 1
+                self._left.set()
+
+    def make_way(self) -> None:
+        """Somebody has come, who waits. What has just begun is given up, as far as it is too much beside others: little is lost
+        of it. What is older goes on to its end."""
+        now = self._clock()
+        excess = self.used - len(self._displaced) - min(self._beside, self._most)
+        young = [asking for asking, begun in self._asking.items() if now - begun < YOUNG_S and asking not in self._displaced]
+        for asking in young[-excess:] if excess > 0 else []:
+            if asking.cancel():
+                self._displaced.add(asking)
 
     async def close(self) -> None:
         """Nobody enters any more. Returns once all have left."""

@@ -12,11 +12,18 @@ class Attendance:
         self._clock = clock
         self._open = 0
         self._last = float("-inf")
+        self._arrived: list[Callable[[], None]] = []
+
+    def listen(self, arrived: Callable[[], None]) -> None:
+        """It is called when somebody begins to wait."""
+        self._arrived.append(arrived)
 
     def begin(self, attended: bool) -> None:
         self._open += attended
         if attended:
             self._last = self._clock()
+            for arrived in self._arrived:
+                arrived()
 
     def end(self, attended: bool) -> None:
         """Of one that has begun."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.gateway.batches.lanes import QUIET_S, Lanes
+from services.gateway.batches.lanes import QUIET_S, YOUNG_S, Lanes
 from services.gateway.observe.attendance import Attendance
 from tests.services.redis_server import until
 
@@ -17,12 +17,17 @@ class Others:
         self.now = 100.0
         self.waiting = 0
         self.attendance = Attendance(lambda: self.now)
-        self.lanes = Lanes(3, 1, lambda: self.waiting, lambda: self.attendance.quiet_s)
+        self.lanes = Lanes(3, 1, lambda: self.waiting, lambda: self.attendance.quiet_s, lambda: self.now)
+        self.attendance.listen(self.lanes.make_way)
+        self.asked = 0
         self.leave = asyncio.Event()
 
     async def line(self) -> None:
-        async with self.lanes.lane():
+        async def ask() -> None:
+            self.asked += 1
             await self.leave.wait()
+
+        await self.lanes.answer(ask)
 
 
 def among(use: Callable[[Others], Awaitable[None]]) -> None:
@@ -78,5 +83,28 @@ def test_none_begins_while_anything_waits_for_a_worker_or_the_gateway_ends() -> 
         others.leave.set()
         await ending
         assert others.lanes.used == 0 and not others.lanes.is_open
+
+    among(use)
+
+
+def test_what_has_just_begun_makes_way_and_comes_again() -> None:
+    async def use(others: Others) -> None:
+        await until(lambda: others.asked == 3)
+        others.now += YOUNG_S / 2
+        others.attendance.begin(True)
+        others.attendance.begin(True)
+        await until(lambda: others.lanes.used == 1)
+        others.attendance.end(True)
+        others.attendance.end(True)
+        others.now += QUIET_S
+        await until(lambda: others.asked == 5)
+        others.now += YOUNG_S
+        others.attendance.begin(True)
+        await asyncio.sleep(0)
+        assert others.lanes.used == 3, "what is older goes on"
+        others.attendance.end(True)
+        others.now += QUIET_S
+        others.leave.set()
+        await until(lambda: others.asked == 8 + 2 and others.lanes.used == 0)
 
     among(use)
