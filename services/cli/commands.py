@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from services.cli import complete, completion, models
+from services.cli.batch import command as batch
 from services.cli.bench import flags as bench
 from services.cli.chat import command as chat
 from services.cli.shared.exits import CommandFailed, Exit
@@ -77,6 +78,12 @@ COMMANDS: Mapping[str, Command] = {
         ("rootstock bench --num-requests 8 --concurrency 4 --output-len 16",),
         bench.add_flags,
         _bench,
+    ),
+    "batch": Command(
+        "send many requests as a file, and fetch their results",
+        ("rootstock batch submit requests.jsonl --wait", "rootstock batch list"),
+        batch.add_flags,
+        batch.run,
     ),
     "completion": Command(
         "print what completes this program's words in a shell",

@@ -38,7 +38,12 @@ CHAT = """
 Without `-m` and a pipe it is a conversation: `/reset`, `/model [NAME]`, `/system [TEXT]`, `/save FILE`, `/help`, `/exit`.
 Ctrl-C stops an answer, which counts as said as far as it came; Ctrl-D leaves.
 """
-FURTHER = {"chat": CHAT, "status": STATUS}
+BATCH = """
+A line of the file is `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`; all go to one
+endpoint. With `--wait`, status is 0 where the batch completed and 1 where it did not. `results` prints the lines that were
+answered, `--errors` those that were not.
+"""
+FURTHER = {"chat": CHAT, "status": STATUS, "batch": BATCH}
 
 
 def render() -> str:

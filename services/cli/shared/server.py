@@ -6,8 +6,9 @@ Standard library alone. A connection for each request: its end is how a server h
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.flags import KEY, URL, Target
 
 MAX_LINE_BYTES = 64 << 20
+PIECE_BYTES = 1 << 16
 HINTS = {
     400: "change what it names",
     401: f"set {KEY} or name a file with the key as --api-key-file",
@@ -27,6 +29,19 @@ HINTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a request holds. length: bytes of a body that is pieces."""
+
+    kind: str
+    body: bytes | Iterator[bytes]
+    length: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"content-type": self.kind} | ({} if self.length is None else {"content-length": str(self.length)})
+
+
 class Server:
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -36,8 +51,26 @@ class Server:
 
     def get(self, path: str) -> Any:
         """The JSON that it answers. Raises CommandFailed."""
+        return self._json("GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that it answers. Raises CommandFailed."""
+        return self._json("POST", path, Content("application/json", json.dumps(body).encode()))
+
+    def upload(self, path: str, content: Content) -> Any:
+        """The JSON that it answers. Raises CommandFailed."""
+        return self._json("POST", path, content)
+
+    def pieces(self, path: str) -> Generator[bytes, None, None]:
+        """A file, as it comes. Raises CommandFailed: CUT_OFF where it ends early."""
         with closing(self._connection()) as connection:
             response = self._ask(connection, "GET", path, None)
+            while piece := self._piece(response):
+                yield piece
+
+    def _json(self, method: str, path: str, content: Content | None) -> Any:
+        with closing(self._connection()) as connection:
+            response = self._ask(connection, method, path, content)
             try:
                 return json.loads(response.read())
             except (OSError, HTTPException) as error:
@@ -49,7 +82,8 @@ class Server:
         """The events of a stream, until it says [DONE] or ends. Closing the iterator closes the connection. Raises CommandFailed:
         UNREACHABLE before the stream begins, CUT_OFF within it."""
         with closing(self._connection()) as connection:
-            response = self._ask(connection, "POST", path, json.dumps(body | {"stream": True}).encode())
+            content = Content("application/json", json.dumps(body | {"stream": True}).encode())
+            response = self._ask(connection, "POST", path, content)
             while line := self._line(response):
                 payload = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:"):
@@ -62,12 +96,13 @@ class Server:
         kind = HTTPSConnection if self._secure else HTTPConnection
         return kind(self._host, self._port, timeout=self.target.timeout_s)
 
-    def _ask(self, connection: HTTPConnection, method: str, path: str, content: bytes | None) -> HTTPResponse:
+    def _ask(self, connection: HTTPConnection, method: str, path: str, content: Content | None) -> HTTPResponse:
         headers = {"accept": "application/json, text/event-stream", "user-agent": "rootstock"}
-        headers |= {"content-type": "application/json"} if content is not None else {}
+        headers |= content.headers if content is not None else {}
         headers |= {"authorization": f"Bearer {self.target.key}"} if self.target.key else {}
         try:
-            connection.request(method, self._path + path, content, headers)
+            with suppress(BrokenPipeError, ConnectionResetError):  # it refuses before it has read all: its answer says why
+                connection.request(method, self._path + path, None if content is None else content.body, headers)
             response = connection.getresponse()
             if response.status == 200:
                 return response
@@ -77,6 +112,13 @@ class Server:
         raise CommandFailed(
             Exit.FAILED, f"the server answered {response.status} ({_message(refusal)}): {hint_of(response.status)}."
         )
+
+    def _piece(self, response: HTTPResponse) -> bytes:
+        """b"" at the end."""
+        try:
+            return response.read1(PIECE_BYTES)
+        except (OSError, HTTPException) as error:
+            raise cut_off(_why(error)) from None
 
     def _line(self, response: HTTPResponse) -> bytes:
         """b"" at the end."""

@@ -56,20 +56,11 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [*CHAT, "--url", "ftp://nowhere"],
-        [*CHAT, "--url", "http://h:port"],
-        [*CHAT, "--api-key-file", "/no/such/file"],
-        ["chat", "-m", " "],
-        ["complete", ""],
-    ],
-    ids=["scheme", "port", "key-file", "nothing-said", "no-prompt"],
-)
-def test_what_makes_no_sense_is_usage(server: FakeServer, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command) == Exit.USAGE
-    assert capsys.readouterr().err.count("\n") == 1
+def test_what_makes_no_sense_is_usage(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    urls = [[*CHAT, "--url", "ftp://nowhere"], [*CHAT, "--url", "http://h:port"]]
+    for command in (*urls, [*CHAT, "--api-key-file", "/no/such/file"], ["chat", "-m", " "], ["complete", ""]):
+        assert main(command) == Exit.USAGE
+        assert capsys.readouterr().err.count("\n") == 1
     assert server.bodies == []
 
 

@@ -1,0 +1,165 @@
+"""What `rootstock batch` does: many requests as a file, by OpenAI's files and batches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from services.cli.batch.upload import content_of, endpoint_of
+from services.cli.shared.exits import CommandFailed, Exit
+from services.cli.shared.flags import add_server_flags, target_of
+from services.cli.shared.server import Server
+from services.cli.shared.terminal import Terminal
+from services.shared.observe.progress import Progress
+
+FILES, BATCHES = "/v1/files", "/v1/batches"
+ENDED = ("completed", "failed", "expired", "cancelled")
+LOOK_EVERY_S = 2.0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=list(ACTIONS), help="what to do")
+    parser.add_argument("of", nargs="?", metavar="FILE|ID", help="the file to submit, or the batch's id")
+    parser.add_argument("--endpoint", metavar="PATH", help="submit: where lines go; default: the first line's url")
+    parser.add_argument("--window", default="24h", help="submit: what is not done by then expires (%(default)s)")
+    parser.add_argument("--wait", action="store_true", help="submit, status: until the batch has ended")
+    parser.add_argument("--errors", action="store_true", help="results: the lines that failed")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="results: where to write them; default: stdout")
+    parser.add_argument("--json", action="store_true", help="print batches as lines of JSON")
+    add_server_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises CommandFailed."""
+    if args.of is None and args.action != "list":
+        raise CommandFailed(
+            Exit.USAGE, f"batch {args.action} takes {'a file' if args.action == 'submit' else 'an id'}: name one."
+        )
+    return ACTIONS[args.action](args, Server(target_of(args, os.environ)))
+
+
+def _submit(args: argparse.Namespace, server: Server) -> Exit:
+    path = Path(args.of)
+    endpoint = args.endpoint or endpoint_of(path)
+    file = _object(server.upload(FILES, content_of(path)))
+    body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": args.window}
+    batch = _object(server.post(BATCHES, body))
+    if args.wait:
+        return _wait(batch, args, server)
+    _tell(batch, args)
+    return Exit.DONE
+
+
+def _status(args: argparse.Namespace, server: Server) -> Exit:
+    batch = _object(server.get(_path(args.of)))
+    if args.wait:
+        return _wait(batch, args, server)
+    _tell(batch, args)
+    return Exit.DONE
+
+
+def _list(args: argparse.Namespace, server: Server) -> Exit:
+    """The newest first, all pages."""
+    after = ""
+    while True:
+        page = server.get(f"{BATCHES}?limit=100{after}")
+        batches = page.get("data") if isinstance(page, dict) else None
+        for batch in batches or ():
+            _tell(_object(batch), args)
+        if not batches or not page.get("has_more"):
+            return Exit.DONE
+        after = f"&after={quote(batches[-1]['id'], safe='')}"
+
+
+def _cancel(args: argparse.Namespace, server: Server) -> Exit:
+    _tell(_object(server.post(f"{_path(args.of)}/cancel", {})), args)
+    return Exit.DONE
+
+
+def _results(args: argparse.Namespace, server: Server) -> Exit:
+    batch = _object(server.get(_path(args.of)))
+    if batch["status"] not in ENDED:
+        raise CommandFailed(
+            Exit.FAILED, f"the batch is {batch['status']}: wait for it by `rootstock batch status {args.of} --wait`."
+        )
+    file = batch.get("error_file_id" if args.errors else "output_file_id")
+    if not file:
+        kind, other = ("failed", "without") if args.errors else ("was answered", "with")
+        raise CommandFailed(Exit.FAILED, f"no line {kind}: look again {other} --errors.")
+    with closing(server.pieces(f"{FILES}/{quote(file, safe='')}/content")) as pieces:
+        if args.output is None:
+            for piece in pieces:
+                sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+            return Exit.DONE
+        try:
+            with args.output.open("wb") as out:
+                out.writelines(pieces)
+        except OSError as error:
+            raise CommandFailed(Exit.FAILED, f"{args.output} cannot be written ({error.strerror}): name another file.") from None
+    return Exit.DONE
+
+
+ACTIONS: Mapping[str, Callable[[argparse.Namespace, Server], Exit]] = {
+    "submit": _submit,
+    "status": _status,
+    "list": _list,
+    "cancel": _cancel,
+    "results": _results,
+}
+
+
+def _wait(batch: dict[str, Any], args: argparse.Namespace, server: Server) -> Exit:
+    """With a bar on a terminal. A server that is away for a moment is asked again, for as long as --timeout says."""
+    err, begun = Terminal.of(sys.stderr), time.monotonic()
+    heard = begun
+    while batch["status"] not in ENDED:
+        if err.is_tty:
+            done, total = _counts(batch)
+            err.overwrite(Progress("batch", done, total, time.monotonic() - begun, "lines").bar() if total else batch["status"])
+        time.sleep(LOOK_EVERY_S)
+        try:
+            batch, heard = _object(server.get(_path(batch["id"]))), time.monotonic()
+        except CommandFailed as error:
+            if error.status is not Exit.UNREACHABLE or time.monotonic() - heard > args.timeout:
+                raise
+    if err.is_tty:
+        err.overwrite("")
+    _tell(batch, args)
+    return Exit.DONE if batch["status"] == "completed" else Exit.FAILED
+
+
+def _tell(batch: dict[str, Any], args: argparse.Namespace) -> None:
+    out = Terminal.of(sys.stdout)
+    done, total = _counts(batch)
+    failed = (batch.get("request_counts") or {}).get("failed") or 0
+    out.write(json.dumps(batch) if args.json else f"{batch['id']}  {batch['status']}  {done} of {total} lines, {failed} failed")
+    out.line()
+    for fault in (batch.get("errors") or {}).get("data") or ():
+        where = f"line {fault['line']}: " if fault.get("line") is not None else ""
+        Terminal.of(sys.stderr).write(f"{where}{fault.get('message')}\n")
+
+
+def _counts(batch: dict[str, Any]) -> tuple[int, int]:
+    """Lines that are done, failed ones among them, and all."""
+    counts = batch.get("request_counts") or {}
+    return (counts.get("completed") or 0) + (counts.get("failed") or 0), counts.get("total") or 0
+
+
+def _path(batch_id: str) -> str:
+    return f"{BATCHES}/{quote(batch_id, safe='')}"
+
+
+def _object(answer: Any) -> dict[str, Any]:
+    """A file or a batch. Raises CommandFailed for anything else."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("id"), str) or not isinstance(answer.get("status", ""), str):
+        raise CommandFailed(Exit.FAILED, "the server answers as none with files and batches does: check --url.")
+    return answer
