@@ -21,10 +21,11 @@ import httpx
 import numpy as np
 from openai import OpenAI
 
-from tests.benchmarks.client import Endpoint, Outcome, open_http
+from services.cli.bench.client import Endpoint, Outcome, open_http
+from services.cli.bench.load import Player, open_loop, poisson_arrivals
+from services.cli.bench.spec import Spec
+from services.cli.bench.workload import make_sessions
 from tests.benchmarks.deterministic_cost import interval
-from tests.benchmarks.load import Player, open_loop, poisson_arrivals
-from tests.benchmarks.workload import Spec, make_sessions
 from tests.e2e.system import System, wait_until
 
 LINES = 8000
