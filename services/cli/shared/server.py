@@ -47,7 +47,8 @@ class Server:
         self.target = target
         parts = urlsplit(target.url)
         self._secure, self._path = parts.scheme == "https", parts.path
-        self._host, self._port = parts.hostname or "", parts.port
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if self._secure else 80)  # said: an IPv6 address has colons of its own
 
     def get(self, path: str) -> Any:
         """The JSON that it answers. Raises CommandFailed."""
