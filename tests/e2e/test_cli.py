@@ -35,7 +35,7 @@ def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_examples_of_help_do_what_they_say(system: System, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in COMMANDS.keys() - {"batch"}:  # tests/services/cli/test_batch.py
+    for command in COMMANDS.keys() - {"batch"}:  # below, for its file
         found = examples(command, capsys)
         assert found and all(f"rootstock {command}" in line for line in found)
         for line in found:
@@ -44,11 +44,25 @@ def test_the_examples_of_help_do_what_they_say(system: System, capsys: pytest.Ca
             assert done.stdout or command == "completion", line
 
 
-def typed(line: str, system: System) -> subprocess.CompletedProcess[str]:
+def test_a_batch_is_submitted_waited_for_and_fetched(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def line(number: int) -> dict[str, Any]:
+        body = {"prompt": f"{number} + 30 =", "max_tokens": 4 if number else -1}
+        return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": {"model": "demo", **body}}
+
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line(number)) + "\n" for number in range(5)))
+    for example in examples("batch", capsys):
+        assert typed(example, system, tmp_path).returncode == 0, example
+    (batch,) = json.loads(typed("rootstock batch list --json", system, tmp_path).stdout.splitlines()[0])["id"].split()
+    for flag, expected in (("", {f"line-{number}" for number in range(1, 5)}), ("--errors", {"line-0"})):
+        told = typed(f"rootstock batch results {batch} {flag}", system, tmp_path)
+        assert {json.loads(each)["custom_id"] for each in told.stdout.splitlines()} == expected
+
+
+def typed(line: str, system: System, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """In a shell that knows the server's URL."""
-    environment = {**os.environ, "ROOTSTOCK_URL": system.url}
+    environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}
     words = ["bash", "--norc", "-c", SHELL + line]
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 class Watch:
