@@ -26,6 +26,7 @@ from services.worker.index.sweeper import Sweeper
 
 logger = logging.getLogger(__name__)
 
+TIMEOUT_S = RENEW_S  # of a command
 PUBLISH_S = 0.1  # between two batches, unless BATCH_BLOCKS changes have gathered
 PUBLISH_S_PER_WORKER = 0.0005  # longer in a large fleet: its events share one stream, and each gateway reads them all
 LONGEST_PUBLISH_S = 0.5
@@ -61,7 +62,7 @@ class IndexPublisher:
         self.counts = PublisherCounts()
         self.blocks = HeldBlocks()
         self._worker = worker
-        self._client = redis_client(url, RENEW_S)
+        self._client = redis_client(url, TIMEOUT_S)
         self._records = WorkerRecords(self._client, model, worker)
         self._sweeper = Sweeper(self._client, model, worker)
         self._handover = CacheEventHandover(asyncio.get_running_loop(), self._merge)

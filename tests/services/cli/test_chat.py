@@ -19,6 +19,7 @@ from services.cli.shared.flags import Target
 from services.cli.shared.server import Server
 from services.cli.shared.terminal import Terminal
 from tests.services.cli.fake_server import FakeServer
+from tests.services.cli.interrupts import hear_interrupts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -110,7 +111,8 @@ def test_on_a_terminal(server: FakeServer) -> None:
     server.behaviours = ["hangs", "ok"]
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "services.cli", "chat", "--max-tokens", "3"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=hear_interrupts, **pipes)
     os.close(theirs)
     seen = ""
 

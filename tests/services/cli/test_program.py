@@ -19,6 +19,7 @@ from services.cli.shared.exits import Exit
 from services.cli.shared.terminal import Terminal
 from services.local import cli_reference
 from tests.services.cli.fake_server import FakeServer
+from tests.services.cli.interrupts import hear_interrupts
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = ["chat", "-m", "Hi"]
@@ -26,7 +27,7 @@ CHAT = ["chat", "-m", "Hi"]
 
 def started(*arguments: str, **pipes: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "services.cli", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL, preexec_fn=hear_interrupts, **pipes)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
         wait_until(lambda: sum(system.running()) == 2, "both choices")
         first = begun(system, 5)
         moved = len(first.servicer.running)
-        wait_until(lambda: sum(len(batch.handles) for batch in system.detokenizer.batches) == 10, "ten ids")
+        wait_until(lambda: sum(sum(batch.counts) for batch in system.detokenizer.batches) == 10, "ten ids")
         system.call(first.stop())
         system.allow(None)
         chunks = events(pending.result().text)

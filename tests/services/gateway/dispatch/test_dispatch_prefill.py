@@ -205,7 +205,7 @@ class TestLost:
             at = next(i for i in (1, 2) if system.workers[i].servicer.running)
             system.workers[at].servicer.allow(3)
             wait_until(lambda: system.workers[at].servicer.steps_left == 0, "tokens")
-            wait_until(lambda: sum(len(batch.handles) for batch in system.detokenizer.batches) >= 4, "them here")
+            wait_until(lambda: sum(sum(batch.counts) for batch in system.detokenizer.batches) >= 4, "them here")
             system.workers[3 - at].servicer.allow(None)
             system.call(system.workers[at].stop())
             text = "".join(c["delta"].get("content", "") for chunk in events(pending.result().text) for c in chunk["choices"])

@@ -60,7 +60,7 @@ def test_not_after_a_token() -> None:
     with System(workers=2, configure=stopped) as system:
         pending = Pending(system, stream=True)
         first = begun(system, 3)
-        wait_until(lambda: sum(len(batch.handles) for batch in system.detokenizer.batches) == 3, "three ids")
+        wait_until(lambda: sum(sum(batch.counts) for batch in system.detokenizer.batches) == 3, "three ids")
         system.do(lambda: first.servicer.end_running(pb.ERROR_CODE_INTERNAL, "NaN in the logits"))
         text = pending.result().text
         assert '"message":"NaN in the logits"' in text and "[DONE]" not in text

@@ -355,7 +355,8 @@ def test_a_full_redis(own_server: RedisServer) -> None:
 
 
 def test_a_redis_that_hangs_holds_up_nothing(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "RENEW_S", 0.5)  # also the time limit of a command
+    monkeypatch.setattr(publishing, "RENEW_S", 0.5)
+    monkeypatch.setattr(publishing, "TIMEOUT_S", 0.5)
 
     async def body() -> None:
         async with published(own_server) as publisher:
