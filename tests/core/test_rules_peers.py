@@ -430,7 +430,7 @@ class TestReading:
         pair = Pair()
         tiers = pair.second.core._tiers
         assert tiers is not None and not pair.second.core.stats().pulls_lose
-        tiers.rates.moved(Tier.PEER, 1, 1e6)
+        tiers.rates.moved(Tier.PEER, 1, 1e6, ADDRESS)
         tiers.rates._token_s = 1e-9
         assert pair.second.core.stats().pulls_lose
 

@@ -13,18 +13,18 @@ LATENCY_S = {
     Tier.STORAGE: 5e-3,
     Tier.PEER: 5e-3,
 }  # of the first of some operations, its way through the loop's turns with it
-MOST_SLOW_LANES = 64  # addresses of workers that were given up
+MOST_LANES = 64  # other workers whose rates are known
 UNKNOWN_S = 1.0  # that reading may take while nobody knows what computing takes
 
 
 class Rates:
-    """page_bytes: of one page's KV. lane: of the tier, one operation after another: a worker's address, or all of the tier. A
-    worker that was given up says nothing of the others."""
+    """page_bytes: of one page's KV. lane: the address of the other worker that is read, "" for the tiers of this one. What one
+    worker has taken says nothing of the others."""
 
     def __init__(self, page_bytes: int, page_size: int) -> None:
         self._page_bytes, self._page_size = page_bytes, page_size
         self._bytes_s = dict(FIRST_BYTES_S)
-        self._slow_lanes: dict[str, float] = {}  # bytes/s, of those that are slower than their tier
+        self._lanes: dict[str, float] = {}  # bytes/s by lane, in the order in which they were measured
         self._token_s: float | None = None
 
     def computed(self, extended: int, rows: int, seconds: float) -> None:
@@ -36,26 +36,21 @@ class Rates:
     def moved(self, source: Tier, pages: int, seconds: float, lane: str = "") -> None:
         """An operation has read so many pages; what it failed at is not in them."""
         if pages and seconds > 0:
-            bytes_s = pages * self._page_bytes / seconds
-            self._bytes_s[source] = _faded(self._bytes_s[source], bytes_s)
-            if (slow := self._slow_lanes.pop(lane, None)) is not None:
-                self._slow_down(source, lane, _faded(slow, bytes_s))
+            self._measured(source, lane, _faded(self.bytes_s(source, lane), pages * self._page_bytes / seconds))
 
     def given_up(self, source: Tier, pages: int, seconds: float, lane: str = "") -> None:
         """An operation has run for so long and is not done: it is no faster than that."""
         if seconds > 0:
-            bytes_s = pages * self._page_bytes / seconds
-            if source is Tier.PEER:
-                self._slow_down(source, lane, min(self._slow_lanes.pop(lane, bytes_s), bytes_s))
-            else:
-                self._bytes_s[source] = min(self._bytes_s[source], bytes_s)
+            self._measured(source, lane, min(self.bytes_s(source, lane), pages * self._page_bytes / seconds))
 
-    def bytes_s(self, source: Tier) -> float:
-        return self._bytes_s[source]
+    def bytes_s(self, source: Tier, lane: str = "") -> float:
+        """Without a lane: of other workers that of the fastest."""
+        if source is not Tier.PEER:
+            return self._bytes_s[source]
+        return self._lanes.get(lane, FIRST_BYTES_S[source]) if lane else max(self._lanes.values(), default=FIRST_BYTES_S[source])
 
     def reading_s(self, source: Tier, pages: int, lane: str = "") -> float:
-        bytes_s = self._slow_lanes.get(lane, self._bytes_s[source])
-        return LATENCY_S[source] + pages * self._page_bytes / bytes_s
+        return LATENCY_S[source] + pages * self._page_bytes / self.bytes_s(source, lane)
 
     def computing_s(self, pages: int) -> float:
         return UNKNOWN_S if self._token_s is None else pages * self._page_size * self._token_s
@@ -63,14 +58,12 @@ class Rates:
     def reading_pays(self, source: Tier, pages: int, lane: str = "") -> bool:
         """Each no makes the next yes likelier: what is never read is never measured again."""
         pays = self._token_s is None or self.reading_s(source, pages, lane) < self.computing_s(pages)
-        if not pays and lane in self._slow_lanes:
-            self._slow_down(source, lane, self._slow_lanes.pop(lane) * FORGIVES)
-        elif not pays:
-            self._bytes_s[source] *= FORGIVES
+        if not pays:
+            self._measured(source, lane, self.bytes_s(source, lane) * FORGIVES)
         return pays
 
     def loses(self, source: Tier, pages: int) -> bool:
-        """Reading so many has been slower lately than computing them."""
+        """Reading so many has been slower lately than computing them; of other workers, from each of them."""
         return self._token_s is not None and self.reading_s(source, pages) >= self.computing_s(pages)
 
     def is_over(self, source: Tier, pages: int, elapsed: float, rest: int, lane: str = "") -> bool:
@@ -80,12 +73,15 @@ class Rates:
         behind = self.reading_s(source, rest, lane) if rest else 0.0
         return left + behind > self.computing_s(pages + rest)
 
-    def _slow_down(self, source: Tier, lane: str, bytes_s: float) -> None:
-        """The lane is as slow as that: no matter where it is as fast as its tier. Those of long ago are forgotten."""
-        if bytes_s < self._bytes_s[source]:
-            self._slow_lanes[lane] = bytes_s
-            if len(self._slow_lanes) > MOST_SLOW_LANES:
-                del self._slow_lanes[next(iter(self._slow_lanes))]
+    def _measured(self, source: Tier, lane: str, bytes_s: float) -> None:
+        """Lanes of long ago are forgotten."""
+        if source is not Tier.PEER:
+            self._bytes_s[source] = bytes_s
+            return
+        self._lanes.pop(lane, None)
+        self._lanes[lane] = bytes_s
+        if len(self._lanes) > MOST_LANES:
+            del self._lanes[next(iter(self._lanes))]
 
 
 def _faded(before: float | None, now: float) -> float:

@@ -26,7 +26,7 @@ from services.worker.exec.peers.tls import PeerTls
 
 logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S = 0.5
-MEASURED_BYTES = 1 << 20
+MEASURED_BYTES = 8 << 20
 SLOW_BYTES_S = 1e9  # below which a network may cost more than it saves
 REST_S = 2.0  # after a failure, in which nothing is asked of a peer: what waits behind it need not wait as long as it has
 
@@ -87,10 +87,10 @@ class TcpPeerReader:
         is_read = False
         with self._talking_to(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
-                begun = time.monotonic()
+                was_connected, begun = self._kept(peer) is not None, time.monotonic()
                 status, sentence = self._ask(peer, frames.pack_request(request), out.cast("B"), deadline)
                 is_read = self._has_answered(peer, status, sentence)
-                if is_read:
+                if is_read and was_connected:
                     _say_rate(peer, out.nbytes, time.monotonic() - begun)
         if not is_read:
             return 0
@@ -206,7 +206,7 @@ class TcpPeerReader:
 
 
 def _say_rate(peer: _Peer, size: int, seconds: float) -> None:
-    """Once for each peer, of a read that is large enough to tell."""
+    """Once for each peer, of a read that is large enough to tell, without what it takes to connect."""
     if peer.is_measured or size < MEASURED_BYTES:
         return
     peer.is_measured = True
