@@ -142,13 +142,15 @@ compdef _rootstock rootstock
 
 
 def _zsh_case(command: CommandWords) -> str:
-    arguments = " \\\n            ".join(line for word in command.words for line in _zsh_words(word))
+    places = {id(word): place for place, word in enumerate((word for word in command.words if not word.names), 1)}
+    arguments = " \\\n            ".join(line for word in command.words for line in _zsh_words(word, places.get(id(word), 0)))
     return f"        {command.name}) _arguments \\\n            {arguments} ;;"
 
 
-def _zsh_words(word: Word) -> list[str]:
+def _zsh_words(word: Word, place: int) -> list[str]:
+    """place: of a word that is no flag, from 1."""
     values = f"({' '.join(word.choices)})" if word.choices else "_files" if word.takes == "file" else " "
     if not word.names:
-        return [f"'1:{_plain(word.text)}:{values}'"]
+        return [f"'{place}:{_plain(word.text)}:{values}'"]
     value = f":value:{values}" if word.takes else ""
     return [f"'{name}[{_plain(word.text)}]{value}'" for name in word.names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,9 @@ class StartView:
             return
         self._said = self._clock()
         words = last_words(log) or "starting"
-        text = f"  {name:<13} {self._said - self._begun:4.0f} s  {words}"[:WIDTH]
+        text = f"  {name:<13} {self._said - self._begun:4.0f} s  {words}"
+        if self._is_tty:
+            text = text[: shutil.get_terminal_size((WIDTH + 1, 24)).columns - 1]
         if not self._is_tty:
             self._stream.write(text.rstrip() + "\n")
         elif text != self._shown:

@@ -101,8 +101,10 @@ def _results(args: argparse.Namespace, server: Server) -> Exit:
             sys.stdout.buffer.flush()
             return Exit.DONE
         try:
-            with args.output.open("wb") as out:
+            part = args.output.with_name(f"{args.output.name}.part")  # what was fetched before stays until all has come
+            with part.open("wb") as out:
                 out.writelines(pieces)
+            part.replace(args.output)
         except OSError as error:
             raise CommandFailed(Exit.FAILED, f"{args.output} cannot be written ({error.strerror}): name another file.") from None
     return Exit.DONE
@@ -129,7 +131,7 @@ def _wait(batch: dict[str, Any], args: argparse.Namespace, server: Server) -> Ex
         try:
             batch, heard = _object(server.get(_path(batch["id"]))), time.monotonic()
         except CommandFailed as error:
-            if error.status is not Exit.UNREACHABLE or time.monotonic() - heard > args.timeout:
+            if not error.passes or time.monotonic() - heard > args.timeout:
                 raise
     if err.is_tty:
         err.overwrite("")

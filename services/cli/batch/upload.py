@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,7 @@ def endpoint_of(path: Path) -> str:
             line: Any = json.loads(file.readline() or b"null")
         url = line.get("url") if isinstance(line, dict) else None
     except OSError as error:
-        why = f"{path} cannot be read ({error.strerror})"
-        raise CommandFailed(Exit.USAGE, f"{why}: name a file with a request in each line.") from None
+        raise _unreadable(path, error) from None
     except ValueError as error:
         raise CommandFailed(Exit.USAGE, f"the first line of {path} is no JSON ({error}): a line must hold a request.") from None
     if not isinstance(url, str) or not url:
@@ -35,8 +35,16 @@ def content_of(path: Path) -> Content:
     head = _part(boundary, 'name="purpose"') + b"batch\r\n"
     head += _part(boundary, f'name="file"; filename="{name}"', "content-type: application/jsonl\r\n")
     tail = f"\r\n--{boundary}--\r\n".encode()
-    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise _unreadable(path, error) from None
     return Content(f"multipart/form-data; boundary={boundary}", _pieces(path, size, head, tail), len(head) + size + len(tail))
+
+
+def _unreadable(path: Path, error: OSError) -> CommandFailed:
+    return CommandFailed(Exit.USAGE, f"{path} cannot be read ({error.strerror}): name a file with a request in each line.")
 
 
 def _part(boundary: str, disposition: str, further: str = "") -> bytes:

@@ -60,9 +60,15 @@ class Repl:
             if line == "/exit":
                 return Exit.DONE
             if line.startswith("/"):
-                self._command(line)
+                self._interruptible(line)
             elif line:
                 self._turn(line)
+
+    def _interruptible(self, line: str) -> None:
+        try:
+            self._command(line)
+        except KeyboardInterrupt:
+            self._note("\n(stopped)")
 
     def _message(self) -> str:
         line = self._read(PROMPT)

@@ -18,8 +18,9 @@ class Exit(IntEnum):
 
 
 class CommandFailed(Exception):
-    """What ends a command. The message: one sentence that says what to do."""
+    """What ends a command. The message: one sentence that says what to do. passes: it may be well again in a while."""
 
-    def __init__(self, status: Exit, message: str) -> None:
+    def __init__(self, status: Exit, message: str, passes: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.passes = passes or status is Exit.UNREACHABLE

@@ -110,16 +110,18 @@ class Server:
             refusal = response.read(MAX_LINE_BYTES)
         except (OSError, HTTPException) as error:
             raise unreachable(self.target.url, _why(error)) from None
-        raise CommandFailed(
-            Exit.FAILED, f"the server answered {response.status} ({_message(refusal)}): {hint_of(response.status)}."
-        )
+        words = f"the server answered {response.status} ({_message(refusal)}): {hint_of(response.status)}."
+        raise CommandFailed(Exit.FAILED, words, passes=response.status in PASSING)
 
     def _piece(self, response: HTTPResponse) -> bytes:
         """b"" at the end."""
         try:
-            return response.read1(PIECE_BYTES)
+            piece = response.read1(PIECE_BYTES)
         except (OSError, HTTPException) as error:
             raise cut_off(_why(error)) from None
+        if not piece and response.length:  # read1 says nothing of an early end
+            raise cut_off("the connection has ended")
+        return piece
 
     def _line(self, response: HTTPResponse) -> bytes:
         """b"" at the end."""
@@ -144,6 +146,9 @@ class Server:
 
     def _strange(self, path: str) -> CommandFailed:
         return CommandFailed(Exit.FAILED, f"{self.target.url}{path} answers as no such server does: check --url.")
+
+
+PASSING = (429, 502, 503, 504)  # statuses of a server that is away, or full, for a while
 
 
 def hint_of(status: int) -> str:

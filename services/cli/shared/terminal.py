@@ -13,6 +13,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line 
 _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
+def harmless(text: str) -> str:
+    """Text from elsewhere whose control characters do nothing."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 class Terminal:
     """A stream that is a terminal, or is not: then it gets neither colours nor cursor movements, and text as it is."""
 
@@ -34,11 +39,13 @@ class Terminal:
         return shutil.get_terminal_size((PLAIN_WIDTH, 24)).lines
 
     def painted(self, text: str, colour: str) -> str:
-        return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.has_colours else text
+        """Text from elsewhere too, as in write()."""
+        shown = harmless(text) if self.is_tty else text
+        return f"\x1b[{_CODES[colour]}m{shown}\x1b[0m" if self.has_colours else shown
 
     def write(self, text: str, colour: str = "") -> None:
         """Text from elsewhere: on a terminal its control characters do nothing."""
-        shown = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if self.is_tty else text
+        shown = harmless(text) if self.is_tty else text
         self._stream.write(self.painted(shown, colour) if colour else shown)
         self._stream.flush()
 

@@ -59,7 +59,7 @@ def _next_look(look: Callable[[], Standing], interval_s: float, out: Terminal, i
             if out.is_tty and not is_json:
                 out.redraw([out.painted(text, "red")])
             else:
-                out.line(text)
+                out.write(f"{text}\n")
 
 
 def _draw(standing: Standing, server: Server, out: Terminal, is_json: bool) -> None:

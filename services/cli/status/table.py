@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.cli.shared.terminal import Terminal
+from services.cli.shared.terminal import Terminal, harmless
 from services.cli.status.standing import Standing, Worker
 
 GAP = "  "
@@ -41,10 +41,10 @@ def _foot(standing: Standing) -> str:
 def _columns(standing: Standing) -> list[Column]:
     """A role, or a model, that all of them have goes without saying."""
     several = [Column("MODEL", lambda w: _cut(w.model, 12), True)] if len({w.model for w in standing.workers} - {"-"}) > 1 else []
-    several += [Column("ROLE", lambda w: w.role, True)] if {w.role for w in standing.workers} - {"both", "-"} else []
+    several += [Column("ROLE", lambda w: harmless(w.role), True)] if {w.role for w in standing.workers} - {"both", "-"} else []
     return [
         *several,
-        Column("STATE", lambda w: w.state, True),
+        Column("STATE", lambda w: harmless(w.state), True),
         Column("RUN", lambda w: _count(w.running)),
         Column("WAIT", lambda w: _count(w.waiting)),
         Column("KV", lambda w: _percent(w.kv_use)),
@@ -79,6 +79,7 @@ def _line(name: str, texts: list[str], columns: list[Column], widths: list[int])
 
 def _cut(text: str, width: int) -> str:
     """Of a pod's name the end says which one it is: what lies in the middle goes."""
+    text = harmless(text)
     if len(text) <= width:
         return text
     head = (width - 1) // 2

@@ -149,25 +149,29 @@ class BatchRun:
             raise failures.exceptions[0] from None
 
     async def _execute_line(self, line: Line) -> None:
-        result = await self._lanes.answer(lambda: self._result(line))
-        await self._keep([result], {line.number: line})
+        """Waits out whatever passes: no room, no worker, limits of the key. While it does, others have its lane."""
+        tries, pauses = 0, _rising()
+        while True:
+            told = await self._lanes.answer(lambda: self._tried(line))
+            if isinstance(told, LineResult):
+                break
+            tries += _may_be_its_own(told)
+            if not _passes(told) or tries >= TRIES:
+                told = answered(line, told.answer)
+                break
+            self._metrics.batch_retries.inc()
+            await asyncio.sleep(max(next(pauses), told.retry_after_s))
+        await self._keep([told], {line.number: line})
 
-    async def _result(self, line: Line) -> LineResult:
-        """Waits out whatever passes: no room, no worker, limits of the key."""
+    async def _tried(self, line: Line) -> Told | LineResult:
+        """A result: that it stays, whenever it is tried."""
         if line.streams:
             refusal = bad_request("stream", "'stream' cannot be used in a batch.", "unsupported_parameter")
             return answered(line, line_results.Answer(refusal.status, refusal.json(), self._name(line)))
-        tries, pauses = 0, _rising()
-        while True:
-            try:
-                told = await self._calls.call(self.order.endpoint, line.body, self._caller(), self._name(line))
-            except ApiError as error:  # whose batch it is
-                return answered(line, line_results.Answer(error.status, error.json(), self._name(line)))
-            tries += _may_be_its_own(told)
-            if not _passes(told) or tries >= TRIES:
-                return answered(line, told.answer)
-            self._metrics.batch_retries.inc()
-            await asyncio.sleep(max(next(pauses), told.retry_after_s))
+        try:
+            return await self._calls.call(self.order.endpoint, line.body, self._caller(), self._name(line))
+        except ApiError as error:  # whose batch it is
+            return answered(line, line_results.Answer(error.status, error.json(), self._name(line)))
 
     def _name(self, line: Line) -> str:
         """What logs of all services call its request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import orjson
 from services.shared import limits
 
 METHOD = "POST"
+SEVERAL = 2  # models are as good as any number
+MOST_MODEL_CHARS = 256  # of a name that is remembered
+LINES_A_TURN = 256
 
 
 @dataclass(eq=False)
@@ -49,6 +53,8 @@ async def numbered(content: AsyncIterable[bytes]) -> AsyncIterator[tuple[int, by
                 yield number, bytes(rest)
             rest.clear()
             number += 1
+            if not number % LINES_A_TURN:
+                await asyncio.sleep(0)  # others have the loop meanwhile
         rest += last[: most - len(rest)]
     if rest.strip():
         yield number, bytes(rest)
@@ -103,7 +109,8 @@ async def check(content: AsyncIterable[bytes], endpoint: str, most_lines: int) -
     async for number, line in numbered(content):
         try:
             asked = _fresh(read_line(number, line, endpoint), seen)
-            models.add(asked.model)
+            if len(models) < SEVERAL:
+                models.add(asked.model[: MOST_MODEL_CHARS + 1])
         except BadLine as error:
             errors.append(error)
         if len(seen) > most_lines:
@@ -113,7 +120,8 @@ async def check(content: AsyncIterable[bytes], endpoint: str, most_lines: int) -
             break
     if not seen and not errors:
         errors.append(BadLine("empty_file", "The input has no lines."))
-    return Checked(len(seen), number, models.pop() if len(models) == 1 else "", tuple(errors))
+    model = models.pop() if len(models) == 1 else ""
+    return Checked(len(seen), number, model if len(model) <= MOST_MODEL_CHARS else "", tuple(errors))
 
 
 def _fresh(line: Line, seen: dict[str, int]) -> Line:

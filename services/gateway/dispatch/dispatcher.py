@@ -74,9 +74,11 @@ class Dispatcher:
         return self.catalog.waiting()
 
     def num_waiting_anywhere(self) -> int:
-        """Choices that wait for a worker here, or at a worker for its next step, as each told last."""
+        """Choices that wait for a worker here, or at a worker for its next step, as each told last. Where a model has no worker
+        nobody is in their way."""
         at_workers = sum(link.load.num_waiting for link in self.fleet.links.values() if link.load is not None)
-        return sum(self.waiting_by_model().values()) + int(at_workers)
+        here = sum(pool.num_waiting for pool in self.fleet.pools.values() if pool.columns.usable.any())
+        return here + int(at_workers)
 
     def connected(self) -> int:
         return len(self.fleet.usable())

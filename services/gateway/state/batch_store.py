@@ -46,7 +46,9 @@ return status
 """
 # Under the lease, which is KEYS[1] and ARGV[1].
 _ADVANCE = """
-if redis.call('HGET', KEYS[2], 'status') ~= ARGV[2] then return 0 end
+local is = redis.call('HGET', KEYS[2], 'status')
+if is == ARGV[3] then return 1 end
+if is ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[2], 'status', ARGV[3], 'at:' .. ARGV[3], redis.call('TIME')[1], unpack(ARGV, 4))
 return 1
 """

@@ -53,10 +53,11 @@ return there
 )
 _PROLONG = """
 local expires_at = tonumber(ARGV[2])
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+if redis.call('EXPIRETIME', KEYS[1]) >= expires_at then return 1 end
 for at = 3, #KEYS do
   if redis.call('EXPIREAT', KEYS[at], expires_at) == 0 then return 0 end
 end
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'EXAT', expires_at)
 redis.call('ZADD', KEYS[2], expires_at, ARGV[1])
 return 1

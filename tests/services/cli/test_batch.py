@@ -29,6 +29,8 @@ class Batches(ThreadingHTTPServer):
         self.uploads: list[bytes] = []
         self.asked: list[tuple[str, str, Any]] = []
         self.refuses_uploads = False
+        self.missing = 0  # bytes that an answer promises and has not
+        self.away = 0  # looks at a batch that find nobody
 
     def batch(self) -> dict[str, Any]:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
@@ -47,7 +49,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append(("GET", self.path, None))
         if self.path.endswith("/content"):
-            self._send(200, OUTPUT)
+            self._send(200, OUTPUT, self.server.missing)
+            self.close_connection = True
+        elif self.server.away:
+            self.server.away -= 1
+            self._send(503, b'{"error": {"message": "the store is away"}}')
         elif self.path.startswith("/v1/batches?"):
             self._json({"data": [self.server.batch()], "has_more": "after" not in self.path})
         else:
@@ -69,9 +75,9 @@ class Handler(BaseHTTPRequestHandler):
     def _json(self, answer: Any) -> None:
         self._send(200, json.dumps(answer).encode())
 
-    def _send(self, status: int, content: bytes) -> None:
+    def _send(self, status: int, content: bytes, missing: int = 0) -> None:
         self.send_response(status)
-        self.send_header("content-length", str(len(content)))
+        self.send_header("content-length", str(len(content) + missing))
         self.end_headers()
         self.wfile.write(content)
 
@@ -132,9 +138,27 @@ def test_a_file_that_is_refused_while_it_is_sent(batches: Batches, capsys: pytes
 
 
 def test_a_file_that_holds_no_requests_is_not_sent(batches: Batches) -> None:
-    assert main(["batch", "submit", "none.jsonl"]) == Exit.USAGE
+    for further in ([], ["--endpoint", "/v1/completions"]):
+        assert main(["batch", "submit", "none.jsonl", *further]) == Exit.USAGE
     for content in (b"", b"{", b"[]\n", b"{}\n"):
         Path("bad.jsonl").write_bytes(content)
         assert main(["batch", "submit", "bad.jsonl"]) == Exit.USAGE
     assert main(["batch", "cancel"]) == Exit.USAGE
     assert batches.uploads == []
+
+
+def test_results_that_are_cut_off_leave_those_that_were_there(batches: Batches, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_bytes(b"before")
+    batches.missing = 100
+    assert main(["batch", "results", "batch_1", "-o", "out.jsonl"]) == Exit.CUT_OFF
+    assert main(["batch", "results", "batch_1"]) == Exit.CUT_OFF
+    assert (tmp_path / "out.jsonl").read_bytes() == b"before"
+
+
+def test_a_store_that_is_away_for_a_moment_ends_no_wait(batches: Batches) -> None:
+    batches.statuses = ["in_progress", "in_progress", "completed"]
+    submitted = ["batch", "submit", "requests.jsonl", "--wait"]
+    batches.away = 2
+    assert main(submitted) == Exit.DONE
+    batches.statuses, batches.away = ["in_progress"], 1000
+    assert main([*submitted, "--timeout", "0.2"]) == Exit.FAILED

@@ -93,6 +93,11 @@ def test_a_table_fits_80_columns_and_keeps_what_tells_workers_apart() -> None:
     assert rows[-1] == "queue 1  tokenizers 2  detokenizers 3"
 
 
+def test_what_workers_call_themselves_moves_no_cursor() -> None:
+    rows = shown(Worker("\x1b]0;x\x07", "m\x1b[2J", "both", "\x1b[H"), Worker("b", "n", "both", "ready"))
+    assert "\x1b" not in "".join(rows)
+
+
 def test_what_all_have_goes_without_saying() -> None:
     rows = shown(Worker("a", "m", "both", "ready"), Worker("-", "-", "-", "starting"))
     assert rows[1] == "2 workers, 1 ready"

@@ -136,7 +136,7 @@ def _owner(request: Request) -> str:
 def _limit(query: Mapping[str, str], page: tuple[int, int]) -> int:
     default, most = page
     given = query.get("limit", str(default))
-    if not given.isdecimal() or not 1 <= int(given) <= most:
+    if not given.isdecimal() or len(given) > len(str(most)) or not 1 <= int(given) <= most:
         raise bad_request("limit", f"'limit' must be a number from 1 to {most}.")
     return int(given)
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 FORM_BYTES = 64 << 10  # of all that is not the file's content
 _HELD = 2 * limits.FILE_CHUNK_BYTES  # what has come of a chunk, and the piece that ends it
 _FILE = "file"
+MOST_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,12 @@ async def receive_file(
 
 
 async def _receive(receive: Receive, upload: Upload, form: FormReader) -> StoredFile:
+    left = upload.most.file_bytes + limits.FILE_CHUNK_BYTES  # for the form around the file, and what comes behind its end
     try:
         async for piece in _pieces(receive, upload.most.chunk_s):
+            left -= len(piece)
+            if left < 0:
+                raise _too_large(upload.most.file_bytes)
             for event in form.feed(piece):
                 await upload.take(event)
         if not form.is_complete:
@@ -190,7 +195,10 @@ def _form(fields: Mapping[str, str]) -> FileForm:
     expires = {name: fields[f"expires_after[{name}]"] for name in ("anchor", "seconds") if f"expires_after[{name}]" in fields}
     if expires:
         seconds = expires.get("seconds", "")
-        given["expires_after"] = {**expires, **({"seconds": int(seconds)} if seconds.isdecimal() else {})}
+        given["expires_after"] = {
+            **expires,
+            **({"seconds": int(seconds)} if seconds.isdecimal() and len(seconds) < MOST_DIGITS else {}),
+        }
     try:
         return FileForm.model_validate(given)
     except ValidationError as error:

@@ -189,7 +189,7 @@ def _page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
     order, after, given = query.get("order", "desc"), query.get("after"), query.get("limit", str(_PAGE))
     if order not in ("asc", "desc"):
         raise bad_request("order", "'order' must be asc or desc.")
-    if not given.isdecimal() or not 1 <= int(given) <= _MOST:
+    if not given.isdecimal() or len(given) > len(str(_MOST)) or not 1 <= int(given) <= _MOST:
         raise bad_request("limit", f"'limit' must be a number from 1 to {_MOST}.")
     ordered = list(items) if order == "asc" else list(items)[::-1]
     if after is not None:

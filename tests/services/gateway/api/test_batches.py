@@ -161,7 +161,7 @@ def test_the_lists_have_pages(client: OpenAI) -> None:
     assert [file.id for file in rising] == [begun[2].input_file_id]
     outputs = client.files.list(purpose="batch_output", limit=2).data
     assert [file.id for file in outputs] == [begun[2].output_file_id, begun[1].output_file_id]
-    for wrong in ({"limit": 0}, {"limit": 101}, {"after": "batch_none"}):
+    for wrong in ({"limit": 0}, {"limit": 101}, {"limit": "9" * 5000}, {"after": "batch_none"}):
         with pytest.raises(openai.BadRequestError):
             client.batches.list(**wrong)
 

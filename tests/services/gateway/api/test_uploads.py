@@ -123,6 +123,8 @@ def test_what_is_wrong_or_has_no_room_leaves_nothing(system: System, store: Redi
     for fields in ({"purpose": "fine-tune"}, {"expires_after": {"anchor": "created_at", "seconds": 9}}):
         with pytest.raises(openai.BadRequestError):
             upload(1 << 10, **fields)  # type: ignore[arg-type]
+    endless = FORM + b"x" * (MOST + (2 << 20))
+    assert refusals(system, endless) == (413, "file_too_large")
     assert refusals(system, FORM, "application/json") == (400, "invalid_form")
     assert refusals(system, FORM[:-6]) == (400, "invalid_form")
     assert refusals(system, FORM.replace(b'"file"', b'"other"')) == (400, "missing_required_parameter")

@@ -52,3 +52,7 @@ def test_what_is_at_a_limit_passes_and_one_more_is_refused() -> None:
 
 def test_a_model_is_told_where_all_name_it() -> None:
     assert [checked(line("a", model="m") + second).model for second in (b"", line("b"), line("b", model="n"))] == ["m", "", ""]
+
+
+def test_a_models_name_without_end_is_nobodys() -> None:
+    assert checked(line("a", model="m" * 5000) + line("b", model="m" * 5000)).model == ""
