@@ -257,6 +257,18 @@ def test_what_passes_is_waited_out_and_what_does_not_is_told(
     assert told["response"]["status_code"] == 500
 
 
+def test_who_waits_for_the_next_try_leaves_its_lane(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have it, and a gateway that ends waits for nobody."""
+    monkeypatch.setattr(batch_run, "PAUSES_S", (600.0, 600.0))
+    before = system.metric("rootstock_gateway_batch_retries_total")
+    system.do(lambda: system.worker.refuse.append((pb.ERROR_CODE_INTERNAL, "a fault")))
+    batch = begin(client, [line(1)])
+    wait_until(lambda: system.metric("rootstock_gateway_batch_retries_total") == before + 1, "the first try")
+    assert system.metric("rootstock_gateway_batch_lines_in_flight") == 0
+    client.batches.cancel(batch.id)
+    over(client, batch)
+
+
 def test_lines_are_of_the_least_urgent_priority_and_of_their_key(system: System, client: OpenAI) -> None:
     before = len(system.worker.submits)
     over(client, begin(client, [line(1, body={**BODIES[CHAT], "priority": 7})]))
