@@ -198,8 +198,15 @@ class TestLayouts:
 
 
 class TestConnections:
-    def test_a_thousand(self, served: Served) -> None:
+    def test_a_thousand(self) -> None:
+        """However long the machine takes to make them: none of those that are served is given up meanwhile."""
         most, count = ServerLimits().max_connections, 1000
+        with Served(replace(SMALL, hello_timeout_s=300.0)) as served:
+            served.server.open(OURS)
+            self._crowd(served, most, count)
+            serves(served)
+
+    def _crowd(self, served: Served, most: int, count: int) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < 4 * count:
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(4 * count, hard), hard))
@@ -214,7 +221,6 @@ class TestConnections:
                 one.close()
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         until(lambda: served.server.counts().num_connections == 0)
-        serves(served)
 
     def test_what_a_thread_fails_in_ends_its_connection_alone(self, served: Served, caplog: pytest.LogCaptureFixture) -> None:
         def fail() -> None:
