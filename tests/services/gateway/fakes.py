@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -475,7 +476,7 @@ class Host:
     async def start(self) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         SERVICERS[type(self.servicer)](self.servicer, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port or free_ports(1)[0]}")
+        self.port = _bound(self._server, self.port)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -488,3 +489,11 @@ class Host:
         """Fixes the port without serving on it."""
         await self.start()
         await self.stop()
+
+
+def _bound(server: grpc.aio.Server, port: int) -> int:
+    """port: 0 for a free one. Of those that were free a moment ago another process may have taken one since."""
+    for candidate in [port] if port else free_ports(5):
+        with suppress(RuntimeError):
+            return int(server.add_insecure_port(f"127.0.0.1:{candidate}"))
+    raise RuntimeError(f"no port to be had: {port or 'any'}")
