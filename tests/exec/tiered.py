@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ class Served:
         self.executor, self.core = executor, core
         self.answers: dict[int, Answer] = {}
         self._next, self._poisoned = 0, poisoned
+        self._has_facts = threading.Event()
+        executor.wake_on_facts(self._has_facts.set)
         if prefers_reading and core._tiers is not None:
             rates = core._tiers.rates
             rates.reading_pays = lambda source, pages, lane: True  # type: ignore[method-assign]
@@ -104,9 +107,10 @@ class Served:
         self.core.submit(Submit(0, handle, f"r{handle}", ids, sampling, **more), time.monotonic())  # type: ignore[arg-type]
         return handle
 
-    def turn(self) -> bool:
-        """Whether anything was done or is under way."""
+    def turn(self, wait_s: float = 0.0) -> bool:
+        """Whether anything was done or is under way. wait_s: where there is nothing to do, until an operation ends, at most."""
         core, executor = self.core, self.executor
+        self._has_facts.clear()
         for fact in executor.facts():
             core.ended(fact, time.monotonic())
         plan = core.plan(time.monotonic())
@@ -122,6 +126,8 @@ class Served:
             self._poison()
         self._take()
         assert not violations(core.table)
+        if plan is None and wait_s:
+            self._has_facts.wait(wait_s)
         storing = core._tiers is not None and core._tiers.num_storing > 0
         return plan is not None or storing or not core.settled or not core.idle
 
