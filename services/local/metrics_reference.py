@@ -21,7 +21,7 @@ from services.worker.index.metrics import PublisherMetrics
 from services.worker.metrics.executor_metrics import ExecutorMetrics
 from services.worker.metrics.grammar_metrics import GrammarMetrics
 from services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
-from services.worker.metrics.peer_metrics import PeerMetrics
+from services.worker.metrics.peer_metrics import PeerMetrics, PeerReadMetrics
 from services.worker.metrics.phase import LifeMetrics
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 
@@ -83,7 +83,15 @@ def services() -> dict[str, list[Row]]:
         "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
         "detokenizer": _own(DetokenizerMetrics(CollectorRegistry())),
         "worker": _described(
-            WorkerMetrics, GrammarMetrics, LoadMetrics, ReloadMetrics, LifeMetrics, ExecutorMetrics, PeerMetrics, PublisherMetrics
+            WorkerMetrics,
+            GrammarMetrics,
+            LoadMetrics,
+            ReloadMetrics,
+            LifeMetrics,
+            ExecutorMetrics,
+            PeerMetrics,
+            PeerReadMetrics,
+            PublisherMetrics,
         ),
     }
     return {name: sorted(rows, key=lambda row: row.name) for name, rows in found.items()}

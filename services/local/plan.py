@@ -72,6 +72,11 @@ def _state(settings: LocalSettings, port: int) -> list[Part]:
     return [Part(Command("state", redis_argv(port, settings.redis_server, state_folder(settings))), "", 0, "")]
 
 
+def kv_folder(settings: LocalSettings) -> Path:
+    """Of the sockets by which workers read each other's KV."""
+    return Path(settings.log_dir) / str(settings.port) / "kv"
+
+
 def state_folder(settings: LocalSettings) -> Path:
     return Path(settings.state_dir) / str(settings.port)
 
@@ -138,7 +143,7 @@ def _worker_flags(settings: LocalSettings, model_path: str, index: int, name: st
     flags += ["--served-model-name", served_name(settings)]
     flags += ["--redis-url", _redis_url(redis_port), "--max-total-tokens", str(settings.max_total_tokens)]
     if role != "both":
-        flags += ["--disaggregation-mode", role]
+        flags += ["--disaggregation-mode", role, "--disaggregation-shm-dir", str(kv_folder(settings))]
     if role == "prefill":
         flags += ["--disaggregation-host", HOST]  # at a port that it finds free
     return flags + shlex.split(settings.worker_flags)

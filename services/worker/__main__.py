@@ -49,7 +49,7 @@ from services.worker.metrics.executor_metrics import ExecutorMetrics
 from services.worker.metrics.grammar_metrics import GrammarMetrics
 from services.worker.metrics.loading_metrics import LoadMetrics, ReloadMetrics
 from services.worker.metrics.loop_counts import LoopCounts
-from services.worker.metrics.peer_metrics import PeerMetrics
+from services.worker.metrics.peer_metrics import PeerMetrics, PeerReadMetrics
 from services.worker.metrics.phase import LifeMetrics, WorkerLife
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 from services.worker.pod_cost import PodCost, pod_patch
@@ -167,6 +167,8 @@ def _register(registry: CollectorRegistry, worker_metrics: WorkerMetrics, engine
         registry.register(ExecutorMetrics(engine.stats, model))
     if engine.room_server is not None:
         registry.register(PeerMetrics(engine.room_server, model))
+    if engine.peer_reader is not None:
+        registry.register(PeerReadMetrics(engine.peer_reader, model))
     if engine.book is not None:
         pool = engine.book.pool
         grammar_metrics = GrammarMetrics(model, lambda: pool.timeouts)
@@ -232,7 +234,8 @@ async def serve(settings: WorkerSettings) -> None:
         settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
     )
     engine.weights.on_replaced = lambda identity: servicer.weights_replaced(identity, defaults_of(settings))
-    control = await start_control(_control_address(settings), inbox.put, info.worker_id, info.model, engine.weights)
+    kv_peers = engine.peer_reader.rates if engine.peer_reader is not None else tuple
+    control = await start_control(_control_address(settings), inbox.put, info.worker_id, info.model, engine.weights, kv_peers)
     scheduler.start()
     watchdog.start()
     keeping = asyncio.create_task(publisher.keep()) if publisher else None

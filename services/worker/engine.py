@@ -23,7 +23,7 @@ from services.worker.device_limits import most_step_tokens, resolved
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.options import PeerOptions, TierOptions
-from services.worker.exec.contracts.peer_pages import RoomServer
+from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.fake import FAKE_EMBEDDING_SIZE, FakeExecutor, TimeModel
 from services.worker.grammar.book import CompiledBook
@@ -49,12 +49,13 @@ GPU_FRACTION = 0.9  # of the device, which is the worker's alone
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """stats: None of an executor that counts nothing."""
+    """stats: None of an executor that counts nothing. room_server, peer_reader: see Engine."""
 
     executor: Executor
     info: LoadedInfo
     stats: ExecutorStats | None = None
     room_server: RoomServer | None = None
+    peer_reader: PeerReader | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Moves:
 class Engine:
     """defaults: of requests that leave sampling parameters out. book: None where structured output is off. publishes_index: the
     core tells of the blocks it caches. stats: see Built. keys: of pages in other tiers, None where there are none.
-    room_server: lets others read KV here, None: nobody reads."""
+    room_server: lets others read KV here, None: nobody reads. peer_reader: reads others' KV, None: of nobody."""
 
     core: Scheduler
     executor: Executor
@@ -83,6 +84,7 @@ class Engine:
     masks: MaskFiller
     keys: PageKeys | None
     room_server: RoomServer | None
+    peer_reader: PeerReader | None
 
     def close(self) -> None:
         """Once the loop has ended."""
@@ -119,7 +121,19 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     most = VERIFIED_TOKENS if info.max_drafts else 0
     masks = MaskFiller(info.vocab_size, settings.max_running_requests, threads, fill_ms, most)
     return Engine(
-        core, built.executor, info, built.stats, weights, defaults, publishes, tokenizer, book, masks, keys, built.room_server
+        core,
+        built.executor,
+        info,
+        built.stats,
+        weights,
+        defaults,
+        publishes,
+        tokenizer,
+        book,
+        masks,
+        keys,
+        built.room_server,
+        built.peer_reader,
     )
 
 
@@ -234,7 +248,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         progress=logger.info,
     )
     executor.on_lost = on_lost
-    return Built(executor, info, executor.runner.stats, executor.room_server)
+    return Built(executor, info, executor.runner.stats, executor.room_server, executor.peer_reader)
 
 
 def _fake(settings: WorkerSettings, _: OnLost, moves: Moves) -> Built:

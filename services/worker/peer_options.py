@@ -12,6 +12,7 @@ from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
+from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
 from services.worker.settings import WorkerSettings
 
@@ -24,9 +25,20 @@ def peer_options(settings: WorkerSettings, on_left: Callable[[Room], None]) -> P
     if not settings.enable_radix_cache:
         raise ValueError("--disaggregation-mode moves what is cached: it means nothing without the radix cache")
     tls = _tls(settings)
+    folder = _folder(settings.disaggregation_shm_dir)
     if settings.disaggregation_mode == "prefill":
-        return PeerOptions(open_server=partial(_server, settings, on_left, tls))
-    return PeerOptions(open_reader=partial(_reader, settings.page_size, tls))
+        return PeerOptions(open_server=partial(_server, settings, on_left, tls, folder))
+    return PeerOptions(open_reader=partial(_reader, settings.page_size, tls, folder))
+
+
+def _folder(name: str) -> SocketFolder | None:
+    """None: memory is not shared."""
+    if not name:
+        return None
+    try:
+        return SocketFolder(Path(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--disaggregation-shm-dir: {error}") from None
 
 
 def _tls(settings: WorkerSettings) -> PeerTls | None:
@@ -49,16 +61,17 @@ def _server(
     settings: WorkerSettings,
     on_left: Callable[[Room], None],
     tls: PeerTls | None,
+    folder: SocketFolder | None,
     layout: bytes,
     page_bytes: int,
     read_pages: ReadPages,
 ) -> RoomServer:
     host, port = settings.disaggregation_host, settings.disaggregation_port
     try:
-        return TcpRoomServer(host, port, layout, settings.page_size, page_bytes, read_pages, on_left, tls=tls)
+        return TcpRoomServer(host, port, layout, settings.page_size, page_bytes, read_pages, on_left, tls=tls, folder=folder)
     except OSError as error:
         raise ValueError(f"--disaggregation-host {host} --disaggregation-port {port}: {error}") from None
 
 
-def _reader(page_size: int, tls: PeerTls | None, layout: bytes, page_bytes: int) -> PeerReader:
-    return TcpPeerReader(layout, page_size, page_bytes, tls=tls)
+def _reader(page_size: int, tls: PeerTls | None, folder: SocketFolder | None, layout: bytes, page_bytes: int) -> PeerReader:
+    return TcpPeerReader(layout, page_size, page_bytes, tls=tls, folder=folder)

@@ -153,6 +153,11 @@ class WorkerSettings(ServiceSettings):
     disaggregation_tls_ca_file: str = Field(
         "", description="PEM file of the authority that has signed the other workers' certificates, and nobody else's."
     )
+    disaggregation_shm_dir: str = Field(
+        "",
+        description="Folder, this user's alone, of sockets by which workers on one machine, or in one pod, read KV through shared"
+        " memory instead of TCP: the same on both sides. Empty: never.",
+    )
     disaggregation_hold_s: float = Field(
         10.0, gt=0, description="Seconds for which a prefill worker keeps a prompt's KV that nobody comes for."
     )

@@ -20,6 +20,7 @@ from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
 from services.worker.core.contracts.transfers import I32, Pull
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
+from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
 
 LAYOUT, PAGE_SIZE, PAGE_BYTES = b"Qwen3-0.6B, bfloat16", 16, 28 * 2 * 8 * 128 * 2 * 16
@@ -35,27 +36,28 @@ def identity(folder: str) -> PeerTls | None:
     return PeerTls(*(Path(folder, name) for name in ("tls.crt", "tls.key", "ca.crt"))) if folder else None
 
 
-def serve(tls: PeerTls | None) -> None:
+def serve(tls: PeerTls | None, folder: SocketFolder | None) -> None:
     """Says its port, and serves until its input ends."""
     pool = np.random.default_rng(0).standard_normal((POOL_PAGES, PAGE_BYTES // 4), np.float32)
 
-    def read_pages(pages: I32) -> memoryview:
-        return pool[pages].reshape(-1).data
+    def read_pages(pages: I32, out: memoryview) -> None:
+        np.take(pool, pages, 0, np.frombuffer(out, np.float32).reshape(len(pages), -1), mode="clip")
 
-    server = TcpRoomServer("127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None, tls=tls)
+    server = TcpRoomServer("127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None, tls=tls, folder=folder)
     server.open(OpenRoom(ROOM, "", TOKENS, PAGES))
     print(server.port, flush=True)
     sys.stdin.read()
     server.close()
 
 
-def measure(address: str, readers: int, reads: int, at_once: int, tls: PeerTls | None) -> tuple[float, float]:
+def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None) -> tuple[float, float]:
     """GB a second, and the median of seconds that a read takes. readers: each over a connection of its own."""
-    source = Source(ROOM, address, POOL_PAGES)
+    source, tls = Source(ROOM, address, POOL_PAGES), identity(asked.tls)
+    readers, reads, at_once = asked.readers, asked.reads, asked.pages
     taken: list[float] = []
 
     def read_all() -> None:
-        reader = TcpPeerReader(LAYOUT, PAGE_SIZE, PAGE_BYTES, tls=tls)
+        reader = TcpPeerReader(LAYOUT, PAGE_SIZE, PAGE_BYTES, tls=tls, folder=folder)
         out = memoryview(bytearray(at_once * PAGE_BYTES))
         for number in range(reads):
             first = number * at_once % (POOL_PAGES - at_once + 1)
@@ -84,17 +86,19 @@ def main() -> None:
     parser.add_argument("--readers", type=int, default=1, help="at once")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tls", default="", metavar="FOLDER", help="with its tls.crt, tls.key and ca.crt; empty: in the clear")
+    parser.add_argument("--shm", default="", metavar="FOLDER", help="through shared memory, by a socket there; empty: over TCP")
     args = parser.parse_args()
+    folder = SocketFolder(Path(args.shm)) if args.shm else None
     if args.what == "serve":
-        serve(identity(args.tls))
+        serve(identity(args.tls), folder)
         return
     if not 0 < args.pages <= POOL_PAGES:
         parser.error(f"a read has between 1 and {POOL_PAGES} pages")
-    command = [sys.executable, "-m", "tests.benchmarks.peers", "serve", "--tls", args.tls]
+    command = [sys.executable, "-m", "tests.benchmarks.peers", "serve", "--tls", args.tls, "--shm", args.shm]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
         address = f"127.0.0.1:{int(child.stdout.readline())}"
-        rounds = [measure(address, args.readers, args.reads, args.pages, identity(args.tls)) for _ in range(args.rounds + 1)][1:]
+        rounds = [measure(address, args, folder) for _ in range(args.rounds + 1)][1:]
         child.stdin.close()
     rates = sorted(rate for rate, _ in rounds)
     size = args.pages * PAGE_BYTES

@@ -58,8 +58,8 @@ def prompt(number: int, length: int) -> list[int]:
 
 
 def ttft(one: Served, ids: Sequence[int]) -> tuple[float, int]:
-    """Seconds to the first token, and prompt tokens that came from another tier. What is copied and stored afterwards is done when
-    this returns, and not part of the time."""
+    """Seconds to the first token, and prompt tokens that came from another tier. What is copied and stored afterwards is done
+    when this returns, and not part of the time."""
     begun = time.perf_counter()
     handle = one.submit(ids, max_new_tokens=1, temperature=0.0, top_logprobs=-1)
     until_answered(one, [handle])

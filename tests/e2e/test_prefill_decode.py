@@ -93,6 +93,7 @@ def test_what_is_moved_and_what_is_computed(tmp_path: Path) -> None:
         assert pulled(system) == PAGE * sum(pages)
         assert system.metric("prefill-0", "rootstock_worker_kv_served_bytes_total") > 0
         assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") == 0
+        assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="shm") > 0
         wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 5, "the rooms to end")
         prefill = system.metric("prefill-0", "sglang:prompt_tokens_total")
         assert prefill == sum(len(body["prompt"]) for body in asked)
@@ -102,10 +103,12 @@ def test_what_is_moved_and_what_is_computed(tmp_path: Path) -> None:
 def test_pages_are_read_over_tls(tmp_path: Path) -> None:
     certificate, key, authority = Authority(tmp_path / "authority").files("workers")
     flags = f"--disaggregation-tls-cert-file {certificate} --disaggregation-tls-key-file {key}"
-    with apart(tmp_path / "apart", worker_flags=f"{flags} --disaggregation-tls-ca-file {authority}") as system:
+    flags += f" --disaggregation-tls-ca-file {authority} --disaggregation-shm-dir ''"
+    with apart(tmp_path / "apart", worker_flags=flags) as system:
         wait_until(lambda: workers(system) == 2, 60, "both workers")
         answers = asyncio.run(_answers(system, bodies(3, 17)))
         assert all(answer.status_code == 200 for answer in answers) and pulled(system) > 0
+        assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tls") > 0
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/exec/test_page_mover.py",
         "tests/exec/peers/test_room_server.py",
         "tests/exec/peers/test_peer_reader.py",
+        "tests/exec/peers/test_shared_memory.py",
     ),
     "speculation": (
         "tests/core/test_draft_controller.py",

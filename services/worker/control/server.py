@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from services.shared.rpc.control_token import read_token, require_token_beyond_l
 from services.shared.rpc.token_check import start_guarded_server
 from services.worker.control.profiles import Profiles
 from services.worker.control.servicer import ControlServicer
+from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.identity.model_identity import ServedWeights
 from services.worker.loop.barrier import Command
 
@@ -48,8 +49,9 @@ async def start_control(
     worker_id: str,
     model: str,
     weights: ServedWeights | None = None,
+    kv_peers: Callable[[], Sequence[PeerRate]] = tuple,
 ) -> ControlServer | None:
-    """None where it is switched off. put: the inbox's. weights: None where they have no name.
+    """None where it is switched off. put: the inbox's. weights: None where they have no name. kv_peers: whose KV is read.
 
     Raises ValueError for settings that would let strangers in or a token that cannot be read, RuntimeError if the port is taken.
     """
@@ -57,7 +59,9 @@ async def start_control(
         return None
     token = read_token(at.token, at.token_file)
     require_token_beyond_loopback("control_host", at.host, token)
-    servicer = ControlServicer(put, worker_id, model, Profiles(Path(at.profile_dir), worker_id), weights=weights)
+    servicer = ControlServicer(
+        put, worker_id, model, Profiles(Path(at.profile_dir), worker_id), weights=weights, kv_peers=kv_peers
+    )
 
     def add(server: grpc.aio.Server) -> None:
         control_pb2_grpc.add_ControlServicer_to_server(servicer, server)

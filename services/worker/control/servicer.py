@@ -7,7 +7,7 @@ import concurrent.futures
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -25,6 +25,7 @@ from services.worker.control.profiles import Profiles
 from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.operations import OperationRefused
+from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.identity.model_identity import ServedWeights
 from services.worker.loop.barrier import Action, Command, LoopEnded, NotIdle, Pace
@@ -37,7 +38,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """put: gives a command to the loop; thread-safe. clock: the loop's. weights: None where they have no name."""
+    """put: gives a command to the loop; thread-safe. clock: the loop's. weights: None where they have no name.
+    kv_peers: whose KV this worker reads."""
 
     def __init__(
         self,
@@ -47,12 +49,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         profiles: Profiles,
         clock: Callable[[], float] = time.monotonic,
         weights: ServedWeights | None = None,
+        kv_peers: Callable[[], Sequence[PeerRate]] = tuple,
     ) -> None:
         self._put = put
         self._worker_id, self._model = worker_id, model
         self._profiles = profiles
         self._clock = clock
-        self._weights = weights
+        self._weights, self._kv_peers = weights, kv_peers
         self._occupation = Occupation(clock, weights)
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext) -> pb.FlushCacheResponse:
@@ -165,6 +168,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
         put_values(message.tunables, state.tunables)
         put_values(message.stats, state.stats)
+        for peer in self._kv_peers():
+            message.kv_peers.add(address=peer.address, transport=peer.transport, bytes_per_second=peer.bytes_s)
         return message
 
 

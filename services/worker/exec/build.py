@@ -118,7 +118,7 @@ def build_device_executor(
     progress(f"loaded in: {phases.describe()}")
     has_storage = mover is not None and mover.store is not None
     info = replace(info, host_pages=host_pages, has_storage=has_storage, kv_layout=layout)
-    reads = mover is not None and mover.reads_peers
+    reads = mover is not None and mover.peers is not None
     return executor, replace(info, reads_peers=reads, kv_port=0 if server is None else server.port)
 
 

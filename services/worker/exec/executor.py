@@ -13,7 +13,7 @@ from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.rooms import RoomEvents
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import ClearStorage, Operation, OperationRefused, ReleaseMemory
-from services.worker.exec.contracts.peer_pages import RoomServer
+from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 from services.worker.exec.operator import Operator, Releasable
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
@@ -102,6 +102,10 @@ class DeviceExecutor:
 
     def facts(self) -> Sequence[Fact]:
         return () if self._mover is None else self._mover.facts()
+
+    @property
+    def peer_reader(self) -> PeerReader | None:
+        return None if self._mover is None else self._mover.peers
 
     @property
     def room_server(self) -> RoomServer | None:

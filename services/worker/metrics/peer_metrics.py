@@ -1,4 +1,4 @@
-"""KV that goes from worker to worker: what others have read here."""
+"""KV that goes from worker to worker: what others have read here, and what this one has read there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
 from services.shared.observe.readings import Reading, Readings, Value
-from services.worker.exec.contracts.peer_pages import RoomServer
+from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
 
 
 def _refused(server: RoomServer) -> Value:
@@ -32,4 +32,37 @@ class PeerMetrics(Readings[RoomServer]):
             ("reason",),
         ),
         Reading(Gauge, "rootstock_worker_kv_connections", "Open at the KV port.", lambda server: server.counts().num_connections),
+    )
+
+
+def _read_bytes(reader: PeerReader) -> Value:
+    return {(transport,): count for transport, count in reader.read_bytes().items()}
+
+
+def _slowest(reader: PeerReader) -> Value:
+    slowest: dict[tuple[str, ...], float] = {}
+    for rate in reader.rates():
+        slowest[rate.transport,] = min(slowest.get((rate.transport,), rate.bytes_s), rate.bytes_s)
+    return slowest
+
+
+class PeerReadMetrics(Readings[PeerReader]):
+    """The label: the name that clients use. transport: tcp, tls, or shm for shared memory."""
+
+    labels = ("model_name",)
+    rows = (
+        Reading(
+            Counter,
+            "rootstock_worker_kv_read_bytes",
+            "Bytes of KV that were read from prefill workers.",
+            _read_bytes,
+            ("transport",),
+        ),
+        Reading(
+            Gauge,
+            "rootstock_worker_kv_read_bytes_per_second",
+            "Of the slowest prefill worker, in its last read of 8 MiB or more; /server_info on the admin port tells each.",
+            _slowest,
+            ("transport",),
+        ),
     )

@@ -19,6 +19,7 @@ from services.worker.exec.peers import frames
 from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import ServerLimits, TcpRoomServer
+from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
 
 LAYOUT, PAGE_SIZE, PAGE_BYTES = b"a model, bfloat16", 4, 640
@@ -47,12 +48,11 @@ class Pool:
         self.before: Callable[[], object] = lambda: None
         self.after: Callable[[], object] = lambda: None
 
-    def __call__(self, pages: I32) -> memoryview:
+    def __call__(self, pages: I32, out: memoryview) -> None:
         self.reads.append(pages.tolist())
         self.before()
-        copied = self.pages[pages]
+        np.take(self.pages, pages, 0, np.frombuffer(out, np.uint8).reshape(len(pages), -1), mode="clip")
         self.after()
-        return copied.reshape(-1).data
 
     def bytes_of(self, pages: Sequence[int]) -> bytes:
         return self.pages[list(pages)].tobytes()
@@ -87,10 +87,12 @@ class Served:
         port: int = 0,
         page_bytes: int = PAGE_BYTES,
         tls: PeerTls | None = None,
+        folder: SocketFolder | None = None,
     ) -> None:
         self.pool = Pool(page_bytes)
         self.left: list[Room] = []
-        self.server = TcpRoomServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, self.left.append, limits, tls)
+        left = self.left.append
+        self.server = TcpRoomServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, left, limits, tls, folder)
         self.address = f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
 
     def __enter__(self) -> Served:

@@ -50,7 +50,7 @@ class TestReading:
             for first, count in ((2, 3), (0, 1), (0, 5), (1, 1)):
                 got = pull(one, served.source(opened), opened, first, count)
                 assert got == served.pool.bytes_of(PAGES[first : first + count])
-            assert one.pulled_bytes == 10 * PAGE_BYTES
+            assert sum(one.read_bytes().values()) == 10 * PAGE_BYTES
             assert served.server.counts().num_connections == 1
             one.close()
             until(lambda: served.left == [opened.room])
@@ -69,7 +69,7 @@ class TestReading:
             assert pull(one, source, opened, 0, 1)
             assert served.refused == {"no_room": 1, "other_prompt": 2}
             assert served.server.counts().num_connections == 1 and served.left == []
-            assert one.pulled_bytes == 2 * PAGE_BYTES
+            assert sum(one.read_bytes().values()) == 2 * PAGE_BYTES
             one.close()
 
     def test_another_layout_is_said_once(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ class TestSickPeers:
             one = reader()
             for _ in range(2):
                 assert pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2) is None
-            assert len(warnings(caplog)) == 1 and one.pulled_bytes == 0
+            assert len(warnings(caplog)) == 1 and sum(one.read_bytes().values()) == 0
             one.close()
 
     @pytest.mark.parametrize("case", SILENT)

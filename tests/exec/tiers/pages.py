@@ -58,7 +58,7 @@ def store(
 
 
 def write(into: PageStore, wanted: Sequence[bytes]) -> Written:
-    return into.write(wanted, memoryview(b"".join(page(key, into.page_bytes) for key in wanted)))
+    return into.write(wanted, [memoryview(page(key, into.page_bytes)) for key in wanted])
 
 
 def read(of: PageStore, wanted: Sequence[bytes]) -> int:

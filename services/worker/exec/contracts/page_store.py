@@ -51,9 +51,9 @@ class PageStore(Protocol):
     def take_lost(self) -> tuple[bytes, ...]:
         """Keys that have been forgotten since the last call because a read found no whole page; none of them is held."""
 
-    def write(self, keys: Sequence[bytes], pages: memoryview) -> Written:
+    def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> Written:
         """Stores as many as the disk takes, from the first on, and skips keys that it holds. What it says to be stored survives
-        the death of the process. pages: len(keys) * page_bytes bytes, read during the call alone."""
+        the death of the process. pages: of page_bytes bytes for each key, read during the call alone."""
 
     def clear(self) -> None:
         """Forgets and deletes every page. None of them comes back in this life of the store; files that an error left are

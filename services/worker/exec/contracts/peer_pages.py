@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.core.contracts.rooms import OpenRoom, Room, Source
 from services.worker.core.contracts.transfers import I32, Pull
 
-ReadPages = Callable[[I32], memoryview]
-"""pages int32[n] -> their bytes, n * page_bytes of them, page after page: a copy. Called on any thread, by several at once."""
+ReadPages = Callable[[I32, memoryview], None]
+"""(pages int32[n], out) fills `out` with their n * page_bytes bytes, page after page. Called on any thread, by several
+at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,15 @@ class PeerCounts:
     num_connections: int
 
 
+@dataclass(frozen=True, slots=True)
+class PeerRate:
+    """transport: `tcp`, `tls`, or `shm` for shared memory. bytes_s: of the last read that was large enough to tell."""
+
+    address: str
+    transport: str
+    bytes_s: float
+
+
 class PeerReader(Protocol):
     """Reads from other workers. Calls for one address come from one thread at a time, those for several at once."""
 
@@ -32,6 +42,12 @@ class PeerReader(Protocol):
 
     def leave(self, source: Source) -> None:
         """Says that nothing more will be read from the room; as far as somebody listens."""
+
+    def rates(self) -> Sequence[PeerRate]:
+        """Of the other workers that are known. Called on any thread."""
+
+    def read_bytes(self) -> Mapping[str, int]:
+        """Of pages that were read since the start, by transport. Called on any thread."""
 
     def close(self) -> None:
         """Breaks off what is being read, which then fails. No other call follows."""

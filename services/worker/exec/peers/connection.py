@@ -1,14 +1,20 @@
-"""A TCP connection whose every wait ends at a deadline, with TLS or without. Nobody can prolong it by a byte now and then."""
+"""A connection, TCP's or a Unix socket's, whose every wait ends at a deadline, with TLS or without.
+Nobody can prolong it by a byte now and then."""
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class Connection:
@@ -55,6 +61,32 @@ class Connection:
                 received += count
         return received
 
+    @property
+    def is_of_same_user(self) -> bool:
+        """Of a Unix socket: whether this process's user is at its other side. Raises OSError."""
+        told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return bool(_CREDENTIALS.unpack(told)[1] == os.geteuid())
+
+    def send_with(self, fd: int, data: bytes, deadline: float) -> None:
+        """Over a Unix socket, with a descriptor. Raises OSError; TimeoutError at the deadline."""
+        self._socket.settimeout(_seconds_left(deadline))
+        sent = socket.send_fds(self._socket, [data], [fd])
+        self.send(data[sent:], deadline)
+
+    def receive_with(self, size: int, deadline: float) -> tuple[int | None, bytes]:
+        """Over a Unix socket: a descriptor, which is the caller's, and so many bytes; fewer, as of receive_into. None: none came.
+        Raises OSError; TimeoutError at the deadline."""
+        self._socket.settimeout(_seconds_left(deadline))
+        data, fds, _, _ = socket.recv_fds(self._socket, size, 1, socket.MSG_CMSG_CLOEXEC)
+        rest = bytearray(size - len(data))
+        try:
+            received = self.receive_into(rest, deadline) if data else 0
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return (fds[0] if fds else None), data + rest[:received]
+
     def is_stale(self) -> bool:
         """Whether the other side has closed it, or says something that nobody has asked for."""
         readable = select.poll()
@@ -96,6 +128,33 @@ def connect(address: str, context: ssl.SSLContext | None, deadline: float, made:
             connection.close()
             raise
     raise failure
+
+
+def connect_unix(path: Path, deadline: float, made: Callable[[Connection], None]) -> Connection:
+    """made: see connect. Raises OSError."""
+    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = Connection(connecting)
+    try:
+        made(connection)
+        connecting.settimeout(_seconds_left(deadline))
+        connecting.connect(str(path))
+        if not connection.is_of_same_user:
+            raise PermissionError(f"{path} is another user's")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def is_local(address: str) -> bool:
+    """Whether host:port is of this machine, as far as this process sees it: of this pod, say. Raises ValueError for an address
+    that is none, and OSError for a name that is none."""
+    host, port = parse_address(address)
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, socket.SOCK_DGRAM) as trying, suppress(OSError):
+            trying.bind((place[0], 0, *place[2:]))
+            return True
+    return False
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -7,6 +7,8 @@
                              <-   answer 16 | pages
     request 80, LEAVE        ->   no answer
 
+Over a Unix socket a ring's 16 bytes follow the answer to a hello, with its descriptor, and pages go through it (shared_ring.py).
+
 A connection begins with a hello and has one request at a time under way. Magic and version stand at the beginning of a hello of
 any version. Whatever refuses has a sentence for its payload, which may be empty.
 """
@@ -28,9 +30,10 @@ _MAGIC = b"RSTKVPGS"
 _HELLO = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, bytes of the layout, digest
 _REQUEST = struct.Struct(f"<B3xIQQ{ROOM_SECRET_BYTES}sI4x{PROOF_BYTES}s")  # kind, first, number, epoch, secret, count, proof
 _ANSWER = struct.Struct("<B7xQ")  # status, bytes of the payload
+_RING = struct.Struct("<I4xQ")  # slots, bytes of a slot
 _ROOM = struct.Struct(f"<QQ{ROOM_SECRET_BYTES}s")
 _NO_PROOF = bytes(PROOF_BYTES)
-HELLO_BYTES, REQUEST_BYTES, ANSWER_BYTES = _HELLO.size, _REQUEST.size, _ANSWER.size
+HELLO_BYTES, REQUEST_BYTES, ANSWER_BYTES, RING_BYTES = _HELLO.size, _REQUEST.size, _ANSWER.size, _RING.size
 
 
 class Malformed(ValueError):
@@ -167,6 +170,16 @@ def parse_answer(frame: bytes | bytearray) -> Answer:
         return Answer(Status(status), payload_bytes)
     except ValueError as error:
         raise Malformed(f"nothing is answered by {status}") from error
+
+
+def pack_ring(slots: int, slot_bytes: int) -> bytes:
+    return _RING.pack(slots, slot_bytes)
+
+
+def parse_ring(frame: bytes | bytearray) -> tuple[int, int]:
+    """(slots, slot_bytes), whatever they are."""
+    slots, slot_bytes = _RING.unpack(frame)
+    return slots, slot_bytes
 
 
 def pack_sentence(sentence: str) -> bytes:

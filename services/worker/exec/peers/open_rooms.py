@@ -66,20 +66,21 @@ class OpenRooms:
             return None
         return standing
 
-    def copy(self, standing: StandingRoom, pages: I32) -> memoryview | None:
-        """A copy of the pages of that room; None if it does not stand after they were copied. Raises what read_pages raises."""
+    def copy(self, standing: StandingRoom, pages: I32, out: memoryview) -> bool:
+        """Fills `out` with the pages of that room. False if it does not stand after they were copied: nobody is given what is in
+        `out`, then. Raises what read_pages raises."""
         with self._changed:
             if not self._stands(standing):
-                return None
+                return False
             self._copying += 1  # in one step with the look at the room: shut_all does not return in between
         try:
-            copied = self._read_pages(pages)
+            self._read_pages(pages, out)
         finally:
             with self._changed:
                 self._copying -= 1
                 stands = self._stands(standing)  # after the copy has ended: see above
                 self._changed.notify_all()
-        return copied if stands else None
+        return stands
 
     def was_read(self, standing: StandingRoom, reader: object) -> None:
         """reader: by which it was read last."""

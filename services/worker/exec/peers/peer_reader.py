@@ -1,4 +1,4 @@
-"""Reads pages of other workers' rooms over TCP. A PeerReader.
+"""Reads pages of other workers' rooms over TCP, and of those on this machine through shared memory. A PeerReader.
 
 One connection for each address, made when it is needed and kept. No threads of its own: what is said to one address is said by
 one thread at a time. A peer that cannot be read, or not by this worker, is a line of the log when that becomes so and when it is
@@ -8,20 +8,26 @@ over, and not for every read.
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from services.shared.observe.log import fields
 from services.worker.core.contracts.rooms import Source
 from services.worker.core.contracts.transfers import Pull
+from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.peers import frames
-from services.worker.exec.peers.connection import Connection, connect
+from services.worker.exec.peers.connection import Connection, connect, connect_unix, is_local, parse_address
 from services.worker.exec.peers.frames import Malformed, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.shared_ring import RingReader, RingShape
+from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
 
 logger = logging.getLogger(__name__)
@@ -41,15 +47,17 @@ class _Unanswered(ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """connection: that is kept, or being made. complaint: what has last kept it from being read; empty: nothing has.
-    rests_until: see REST_S. is_measured: its rate has been said."""
+    """connection: that is kept, or being made. ring: that pages come through over it; None: through itself. complaint:
+    what has last kept it from being read; empty: nothing has.
+    rests_until: see REST_S. rate: measured last; None: not yet."""
 
     address: str
     connection: Connection | None = None
+    ring: RingReader | None = None
     is_busy: bool = False
     complaint: str = ""
     rests_until: float = 0.0
-    is_measured: bool = False
+    rate: PeerRate | None = None
 
 
 class TcpPeerReader:
@@ -62,40 +70,44 @@ class TcpPeerReader:
         read_timeout_s: float = 10.0,
         max_peers: int = 256,
         tls: PeerTls | None = None,
+        folder: SocketFolder | None = None,
     ) -> None:
         """layout, page_size, page_bytes: see TcpRoomServer. read_timeout_s: of a whole read, with what it takes to connect;
         looking up an address that is a name takes what the system gives it. max_peers: connections that are kept, beside those in
-        use; who was not asked for longest goes. tls: None for none."""
+        use; who was not asked for longest goes. tls: None for none. folder: of the sockets of workers on this machine;
+        None: they, too, are read over TCP."""
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._connect_timeout_s, self._read_timeout_s, self._max_peers = connect_timeout_s, read_timeout_s, max_peers
-        self._tls = tls
+        self._tls, self._folder = tls, folder
         self._lock = threading.Lock()  # of what follows, and of who is busy with which connection
         self._peers: dict[str, _Peer] = {}  # by address; who was asked last comes last
         self._is_closed = False
-        self._pulled_bytes = 0
+        self._read_bytes: Counter[str] = Counter()
 
-    @property
-    def pulled_bytes(self) -> int:
-        """Of pages that were read, since the start."""
+    def rates(self) -> list[PeerRate]:
         with self._lock:
-            return self._pulled_bytes
+            return [peer.rate for peer in self._peers.values() if peer.rate is not None]
+
+    def read_bytes(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._read_bytes)
 
     def read(self, pull: Pull, count: int, out: memoryview) -> int:
         assert count > 0 and out.nbytes == count * self._layout.page_bytes, "a page's room for every page"
         deadline = time.monotonic() + self._read_timeout_s
         request = Request(RequestKind.READ, pull.source.room, pull.first, count, pull.proof)
-        is_read = False
+        is_read, transport = False, ""
         with self._talking_to(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
                 was_connected, begun = self._kept(peer) is not None, time.monotonic()
                 status, sentence = self._ask(peer, frames.pack_request(request), out.cast("B"), deadline)
-                is_read = self._has_answered(peer, status, sentence)
+                is_read, transport = self._has_answered(peer, status, sentence), self._transport(peer)
                 if is_read and was_connected:
-                    _say_rate(peer, out.nbytes, time.monotonic() - begun)
+                    self._measured(peer, out.nbytes, time.monotonic() - begun)
         if not is_read:
             return 0
         with self._lock:
-            self._pulled_bytes += out.nbytes
+            self._read_bytes[transport] += out.nbytes
         return count
 
     def leave(self, source: Source) -> None:
@@ -161,10 +173,10 @@ class TcpPeerReader:
         kept = self._kept(peer)
         if kept is not None:
             try:
-                return _read(kept, request, out, deadline)
+                return _read(peer, kept, request, out, deadline)
             except _Unanswered:  # the peer has hung up meanwhile, or is another one by now
                 _hang_up(peer)
-        return _read(self._connected(peer, deadline), request, out, deadline)
+        return _read(peer, self._connected(peer, deadline), request, out, deadline)
 
     def _kept(self, peer: _Peer) -> Connection | None:
         if peer.connection is not None and peer.connection.is_stale():
@@ -174,14 +186,43 @@ class TcpPeerReader:
     def _connected(self, peer: _Peer, deadline: float) -> Connection:
         """A new connection, on which pages can be asked for. Raises OSError, ValueError."""
         deadline = min(deadline, time.monotonic() + self._connect_timeout_s)
+        if self._folder is not None and is_local(peer.address):
+            try:
+                return self._through_memory(peer, self._folder.path(parse_address(peer.address)[1]), deadline)
+            except (FileNotFoundError, ConnectionRefusedError):  # it has no such socket
+                _hang_up(peer)
+            except _PeerRefuses:
+                raise
+            except (OSError, Malformed) as error:
+                _hang_up(peer)
+                logger.warning("memory is not shared with a peer", extra=fields(address=peer.address, error=str(error)))
         context = None if self._tls is None else self._tls.contexts().client
         connection = connect(peer.address, context, deadline, partial(self._keep, peer))
+        self._greet(connection, deadline)
+        self._keep(peer, connection)  # TLS has another socket than `close` may have seen
+        return connection
+
+    def _through_memory(self, peer: _Peer, path: Path, deadline: float) -> Connection:
+        """Raises OSError, Malformed."""
+        connection = connect_unix(path, deadline, partial(self._keep, peer))
+        self._greet(connection, deadline)
+        fd, frame = connection.receive_with(frames.RING_BYTES, deadline)
+        if fd is None:
+            raise Malformed("it shares no memory")
+        try:
+            if len(frame) < frames.RING_BYTES:
+                raise Malformed("its ring has broken off")
+            peer.ring = RingReader(fd, RingShape(*frames.parse_ring(frame)), self._layout.page_bytes)
+        finally:
+            os.close(fd)
+        return connection
+
+    def _greet(self, connection: Connection, deadline: float) -> None:
+        """Raises OSError, Malformed."""
         connection.send(frames.pack_hello(self._layout), deadline)
         status, sentence = _receive_answer(connection, memoryview(b""), deadline)
         if status is not Status.OK:
             raise _PeerRefuses(_refusal(status, sentence))
-        self._keep(peer, connection)  # TLS has another socket than `close` may have seen
-        return connection
 
     def _keep(self, peer: _Peer, connection: Connection) -> None:
         """From here on `close` ends it. Raises OSError where that was called."""
@@ -204,34 +245,43 @@ class TcpPeerReader:
             peer.complaint = complaint
             logger.warning("a peer cannot be read", extra=fields(address=peer.address, error=complaint))
 
+    def _transport(self, peer: _Peer) -> str:
+        return "shm" if peer.ring is not None else "tcp" if self._tls is None else "tls"
 
-def _say_rate(peer: _Peer, size: int, seconds: float) -> None:
-    """Once for each peer, of a read that is large enough to tell, without what it takes to connect."""
-    if peer.is_measured or size < MEASURED_BYTES:
-        return
-    peer.is_measured = True
-    rate = size / max(seconds, 1e-9)
-    say = logger.warning if rate < SLOW_BYTES_S else logger.info
-    say("pages are read over tcp", extra=fields(address=peer.address, gb_per_s=round(rate / 1e9, 2)))
+    def _measured(self, peer: _Peer, size: int, seconds: float) -> None:
+        """Of a read that is large enough to tell, without what it takes to connect; in the log, the first of a peer and way."""
+        if size < MEASURED_BYTES:
+            return
+        transport = self._transport(peer)
+        measured = PeerRate(peer.address, transport, size / max(seconds, 1e-9))
+        is_news = peer.rate is None or peer.rate.transport != transport
+        with self._lock:
+            peer.rate = measured
+        if is_news:
+            say = logger.warning if measured.bytes_s < SLOW_BYTES_S else logger.info
+            rate = round(measured.bytes_s / 1e9, 2)
+            say(f"pages are read over {transport}", extra=fields(address=peer.address, gb_per_s=rate))
 
 
 def _hang_up(peer: _Peer) -> None:
     """By who is busy with it, or where nobody is."""
     if peer.connection is not None:
         peer.connection.close()
-        peer.connection = None
+        peer.connection = peer.ring = None
 
 
-def _read(connection: Connection, request: bytes, out: memoryview, deadline: float) -> tuple[Status, str]:
+def _read(peer: _Peer, connection: Connection, request: bytes, out: memoryview, deadline: float) -> tuple[Status, str]:
     """Status and sentence; OK: out has been filled. Raises OSError, Malformed."""
     try:
         connection.send(request, deadline)
     except (ConnectionError, ssl.SSLEOFError) as error:
         raise _Unanswered(str(error)) from error
-    return _receive_answer(connection, out, deadline)
+    return _receive_answer(connection, out, deadline, peer.ring)
 
 
-def _receive_answer(connection: Connection, out: memoryview, deadline: float) -> tuple[Status, str]:
+def _receive_answer(
+    connection: Connection, out: memoryview, deadline: float, ring: RingReader | None = None
+) -> tuple[Status, str]:
     """Status, and the sentence where it is not OK; out: filled where it is. Raises OSError; Malformed for what is not the answer
     to what was asked."""
     head = bytearray(frames.ANSWER_BYTES)
@@ -244,6 +294,8 @@ def _receive_answer(connection: Connection, out: memoryview, deadline: float) ->
     if answer.status is Status.OK:
         if answer.payload_bytes != out.nbytes:
             raise Malformed(f"it has answered with {answer.payload_bytes} bytes to who asked for {out.nbytes}")
+        if ring is not None and out.nbytes:
+            return (Status.OK if ring.receive_into(connection, out, deadline) else Status.NO_ROOM), ""
         payload = out
     else:
         if answer.payload_bytes > frames.MOST_SENTENCE_BYTES:

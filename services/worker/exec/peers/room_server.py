@@ -1,7 +1,7 @@
-"""Lets other workers read what is in this one's rooms, over TCP. A RoomServer.
+"""Lets other workers read what is in this one's rooms, over TCP, and on this machine through shared memory. A RoomServer.
 
-Threads: one accepts connections, and each connection has one, which ends with it; what goes wrong there ends that connection
-alone. A reader has one read under way, so copies of pages take up max_connections times max_read_bytes at the most.
+Threads: one for each way accepts connections, and each connection has one, which ends with it; what goes wrong there ends that
+connection alone. A reader has one read under way, so copies of pages take up max_connections times max_read_bytes at the most.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from services.shared.observe.log import fields
 from services.worker.core.contracts.rooms import OpenRoom, Room, proof
@@ -24,6 +25,8 @@ from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
 from services.worker.exec.peers.open_rooms import OpenRooms
+from services.worker.exec.peers.page_senders import PageSender, RingSender, SocketSender
+from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
 
 logger = logging.getLogger(__name__)
@@ -58,11 +61,13 @@ class TcpRoomServer:
         on_left: Callable[[Room], None],
         limits: ServerLimits | None = None,
         tls: PeerTls | None = None,
+        folder: SocketFolder | None = None,
     ) -> None:
         """port: 0 for a free one. layout: what makes two pools' pages exchangeable, beside their sizes. page_size: tokens.
         on_left: called on any thread, once for a room at the most, when its reader says that it wants nothing more of it, or the
-        connection ends over which the room was last read; the room stands until it is shut. tls: None for none. Raises
-        OSError where there is nothing to listen on."""
+        connection ends over which the room was last read; the room stands until it is shut. tls: None for none.
+        folder: of the socket for those who share this machine's memory; None: they read over TCP. Raises OSError where there is
+        nothing to listen on."""
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._limits = limits or ServerLimits()
         self._on_left, self._tls = on_left, tls
@@ -72,13 +77,23 @@ class TcpRoomServer:
         self._served_bytes = 0
         self._refused: Counter[str] = Counter()
         self._closed = threading.Event()
-        self._listener = _listen(host, port)
-        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._acceptor.start()
+        self._folder = folder
+        self._listeners = [_listen(host, port)]
+        if folder is not None:
+            try:
+                self._listeners.append(folder.listen(self.port, BACKLOG))
+            except OSError:
+                self._listeners[0].close()
+                raise
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=(each,), name="kv-accept", daemon=True) for each in self._listeners
+        ]
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     @property
     def port(self) -> int:
-        return int(self._listener.getsockname()[1])
+        return int(self._listeners[0].getsockname()[1])
 
     def open(self, room: OpenRoom) -> None:
         self._rooms.open(room)
@@ -90,7 +105,8 @@ class TcpRoomServer:
         self._rooms.shut_all()
 
     def counts(self) -> PeerCounts:
-        """refused: by frames.Status in lower case; `connections`: beyond the most; `tls`: without it."""
+        """refused: by frames.Status in lower case; `connections`: beyond the most; `tls`: without it; `user`: another one of
+        this machine."""
         with self._lock:
             return PeerCounts(self._served_bytes, dict(self._refused), len(self._connections))
 
@@ -100,28 +116,32 @@ class TcpRoomServer:
         with self._lock:
             self._closed.set()
             serving = dict(self._connections)
-        with suppress(OSError):  # it has been closed before
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-        self._listener.close()
+        if self._folder is not None:
+            self._folder.remove(self.port)
+        for listener in self._listeners:
+            with suppress(OSError):  # it has been closed before
+                listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            listener.close()
         for connection in serving:
             connection.shut_down()
         until = time.monotonic() + CLOSE_TIMEOUT_S
-        for thread in (self._acceptor, *serving.values()):
+        for thread in (*self._acceptors, *serving.values()):
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        is_shared = listener.family == socket.AF_UNIX
         while not self._closed.is_set():
             try:
-                accepted, _ = self._listener.accept()
-                self._admit(Connection(accepted))
+                accepted, _ = listener.accept()
+                self._admit(Connection(accepted), is_shared)
             except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to be had
                 if not self._closed.is_set():
                     logger.error("a reader of pages was not accepted", extra=fields(error=str(error)))
                     self._closed.wait(ACCEPT_PAUSE_S)
 
-    def _admit(self, connection: Connection) -> None:
+    def _admit(self, connection: Connection, is_shared: bool) -> None:
         """Raises RuntimeError where no thread can be started."""
-        thread = threading.Thread(target=self._serve, args=(connection,), name="kv-reader", daemon=True)
+        thread = threading.Thread(target=self._serve, args=(connection, is_shared), name="kv-reader", daemon=True)
         with self._lock:
             admitted = len(self._connections) < self._limits.max_connections and not self._closed.is_set()
             if admitted:
@@ -136,9 +156,12 @@ class TcpRoomServer:
         if not admitted:
             connection.close()
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, is_shared: bool) -> None:
+        sender: PageSender | None = None
         try:
-            self._converse(connection)
+            if self._is_let_in(connection, is_shared) and self._is_greeted(connection):
+                sender = self._sender(connection, is_shared)
+                self._converse(connection, sender)
         except Malformed as error:
             logger.info("a reader of pages is not understood", extra=fields(error=str(error)))
             self._refuse(connection, Status.MALFORMED, str(error))
@@ -148,25 +171,35 @@ class TcpRoomServer:
             logger.exception("pages were not read")
         finally:
             connection.close()
+            if sender is not None:
+                sender.close()
             with self._lock:
                 del self._connections[connection]
             self._tell_left(self._rooms.reader_gone(connection))
 
-    def _converse(self, connection: Connection) -> None:
+    def _converse(self, connection: Connection, sender: PageSender) -> None:
         """Until nothing more is to be said. Raises Malformed, OSError, and what read_pages raises."""
-        if not (self._is_secured(connection) and self._is_greeted(connection)):
-            return
         while (frame := self._frame(connection, frames.REQUEST_BYTES, self._limits.idle_timeout_s)) is not None:
             request = frames.parse_request(frame)
             match request.kind:
                 case RequestKind.READ:
-                    self._answer(connection, request)
+                    self._answer(connection, sender, request)
                 case RequestKind.LEAVE:
                     self._tell_left(self._rooms.leave(request.room))
 
-    def _is_secured(self, connection: Connection) -> bool:
-        """Where that is asked for. Raises OSError."""
-        if self._tls is not None:
+    def _sender(self, connection: Connection, is_shared: bool) -> PageSender:
+        """Raises OSError."""
+        if not is_shared:
+            return SocketSender(connection, self._layout.page_bytes)
+        return RingSender(connection, self._layout.page_bytes, time.monotonic() + self._limits.hello_timeout_s)
+
+    def _is_let_in(self, connection: Connection, is_shared: bool) -> bool:
+        """By its user on this machine, and by TLS over the network where that is asked for. Raises OSError."""
+        if is_shared:
+            if not connection.is_of_same_user:
+                self._count_refused("user")
+                return False
+        elif self._tls is not None:
             try:
                 connection.secure(self._tls.contexts().server, time.monotonic() + self._limits.hello_timeout_s)
             except ssl.SSLError as error:
@@ -210,21 +243,21 @@ class TcpRoomServer:
         if received < len(rest):
             raise Malformed("a frame has broken off")
 
-    def _answer(self, connection: Connection, request: Request) -> None:
+    def _answer(self, connection: Connection, sender: PageSender, request: Request) -> None:
         standing = self._rooms.find(request.room)
         status = Status.NO_ROOM if standing is None else self._verdict(request, standing.room)
         if standing is None or status is not Status.OK:
             self._refuse(connection, status)
             return
-        copied = self._rooms.copy(standing, standing.room.pages[request.first : request.first + request.count])
-        if copied is None:
-            self._refuse(connection, Status.NO_ROOM)
-            return
-        assert copied.nbytes == request.count * self._layout.page_bytes, "pages are read whole"
+        wanted = standing.room.pages[request.first : request.first + request.count]
         self._rooms.was_read(standing, connection)  # also where it is lost while it takes it
-        self._send(connection, Status.OK, copied)
+        sent = sender.send(wanted, partial(self._rooms.copy, standing), time.monotonic() + self._limits.send_timeout_s)
         with self._lock:
-            self._served_bytes += copied.nbytes
+            self._served_bytes += sent * self._layout.page_bytes
+        if not sent:
+            self._refuse(connection, Status.NO_ROOM)
+        elif sent < request.count:
+            self._count_refused(Status.NO_ROOM.name.lower())  # and the reader has been told
 
     def _verdict(self, request: Request, room: OpenRoom) -> Status:
         """OK, or why these pages of a room that the reader knows cannot be read. Nothing is made before the sizes are known."""
@@ -250,11 +283,11 @@ class TcpRoomServer:
         with self._lock:
             self._refused[reason] += 1
 
-    def _send(self, connection: Connection, status: Status, payload: bytes | memoryview = b"") -> None:
+    def _send(self, connection: Connection, status: Status, payload: bytes = b"") -> None:
         """Raises OSError."""
-        deadline = time.monotonic() + self._limits.send_timeout_s
-        connection.send(frames.pack_answer(Answer(status, memoryview(payload).nbytes)), deadline)
-        connection.send(payload, deadline)
+        connection.send(
+            frames.pack_answer(Answer(status, len(payload))) + payload, time.monotonic() + self._limits.send_timeout_s
+        )
 
     def _tell_left(self, rooms: Sequence[Room]) -> None:
         for room in rooms:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.core.contracts.transfers import I32
 from services.worker.exec.pools.kv_pool import KVPool
 
 
@@ -19,31 +21,50 @@ class PageCopier:
         assert len({len(each) for each in tensors}) == 1, "a page is one of every layer"
         self._parts = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
         self.page_bytes = sum(part.shape[1] for part in self._parts)
+        self._device = tensors[0].device
 
-    def save(self, pages: Tensor) -> Tensor:
-        """pages: int64[n], on the pools' device. Returns uint8[n, page_bytes] there."""
-        rows = torch.empty((len(pages), self.page_bytes), dtype=torch.uint8, device=pages.device)
-        for part, columns in self._columns(rows):
-            if part.device.type == "cpu":
-                for column, page in zip(columns, pages.tolist(), strict=True):
-                    column.copy_(part[page])  # one copy of bytes that lie together: many times as fast as by index
-            else:
-                columns.copy_(part.index_select(0, pages))
-        return rows
+    def save(self, pages: I32, rows: Sequence[Tensor]) -> None:
+        """pages: int32[n]. rows: n of uint8[page_bytes] on the host, which have the pages' bytes once all is done that this
+        thread has put on the device; at once where the pools are on the host themselves."""
+        assert len(rows) == len(pages), "a row for every page"
+        if self._on_host:
+            for part, at in self._places():  # one copy of bytes that lie together: many times as fast as by index
+                for page, row in zip(pages.tolist(), rows, strict=True):
+                    row[at : at + part.shape[1]].copy_(part[page])
+            return
+        gathered, ids = self._on_device(len(pages)), self._ids(pages)
+        for part, at in self._places():
+            gathered[:, at : at + part.shape[1]].copy_(part.index_select(0, ids))
+        for row, found in zip(rows, gathered, strict=True):
+            row.copy_(found, non_blocking=True)
 
-    def restore(self, rows: Tensor, pages: Tensor) -> None:
-        """The other way."""
-        assert rows.shape == (len(pages), self.page_bytes), "a row for every page"
-        for part, columns in self._columns(rows):
-            if part.device.type == "cpu":
-                for column, page in zip(columns, pages.tolist(), strict=True):
-                    part[page].copy_(column)
-            else:
-                part.index_copy_(0, pages, columns)
+    def restore(self, rows: Sequence[Tensor], pages: I32) -> None:
+        """The other way: rows are read until all is done that this thread has put on the device."""
+        assert len(rows) == len(pages), "a row for every page"
+        if self._on_host:
+            for part, at in self._places():
+                for page, row in zip(pages.tolist(), rows, strict=True):
+                    part[page].copy_(row[at : at + part.shape[1]])
+            return
+        gathered, ids = self._on_device(len(pages)), self._ids(pages)
+        for row, there in zip(rows, gathered, strict=True):
+            there.copy_(row, non_blocking=True)
+        for part, at in self._places():
+            part.index_copy_(0, ids, gathered[:, at : at + part.shape[1]])
 
-    def _columns(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each layer's part, and its bytes of the rows."""
+    @property
+    def _on_host(self) -> bool:
+        return self._device.type == "cpu"
+
+    def _on_device(self, pages: int) -> Tensor:
+        return torch.empty((pages, self.page_bytes), dtype=torch.uint8, device=self._device)
+
+    def _ids(self, pages: I32) -> Tensor:
+        return torch.from_numpy(pages.astype(np.int64)).to(self._device)
+
+    def _places(self) -> Iterator[tuple[Tensor, int]]:
+        """Each layer's part, and where its bytes begin in a row."""
         at = 0
         for part in self._parts:
-            yield part, rows[:, at : at + part.shape[1]]
+            yield part, at
             at += part.shape[1]

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from services.shared.observe.log import fields
 from services.worker.core.contracts.rooms import Source
-from services.worker.core.contracts.transfers import I32, UNASKED, Fact, OperationKind, PageOperation
+from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKind, PageOperation
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.streams.cuda_streams import Mark, Streams
@@ -74,6 +73,7 @@ class PageMover:
         self._streams, self._copier, self._host, self._store, self._peers = streams, copier, host, store, peers
         self._of_peers: dict[str, queue.SimpleQueue[Job | None]] = {}  # by address
         self._lock = threading.Lock()  # of the threads that read from other workers
+        self._own = threading.local()  # memory of each thread
         self.on_fact: Callable[[], None] = lambda: None
         self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         if store is not None:
@@ -86,8 +86,8 @@ class PageMover:
             self._start(name, waiting)
 
     @property
-    def reads_peers(self) -> bool:
-        return self._peers is not None
+    def peers(self) -> PeerReader | None:
+        return self._peers
 
     @property
     def store(self) -> PageStore | None:
@@ -225,12 +225,10 @@ class PageMover:
         """Pages moved, and keys that the storage has got and lost."""
         match operation.kind:
             case OperationKind.BACK_UP:
-                rows = self._to_host(self._copier().save(self._device_ids(operation.pages)))
-                for page, row in zip(operation.host_pages.tolist(), rows, strict=True):
-                    self._host[page].copy_(row)
+                self._copier().save(operation.pages, self._host_rows(operation))
                 return len(operation.keys), (), ()
             case OperationKind.LOAD:
-                self._restore(self._host_rows(operation), operation)
+                self._copier().restore(self._host_rows(operation), operation.pages)
                 return len(operation.keys), (), ()
             case OperationKind.STORE:
                 return self._stored(operation)
@@ -246,12 +244,12 @@ class PageMover:
         rows = self._staging(len(operation.keys))
         count = self._peers.read(operation.pull, len(rows), rows.numpy().reshape(-1).data)
         if count:
-            self._restore(rows[:count], operation)
+            self._copier().restore(rows[:count].unbind(), operation.pages[:count])
         return count
 
     def _stored(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         assert self._store is not None, "pages are stored where there is a storage"
-        written = self._store.write(operation.keys, self._host_rows(operation).numpy().data)
+        written = self._store.write(operation.keys, [row.numpy().data for row in self._host_rows(operation)])
         return len(written.stored), written.stored, written.dropped
 
     def _fetched(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
@@ -260,40 +258,25 @@ class PageMover:
         rows = self._staging(len(operation.keys))
         count = self._store.read(operation.keys, rows.numpy().data)
         if count:
-            self._restore(rows[:count], operation)
+            self._copier().restore(rows[:count].unbind(), operation.pages[:count])
         missing = operation.keys[count : count + 1]
         return count, (), tuple(dict.fromkeys((*self._store.take_lost(), *missing)))
 
-    def _host_rows(self, operation: PageOperation) -> Tensor:
-        """uint8[n, page bytes], a copy."""
-        rows = self._staging(len(operation.keys))
-        for page, row in zip(operation.host_pages.tolist(), rows, strict=True):
-            row.copy_(self._host[page])
-        return rows
-
-    def _restore(self, rows: Tensor, operation: PageOperation) -> None:
-        pages = self._device_ids(operation.pages[: len(rows)])
-        self._copier().restore(rows.to(pages.device, non_blocking=True), pages)
-
-    def _to_host(self, rows: Tensor) -> Tensor:
-        """The same tensor where the device is the host."""
-        if rows.device.type == "cpu":
-            return rows
-        there = self._staging(len(rows)).copy_(rows, non_blocking=True)
-        self._synchronize()
-        return there
+    def _host_rows(self, operation: PageOperation) -> list[Tensor]:
+        """uint8[page bytes] each, of the host's memory itself: whoever begins an operation keeps its pages as they are."""
+        return [self._host[page] for page in operation.host_pages.tolist()]
 
     def _staging(self, pages: int) -> Tensor:
-        return torch.empty((pages, self._host.shape[1]), dtype=torch.uint8, pin_memory=self._host.is_pinned())
-
-    def _device_ids(self, pages: I32) -> Tensor:
-        return _ids(pages).to(self._streams.device)
+        """uint8[n, page bytes], of this thread alone and used anew by its next operation: memory that is touched for the first
+        time takes several times as long to be filled."""
+        kept: Tensor | None = getattr(self._own, "staging", None)
+        if kept is None or len(kept) < pages:
+            kept = self._own.staging = torch.empty(
+                (pages, self._host.shape[1]), dtype=torch.uint8, pin_memory=self._host.is_pinned()
+            )
+        return kept[:pages]
 
     def _synchronize(self) -> None:
         """All that this thread has put on the device is done."""
         if self._streams.device.type == "cuda":
             torch.cuda.current_stream(self._streams.device).synchronize()
-
-
-def _ids(pages: I32) -> Tensor:
-    return torch.from_numpy(pages.astype(np.int64))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,14 +20,20 @@ class PoolReader:
 
     def __init__(self, device: torch.device, copier: Callable[[], PageCopier]) -> None:
         self._device, self._copier = device, copier
-        self._own = threading.local()  # a stream for each thread: one after the other they would share those of the steps
+        self._own = threading.local()  # a stream for each thread, one after the other they would share those of the steps; memory
 
-    def __call__(self, pages: I32) -> memoryview:
+    def __call__(self, pages: I32, out: memoryview) -> None:
         torch.set_num_threads(1)  # per thread, hence here
         with torch.inference_mode(), self._own_stream():
-            ids = torch.from_numpy(pages.astype(np.int64)).to(self._device)
-            rows = self._on_host(self._copier().save(ids))
-        return rows.reshape(-1).numpy().data
+            copier = self._copier()
+            rows = torch.frombuffer(out, dtype=torch.uint8).view(len(pages), copier.page_bytes)
+            if self._device.type == "cuda":
+                pinned = self._pinned(len(pages), copier.page_bytes)
+                copier.save(pages, pinned.unbind())
+                self._own.stream.synchronize()
+                rows.copy_(pinned)
+            else:
+                copier.save(pages, rows.unbind())
 
     def _own_stream(self) -> AbstractContextManager[Any]:
         if self._device.type != "cuda":
@@ -37,10 +42,9 @@ class PoolReader:
             self._own.stream = torch.cuda.Stream(self._device)
         return torch.cuda.stream(self._own.stream)
 
-    def _on_host(self, rows: Tensor) -> Tensor:
-        if rows.device.type == "cpu":
-            return rows
-        there = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)
-        there.copy_(rows, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        return there
+    def _pinned(self, pages: int, page_bytes: int) -> Tensor:
+        """uint8[pages, page_bytes], of this thread."""
+        kept: Tensor | None = getattr(self._own, "pinned", None)
+        if kept is None or kept.shape[0] < pages or kept.shape[1] != page_bytes:
+            kept = self._own.pinned = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=True)
+        return kept[:pages]

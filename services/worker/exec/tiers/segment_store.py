@@ -93,13 +93,10 @@ class SegmentStore:
         self._lost.clear()
         return lost
 
-    def write(self, keys: Sequence[bytes], pages: memoryview) -> Written:
-        assert pages.nbytes == len(keys) * self.page_bytes, "a page for every key"
-        flat = pages.cast("B")
-        fresh: dict[bytes, memoryview] = {}
-        for at, key in enumerate(keys):
-            if key not in self._places:
-                fresh[key] = flat[at * self.page_bytes : (at + 1) * self.page_bytes]
+    def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> Written:
+        assert all(page.nbytes == self.page_bytes for page in pages), "every page has the same size"
+        asked = zip(keys, pages, strict=True)
+        fresh = {key: page.cast("B") for key, page in asked if key not in self._places}
         dropped: list[bytes] = []
         if fresh and self._pause.over:
             try:

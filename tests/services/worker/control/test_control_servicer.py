@@ -34,6 +34,7 @@ from services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
+from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, Pace
 from tests.services.worker.control.address import control_at
 
@@ -121,7 +122,8 @@ class FakeLoop:
 @asynccontextmanager
 async def control(loop: FakeLoop, folder: Path = Path("unused"), token: str = "") -> AsyncIterator[Stub]:
     at = control_at(port=free_ports(1)[0], token=token, profile_dir=str(folder))
-    server = await start_control(at, loop.put, "worker/0", "demo")
+    peers = [PeerRate("10.0.0.7:8010", "shm", 5e9)]
+    server = await start_control(at, loop.put, "worker/0", "demo", kv_peers=lambda: peers)
     assert server is not None
     try:
         async with grpc_server.channel(f"127.0.0.1:{server.port}") as channel:
@@ -338,6 +340,7 @@ def test_internal_state_is_what_the_scheduler_says() -> None:
         "released": [],
         "profile": "",
         "revision": "",
+        "kv_peers": [{"address": "10.0.0.7:8010", "transport": "shm", "bytes_per_second": 5e9}],
     }
     assert (stats["num_running"], stats["new_token_ratio"]) == (3, 0.25)
 

@@ -1,0 +1,138 @@
+"""Pages that go to another worker of the same machine through memory that both have, piece by piece.
+
+    ring   slots x slot_bytes, in memory with a descriptor (memfd): its size is sealed, and nobody but its maker can write it
+
+Its descriptor goes over a Unix socket, and so do marks of one byte each: the server's, that a slot has been filled, and the
+reader's, that it may be filled anew. While one of them copies, so does the other one, and what is handed over is still in the
+cores' cache. A piece whose room did not stand any more when it had been copied is not marked, though its bytes are in the ring.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.transfers import I32
+from services.worker.exec.peers.connection import Connection
+from services.worker.exec.peers.frames import Malformed
+
+SLOTS = 4
+SLOT_BYTES = 1 << 20  # of which as many pages as fit are one piece, and one at least
+MOST_RING_BYTES = 1 << 34  # that a reader maps
+_FILLED, _BROKEN, _FREE = b"\1", b"\0", b"\1"
+_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; the name is Python 3.13's
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+
+
+@dataclass(frozen=True, slots=True)
+class RingShape:
+    """slot_bytes: whole pages."""
+
+    slots: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    def pieces(self, size: int) -> int:
+        return -(-size // self.slot_bytes)
+
+
+def shape_for(page_bytes: int) -> RingShape:
+    return RingShape(SLOTS, max(1, SLOT_BYTES // page_bytes) * page_bytes)
+
+
+class RingWriter:
+    """A server's, of one connection. fd: to be given away."""
+
+    def __init__(self, shape: RingShape) -> None:
+        """Raises OSError where there is no such memory."""
+        self._shape = shape
+        self.fd = os.memfd_create("kv-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, shape.num_bytes)
+            self._memory = memoryview(mmap.mmap(self.fd, shape.num_bytes))
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def send(
+        self,
+        connection: Connection,
+        head: bytes,
+        pages: I32,
+        page_bytes: int,
+        copy: Callable[[I32, memoryview], bool],
+        deadline: float,
+    ) -> int:
+        """Pages that have been handed over, with `head` before the first: all of them, or fewer where `copy` has found that they
+        may not be; none, and no head: the first of them. Raises OSError, TimeoutError, and what copy raises."""
+        shape = self._shape
+        at_once, pieces = shape.slot_bytes // page_bytes, shape.pieces(len(pages) * page_bytes)
+        for piece in range(pieces):
+            if piece >= shape.slots:
+                _mark(connection, deadline)
+            part = pages[piece * at_once : (piece + 1) * at_once]
+            begin = piece % shape.slots * shape.slot_bytes
+            if not copy(part, self._memory[begin : begin + len(part) * page_bytes]):
+                if piece:
+                    connection.send(_BROKEN, deadline)
+                    for _ in range(min(piece, pieces - shape.slots) - max(0, piece - shape.slots + 1)):
+                        _mark(connection, deadline)  # what the reader has said of slots before
+                return piece * at_once
+            connection.send(_FILLED if piece else head + _FILLED, deadline)
+        return len(pages)
+
+    def close(self) -> None:
+        """Memory goes with the last who has it."""
+        os.close(self.fd)
+
+
+class RingReader:
+    """A reader's, of one connection."""
+
+    def __init__(self, fd: int, shape: RingShape, page_bytes: int) -> None:
+        """fd: closed by whoever opened it; not needed any more. Raises Malformed, OSError."""
+        if not (shape.slots > 0 and shape.slot_bytes > 0 and shape.slot_bytes % page_bytes == 0):
+            raise Malformed(f"pages of {page_bytes} bytes do not fill {shape.slots} slots of {shape.slot_bytes}")
+        if shape.num_bytes > MOST_RING_BYTES:
+            raise Malformed(f"a ring of {shape.num_bytes} bytes is offered; {MOST_RING_BYTES} are the most")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size < shape.num_bytes:
+            raise Malformed("memory is offered that might be cut or written while it is read")
+        self._shape = shape
+        memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, shape.num_bytes, prot=mmap.PROT_READ), np.uint8)
+        self._slots = memory.reshape(shape.slots, shape.slot_bytes)
+
+    def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
+        """False: what was read may not have been. Raises OSError, TimeoutError, Malformed."""
+        shape, room = self._shape, np.frombuffer(out, np.uint8)
+        pieces = shape.pieces(len(room))
+        for piece in range(pieces):
+            mark = _mark(connection, deadline)
+            if mark == _BROKEN:
+                return False
+            if mark != _FILLED:
+                raise Malformed("it hands pieces over by a mark that is none")
+            part = room[piece * shape.slot_bytes : (piece + 1) * shape.slot_bytes]
+            np.copyto(
+                part, self._slots[piece % shape.slots, : len(part)]
+            )  # other threads run meanwhile, as with a slice they do not
+            if piece + shape.slots < pieces:
+                connection.send(_FREE, deadline)
+        return True
+
+
+def _mark(connection: Connection, deadline: float) -> bytes:
+    """Raises OSError, TimeoutError."""
+    mark = bytearray(1)
+    if not connection.receive_into(mark, deadline):
+        raise ConnectionError("it has closed the connection in the midst of an answer")
+    return bytes(mark)
