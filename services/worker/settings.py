@@ -132,13 +132,26 @@ class WorkerSettings(ServiceSettings):
         description="What is copied to the tiers below. write_back: what nobody uses any more, the coldest first, ahead of its"
         " eviction; write_through: all, as it is computed; write_through_selective: what is hit again.",
     )
-    hicache_storage_backend: Literal["none", "file"] = Field(
-        "none", description="The tier below the host's: none, or segment files in a folder, which outlive the worker."
+    hicache_storage_backend: Literal["none", "file", "redis"] = Field(
+        "none",
+        description="The tier below the host's: none; file: segment files in a folder, which outlive the worker; redis: a Redis"
+        " or Valkey that workers of one model share.",
     )
     hicache_storage_dir: str = Field(
         "", description="Folder of the file tier, in which each worker has its own, by its worker_id."
     )
     hicache_storage_size: int = Field(32, ge=1, description="GB that the file tier may take; the oldest go first.")
+    hicache_storage_url: str = Field(
+        "", description="redis:// or rediss:// URL of the shared storage: never that of the prefix index, which it would fill."
+    )
+    hicache_storage_secret_file: str = Field(
+        "",
+        description="File of 32 bytes or more that makes the keys of a shared storage: the same for all that share it, and nobody"
+        " else's.",
+    )
+    hicache_storage_ttl_s: int = Field(
+        86400, ge=1, description="Seconds after which a page of a shared storage goes that nobody has written or read."
+    )
     disaggregation_mode: Literal["both", "prefill", "decode"] = Field(
         "both",
         description="prefill: computes prompts, up to their first token, for workers that decode; decode: reads from these what"

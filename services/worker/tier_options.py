@@ -6,11 +6,14 @@ import logging
 import os
 import secrets
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from services.worker.core.tiers.page_keys import SECRET_BYTES
-from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.contracts.options import OpenStore, TierOptions
 from services.worker.exec.contracts.page_store import PageStore
+from services.worker.exec.tiers.redis_page_store import RedisPageStore
 from services.worker.exec.tiers.segment_store import SegmentStore
 from services.worker.exec.tiers.store_folder import StoreUnusable
 from services.worker.settings import WorkerSettings
@@ -18,6 +21,7 @@ from services.worker.worker_id import worker_id
 
 logger = logging.getLogger(__name__)
 
+REDIS_PORT = 6379
 SECRET_FILE = "secret"  # beside the pages whose keys it makes
 GB = 10**9
 
@@ -32,6 +36,8 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
         return None
     if not settings.enable_radix_cache:
         raise ValueError("--enable-hierarchical-cache keeps what is cached: it means nothing without the radix cache")
+    if settings.hicache_storage_backend == "redis":
+        return _shared(settings)
     if storage != bool(settings.hicache_storage_dir):
         raise ValueError("--hicache-storage-backend file and --hicache-storage-dir need each other")
     name = worker_id(settings)
@@ -39,12 +45,41 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
         raise ValueError(f"the worker's id is the name of its folder in --hicache-storage-dir, which {name!r} cannot be")
     folder = Path(settings.hicache_storage_dir, name)
     secret = _secret_of(folder) if storage else None
-    return TierOptions(
-        host_ratio=settings.hicache_ratio,
-        host_bytes=settings.hicache_size * GB,
-        open_storage=partial(_open, folder / "pages", settings.hicache_storage_size * GB) if secret else None,
-        secret=secret or secrets.token_bytes(SECRET_BYTES),
-    )
+    open_storage = partial(_open, folder / "pages", settings.hicache_storage_size * GB) if secret else None
+    return _options(settings, open_storage, secret or secrets.token_bytes(SECRET_BYTES))
+
+
+def _options(settings: WorkerSettings, open_storage: OpenStore | None, secret: bytes) -> TierOptions:
+    return TierOptions(settings.hicache_ratio, settings.hicache_size * GB, open_storage, secret)
+
+
+def _shared(settings: WorkerSettings) -> TierOptions:
+    """Raises ValueError."""
+    url, file = settings.hicache_storage_url, settings.hicache_storage_secret_file
+    if not (url and file):
+        raise ValueError("--hicache-storage-backend redis needs --hicache-storage-url and --hicache-storage-secret-file")
+    place = _place(url)
+    if settings.redis_url and place == _place(settings.redis_url):
+        raise ValueError("--hicache-storage-url is the prefix index's Redis, which pages of KV would fill: take another one")
+    try:
+        found = Path(file).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--hicache-storage-secret-file: {error}") from None
+    if len(found) < SECRET_BYTES:
+        raise ValueError(f"--hicache-storage-secret-file {file} has {len(found)} bytes; {SECRET_BYTES} are the least")
+
+    def opened(page_bytes: int, identity: bytes) -> PageStore:
+        return RedisPageStore(url, page_bytes, settings.hicache_storage_ttl_s, identity)
+
+    return _options(settings, opened, blake2b(found, digest_size=SECRET_BYTES).digest())
+
+
+def _place(url: str) -> tuple[str, int]:
+    """Host, or path of a socket, and port. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ValueError("--hicache-storage-url is no redis:// or rediss:// URL")
+    return parts.hostname or parts.path, parts.port or REDIS_PORT
 
 
 def _open(folder: Path, max_bytes: int, page_bytes: int, identity: bytes) -> PageStore | None:

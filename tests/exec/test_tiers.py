@@ -12,10 +12,13 @@ import pytest
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.transfers import PageOperation, Tier
 from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.tiers.redis_page_store import RedisPageStore
 from services.worker.exec.tiers.segment_store import SegmentStore
+from tests.exec.peers.rooms import until
 from tests.exec.tiered import PAGE_SIZE, SECRET, Answer, Served, build
 from tests.exec.tiny_models import TinyModel
 from tests.night import NIGHTLY
+from tests.services.redis_server import redis_server
 
 POOL_PAGES = 24  # room for one prompt and a half
 PROMPT_TOKENS = 200
@@ -74,6 +77,24 @@ def test_from_files_after_a_restart(folder: Path, plain: Served, tmp_path: Path)
         assert answer.bits == first[number].bits
         assert came_from(answer, Tier.STORAGE)
     served.close()
+
+
+def test_from_what_another_worker_has_stored_while_both_run(folder: Path, plain: Served) -> None:
+    with redis_server() as server:
+
+        def opened(page_bytes: int, identity: bytes) -> RedisPageStore:
+            return RedisPageStore(server.url, page_bytes, 60, identity)
+
+        first, second = (Served(*build(folder, POOL_PAGES, TierOptions(4.0, 0, opened, SECRET))) for _ in range(2))
+        for number in range(4):
+            first.ask(prompt(number), seed=number)
+        until(lambda: second.turn() or second.core.stats().storage_pages >= 3 * (PROMPT_TOKENS // PAGE_SIZE))
+        for number in range(3):
+            answer = second.ask(prompt(number), seed=number)
+            assert answer.bits == plain.ask(prompt(number), seed=number).bits
+            assert came_from(answer, Tier.STORAGE)
+        first.close()
+        second.close()
 
 
 SCHEDULES = 60 if NIGHTLY else 4

@@ -43,9 +43,12 @@ AREAS: dict[str, tuple[str, ...]] = {
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
         *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares")),
     ),
-    "tiers": tuple(
-        f"tests/core/test_{name}.py"
-        for name in ("rules_tiers", "rules_imports", "rules_import_limits", "page_keys", "host_index", "rates")
+    "tiers": (
+        *(
+            f"tests/core/test_{name}.py"
+            for name in ("rules_tiers", "rules_imports", "rules_import_limits", "page_keys", "host_index", "rates")
+        ),
+        "tests/exec/tiers/test_redis_page_store.py",
     ),
     "peers": (
         "tests/core/test_rules_peers.py",

@@ -15,6 +15,12 @@ from services.worker.exec.tiers.make_tiers import NoRoomForTiers, host_pages
 from services.worker.settings import WorkerSettings
 from services.worker.tier_options import GB, tier_options
 
+SHARED = {
+    "enable_hierarchical_cache": True,
+    "hicache_storage_backend": "redis",
+    "hicache_storage_url": "redis://store:6379/1",
+    "hicache_storage_secret_file": "secret",
+}
 PAGE, IDENTITY = 4096, bytes(32)
 
 
@@ -41,6 +47,11 @@ def test_by_default_there_are_none() -> None:
         ({"enable_hierarchical_cache": True, "enable_radix_cache": False}, "means nothing without the radix cache"),
         ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "need each other"),
         ({"enable_hierarchical_cache": True, "hicache_storage_dir": "kv"}, "need each other"),
+        ({**SHARED, "hicache_storage_secret_file": ""}, "needs --hicache-storage-url and"),
+        ({**SHARED, "redis_url": "redis://store"}, "prefix index's Redis"),
+        ({**SHARED, "hicache_storage_url": "http://store"}, "no redis://"),
+        ({**SHARED, "hicache_storage_secret_file": "nowhere/secret"}, "No such file"),
+        ({**SHARED, "hicache_storage_secret_file": os.devnull}, "32 are the least"),
     ],
 )
 def test_what_does_not_go_together_is_named(values: dict[str, Any], sentence: str) -> None:
@@ -54,6 +65,20 @@ def test_a_worker_that_has_no_name_for_a_folder(tmp_path: Path, name: str) -> No
     with pytest.raises(ValueError, match="name of its folder"):
         options(worker_id=name, **flags)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_shares_a_storage_shares_its_secret(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).write_bytes(name.encode() * 32)
+    first, second, other = (
+        options(**SHARED | {"hicache_storage_secret_file": str(tmp_path / name)}) for name in ("one", "one", "other")
+    )
+    assert first is not None and second is not None and other is not None
+    assert first.secret == second.secret != other.secret and len(first.secret) == SECRET_BYTES
+    assert first.open_storage is not None
+    store = first.open_storage(PAGE, IDENTITY)
+    assert store is not None and store.shared and store.page_bytes == PAGE
+    store.close()
 
 
 def test_without_files_no_two_workers_have_one_secret() -> None:

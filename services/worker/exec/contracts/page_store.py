@@ -20,6 +20,14 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class News:
+    """What others have done to a store. stored: keys that it holds, as far as is known here; dropped: and that it does not."""
+
+    stored: tuple[bytes, ...]
+    dropped: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoreCounts:
     """corrupt_pages: that were found not to be what was written. failed_reads: pages that an error kept from being read.
     failed_writes: times that an error cut short a write, or left what was to go. All three since the store was opened, what that
@@ -36,10 +44,11 @@ class PageStore(Protocol):
     """Called from one thread at a time. Calls take as long as a disk does: whoever has no time gives the store its own thread.
 
     Raises nothing for what a disk may do: a page that cannot be read is one that is not there, and counted.
-    page_bytes: of every page.
+    page_bytes: of every page. shared: others write it, too: news() is called from time to time.
     """
 
     page_bytes: int
+    shared: bool
 
     def keys(self) -> Sequence[bytes]:
         """Held, oldest first; from memory, valid until the next call."""
@@ -55,9 +64,12 @@ class PageStore(Protocol):
         """Stores as many as the disk takes, from the first on, and skips keys that it holds. What it says to be stored survives
         the death of the process. pages: of page_bytes bytes for each key, read during the call alone."""
 
+    def news(self) -> News:
+        """What others have done since the last call; of a store that is not shared nothing."""
+
     def clear(self) -> None:
-        """Forgets and deletes every page. None of them comes back in this life of the store; files that an error left are
-        deleted before anything else is written."""
+        """Forgets and deletes every page. None of them comes back in this life of a store that is not shared; files that an error
+        left are deleted before anything else is written."""
 
     def counts(self) -> StoreCounts: ...
 

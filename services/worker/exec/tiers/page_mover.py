@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from services.worker.exec.tiers.page_copier import PageCopier
 logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
 PEER_IDLE_S = 60.0
+NEWS_S = 1.0  # between looks at what others have written to a shared storage
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
@@ -48,13 +49,18 @@ class _Clear:
 
 
 @dataclass(frozen=True, slots=True)
+class _Ask:
+    """A shared storage for news."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Leave:
     """Nothing more is wanted of another worker's room."""
 
     source: Source
 
 
-Job = _Work | _Clear | _Leave
+Job = _Work | _Clear | _Ask | _Leave
 
 
 class PageMover:
@@ -82,6 +88,7 @@ class PageMover:
         self._of_storage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         queues = {"kv-host": self._of_host} | ({} if store is None else {"kv-storage": self._of_storage})
         self._threads: list[threading.Thread] = []
+        self._asked = -NEWS_S  # when a shared storage was last asked for news
         for name, waiting in queues.items():
             self._start(name, waiting)
 
@@ -167,6 +174,8 @@ class PageMover:
 
     def _next(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> Job | None:
         """None: there is none to come. Of a worker that nothing was read from for so long no thread is kept."""
+        if jobs is self._of_storage and self._store is not None and self._store.shared:
+            return self._next_of_shared(jobs)
         try:
             return jobs.get(timeout=idle_s)
         except queue.Empty:
@@ -175,6 +184,15 @@ class PageMover:
                     return jobs.get_nowait()
                 del self._of_peers[address]
                 return None
+
+    def _next_of_shared(self, jobs: queue.SimpleQueue[Job | None]) -> Job | None:
+        """News come in between, however much is to be done."""
+        left = self._asked + NEWS_S - time.monotonic()
+        with suppress(queue.Empty):  # then it is time
+            if left > 0:
+                return jobs.get(timeout=left)
+        self._asked = time.monotonic()
+        return _Ask()
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
         torch.set_num_threads(1)  # per thread, hence here
@@ -189,6 +207,18 @@ class PageMover:
                         self._leave(self._peers, source)
                     case _Clear() if self._store is not None:
                         self._store.clear()
+                    case _Ask() if self._store is not None:
+                        self._tell_news(self._store)
+
+    def _tell_news(self, store: PageStore) -> None:
+        try:
+            news = store.news()
+        except Exception:  # of any kind: what is not known is computed
+            logger.exception("the storage has told nothing")
+            return
+        if news.stored or news.dropped:
+            self._facts.put(Fact(UNASKED, stored=news.stored, dropped=news.dropped))
+            self.on_fact()
 
     @staticmethod
     def _leave(peers: PeerReader, source: Source) -> None:

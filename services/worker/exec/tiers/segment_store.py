@@ -17,7 +17,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 
 from services.shared.observe.log import fields
-from services.worker.exec.contracts.page_store import StoreCounts, Written
+from services.worker.exec.contracts.page_store import News, StoreCounts, Written
 from services.worker.exec.tiers import segment_file
 from services.worker.exec.tiers.disk import Disk
 from services.worker.exec.tiers.segment_file import SegmentFile, SegmentPlace
@@ -35,6 +35,8 @@ MOST_PAGE_BYTES = 1 << 30  # of the 2 GiB that Linux writes at a time
 class SegmentStore:
     """Its files take up no more than max_bytes at any moment, by their sizes. A segment of another identity, page size or version
     is deleted when the store is opened, and its number logged."""
+
+    shared = False
 
     def __init__(
         self,
@@ -106,6 +108,9 @@ class SegmentStore:
                 self._write_failed("pages were not written", error)
         stored = tuple(key for key in fresh if key in self._places)
         return Written(stored, tuple(key for key in dropped if key not in fresh))
+
+    def news(self) -> News:
+        return News((), ())
 
     def clear(self) -> None:
         segments, self._segments = self._segments, []

@@ -1,0 +1,178 @@
+"""The storage that workers share, in a real Redis: what each knows of the others' pages, and what becomes of it when it is full,
+emptied, away, or not what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from services.worker.exec.contracts.page_store import News, Written
+from services.worker.exec.tiers import redis_page_store
+from services.worker.exec.tiers.redis_page_store import RedisPageStore
+from tests.exec.tiers.pages import PAGE, Hours, keys, read, write
+from tests.services.redis_server import EITHER_SERVER, RedisServer
+
+IDENTITY = bytes(range(32))
+NOTHING = News((), ())
+
+
+@pytest.fixture(scope="module", params=EITHER_SERVER)
+def one_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    server = RedisServer(request.param)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(one_server: RedisServer) -> RedisServer:
+    one_server.client.flushall()
+    one_server.client.config_set("maxmemory", 0)
+    return one_server
+
+
+def store(server: RedisServer, clock: Hours | None = None, identity: bytes = IDENTITY) -> RedisPageStore:
+    """That has looked at what is there."""
+    made = RedisPageStore(server.url, PAGE, 60, identity, clock or Hours())
+    made.news()
+    return made
+
+
+def test_what_one_writes_all_others_read_who_have_its_secret(server: RedisServer) -> None:
+    first, second, stranger = store(server), store(server), store(server, identity=bytes(32))
+    assert write(first, keys(1, 2, 3)) == Written(tuple(keys(1, 2, 3)), ())
+    assert read(second, keys(1)) == 0, "it has not heard of it"
+    assert second.news() == News(tuple(keys(1, 2, 3)), ()) and stranger.news() == NOTHING
+    assert read(second, keys(1, 2, 4, 3)) == 2 and read(first, keys(3, 1)) == 2
+    assert first.news() == NOTHING, "its own pages are none"
+    assert write(second, keys(3, 4)).stored == tuple(keys(4))
+    assert first.news() == News(tuple(keys(4)), ()) and second.news() == NOTHING
+
+
+def test_who_comes_later_finds_all_and_who_was_away_for_long_looks_again(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_page_store, "SCANNED", 3)
+    first, away = store(server), store(server)
+    many = keys(*range(20))
+    write(first, many)
+    assert set(store(server).keys()) == set(many)
+    server.client.xtrim(first._news_key, maxlen=0)
+    write(first, keys(99))
+    news = away.news()
+    assert set(news.stored) == {*many, *keys(99)} and read(away, [*many, *keys(99)]) == 21
+
+
+def test_no_token_and_nothing_for_ever_is_in_it(server: RedisServer) -> None:
+    write(store(server), keys(1, 2))
+    pages = [name for name in server.client.scan_iter() if b":p:" in name]
+    assert len(pages) == 2 and all(0 < server.client.pttl(name) <= 60_000 for name in pages)
+    assert all(len(server.client.get(name)) == PAGE + redis_page_store.CHECKSUM_BYTES for name in pages)
+
+
+def test_reading_keeps_a_page(server: RedisServer) -> None:
+    it = store(server)
+    write(it, keys(1, 2))
+    for name in server.client.keys("pages:*:p:*"):
+        server.client.pexpire(name, 20_000)
+    assert read(it, keys(1)) == 1
+    left = sorted(server.client.pttl(name) for name in server.client.keys("pages:*:p:*"))
+    assert left[0] <= 20_000 and left[1] > 50_000
+
+
+@pytest.mark.parametrize("value", [b"", b"x" * (PAGE + 15), b"x" * (PAGE + 16), b"x" * (PAGE + 17)])
+def test_a_page_that_is_not_whole_is_not_there(server: RedisServer, value: bytes) -> None:
+    it = store(server)
+    write(it, keys(1, 2, 3))
+    (name,) = [name for name in server.client.scan_iter() if name.endswith(keys(2)[0])]
+    server.client.set(name, value)
+    assert read(it, keys(1, 2, 3)) == 1
+    assert it.take_lost() == tuple(keys(2)) and it.take_lost() == ()
+    assert read(it, keys(3, 2)) == 1 and it.counts().corrupt_pages == 1
+    assert write(it, keys(2)).stored == tuple(keys(2)), "it is written anew"
+    assert read(it, keys(1, 2, 3)) == 3
+
+
+def test_another_keys_page_is_not_this_ones(server: RedisServer) -> None:
+    it = store(server)
+    write(it, keys(1, 2))
+    one, two = [next(name for name in server.client.scan_iter() if name.endswith(key)) for key in keys(1, 2)]
+    server.client.set(one, server.client.get(two))
+    assert read(it, keys(1)) == 0
+
+
+def test_what_has_gone_by_itself_is_lost_and_no_fault(server: RedisServer) -> None:
+    it = store(server)
+    write(it, keys(1, 2))
+    server.client.delete(next(name for name in server.client.scan_iter() if name.endswith(keys(1)[0])))
+    assert read(it, keys(1, 2)) == 0 and it.take_lost() == tuple(keys(1))
+    assert it.counts().corrupt_pages == it.counts().failed_reads == 0
+
+
+def test_who_clears_it_clears_it_for_all_and_what_comes_later_stays(server: RedisServer) -> None:
+    first, second = store(server), store(server)
+    write(first, keys(1, 2))
+    second.news()
+    first.clear()
+    write(first, keys(3))
+    assert not [name for name in server.client.keys("pages:*:p:*") if not name.endswith(keys(3)[0])]
+    assert second.news() == News(tuple(keys(3)), tuple(keys(1, 2)))
+    assert first.news().stored == tuple(keys(3)) and read(first, keys(3)) == 1
+    server.client.flushall()
+    assert second.news() == News((), tuple(keys(3)))
+
+
+def test_a_full_one_is_read_on_and_written_to_later(server: RedisServer) -> None:
+    clock = Hours()
+    it = store(server, clock)
+    write(it, keys(1))
+    server.client.config_set("maxmemory", 1)  # and nothing of it may go
+    assert write(it, keys(2, 3)).stored == () and it.counts().failed_writes == 1
+    assert read(it, keys(1)) == 1
+    server.client.config_set("maxmemory", 0)
+    assert write(it, keys(2)).stored == (), "it is left in peace for a while"
+    clock.pass_by()
+    assert write(it, keys(2)).stored == tuple(keys(2))
+
+
+def test_one_that_is_away_is_left_in_peace_and_looked_at_anew(server: RedisServer) -> None:
+    clock = Hours()
+    it, other = store(server, clock), store(server)
+    write(it, keys(1))
+    server.kill()
+    assert read(it, keys(1)) == 0 and write(it, keys(2)).stored == () and it.news() == NOTHING
+    assert it.counts().failed_reads == 1 and it.counts().failed_writes == 0
+    server.start()
+    assert it.news() == NOTHING, "not yet"
+    other.news()
+    assert write(RedisPageStore(server.url, PAGE, 60, IDENTITY), keys(5)).stored == tuple(keys(5))
+    clock.pass_by()
+    assert it.news() == News(tuple(keys(5)), tuple(keys(1)))
+    assert read(it, keys(5)) == 1
+
+
+def test_after_a_read_that_failed_all_is_told_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked has taken the page to be gone."""
+    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 0.2)
+    clock = Hours()
+    it = store(server, clock)
+    write(it, keys(1, 2))
+    with server.stopped():
+        assert read(it, keys(1)) == 0
+    clock.pass_by()
+    assert set(it.news().stored) == set(keys(1, 2)) and read(it, keys(1, 2)) == 2
+
+
+def test_no_more_keys_are_known_than_may_be(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_page_store, "MOST_KEYS", 4)
+    first, second = store(server), store(server)
+    assert write(first, keys(1, 2, 3, 4)).dropped == ()
+    assert write(first, keys(5)) == Written(tuple(keys(5)), tuple(keys(1)))
+    news = second.news()
+    assert len(news.stored) == 4 and set(news.stored) == set(second.keys())
+
+
+def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError):
+        RedisPageStore("http://nobody", PAGE, 60, IDENTITY)
