@@ -11,13 +11,14 @@ from services.worker.exec.contracts.page_store import News, Written
 from services.worker.exec.tiers import redis_page_store
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.tiers.pages import PAGE, Hours, keys, read, write
+from tests.night import NIGHTLY
 from tests.services.redis_server import EITHER_SERVER, RedisServer
 
 IDENTITY = bytes(range(32))
 NOTHING = News((), ())
 
 
-@pytest.fixture(scope="module", params=EITHER_SERVER)
+@pytest.fixture(scope="module", params=EITHER_SERVER if NIGHTLY else EITHER_SERVER[:1])
 def one_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     server = RedisServer(request.param)
     server.start()
