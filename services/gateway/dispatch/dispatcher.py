@@ -196,7 +196,7 @@ class Dispatcher:
             batch=placement.batch,
             tenant_weight=request.caller.weight,
             hand_over=hands_over,
-            source=placement.take_source(link),
+            source=placement.take_source(link, handle),
         )
         if generation.session is not None:
             submit.session.session_id = choice.session_id

@@ -62,6 +62,7 @@ class Placement:
     __slots__ = (
         "_hedge_timer",
         "_kept",
+        "_taken",
         "batch",
         "blocks",
         "choice",
@@ -101,6 +102,7 @@ class Placement:
         self.retried = False
         self.prefilled = False
         self._kept: Kept | None = None
+        self._taken: tuple[int, Kept] | None = None  # by the submit of this handle
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -160,7 +162,7 @@ class Placement:
         copy, link = self.cancel_hedge(), self.link
         if link is not None:
             self.link = None
-            link.abort(self.handle)
+            self._abort(link, self.handle)
         return [each for each in (copy, link) if each is not None]
 
     def hedge_after(self, seconds: float, make: Callable[[], None]) -> None:
@@ -176,11 +178,11 @@ class Placement:
         if hedge is None:
             return None
         if hedge.link is not link:
-            hedge.link.abort(hedge.handle)
+            self._abort(hedge.link, hedge.handle)
             return hedge.link
         loser = self.link
         assert loser is not None
-        loser.abort(self.handle)
+        self._abort(loser, self.handle)
         self._go_on_as(hedge)
         return loser
 
@@ -204,7 +206,7 @@ class Placement:
         hedge, self.hedge = self.hedge, None
         if hedge is None:
             return None
-        hedge.link.abort(hedge.handle)
+        self._abort(hedge.link, hedge.handle)
         return hedge.link
 
     def count_crash(self, survived: bool) -> None:
@@ -217,13 +219,21 @@ class Placement:
     def forget_refusals(self) -> None:
         self.refused_by.clear()
 
-    def take_source(self, link: Link) -> worker_pb2.KvSource | None:
-        """For one worker, the link's, if it can read it: what is read is read once."""
-        kept, self._kept, self.prefilled = self._kept, None, False
-        if kept is None or reads(link, kept.layout):
-            return None if kept is None else kept.source
-        kept.leave()
-        return None
+    def take_source(self, link: Link, handle: int) -> worker_pb2.KvSource | None:
+        """For one worker, the link's, if it can read it: what is read is read once. handle: of the submit that says so."""
+        kept, self._kept, self.prefilled, self._taken = self._kept, None, False, None
+        if kept is None:
+            return None
+        if not reads(link, kept.layout):
+            kept.leave()
+            return None
+        self._taken = handle, kept
+        return kept.source
+
+    def _abort(self, link: Link, handle: int) -> None:
+        """A worker that has not heard of it cannot leave what it was to read."""
+        if link.abort(handle) and self._taken is not None and self._taken[0] == handle:
+            self._taken[1].leave()
 
     def hand_over(self, kept: Kept | None) -> None:
         """Its worker has computed the prompt, and said the first token. kept: its pages; None: there is none."""

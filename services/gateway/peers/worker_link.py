@@ -120,15 +120,17 @@ class WorkerLink(Generic[Open]):
             self.open_tokens -= occupant.num_tokens
         return occupant
 
-    def abort(self, handle: int) -> None:
-        """Forgets it: whatever the worker still says of it is dropped."""
+    def abort(self, handle: int) -> bool:
+        """Forgets it: whatever the worker still says of it is dropped. Whether the worker has never heard of it."""
         occupant = self.close(handle)
         if occupant is None:
-            return
+            return False
         occupant.aborted(handle)
-        if self._submits.pop(handle, None) is None:
+        unsent = self._submits.pop(handle, None) is not None
+        if not unsent:
             self._aborts.append(handle)
             self._wake.set()
+        return unsent
 
     def leave_room(self, handle: int) -> None:
         """Of what its worker has handed over: nobody will come for the pages that it keeps of it."""
