@@ -117,7 +117,7 @@ PEERS = (
         "services/gateway/dispatch/dispatcher.py",
         ("if not placement.prefilled and placement.choice.generates:", "if placement.choice.generates:"),
         ("if not placement.prefilled and placement.choice.generates:", "if not placement.prefilled:"),
-        ("            source=placement.take_source(link),\n", ""),
+        ("            source=placement.take_source(link, handle),\n", ""),
         only="test_dispatch_prefill",
     ),
     *of(
