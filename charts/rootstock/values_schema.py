@@ -31,6 +31,8 @@ _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 _DIGEST = "^[0-9A-Fa-f]{64}$"
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
+# What services have as keys of their own (podLabels, nodeSelector, ...), which their `pod` leaves out.
+_OF_SERVICES = ("labels", "annotations", "env", "nodeSelector", "tolerations", "affinity", "priorityClassName")
 _SECRET_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 
 
@@ -91,6 +93,7 @@ ANY_OBJECT: Schema = {"type": "object"}  # of Kubernetes: the API server checks 
 STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 SECRET = string(_SECRET_NAME)
+_COUNT: Schema = {"anyOf": [integer(0), string(r"^(100|[1-9]?[0-9])%$")]}  # of pods
 
 
 def _definitions() -> dict[str, Schema]:
@@ -126,6 +129,63 @@ def _definitions() -> dict[str, Schema]:
             ("name",),
         ),
         "peer": closed({"podSelector": ANY_OBJECT, "namespaceSelector": ANY_OBJECT, "ipBlock": ANY_OBJECT}),
+        "pod": closed(_pod()),
+        "servicePod": closed({key: part for key, part in _pod().items() if key not in _OF_SERVICES}),
+        "workerPod": closed({key: part for key, part in _pod().items() if key not in (*_OF_SERVICES, "runtimeClassName")}),
+        "strategy": closed(
+            {"type": choice("RollingUpdate", "Recreate", "OnDelete"), "maxSurge": _COUNT, "maxUnavailable": _COUNT}
+        ),
+        "resourceClaim": closed(
+            {
+                "name": string("^[a-z0-9]([-a-z0-9]{0,20}[a-z0-9])?$"),
+                "resourceClaimName": string(),
+                "resourceClaimTemplateName": string(),
+                "deviceClassName": string(),
+                "selectors": array(string("."), least=1),
+            },
+            ("name",),
+        ),
+    }
+
+
+def _pod() -> dict[str, Schema]:
+    """What values may give to pods. Lists of Kubernetes' own things have names; the API server checks the rest of them."""
+    named: Schema = {"type": "object", "required": ["name"]}
+    mount = closed(
+        {
+            "name": string("."),
+            "mountPath": string("^/."),
+            "subPath": string(),
+            "subPathExpr": string(),
+            "readOnly": BOOLEAN,
+            "mountPropagation": string(),
+            "recursiveReadOnly": string(),
+        },
+        ("name", "mountPath"),
+    )
+    context: Schema = {"type": ["object", "null"]}
+    return {
+        "labels": ref("labels"),
+        "annotations": STRINGS,
+        "env": array(ref("env")),
+        "envFrom": array(closed({"prefix": string(), "configMapRef": ANY_OBJECT, "secretRef": ANY_OBJECT})),
+        "volumes": array(named),
+        "volumeMounts": array(mount),
+        "initContainers": array(named),
+        "containers": array(named),
+        "nodeSelector": STRINGS,
+        "tolerations": array(ref("toleration")),
+        "affinity": ANY_OBJECT,
+        "topologySpreadConstraints": array(ANY_OBJECT),
+        "priorityClassName": string(),
+        "runtimeClassName": string(),
+        "schedulerName": string(),
+        "dnsPolicy": choice("", "ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+        "dnsConfig": ANY_OBJECT,
+        "hostAliases": array(closed({"ip": string("."), "hostnames": array(string("."))}, ("ip", "hostnames"))),
+        "terminationGracePeriodSeconds": integer(0, 90000),
+        "securityContext": context,
+        "containerSecurityContext": context,
     }
 
 
@@ -158,6 +218,8 @@ def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Sch
         "affinity": ANY_OBJECT,
         "topologySpread": BOOLEAN,
         "priorityClassName": string(),
+        "strategy": ref("strategy"),
+        "pod": ref("workerPod" if service == "worker" else "servicePod"),
         **(more or {}),
     }
 
@@ -180,6 +242,8 @@ def _prefill() -> Schema:
             "nodeSelector": STRINGS,
             "tolerations": array(ref("toleration")),
             "affinity": ANY_OBJECT,
+            "strategy": ref("strategy"),
+            "pod": ref("workerPod"),
         }
     )
 
@@ -208,6 +272,9 @@ def _components() -> dict[str, Schema]:
         "kind": choice("Deployment", "StatefulSet", "LeaderWorkerSet"),
         "hosts": integer(1),
         "gpus": integer(0),
+        "gpuResource": string(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"),
+        "resourceClaims": array(ref("resourceClaim")),
+        "executor": choice("", "cpu", "cuda", "fake"),
         "runtimeClassName": string(),
         "sharedMemory": ref("quantity"),
         "startupSeconds": integer(30),
@@ -244,7 +311,7 @@ def _model_cache() -> Schema:
             "pvc": closed(pvc),
             "hostPath": string("^(/.*)?$"),
             "image": closed({"reference": string(), "pullPolicy": ref("pullPolicy")}),
-            "prefetch": closed({"enabled": BOOLEAN, "tokenSecret": SECRET}),
+            "prefetch": closed({"enabled": BOOLEAN, "tokenSecret": SECRET, "pod": ref("pod")}),
         }
     )
 
@@ -258,6 +325,7 @@ def _redis() -> Schema:
             "resources": ref("resources"),
             "externalUrlSecret": SECRET,
             "externalPort": integer(1, 65535),
+            "pod": ref("pod"),
         }
     )
 
@@ -280,6 +348,7 @@ def _state() -> Schema:
             "resources": ref("resources"),
             "externalUrlSecret": SECRET,
             "externalPort": integer(1, 65535),
+            "pod": ref("pod"),
         }
     )
 
@@ -287,7 +356,13 @@ def _state() -> Schema:
 def _edge() -> dict[str, Schema]:
     """How traffic comes in and who may go where."""
     host = closed({"host": string(), "path": string("^/")}, ("host",))
-    policy = {"enabled": BOOLEAN, **{name: array(ref("peer")) for name in ("clients", "monitoring", "dns", "apiServer")}}
+    policy = {
+        "enabled": BOOLEAN,
+        **{name: array(ref("peer")) for name in ("clients", "monitoring", "dns", "apiServer")},
+        "monitoringNamespaces": ANY_OBJECT,
+        "apiServerPorts": array(integer(1, 65535), least=1),
+        **{name: array(ANY_OBJECT) for name in ("extraIngress", "extraEgress")},
+    }
     return {
         "ingress": closed(
             {
@@ -326,6 +401,7 @@ def _top() -> dict[str, Schema]:
         "global": ANY_OBJECT,  # what Helm gives to subcharts
         "nameOverride": string(_NAME),
         "fullnameOverride": string(_NAME),
+        "commonLabels": ref("labels"),
         "image": closed(image),
         "models": array(ref("model"), least=1),
         "drainSeconds": integer(1, 86400),
@@ -345,7 +421,9 @@ def _top() -> dict[str, Schema]:
         "modelCache": _model_cache(),
         **_edge(),
         "monitoring": _monitoring(),
-        "tests": closed({"enabled": BOOLEAN, "keySecret": SECRET, "image": ref("image")}),
+        "tests": closed({"enabled": BOOLEAN, "keySecret": SECRET, "image": ref("image"), "pod": ref("pod")}),
+        "pod": ref("pod"),
+        "extraObjects": array({"type": ["object", "string"]}),
     }
 
 

@@ -299,6 +299,60 @@ WORKERS: dict[str, Case] = {
             OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
         },
     ),
+    "a slice of a GPU": (
+        {"worker": {**GPU["worker"], "gpuResource": "nvidia.com/mig-3g.40gb", "strategy": {"maxSurge": "50%"}}},
+        {
+            WORKER: {
+                container("worker", "resources limits nvidia.com/mig-3g.40gb"): 1,
+                container("worker", "resources limits nvidia.com/gpu"): ABSENT,
+                container("worker", "image"): "rootstock/worker:0.1.0-cuda",
+                POD + "tolerations 0 key": "nvidia.com/gpu",  # of the whole node
+                "spec strategy rollingUpdate": {"maxSurge": "50%", "maxUnavailable": 1},
+            },
+            OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
+        },
+    ),
+    "another's GPU, and an executor and an image that are said": (
+        {"worker": {**GPU["worker"], "gpuResource": "amd.com/gpu", "executor": "cpu", "image": {"tag": "rocm"}}},
+        {
+            WORKER: {
+                container("worker", "resources limits amd.com/gpu"): 1,
+                container("worker", "image"): "rootstock/worker:rocm",
+                POD + "tolerations 0 key": "amd.com/gpu",
+                container("worker", "env ROOTSTOCK_NUM_THREADS="): ABSENT,
+            },
+            OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cpu"},
+        },
+    ),
+    "devices by claim": (
+        VARIANTS["claimed-devices"],
+        {
+            WORKER: {
+                container("worker", "resources claims"): [{"name": "gpu"}, {"name": "nic"}, {"name": "shared"}],
+                POD + "resourceClaims gpu= resourceClaimTemplateName": f"{FULL}-worker-demo-85141346",
+                POD + "resourceClaims nic= resourceClaimTemplateName": "nics",
+                POD + "resourceClaims shared=": {"name": "shared", "resourceClaimName": "one-gpu"},
+                POD + "tolerations 0 key": "nvidia.com/gpu",
+            },
+            OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
+            f"ResourceClaimTemplate/{FULL}-worker-demo-85141346": {
+                "spec spec devices requests 0 exactly": {
+                    "deviceClassName": "gpu.nvidia.com",
+                    "selectors": [{"cel": {"expression": "device.attributes['gpu.nvidia.com'].mig"}}],
+                }
+            },
+        },
+    ),
+    "replaced at once, or by hand": (
+        {
+            "gateway": {"strategy": {"type": "Recreate"}},
+            "worker": {"kind": "StatefulSet", "strategy": {"type": "OnDelete"}, "replicas": 2},
+        },
+        {
+            GATEWAY: {"spec strategy": {"type": "Recreate"}},
+            f"StatefulSet/{FULL}-worker-demo": {"spec updateStrategy": {"type": "OnDelete"}},
+        },
+    ),
     "memory, loading and rights": (
         {
             "worker": {"sharedMemory": "8Gi", "startupSeconds": 1200, "deletionCost": False},

@@ -31,7 +31,7 @@ LABEL_VALUE = re.compile(r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
 IMAGE = re.compile(r"^[a-z0-9.\-/:]+?[a-z0-9](:[\w][\w.-]{0,127})?(@sha256:[0-9a-f]{64})?$")
 VERSION_LABELS = {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"}
 UNSAID = ("<no value>", "%!")  # what Go templates print of nothing, and of a verb without a value
-NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # Kubernetes knows image volumes from 1.31 on
+NEEDS_NEWER = {"image-volume", "scale-from-zero", "claimed-devices"}  # image volumes from 1.31 on, resource.k8s.io/v1 from 1.34
 
 
 def test_there_is_a_values_file_for_each_way_that_the_docs_name() -> None:

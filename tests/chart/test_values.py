@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.chart.release import CHART, merged, refusal, render, title
-from tests.chart.variants import ALL, KEDA, SHARED_CACHE, model, values_of
+from tests.chart.variants import ALL, GPU_RESOURCES, KEDA, SHARED_CACHE, model, values_of
 
 Values = dict[str, Any]
 
@@ -79,6 +79,10 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
         worker(resources={"limits": {"memory": "sixty-four gigs"}}),
         ("/worker/resources/limits/memory", "does not match pattern"),
     ),
+    "variable of a service's own under another key": (
+        gateway(pod={"env": []}),
+        ("/gateway/pod", "additional properties 'env' not allowed"),
+    ),
     "label that is none": (worker(podLabels={"team": "a b"}), ("/worker/podLabels/team", "does not match pattern")),
     "scale-to-zero of a front service": (
         gateway(autoscaling={"enabled": True, "minReplicas": 0}),
@@ -129,6 +133,46 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "variable of the chart": (
         gateway(extraEnv=[{"name": "HOME", "value": "/root"}]),
         "extraEnv sets HOME, which the chart points",
+    ),
+    "another volume of that name": (
+        worker(pod={"volumes": [{"name": "shm", "emptyDir": {}}]}),
+        "worker of model demo: pod.volumes has one that is called shm, as one of the chart's own is.",
+    ),
+    "mount of nothing": (
+        {"pod": {"volumeMounts": [{"name": "ca", "mountPath": "/ca"}]}},
+        "pod.volumeMounts mounts ca, and the pod has no such volume. Add it to pod.volumes.",
+    ),
+    "mount over the code": (
+        gateway(pod={"volumes": [{"name": "v", "emptyDir": {}}], "volumeMounts": [{"name": "v", "mountPath": "/app/"}]}),
+        "gateway: pod.volumeMounts mounts v at /app/, where the chart or the image has something of its own.",
+    ),
+    "sidecar of a service's name": (
+        {"tokenizer": {"pod": {"containers": [{"name": "tokenizer", "image": "a:1"}]}}},
+        "tokenizer of model demo: pod.containers or pod.initContainers has one that is called tokenizer, as another is.",
+    ),
+    "sidecar on a service's port": (
+        gateway(pod={"containers": [{"name": "proxy", "image": "a:1", "ports": [{"containerPort": 8000}]}]}),
+        "gateway: container proxy has port 8000 (no name), which is one of the chart's: Services would lead to it.",
+    ),
+    "killed amid its drain": (
+        {"pod": {"terminationGracePeriodSeconds": 60}},
+        "pod.terminationGracePeriodSeconds is 60, and its drain needs 135: it would be killed amid requests.",
+    ),
+    "claim of nothing": (
+        worker(resources=GPU_RESOURCES, resourceClaims=[{"name": "gpu"}]),
+        "worker of model demo: resourceClaims: gpu has to say one of deviceClassName, resourceClaimTemplateName and",
+    ),
+    "two executors": (
+        worker(executor="cpu", settings={"executor": "fake"}),
+        "worker of model demo: executor is cpu, and settings.executor is fake. Remove the latter.",
+    ),
+    "strategy that a set does not have": (
+        worker(kind="StatefulSet", strategy={"type": "Recreate"}),
+        "worker of model demo: strategy.type is Recreate, which a StatefulSet does not have. Set it to RollingUpdate.",
+    ),
+    "a rollout that cannot begin": (
+        {"tokenizer": {"strategy": {"maxSurge": "0%"}}},
+        "tokenizer of model demo: strategy.maxSurge and maxUnavailable are both 0: no pod could come before one has gone",
     ),
     "requests wait longer than they live": (
         gateway(queueTimeoutSeconds=600),
@@ -233,8 +277,8 @@ def test_the_templates_refuse(case: str) -> None:
 
 
 def test_there_is_a_case_for_every_sentence() -> None:
-    """Of templates/_validate.tpl: a new check needs a case here."""
-    checks = (CHART / "templates" / "_validate.tpl").read_text().count("{{- fail ")
+    """Of templates/_validate*.tpl: a new check needs a case here."""
+    checks = sum(each.read_text().count("{{- fail ") for each in (CHART / "templates").glob("_validate*.tpl"))
     assert len(SENTENCES) == checks + 1, "two checks have two cases, that of the release's name is below"
 
 

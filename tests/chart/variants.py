@@ -135,6 +135,17 @@ VARIANTS: dict[str, Values] = {
     "long-names": {
         "models": [model("an-organisation-with-a-name/a-model-whose-name-is-longer-than-any-label-may-be-v2.5-instruct-awq")]
     },
+    "openshift": {"pod": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}},
+    "claimed-devices": {
+        "worker": {
+            "resources": GPU_RESOURCES,
+            "resourceClaims": [
+                {"name": "gpu", "deviceClassName": "gpu.nvidia.com", "selectors": ["device.attributes['gpu.nvidia.com'].mig"]},
+                {"name": "nic", "resourceClaimTemplateName": "nics"},
+                {"name": "shared", "resourceClaimName": "one-gpu"},
+            ],
+        }
+    },
     "everything": merged(merged(merged(merged(TWO_MODELS, HPA), MONITORING), ACCESS), TUNED),
 }
 ALL = [*ci_names(), *VARIANTS]

@@ -26,6 +26,11 @@ OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes
         "networkPolicy": {"clients": [], "apiServer": []},  # the tests are no ingress
         "tracing": {"otlpEndpoint": ""},
     },
+    "operators-overlay": {  # no such class, no mirror that the proxy leads to, no second node for a worker that comes first
+        "image": {"pullPolicy": "IfNotPresent", "pullSecrets": []},
+        "gateway": {"priorityClassName": ""},
+        "networkPolicy": {"apiServerPorts": [443, 6443]},
+    },
     "scale-from-zero": {
         "gateway": {"autoscaling": {"minReplicas": 1}},
         "autoscaling": {"prometheusUrl": "http://prometheus-server.monitoring.svc:80"},
@@ -150,6 +155,8 @@ def prepare(release: Release, values: Object) -> None:
         secret(release, auth["apiKeysSecret"], {"keys.json": json.dumps({"keys": [{"name": "tests", "key": KEY}]})})
     if auth.get("controlTokenSecret"):
         secret(release, auth["controlTokenSecret"], {"token": "a token of the tests, thirty-two long"})
+    if password := values.get("state", {}).get("passwordSecret"):
+        secret(release, password, {"password": "letters0and0digits0of0the0tests"})
     account = values.get("serviceAccount", {})
     if not account.get("create", True):
         release.kubectl("create", "serviceaccount", account["name"])

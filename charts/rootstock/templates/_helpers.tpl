@@ -95,6 +95,11 @@ rootstock.io/model: {{ .slug | quote }}
 
 {{/* Labels of an object. Takes a scope. */}}
 {{- define "rootstock.labels" -}}
+{{- $own := include "rootstock.labels.own" . | fromYaml -}}
+{{- mergeOverwrite (deepCopy .root.Values.commonLabels) $own | toYaml -}}
+{{- end }}
+
+{{- define "rootstock.labels.own" -}}
 {{ include "rootstock.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: rootstock
@@ -113,10 +118,18 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end }}
 
-{{/* Image of a scope's container: workers with GPUs have one of their own. */}}
+{{/* Image of a scope's container: the CUDA executor has one of its own. */}}
 {{- define "rootstock.componentImage" -}}
-{{- $variant := ternary "cuda" "" (gt (int (default 0 .values.gpus)) 0) -}}
+{{- $variant := ternary "cuda" "" (eq (include "rootstock.worker.executor" .) "cuda") -}}
 {{- include "rootstock.image" (dict "root" .root "image" .values.image "variant" $variant) -}}
+{{- end }}
+
+{{/* "true" if the pods of a scope are given a GPU, or look for one. */}}
+{{- define "rootstock.usesGpu" -}}
+{{- $values := default (dict) .values -}}
+{{- if hasKey $values "gpus" -}}
+{{- if or (gt (int $values.gpus) 0) (gt (len $values.resourceClaims) 0) (eq (include "rootstock.worker.executor" .) "cuda") }}true{{ end -}}
+{{- end -}}
 {{- end }}
 
 {{/* ServiceAccount of a scope: one for each component that has rights, one for all others. */}}

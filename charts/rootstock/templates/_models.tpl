@@ -45,7 +45,6 @@ command:
 resources:
   requests: {cpu: 10m, memory: 32Mi}
   limits: {memory: 128Mi}
-{{ include "rootstock.containerSecurity" . }}
 volumeMounts:
   {{- with include "rootstock.modelMount" . }}{{ . | nindent 2 }}{{ end }}
 {{- end }}

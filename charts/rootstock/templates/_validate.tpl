@@ -20,7 +20,7 @@
       {{- fail (printf "model %s: worker.%s is %d, and a worker of this version runs on one GPU of one host. Set it to 1; more workers (worker.replicas) share the load." $model.name $size (int (index $model.worker $size))) -}}
     {{- end -}}
   {{- end -}}
-  {{- if and (gt (int .worker.gpus) 0) (eq (dig "limits" "memory" "" .worker.resources | toString) "4Gi") -}}
+  {{- if and (include "rootstock.usesGpu" (dict "values" .worker)) (eq (dig "limits" "memory" "" .worker.resources | toString) "4Gi") -}}
     {{- fail (printf "model %s: worker.resources are those of the demo model on a CPU. Say what a worker with a GPU gets, e.g. requests {cpu: \"4\", memory: 32Gi} and limits {memory: 64Gi} (docs/kubernetes/sizing.md)." .name) -}}
   {{- end -}}
   {{- if ne (toString .worker.cacheSize) "0" -}}
@@ -60,22 +60,6 @@
 {{- end }}
 
 {{- define "rootstock.validate.settings" -}}
-{{- $scopes := list (dict "at" "gateway" "values" .Values.gateway) -}}
-{{- range $model := include "rootstock.models" . | fromJsonArray -}}
-  {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
-    {{- $scopes = append $scopes (dict "at" (printf "%s of model %s" $component $model.name) "values" (index $model $component)) -}}
-  {{- end -}}
-{{- end -}}
-{{- range $scope := $scopes -}}
-  {{- range .values.extraEnv -}}
-    {{- if hasPrefix "ROOTSTOCK_" .name -}}
-      {{- fail (printf "%s: extraEnv sets %s. Settings of the services belong under `settings` (%s), or have a value of their own in values.yaml (drainSeconds, auth, redis, …)." $scope.at .name (trimPrefix "ROOTSTOCK_" .name | lower)) -}}
-    {{- end -}}
-    {{- if has .name (list "HOME" "XDG_CACHE_HOME") -}}
-      {{- fail (printf "%s: extraEnv sets %s, which the chart points at a folder that can be written. Use another variable." $scope.at .name) -}}
-    {{- end -}}
-  {{- end -}}
-{{- end -}}
 {{- $requestTimeout := default 600 .Values.gateway.settings.request_timeout_s -}}
 {{- if ge (float64 .Values.gateway.queueTimeoutSeconds) (float64 $requestTimeout) -}}
   {{- fail (printf "gateway.queueTimeoutSeconds (%v) must be less than gateway.settings.request_timeout_s (%v): a request that waits so long has no time to run. Raise request_timeout_s or lower queueTimeoutSeconds." .Values.gateway.queueTimeoutSeconds $requestTimeout) -}}

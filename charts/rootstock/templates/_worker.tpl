@@ -47,9 +47,37 @@
 {{- $gpus := int .values.gpus -}}
 {{- $resources := deepCopy .values.resources -}}
 {{- if $gpus -}}
-{{- $_ := set $resources "limits" (set (default (dict) $resources.limits) "nvidia.com/gpu" $gpus) -}}
+{{- $_ := set $resources "limits" (set (default (dict) $resources.limits) .values.gpuResource $gpus) -}}
 {{- end -}}
+{{- $claims := list -}}
+{{- range .values.resourceClaims }}{{ $claims = append $claims (dict "name" .name) }}{{ end -}}
+{{- with $claims }}{{ $_ := set $resources "claims" . }}{{ end -}}
 {{- toYaml $resources -}}
+{{- end }}
+
+{{/* The pod's claims on devices, each by its own name. */}}
+{{- define "rootstock.worker.claims" -}}
+{{- range .values.resourceClaims }}
+- name: {{ .name }}
+  {{- if .resourceClaimName }}
+  resourceClaimName: {{ .resourceClaimName }}
+  {{- else }}
+  resourceClaimTemplateName: {{ default (include "rootstock.worker.claimTemplate" (dict "scope" $ "claim" .)) .resourceClaimTemplateName }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Name of the ResourceClaimTemplate that the chart makes. It cannot be changed, so its name follows what it says. Takes {scope, claim}. */}}
+{{- define "rootstock.worker.claimTemplate" -}}
+{{ include "rootstock.componentName" .scope }}-{{ .claim | toJson | sha256sum | trunc 8 }}
+{{- end }}
+
+{{/* What computes a worker's steps, and so what its image must bring along; empty: the scope is no worker's. */}}
+{{- define "rootstock.worker.executor" -}}
+{{- if hasKey .values "gpus" -}}
+{{- $derived := ternary "cuda" "cpu" (or (gt (int .values.gpus) 0) (gt (len .values.resourceClaims) 0)) -}}
+{{- coalesce .values.executor .values.settings.executor $derived -}}
+{{- end -}}
 {{- end }}
 
 {{/* From the shared cache to the pod's own disk. */}}
@@ -67,7 +95,6 @@ command:
 resources:
   requests: {cpu: 100m, memory: 128Mi}
   limits: {memory: 1Gi}
-{{ include "rootstock.containerSecurity" . }}
 volumeMounts:
   {{- with include "rootstock.modelMount" . }}{{ . | nindent 2 }}{{ end }}
   - name: cache
@@ -76,9 +103,9 @@ volumeMounts:
 
 {{- define "rootstock.worker.podSpec" -}}
 {{ include "rootstock.pod.common" . }}
-{{- with include "rootstock.pod.placement" . }}{{ . | nindent 0 }}{{ end }}
-{{- with .values.runtimeClassName }}
-runtimeClassName: {{ . }}
+{{- with include "rootstock.worker.claims" . }}
+resourceClaims:
+  {{- . | nindent 2 }}
 {{- end }}
 terminationGracePeriodSeconds: {{ include "rootstock.pod.gracePeriod" . }}
 {{- $disk := include "rootstock.worker.hasDisk" . }}

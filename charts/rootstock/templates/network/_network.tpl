@@ -29,6 +29,10 @@ spec:
 - namespaceSelector:
     matchLabels:
       kubernetes.io/metadata.name: monitoring
+- namespaceSelector: {{ toJson .Values.networkPolicy.monitoringNamespaces }}
+  podSelector:
+    matchLabels:
+      app.kubernetes.io/name: prometheus
 {{- end -}}
 {{- end }}
 
@@ -44,11 +48,16 @@ spec:
 
 {{/* Egress that components share. Takes {root, values, component, redis, dns}. */}}
 {{- define "rootstock.egress.dns" -}}
-- to:
-    {{- toYaml .Values.networkPolicy.dns | nindent 4 }}
-  ports:
-    - {port: 53, protocol: UDP}
-    - {port: 53, protocol: TCP}
+- ports:
+    {{- range $port := list 53 5353 }}
+    {{- range list "UDP" "TCP" }}
+    - {port: {{ $port }}, protocol: {{ . }}}
+    {{- end }}
+    {{- end }}
+  {{- with .Values.networkPolicy.dns }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 
 {{- define "rootstock.egress.redis" -}}
@@ -70,8 +79,9 @@ spec:
 {{/* The API server is no pod: an address, or any address at its ports. */}}
 {{- define "rootstock.egress.api" -}}
 - ports:
-    - port: 443
-    - port: 6443
+    {{- range .Values.networkPolicy.apiServerPorts }}
+    - port: {{ . }}
+    {{- end }}
   {{- with .Values.networkPolicy.apiServer }}
   to:
     {{- toYaml . | nindent 4 }}
