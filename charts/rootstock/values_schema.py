@@ -28,6 +28,7 @@ DECIDED: dict[str, set[str]] = {
 _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
 _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
+_SOURCE = r"^([A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?(@[A-Za-z0-9._/-]+)?|(s3|gs)://[a-z0-9][a-z0-9._-]+(/.*)?)?$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 _DIGEST = "^[0-9A-Fa-f]{64}$"
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
@@ -93,6 +94,7 @@ ANY_OBJECT: Schema = {"type": "object"}  # of Kubernetes: the API server checks 
 STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 SECRET = string(_SECRET_NAME)
+_URL = string(r"^(https?://[^\s/]+[^\s]*)?$")
 _COUNT: Schema = {"anyOf": [integer(0), string(r"^(100|[1-9]?[0-9])%$")]}  # of pods
 
 
@@ -280,6 +282,7 @@ def _components() -> dict[str, Schema]:
         "startupSeconds": integer(30),
         "cacheSize": ref("quantity"),
         "cacheStorageClass": string(),
+        "cacheVolume": ANY_OBJECT,
         "kvTlsSecret": string(),
         "prefill": _prefill(),
     }
@@ -294,7 +297,7 @@ def _components() -> dict[str, Schema]:
 def _model() -> Schema:
     overrides = {component: ref(component) for component in ("worker", "tokenizer", "detokenizer")}
     name = {**string(_MODEL_NAME), "maxLength": 128}
-    return closed({"name": name, "path": string("^/."), "source": string(), **overrides}, ("name", "path"))
+    return closed({"name": name, "path": string("^/."), "source": string(_SOURCE), **overrides}, ("name", "path"))
 
 
 def _model_cache() -> Schema:
@@ -306,12 +309,27 @@ def _model_cache() -> Schema:
     }
     return closed(
         {
-            "type": choice("none", "pvc", "hostPath", "image"),
+            "type": choice("none", "pvc", "hostPath", "image", "pod"),
             "mountPath": string("^/.*[^/]$"),
             "pvc": closed(pvc),
             "hostPath": string("^(/.*)?$"),
             "image": closed({"reference": string(), "pullPolicy": ref("pullPolicy")}),
-            "prefetch": closed({"enabled": BOOLEAN, "tokenSecret": SECRET, "pod": ref("pod")}),
+            "fetchTokenizers": BOOLEAN,
+            "prefetch": closed(
+                {
+                    "enabled": BOOLEAN,
+                    "image": ref("image"),
+                    "resources": ref("resources"),
+                    "tokenSecret": SECRET,
+                    "hubEndpoint": _URL,
+                    "s3": closed({"endpoint": _URL, "region": string("^[a-z0-9-]+$"), "secret": SECRET}),
+                    "gcs": closed({"endpoint": _URL, "secret": SECRET}),
+                    "proxy": _URL,
+                    "noProxy": string(),
+                    "ca": closed({"configMap": SECRET, "key": string("^[-._a-zA-Z0-9]+$")}),
+                    "pod": ref("pod"),
+                }
+            ),
         }
     )
 

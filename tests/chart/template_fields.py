@@ -683,6 +683,70 @@ BESIDES: dict[str, Case] = {
         VARIANTS["existing-claim"],
         {WORKER: {VOLUME + "persistentVolumeClaim claimName": "weights"}},
     ),
+    "a disk of each worker's own, and nothing that is shared": (
+        VARIANTS["fetched-by-pods"],
+        {
+            f"StatefulSet/{FULL}-worker-demo": {
+                POD + "initContainers 0 name": "fetch-model",
+                POD + "initContainers 0 image": "rootstock/tokenizer:0.1.0",  # a small one
+                POD + "initContainers 0 command": ["python", "-m", "services.shared.fetch", "/cache/demo", "org/demo"],
+                POD + "initContainers 0 volumeMounts cache= mountPath": "/cache",
+                POD + "initContainers 0 env MODEL_FILES=": ABSENT,
+                POD + "initContainers 1": ABSENT,
+                VOLUME: ABSENT,
+                container("worker", "env TRITON_CACHE_DIR= value"): "/cache/.cache/triton",
+                container("worker", "env FLASHINFER_WORKSPACE_BASE= value"): "/cache",
+            },
+            OF_WORKERS: {"data ROOTSTOCK_MODEL": "/cache/demo"},
+            **{
+                title: {
+                    POD + "initContainers 0 command": ["python", "-m", "services.shared.fetch", "/models/demo", "org/demo"],
+                    POD + "initContainers 0 env MODEL_FILES= value": "tokenizer",
+                    POD + "initContainers 0 volumeMounts models= readOnly": ABSENT,
+                    VOLUME + "emptyDir": {},
+                    POD + "containers 0 volumeMounts models= readOnly": True,
+                }
+                for title in (TOKENIZER, DETOKENIZER)
+            },
+        },
+    ),
+    "tokenizers that fetch, from a store that is said": (
+        VARIANTS["tokenizers-fetched"],
+        {
+            TOKENIZER: {
+                VOLUME + "emptyDir": {},
+                POD + "initContainers 0 env AWS_ENDPOINT_URL= value": "http://minio.storage.svc:9000",
+                POD + "initContainers 0 env AWS_REGION= value": "eu-1",
+                POD + "initContainers 0 env AWS_SECRET_ACCESS_KEY= valueFrom secretKeyRef name": "s3",
+                POD + "initContainers 0 env GCS_KEY= valueFrom secretKeyRef": {"name": "gcs", "key": "key.json"},
+                POD + "initContainers 0 env HF_ENDPOINT= value": "https://hub.example.com",
+                POD + "initContainers 0 env HTTPS_PROXY= value": "http://proxy.example.com:3128",
+                POD + "initContainers 0 env CA_FILE= value": "/etc/rootstock/ca/ca.crt",
+                POD + "volumes fetch-ca= configMap": {
+                    "name": "trusted",
+                    "items": [{"key": "ca-bundle.crt", "path": "ca.crt"}],
+                },
+            },
+            WORKER: {VOLUME + "persistentVolumeClaim claimName": MODELS, POD + "initContainers 0 name": "wait-for-model"},
+        },
+    ),
+    "a disk of the node, filled from the shared volume": (
+        VARIANTS["node-cache"],
+        {
+            WORKER: {
+                POD + "volumes cache= hostPath path": "/mnt/nvme/models",
+                POD + "initContainers copy-model= command": [
+                    "python",
+                    "-m",
+                    "services.shared.fetch",
+                    "/cache/demo",
+                    "/models/demo",
+                ],
+                POD + "initContainers copy-model= env": ABSENT,  # others may read what is there
+                container("worker", "volumeMounts cache= mountPath"): "/cache",
+            }
+        },
+    ),
     "a folder of the node": (VARIANTS["host-path-cache"], {WORKER: {VOLUME + "hostPath path": "/srv/models"}}),
     "an image": (VARIANTS["image-volume"], {WORKER: {VOLUME + "image reference": "registry.example.com/models/demo:1"}}),
     "an ingress and a route": (

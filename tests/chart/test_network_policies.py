@@ -30,7 +30,7 @@ NODE_DNS = Party("dns on the node", ip="169.254.20.10")
 OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, OF_A_USER, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
 ANY = "*"  # everybody outside
 SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 7103, 8000, 8001, 9101, 9102, 9103, 9104)
-PORTS = (22, 53, 5353, 80, 443, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
+PORTS = (22, 53, 5353, 80, 443, 3128, 9000, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
 
 REQUEST = {
     (ANY, "gateway", 8000),
@@ -122,6 +122,18 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         | {each for each in OF_PREFILL if each[1] != ANY}
         | names("prefill")
         | {("gateway", "worker", 7004), ("gateway", "prefill", 7004)},
+    ),
+    "pods that fetch": (
+        VARIANTS["fetched-by-pods"],
+        WHOLE - DELETION_COST
+        | {(source, ANY, 443) for source in ("tokenizer", "detokenizer", "worker")}
+        | names("tokenizer", "detokenizer"),
+    ),
+    "tokenizers that fetch, through a proxy": (
+        VARIANTS["tokenizers-fetched"],
+        WHOLE
+        | {(source, ANY, port) for source in ("tokenizer", "detokenizer", "prefetch") for port in (443, 3128, 9000)}
+        | names("tokenizer", "detokenizer", "prefetch"),
     ),
     "prefetch": (
         VARIANTS["prefetch"],

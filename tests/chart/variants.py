@@ -135,6 +135,37 @@ VARIANTS: dict[str, Values] = {
     "long-names": {
         "models": [model("an-organisation-with-a-name/a-model-whose-name-is-longer-than-any-label-may-be-v2.5-instruct-awq")]
     },
+    "fetched-by-pods": {
+        "modelCache": {"type": "pod"},
+        "models": [model(path="/models/demo", source="org/demo")],
+        "worker": {"kind": "StatefulSet", "cacheSize": "20Gi", "gpus": 1, "resources": GPU_RESOURCES},
+    },
+    "tokenizers-fetched": merged(
+        SHARED_CACHE,
+        {
+            "modelCache": {
+                "pvc": {"accessMode": "ReadWriteOnce"},
+                "fetchTokenizers": True,
+                "prefetch": {
+                    "enabled": True,
+                    "hubEndpoint": "https://hub.example.com",
+                    "s3": {"endpoint": "http://minio.storage.svc:9000", "region": "eu-1", "secret": "s3"},
+                    "gcs": {"secret": "gcs"},
+                    "proxy": "http://proxy.example.com:3128",
+                    "ca": {"configMap": "trusted", "key": "ca-bundle.crt"},
+                    "pod": {"nodeSelector": {"disk": "fast"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+                },
+            },
+            "models": [model(path="/models/demo", source="s3://models/demo")],
+        },
+    ),
+    "node-cache": merged(
+        SHARED_CACHE,
+        {
+            "models": [model(path="/models/demo")],
+            "worker": {"cacheVolume": {"hostPath": {"path": "/mnt/nvme/models"}}, "gpus": 1, "resources": GPU_RESOURCES},
+        },
+    ),
     "openshift": {"pod": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}},
     "claimed-devices": {
         "worker": {

@@ -127,7 +127,15 @@ def overlay(name: str, values: Object) -> Object:
             worker["autoscaling"] = {**scaled, "minReplicas": 1, "maxReplicas": 2}
         models.append({"name": each["name"], "path": DEMO, "worker": worker, "tokenizer": {"replicas": 1}})
     few: Object = dict.fromkeys(values["worker"].get("settings", {}))  # none of the file's own: they are a GPU's
-    worker = {"gpus": 0, "runtimeClassName": "", "nodeSelector": None, "resources": SMALL, "sharedMemory": "64Mi", "replicas": 1}
+    worker = {
+        "gpus": 0,
+        "runtimeClassName": "",
+        "nodeSelector": None,
+        "resources": SMALL,
+        "sharedMemory": "64Mi",
+        "replicas": 1,
+        "cacheSize": 0,
+    }
     common: Object = {
         "models": models,
         "modelCache": {"type": "none", "prefetch": {"enabled": False, "tokenSecret": ""}},

@@ -69,6 +69,40 @@ spec:
 {{- end }}
 {{- end }}
 
+{{/* To where models come from: 443, what endpoints and the proxy name, and the node's metadata for a role of Google's. */}}
+{{- define "rootstock.egress.fetch" -}}
+{{- $prefetch := .Values.modelCache.prefetch -}}
+{{- $ports := list 443 -}}
+{{- range compact (list $prefetch.hubEndpoint $prefetch.s3.endpoint $prefetch.gcs.endpoint $prefetch.proxy) -}}
+{{- $port := regexFind ":[0-9]+$" (urlParse .).host | trimPrefix ":" -}}
+{{- $ports = append $ports (int (default (ternary 80 443 (hasPrefix "http:" .)) $port)) -}}
+{{- end -}}
+- ports:
+    {{- range uniq $ports }}
+    - port: {{ . }}
+    {{- end }}
+{{- $google := false -}}
+{{- range .Values.models }}{{ if hasPrefix "gs://" (default "" .source) }}{{ $google = not $prefetch.gcs.secret }}{{ end }}{{ end -}}
+{{- if $google }}
+- to:
+    {{- range list "169.254.169.254/32" "169.254.169.252/32" }}
+    - ipBlock: {cidr: {{ . }}}
+    {{- end }}
+  ports:
+    - port: 80
+    - port: 988
+{{- end }}
+{{- end }}
+
+{{/* "true" if pods of a component fetch by themselves, of any model. Takes {root, component}. */}}
+{{- define "rootstock.anyFetches" -}}
+{{- $any := false -}}
+{{- range $model := include "rootstock.models" .root | fromJsonArray -}}
+{{- if include "rootstock.fetches" (dict "root" $.root "component" $.component "model" $model) }}{{ $any = true }}{{ end -}}
+{{- end -}}
+{{- if $any }}true{{ end -}}
+{{- end }}
+
 {{- define "rootstock.egress.otlp" -}}
 {{- with .Values.tracing.otlpEndpoint -}}
 - ports:
@@ -127,6 +161,9 @@ rootstock.io/role: decode
     {{- include "rootstock.egress.dns" .root | nindent 4 }}
     {{- if $api }}
     {{- include "rootstock.egress.api" .root | nindent 4 }}
+    {{- end }}
+    {{- if include "rootstock.anyFetches" (dict "root" .root "component" "worker") }}
+    {{- include "rootstock.egress.fetch" .root | nindent 4 }}
     {{- end }}
     {{- with include "rootstock.egress.otlp" .root }}{{ . | nindent 4 }}{{ end }}
 {{- end }}
