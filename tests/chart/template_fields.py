@@ -325,7 +325,7 @@ WORKERS: dict[str, Case] = {
         },
     ),
     "devices by claim": (
-        VARIANTS["claimed-devices"],
+        VARIANTS["devices-of-each-kind"],
         {
             WORKER: {
                 container("worker", "resources claims"): [{"name": "gpu"}, {"name": "nic"}, {"name": "shared"}],

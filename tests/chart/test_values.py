@@ -167,6 +167,10 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         gateway(pod={"containers": [{"name": "proxy", "image": "a:1", "ports": [{"containerPort": 8000}]}]}),
         "gateway: container proxy has port 8000 (no name), which is one of the chart's: Services would lead to it.",
     ),
+    "share of what a sidecar does not request": (
+        gateway(autoscaling={"enabled": True}, pod={"containers": [{"name": "proxy", "image": "a:1"}]}),
+        "gateway: autoscaling.targetCPUPercent is a share of what all containers of a pod request, and proxy says no",
+    ),
     "killed amid its drain": (
         {"pod": {"terminationGracePeriodSeconds": 60}},
         "pod.terminationGracePeriodSeconds is 60, and its drain needs 135: it would be killed amid requests.",

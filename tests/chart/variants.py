@@ -73,6 +73,28 @@ KEDA: Values = merged(
 APART: Values = {"worker": {"replicas": 3, "prefill": {"replicas": 2}}}
 BOTH_SCALED: Values = {"worker": {"prefill": {"autoscaling": {"enabled": True}}}}
 
+OBJECT_LABELS: Values = {
+    "app.kubernetes.io/name": "rootstock",
+    "app.kubernetes.io/instance": "{{ .Release.Name }}",
+    "app.kubernetes.io/version": "{{ .Chart.AppVersion }}",
+    "app.kubernetes.io/managed-by": "{{ .Release.Service }}",
+    "helm.sh/chart": "{{ .Chart.Name }}-{{ .Chart.Version }}",
+}
+ROUTE: Values = {
+    "apiVersion": "route.openshift.io/v1",
+    "kind": "Route",
+    "metadata": {
+        "name": "{{ .Release.Name }}",
+        "labels": OBJECT_LABELS,
+        "annotations": {"haproxy.router.openshift.io/timeout": "20m"},
+    },
+    "spec": {
+        "to": {"kind": "Service", "name": '{{ include "rootstock.fullname" . }}-gateway'},
+        "port": {"targetPort": "http"},
+        "tls": {"termination": "edge", "insecureEdgeTerminationPolicy": "Redirect"},
+    },
+}
+
 VARIANTS: dict[str, Values] = {
     "two-models": TWO_MODELS,
     "stateful-set": {"worker": {"kind": "StatefulSet", "replicas": 2}},
@@ -166,8 +188,11 @@ VARIANTS: dict[str, Values] = {
             "worker": {"cacheVolume": {"hostPath": {"path": "/mnt/nvme/models"}}, "gpus": 1, "resources": GPU_RESOURCES},
         },
     ),
-    "openshift": {"pod": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}},
-    "claimed-devices": {
+    "openshift": {
+        "pod": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
+        "extraObjects": [ROUTE],
+    },
+    "devices-of-each-kind": {
         "worker": {
             "resources": GPU_RESOURCES,
             "resourceClaims": [

@@ -122,7 +122,10 @@ def test_it_starts_with_what_the_machine_has(cluster: Cluster, space: str, name:
 def overlay(name: str, values: Object) -> Object:
     models = []
     for each in values["models"]:
-        worker = {**each.get("worker", {}), "settings": FEW, "replicas": 1, "cacheSize": 0, "cacheStorageClass": ""}
+        own = {
+            key: value for key, value in each.get("worker", {}).items() if key not in ("gpus", "gpuResource", "resourceClaims")
+        }
+        worker = {**own, "settings": FEW, "replicas": 1, "cacheSize": 0, "cacheStorageClass": ""}
         if scaled := worker.get("autoscaling"):
             worker["autoscaling"] = {**scaled, "minReplicas": 1, "maxReplicas": 2}
         models.append({"name": each["name"], "path": DEMO, "worker": worker, "tokenizer": {"replicas": 1}})

@@ -59,6 +59,13 @@
     {{- end -}}
   {{- end -}}
 {{- end -}}
+{{- if and (dig "autoscaling" "enabled" false $values) (dig "autoscaling" "targetCPUPercent" false $values) -}}
+  {{- range $over.containers -}}
+    {{- if not (dig "resources" "requests" "cpu" "" .) -}}
+      {{- fail (printf "%s: autoscaling.targetCPUPercent is a share of what all containers of a pod request, and %s says no resources.requests.cpu: it would not scale. Set it." $at .name) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- $grace := int $over.terminationGracePeriodSeconds -}}
 {{- $least := int $spec.terminationGracePeriodSeconds -}}
 {{- if and $grace (lt $grace $least) -}}

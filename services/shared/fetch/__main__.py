@@ -15,6 +15,8 @@ Environment:
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +36,7 @@ def store_of(source: str) -> Store:
 
 
 def main(arguments: list[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # a container's first process is not ended by it otherwise
     for folder, source in zip(arguments[::2], arguments[1::2], strict=True):
         try:
             fetch(Path(folder), source, store_of(source))
