@@ -100,8 +100,9 @@ class Machine:
         """A word of a command or a variable's value, with this machine's addresses, ports and folders."""
         text = text.replace("0.0.0.0", HOST)
         text = ADDRESS.sub(self._address, text)
-        for mount, folder in self._mounts(pod).items():
-            text = re.sub(rf"(?<![\w/]){re.escape(mount)}(?![\w])", str(folder), text)
+        if mounts := self._mounts(pod):  # at once: a folder here may begin as a mount's path does
+            paths = "|".join(map(re.escape, mounts))
+            text = re.sub(rf"(?<![\w/])({paths})(?![\w])", lambda match: str(mounts[match[1]]), text)
         text = re.sub(rf"(?<![\w/]){re.escape(IMAGE_ROOT)}", f"{REPO}/", text)
         return str(self.ports.get((pod.component, int(text)), text)) if text.isdecimal() else text
 
