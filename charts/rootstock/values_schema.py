@@ -28,7 +28,7 @@ DECIDED: dict[str, set[str]] = {
 _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
 _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
-_SOURCE = r"^([A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?(@[A-Za-z0-9._/-]+)?|(s3|gs)://[a-z0-9][a-z0-9._-]+(/.*)?)?$"
+_SOURCE = r"^([A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?(@[A-Za-z0-9._/-]+)?|(s3|gs)://[a-z0-9][a-z0-9._-]*(/.*)?)?$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 _DIGEST = "^[0-9A-Fa-f]{64}$"
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
@@ -241,6 +241,9 @@ def _prefill() -> Schema:
             "resources": ref("resources"),
             "autoscaling": closed(autoscaling),
             "settings": ref("workerSettings"),
+            "extraEnv": array(ref("env")),
+            "podLabels": ref("labels"),
+            "podAnnotations": STRINGS,
             "nodeSelector": STRINGS,
             "tolerations": array(ref("toleration")),
             "affinity": ANY_OBJECT,

@@ -456,7 +456,18 @@ WORKERS: dict[str, Case] = {
         },
     ),
     "prompts computed apart": (
-        merged(VARIANTS["apart"], {"worker": {"resources": GPU_RESOURCES, "gpus": 1, "nodeSelector": {"a": "b"}}}),
+        merged(
+            VARIANTS["apart"],
+            {
+                "worker": {
+                    "resources": GPU_RESOURCES,
+                    "gpus": 1,
+                    "nodeSelector": {"a": "b"},
+                    "tolerations": [{"key": "c", "operator": "Exists"}],
+                    "prefill": {"podAnnotations": {"d": "e"}, "pod": {"schedulerName": "f"}, "strategy": {"maxSurge": 1}},
+                }
+            },
+        ),
         {
             PREFILL: {
                 "spec replicas": 2,
@@ -467,9 +478,15 @@ WORKERS: dict[str, Case] = {
                 container("worker", "resources limits nvidia.com/gpu"): 1,
                 container("worker", "resources requests memory"): "32Gi",
                 POD + "nodeSelector": {"a": "b"},
+                POD + "tolerations 0 key": "c",
+                POD + "schedulerName": "f",
+                "spec template metadata annotations d": "e",
+                "spec strategy rollingUpdate": {"maxSurge": 1, "maxUnavailable": 1},
                 POD + "serviceAccountName": f"{FULL}-worker",
             },
             WORKER: {
+                POD + "schedulerName": ABSENT,
+                "spec strategy rollingUpdate maxSurge": 0,
                 "spec replicas": 3,
                 "spec template metadata labels rootstock.io/role": "decode",
                 "spec selector matchLabels rootstock.io/role": ABSENT,  # it may be switched on and off

@@ -55,7 +55,9 @@ Names, labels, images. A "scope" is what most helpers take: a dict of
 {{- $apart := or $prefill.autoscaling.enabled (gt (int $prefill.replicas) 0) -}}
 {{- $pools = append $pools (dict "component" "worker" "mode" (ternary "decode" "both" $apart) "values" $values "model" $model) -}}
 {{- if $apart -}}
-{{- $own := mergeOverwrite (deepCopy $values) (deepCopy $prefill) -}}
+{{- $own := deepCopy $prefill -}}
+{{- range $key, $value := $prefill }}{{ if and (kindIs "slice" $value) (not $value) }}{{ $own = omit $own $key }}{{ end }}{{ end -}}
+{{- $own = mergeOverwrite (deepCopy $values) $own -}}
 {{- $pools = append $pools (dict "component" "worker" "pool" "prefill" "mode" "prefill" "values" $own "model" $model) -}}
 {{- end -}}
 {{- end -}}
