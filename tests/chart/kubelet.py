@@ -176,7 +176,8 @@ def _read_only(writable: list[Path]) -> list[str]:
     this process may not make mounts."""
     probe = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
     binds = "".join(f'mount --bind "{path}" "{path}" && ' for path in writable)
-    locked = "".join(f"mount -o remount,bind,ro {path} && " for path in _file_systems())
+    gone = "2>/dev/null || ! test -d"  # what other programs have mounted meanwhile comes and goes
+    locked = "".join(f"{{ mount -o remount,bind,ro {path} {gone} {path}; }} && " for path in _file_systems())
     allowed = shutil.which("unshare") and subprocess.run([*probe, "mount --bind / /mnt"], capture_output=True).returncode == 0
     return [*probe, f'{binds}{locked}exec "$@"', "sh"] if allowed else []
 

@@ -41,7 +41,8 @@
 {{- end }}
 {{- end }}
 
-{{/* A container that fetches, but for its volumes. Takes {root, name, arguments}: folders and sources by turns. */}}
+{{/* A container that fetches, but for its volumes. Takes {root, name, arguments, resources}: folders and sources by turns;
+resources, if not those of the Job. */}}
 {{- define "rootstock.fetch.container" -}}
 {{- $prefetch := .root.Values.modelCache.prefetch -}}
 name: {{ .name }}
@@ -55,7 +56,7 @@ command:
   - {{ . | quote }}
   {{- end }}
 resources:
-  {{- toYaml $prefetch.resources | nindent 2 }}
+  {{- toYaml (default $prefetch.resources .resources) | nindent 2 }}
 {{- end }}
 
 {{/* Where models come from, as services/shared/fetch reads it. Takes the root. */}}
@@ -143,8 +144,13 @@ resources:
 {{- define "rootstock.fetchModel" -}}
 {{- $worker := eq .component "worker" -}}
 {{- $folder := .model.path -}}
-{{- if $worker }}{{ $folder = include "rootstock.worker.modelFolder" . }}{{ end -}}
-{{ include "rootstock.fetch.container" (dict "root" .root "name" "fetch-model" "arguments" (list $folder .model.source)) }}
+{{- $resources := dict -}}
+{{- if $worker -}}
+{{- $folder = include "rootstock.worker.modelFolder" . -}}
+{{- else -}}
+{{- $resources = dict "requests" (dict "cpu" "50m" "memory" "64Mi") "limits" (dict "memory" "512Mi") -}}
+{{- end -}}
+{{ include "rootstock.fetch.container" (dict "root" .root "name" "fetch-model" "arguments" (list $folder .model.source) "resources" $resources) }}
 env:
   {{- include "rootstock.fetch.env" .root | nindent 2 }}
   {{- if $worker }}

@@ -11,7 +11,6 @@ FETCH = (
         f"{FOLDER}/download.py",
         ('{"Range": f"bytes={held}-"} if held else {}', "{}"),
         ("if size != file.size else file.wrong(part)", 'if size != file.size else ""'),
-        ("                out.flush()  # who", "                # who"),
         ("fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
         ("            if other != partial:", "            if other == folder:"),
         ("        if mark.is_file() and mark.read_text() == store.wanted:", "        if mark.is_file():"),

@@ -94,6 +94,7 @@ class TestHub:
                 process.wait()
             server.held.clear()
             assert not folder.exists()
+            (tmp_path / ".a.of-an-older-wish.partial").mkdir()
             done = fetch(folder, "org/a", HF_ENDPOINT=server.url)
             assert done.returncode == 0, done.stderr
         assert server.got(path)[-1].headers["range"] == f"bytes={half}-"
