@@ -28,9 +28,12 @@ DECIDED: dict[str, set[str]] = {
 _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
 _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
+_SOURCE = r"^([A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?(@[A-Za-z0-9._/-]+)?|(s3|gs)://[a-z0-9][a-z0-9._-]*(/.*)?)?$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 _DIGEST = "^[0-9A-Fa-f]{64}$"
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
+# What services have as keys of their own (podLabels, nodeSelector, ...), which their `pod` leaves out.
+_OF_SERVICES = ("labels", "annotations", "env", "nodeSelector", "tolerations", "affinity", "priorityClassName")
 _SECRET_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 
 
@@ -91,6 +94,8 @@ ANY_OBJECT: Schema = {"type": "object"}  # of Kubernetes: the API server checks 
 STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 SECRET = string(_SECRET_NAME)
+_URL = string(r"^(https?://[^\s/]+[^\s]*)?$")
+_COUNT: Schema = {"anyOf": [integer(0), string(r"^(100|[1-9]?[0-9])%$")]}  # of pods
 
 
 def _definitions() -> dict[str, Schema]:
@@ -126,6 +131,63 @@ def _definitions() -> dict[str, Schema]:
             ("name",),
         ),
         "peer": closed({"podSelector": ANY_OBJECT, "namespaceSelector": ANY_OBJECT, "ipBlock": ANY_OBJECT}),
+        "pod": closed(_pod()),
+        "servicePod": closed({key: part for key, part in _pod().items() if key not in _OF_SERVICES}),
+        "workerPod": closed({key: part for key, part in _pod().items() if key not in (*_OF_SERVICES, "runtimeClassName")}),
+        "strategy": closed(
+            {"type": choice("RollingUpdate", "Recreate", "OnDelete"), "maxSurge": _COUNT, "maxUnavailable": _COUNT}
+        ),
+        "resourceClaim": closed(
+            {
+                "name": string("^[a-z0-9]([-a-z0-9]{0,20}[a-z0-9])?$"),
+                "resourceClaimName": string(),
+                "resourceClaimTemplateName": string(),
+                "deviceClassName": string(),
+                "selectors": array(string("."), least=1),
+            },
+            ("name",),
+        ),
+    }
+
+
+def _pod() -> dict[str, Schema]:
+    """What values may give to pods. Lists of Kubernetes' own things have names; the API server checks the rest of them."""
+    named: Schema = {"type": "object", "required": ["name"]}
+    mount = closed(
+        {
+            "name": string("."),
+            "mountPath": string("^/."),
+            "subPath": string(),
+            "subPathExpr": string(),
+            "readOnly": BOOLEAN,
+            "mountPropagation": string(),
+            "recursiveReadOnly": string(),
+        },
+        ("name", "mountPath"),
+    )
+    context: Schema = {"type": ["object", "null"]}
+    return {
+        "labels": ref("labels"),
+        "annotations": STRINGS,
+        "env": array(ref("env")),
+        "envFrom": array(closed({"prefix": string(), "configMapRef": ANY_OBJECT, "secretRef": ANY_OBJECT})),
+        "volumes": array(named),
+        "volumeMounts": array(mount),
+        "initContainers": array(named),
+        "containers": array(named),
+        "nodeSelector": STRINGS,
+        "tolerations": array(ref("toleration")),
+        "affinity": ANY_OBJECT,
+        "topologySpreadConstraints": array(ANY_OBJECT),
+        "priorityClassName": string(),
+        "runtimeClassName": string(),
+        "schedulerName": string(),
+        "dnsPolicy": choice("", "ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+        "dnsConfig": ANY_OBJECT,
+        "hostAliases": array(closed({"ip": string("."), "hostnames": array(string("."))}, ("ip", "hostnames"))),
+        "terminationGracePeriodSeconds": integer(0, 90000),
+        "securityContext": context,
+        "containerSecurityContext": context,
     }
 
 
@@ -158,6 +220,8 @@ def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Sch
         "affinity": ANY_OBJECT,
         "topologySpread": BOOLEAN,
         "priorityClassName": string(),
+        "strategy": ref("strategy"),
+        "pod": ref("workerPod" if service == "worker" else "servicePod"),
         **(more or {}),
     }
 
@@ -177,9 +241,14 @@ def _prefill() -> Schema:
             "resources": ref("resources"),
             "autoscaling": closed(autoscaling),
             "settings": ref("workerSettings"),
+            "extraEnv": array(ref("env")),
+            "podLabels": ref("labels"),
+            "podAnnotations": STRINGS,
             "nodeSelector": STRINGS,
             "tolerations": array(ref("toleration")),
             "affinity": ANY_OBJECT,
+            "strategy": ref("strategy"),
+            "pod": ref("workerPod"),
         }
     )
 
@@ -208,11 +277,15 @@ def _components() -> dict[str, Schema]:
         "kind": choice("Deployment", "StatefulSet", "LeaderWorkerSet"),
         "hosts": integer(1),
         "gpus": integer(0),
+        "gpuResource": string(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"),
+        "resourceClaims": array(ref("resourceClaim")),
+        "executor": choice("", "cpu", "cuda", "fake"),
         "runtimeClassName": string(),
         "sharedMemory": ref("quantity"),
         "startupSeconds": integer(30),
         "cacheSize": ref("quantity"),
         "cacheStorageClass": string(),
+        "cacheVolume": ANY_OBJECT,
         "kvTlsSecret": string(),
         "prefill": _prefill(),
     }
@@ -227,7 +300,7 @@ def _components() -> dict[str, Schema]:
 def _model() -> Schema:
     overrides = {component: ref(component) for component in ("worker", "tokenizer", "detokenizer")}
     name = {**string(_MODEL_NAME), "maxLength": 128}
-    return closed({"name": name, "path": string("^/."), "source": string(), **overrides}, ("name", "path"))
+    return closed({"name": name, "path": string("^/."), "source": string(_SOURCE), **overrides}, ("name", "path"))
 
 
 def _model_cache() -> Schema:
@@ -239,12 +312,27 @@ def _model_cache() -> Schema:
     }
     return closed(
         {
-            "type": choice("none", "pvc", "hostPath", "image"),
+            "type": choice("none", "pvc", "hostPath", "image", "pod"),
             "mountPath": string("^/.*[^/]$"),
             "pvc": closed(pvc),
             "hostPath": string("^(/.*)?$"),
             "image": closed({"reference": string(), "pullPolicy": ref("pullPolicy")}),
-            "prefetch": closed({"enabled": BOOLEAN, "tokenSecret": SECRET}),
+            "fetchTokenizers": BOOLEAN,
+            "prefetch": closed(
+                {
+                    "enabled": BOOLEAN,
+                    "image": ref("image"),
+                    "resources": ref("resources"),
+                    "tokenSecret": SECRET,
+                    "hubEndpoint": _URL,
+                    "s3": closed({"endpoint": _URL, "region": string("^[a-z0-9-]+$"), "secret": SECRET}),
+                    "gcs": closed({"endpoint": _URL, "secret": SECRET}),
+                    "proxy": _URL,
+                    "noProxy": string(),
+                    "ca": closed({"configMap": SECRET, "key": string("^[-._a-zA-Z0-9]+$")}),
+                    "pod": ref("pod"),
+                }
+            ),
         }
     )
 
@@ -258,6 +346,7 @@ def _redis() -> Schema:
             "resources": ref("resources"),
             "externalUrlSecret": SECRET,
             "externalPort": integer(1, 65535),
+            "pod": ref("pod"),
         }
     )
 
@@ -280,6 +369,7 @@ def _state() -> Schema:
             "resources": ref("resources"),
             "externalUrlSecret": SECRET,
             "externalPort": integer(1, 65535),
+            "pod": ref("pod"),
         }
     )
 
@@ -287,7 +377,13 @@ def _state() -> Schema:
 def _edge() -> dict[str, Schema]:
     """How traffic comes in and who may go where."""
     host = closed({"host": string(), "path": string("^/")}, ("host",))
-    policy = {"enabled": BOOLEAN, **{name: array(ref("peer")) for name in ("clients", "monitoring", "dns", "apiServer")}}
+    policy = {
+        "enabled": BOOLEAN,
+        **{name: array(ref("peer")) for name in ("clients", "monitoring", "dns", "apiServer")},
+        "monitoringNamespaces": ANY_OBJECT,
+        "apiServerPorts": array(integer(1, 65535), least=1),
+        **{name: array(ANY_OBJECT) for name in ("extraIngress", "extraEgress")},
+    }
     return {
         "ingress": closed(
             {
@@ -326,6 +422,7 @@ def _top() -> dict[str, Schema]:
         "global": ANY_OBJECT,  # what Helm gives to subcharts
         "nameOverride": string(_NAME),
         "fullnameOverride": string(_NAME),
+        "commonLabels": ref("labels"),
         "image": closed(image),
         "models": array(ref("model"), least=1),
         "drainSeconds": integer(1, 86400),
@@ -345,7 +442,9 @@ def _top() -> dict[str, Schema]:
         "modelCache": _model_cache(),
         **_edge(),
         "monitoring": _monitoring(),
-        "tests": closed({"enabled": BOOLEAN, "keySecret": SECRET, "image": ref("image")}),
+        "tests": closed({"enabled": BOOLEAN, "keySecret": SECRET, "image": ref("image"), "pod": ref("pod")}),
+        "pod": ref("pod"),
+        "extraObjects": array({"type": ["object", "string"]}),
     }
 
 

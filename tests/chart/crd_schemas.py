@@ -248,7 +248,30 @@ LEADER_WORKER_SET = resource(
         ),
     ),
 )
+ROUTE = resource(
+    "route.openshift.io/v1",
+    "Route",
+    fields(
+        ("to",),
+        host={"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"},
+        path={"type": "string", "pattern": "^/"},
+        to=fields(
+            ("kind", "name"), kind=one_of("Service"), name=STRING, weight={"type": "integer", "minimum": 0, "maximum": 256}
+        ),
+        port=fields(("targetPort",), targetPort=INT_OR_STRING),
+        tls=fields(
+            ("termination",),
+            termination=one_of("edge", "reencrypt", "passthrough"),
+            insecureEdgeTerminationPolicy=one_of("None", "Allow", "Redirect"),
+            certificate=STRING,
+            key=STRING,
+            caCertificate=STRING,
+            destinationCACertificate=STRING,
+        ),
+        wildcardPolicy=one_of("None", "Subdomain"),
+    ),
+)
 SCHEMAS: dict[tuple[str, str], Schema] = {
     (schema["properties"]["apiVersion"]["const"], schema["properties"]["kind"]["const"]): schema
-    for schema in (SERVICE_MONITOR, POD_MONITOR, PROMETHEUS_RULE, SCALED_OBJECT, HTTP_ROUTE, LEADER_WORKER_SET)
+    for schema in (SERVICE_MONITOR, POD_MONITOR, PROMETHEUS_RULE, SCALED_OBJECT, HTTP_ROUTE, LEADER_WORKER_SET, ROUTE)
 }

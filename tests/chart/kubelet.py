@@ -100,8 +100,9 @@ class Machine:
         """A word of a command or a variable's value, with this machine's addresses, ports and folders."""
         text = text.replace("0.0.0.0", HOST)
         text = ADDRESS.sub(self._address, text)
-        for mount, folder in self._mounts(pod).items():
-            text = re.sub(rf"(?<![\w/]){re.escape(mount)}(?![\w])", str(folder), text)
+        if mounts := self._mounts(pod):  # at once: a folder here may begin as a mount's path does
+            paths = "|".join(map(re.escape, mounts))
+            text = re.sub(rf"(?<![\w/])({paths})(?![\w])", lambda match: str(mounts[match[1]]), text)
         text = re.sub(rf"(?<![\w/]){re.escape(IMAGE_ROOT)}", f"{REPO}/", text)
         return str(self.ports.get((pod.component, int(text)), text)) if text.isdecimal() else text
 
@@ -175,7 +176,8 @@ def _read_only(writable: list[Path]) -> list[str]:
     this process may not make mounts."""
     probe = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
     binds = "".join(f'mount --bind "{path}" "{path}" && ' for path in writable)
-    locked = "".join(f"mount -o remount,bind,ro {path} && " for path in _file_systems())
+    gone = "2>/dev/null || ! test -d"  # what other programs have mounted meanwhile comes and goes
+    locked = "".join(f"{{ mount -o remount,bind,ro {path} {gone} {path}; }} && " for path in _file_systems())
     allowed = shutil.which("unshare") and subprocess.run([*probe, "mount --bind / /mnt"], capture_output=True).returncode == 0
     return [*probe, f'{binds}{locked}exec "$@"', "sh"] if allowed else []
 

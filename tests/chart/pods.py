@@ -41,13 +41,12 @@ class PodTemplate:
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
     def container(self) -> dict[str, Any]:
-        """The one that is not an init container."""
-        (only,) = self.spec["containers"]
-        return dict(only)
+        """The chart's own: before sidecars, after init containers."""
+        return dict(self.spec["containers"][0])
 
     def ports(self) -> dict[str, int]:
-        """Name → number, over all containers."""
-        return {port["name"]: port["containerPort"] for each in self.containers() for port in each.get("ports", [])}
+        """Name → number, of the chart's own container."""
+        return {port["name"]: port["containerPort"] for port in self.container().get("ports", [])}
 
 
 def pods(release: Release) -> list[PodTemplate]:

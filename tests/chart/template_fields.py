@@ -299,6 +299,60 @@ WORKERS: dict[str, Case] = {
             OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
         },
     ),
+    "a slice of a GPU": (
+        {"worker": {**GPU["worker"], "gpuResource": "nvidia.com/mig-3g.40gb", "strategy": {"maxSurge": "50%"}}},
+        {
+            WORKER: {
+                container("worker", "resources limits nvidia.com/mig-3g.40gb"): 1,
+                container("worker", "resources limits nvidia.com/gpu"): ABSENT,
+                container("worker", "image"): "rootstock/worker:0.1.0-cuda",
+                POD + "tolerations 0 key": "nvidia.com/gpu",  # of the whole node
+                "spec strategy rollingUpdate": {"maxSurge": "50%", "maxUnavailable": 1},
+            },
+            OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
+        },
+    ),
+    "another's GPU, and an executor and an image that are said": (
+        {"worker": {**GPU["worker"], "gpuResource": "amd.com/gpu", "executor": "cpu", "image": {"tag": "rocm"}}},
+        {
+            WORKER: {
+                container("worker", "resources limits amd.com/gpu"): 1,
+                container("worker", "image"): "rootstock/worker:rocm",
+                POD + "tolerations 0 key": "amd.com/gpu",
+                container("worker", "env ROOTSTOCK_NUM_THREADS="): ABSENT,
+            },
+            OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cpu"},
+        },
+    ),
+    "devices by claim": (
+        VARIANTS["devices-of-each-kind"],
+        {
+            WORKER: {
+                container("worker", "resources claims"): [{"name": "gpu"}, {"name": "nic"}, {"name": "shared"}],
+                POD + "resourceClaims gpu= resourceClaimTemplateName": f"{FULL}-worker-demo-85141346",
+                POD + "resourceClaims nic= resourceClaimTemplateName": "nics",
+                POD + "resourceClaims shared=": {"name": "shared", "resourceClaimName": "one-gpu"},
+                POD + "tolerations 0 key": "nvidia.com/gpu",
+            },
+            OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cuda"},
+            f"ResourceClaimTemplate/{FULL}-worker-demo-85141346": {
+                "spec spec devices requests 0 exactly": {
+                    "deviceClassName": "gpu.nvidia.com",
+                    "selectors": [{"cel": {"expression": "device.attributes['gpu.nvidia.com'].mig"}}],
+                }
+            },
+        },
+    ),
+    "replaced at once, or by hand": (
+        {
+            "gateway": {"strategy": {"type": "Recreate"}},
+            "worker": {"kind": "StatefulSet", "strategy": {"type": "OnDelete"}, "replicas": 2},
+        },
+        {
+            GATEWAY: {"spec strategy": {"type": "Recreate"}},
+            f"StatefulSet/{FULL}-worker-demo": {"spec updateStrategy": {"type": "OnDelete"}},
+        },
+    ),
     "memory, loading and rights": (
         {
             "worker": {"sharedMemory": "8Gi", "startupSeconds": 1200, "deletionCost": False},
@@ -402,7 +456,18 @@ WORKERS: dict[str, Case] = {
         },
     ),
     "prompts computed apart": (
-        merged(VARIANTS["apart"], {"worker": {"resources": GPU_RESOURCES, "gpus": 1, "nodeSelector": {"a": "b"}}}),
+        merged(
+            VARIANTS["apart"],
+            {
+                "worker": {
+                    "resources": GPU_RESOURCES,
+                    "gpus": 1,
+                    "nodeSelector": {"a": "b"},
+                    "tolerations": [{"key": "c", "operator": "Exists"}],
+                    "prefill": {"podAnnotations": {"d": "e"}, "pod": {"schedulerName": "f"}, "strategy": {"maxSurge": 1}},
+                }
+            },
+        ),
         {
             PREFILL: {
                 "spec replicas": 2,
@@ -413,9 +478,15 @@ WORKERS: dict[str, Case] = {
                 container("worker", "resources limits nvidia.com/gpu"): 1,
                 container("worker", "resources requests memory"): "32Gi",
                 POD + "nodeSelector": {"a": "b"},
+                POD + "tolerations 0 key": "c",
+                POD + "schedulerName": "f",
+                "spec template metadata annotations d": "e",
+                "spec strategy rollingUpdate": {"maxSurge": 1, "maxUnavailable": 1},
                 POD + "serviceAccountName": f"{FULL}-worker",
             },
             WORKER: {
+                POD + "schedulerName": ABSENT,
+                "spec strategy rollingUpdate maxSurge": 0,
                 "spec replicas": 3,
                 "spec template metadata labels rootstock.io/role": "decode",
                 "spec selector matchLabels rootstock.io/role": ABSENT,  # it may be switched on and off
@@ -628,6 +699,70 @@ BESIDES: dict[str, Case] = {
     "a claim that is there": (
         VARIANTS["existing-claim"],
         {WORKER: {VOLUME + "persistentVolumeClaim claimName": "weights"}},
+    ),
+    "a disk of each worker's own, and nothing that is shared": (
+        VARIANTS["fetched-by-pods"],
+        {
+            f"StatefulSet/{FULL}-worker-demo": {
+                POD + "initContainers 0 name": "fetch-model",
+                POD + "initContainers 0 image": "rootstock/tokenizer:0.1.0",  # a small one
+                POD + "initContainers 0 command": ["python", "-m", "services.shared.fetch", "/cache/demo", "org/demo"],
+                POD + "initContainers 0 volumeMounts cache= mountPath": "/cache",
+                POD + "initContainers 0 env MODEL_FILES=": ABSENT,
+                POD + "initContainers 1": ABSENT,
+                VOLUME: ABSENT,
+                container("worker", "env TRITON_CACHE_DIR= value"): "/cache/.cache/triton",
+                container("worker", "env FLASHINFER_WORKSPACE_BASE= value"): "/cache",
+            },
+            OF_WORKERS: {"data ROOTSTOCK_MODEL": "/cache/demo"},
+            **{
+                title: {
+                    POD + "initContainers 0 command": ["python", "-m", "services.shared.fetch", "/models/demo", "org/demo"],
+                    POD + "initContainers 0 env MODEL_FILES= value": "tokenizer",
+                    POD + "initContainers 0 volumeMounts models= readOnly": ABSENT,
+                    VOLUME + "emptyDir": {},
+                    POD + "containers 0 volumeMounts models= readOnly": True,
+                }
+                for title in (TOKENIZER, DETOKENIZER)
+            },
+        },
+    ),
+    "tokenizers that fetch, from a store that is said": (
+        VARIANTS["tokenizers-fetched"],
+        {
+            TOKENIZER: {
+                VOLUME + "emptyDir": {},
+                POD + "initContainers 0 env AWS_ENDPOINT_URL= value": "http://minio.storage.svc:9000",
+                POD + "initContainers 0 env AWS_REGION= value": "eu-1",
+                POD + "initContainers 0 env AWS_SECRET_ACCESS_KEY= valueFrom secretKeyRef name": "s3",
+                POD + "initContainers 0 env GCS_KEY= valueFrom secretKeyRef": {"name": "gcs", "key": "key.json"},
+                POD + "initContainers 0 env HF_ENDPOINT= value": "https://hub.example.com",
+                POD + "initContainers 0 env HTTPS_PROXY= value": "http://proxy.example.com:3128",
+                POD + "initContainers 0 env CA_FILE= value": "/etc/rootstock/ca/ca.crt",
+                POD + "volumes fetch-ca= configMap": {
+                    "name": "trusted",
+                    "items": [{"key": "ca-bundle.crt", "path": "ca.crt"}],
+                },
+            },
+            WORKER: {VOLUME + "persistentVolumeClaim claimName": MODELS, POD + "initContainers 0 name": "wait-for-model"},
+        },
+    ),
+    "a disk of the node, filled from the shared volume": (
+        VARIANTS["node-cache"],
+        {
+            WORKER: {
+                POD + "volumes cache= hostPath path": "/mnt/nvme/models",
+                POD + "initContainers copy-model= command": [
+                    "python",
+                    "-m",
+                    "services.shared.fetch",
+                    "/cache/demo",
+                    "/models/demo",
+                ],
+                POD + "initContainers copy-model= env": ABSENT,  # others may read what is there
+                container("worker", "volumeMounts cache= mountPath"): "/cache",
+            }
+        },
     ),
     "a folder of the node": (VARIANTS["host-path-cache"], {WORKER: {VOLUME + "hostPath path": "/srv/models"}}),
     "an image": (VARIANTS["image-volume"], {WORKER: {VOLUME + "image reference": "registry.example.com/models/demo:1"}}),

@@ -17,6 +17,7 @@ from tests.chart.variants import ALL, VARIANTS, model
 DNS = Party("dns", {"k8s-app": "kube-dns"}, {NAMESPACE_NAME: "kube-system"})
 SYSTEM = Party("another of kube-system", {"k8s-app": "metrics-server"}, {NAMESPACE_NAME: "kube-system"})
 PROMETHEUS = Party("prometheus", {"app": "prometheus"}, {NAMESPACE_NAME: "monitoring", "name": "monitoring"})
+OF_A_USER = Party("prometheus of a user", {"app.kubernetes.io/name": "prometheus"}, {NAMESPACE_NAME: "metrics"})
 CLIENT = Party("client", {"app": "chat"}, {NAMESPACE_NAME: "apps"})
 NEIGHBOUR = Party("neighbour", {"app": "other"}, {NAMESPACE_NAME: NAMESPACE})
 OTHER_RELEASE = Party(
@@ -26,10 +27,10 @@ OTHER_RELEASE = Party(
 )
 INTERNET = Party("internet", ip="203.0.113.7")
 NODE_DNS = Party("dns on the node", ip="169.254.20.10")
-OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
+OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, OF_A_USER, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
 ANY = "*"  # everybody outside
 SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 7103, 8000, 8001, 9101, 9102, 9103, 9104)
-PORTS = (22, 53, 80, 443, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
+PORTS = (22, 53, 5353, 80, 443, 3128, 9000, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
 
 REQUEST = {
     (ANY, "gateway", 8000),
@@ -41,13 +42,12 @@ REQUEST = {
     ("gateway", "gateway", 7005),
 }
 MEASURED = {"tokenizer": 9101, "detokenizer": 9102, "worker": 9103, "gateway": 9104}
-METRICS = {("prometheus", name, port) for name, port in MEASURED.items()}
-# Of kube-system nobody but the DNS server, whose labels differ among distributions, listens on 53.
-NAME_SERVERS = ("dns", "another of kube-system", "dns on the node")
+METRICS = {(source, name, port) for name, port in MEASURED.items() for source in ("prometheus", "prometheus of a user")}
 
 
 def names(*sources: str) -> set[tuple[str, str, int]]:
-    return {(source, target, 53) for source in sources for target in NAME_SERVERS}
+    """Where name servers are differs: in kube-system, on the node (NodeLocal DNSCache), at 5353 (OpenShift)."""
+    return {(source, ANY, port) for source in sources for port in (53, 5353)}
 
 
 NAMES = names("gateway", "worker", "test")
@@ -58,6 +58,7 @@ OF_PREFILL = {
     ("gateway", "prefill", 7003),
     ("prefill", "redis", 6379),
     ("prometheus", "prefill", 9103),
+    ("prometheus of a user", "prefill", 9103),
     ("prefill", ANY, 443),
     ("prefill", ANY, 6443),
     ("worker", "prefill", 7103),
@@ -93,6 +94,27 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         {"networkPolicy": {"monitoring": [{"podSelector": {"matchLabels": {"app": "other"}}}]}},
         WHOLE - METRICS | {("neighbour", target, port) for _, target, port in METRICS},
     ),
+    "prometheus of one namespace": (
+        {"networkPolicy": {"monitoringNamespaces": {"matchLabels": {NAMESPACE_NAME: "other"}}}},
+        WHOLE - {each for each in METRICS if each[0] == OF_A_USER.name},
+    ),
+    "names from one server": (
+        {"networkPolicy": {"dns": [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "kube-system"}}}]}},
+        WHOLE - NAMES | {(source, target, port) for source, _, port in NAMES for target in ("dns", "another of kube-system")},
+    ),
+    "another port of the API server, and what sidecars need": (
+        {
+            "networkPolicy": {
+                "apiServerPorts": [8080],
+                "extraEgress": [{"ports": [{"port": 4317}]}],
+                "extraIngress": [{"from": [{"podSelector": {"matchLabels": {"app": "other"}}}], "ports": [{"port": 9999}]}],
+            }
+        },
+        WHOLE - DELETION_COST
+        | {("worker", ANY, 8080)}
+        | {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")}
+        | {("neighbour", target, 9999) for target in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")},
+    ),
     "prompts are computed apart": (VARIANTS["apart"], WHOLE | OF_PREFILL | names("prefill")),
     "prompts are computed apart, with the control service": (
         merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": False}}),
@@ -100,6 +122,18 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         | {each for each in OF_PREFILL if each[1] != ANY}
         | names("prefill")
         | {("gateway", "worker", 7004), ("gateway", "prefill", 7004)},
+    ),
+    "pods that fetch": (
+        VARIANTS["fetched-by-pods"],
+        WHOLE - DELETION_COST
+        | {(source, ANY, 443) for source in ("tokenizer", "detokenizer", "worker")}
+        | names("tokenizer", "detokenizer"),
+    ),
+    "tokenizers that fetch, through a proxy": (
+        VARIANTS["tokenizers-fetched"],
+        WHOLE
+        | {(source, ANY, port) for source in ("tokenizer", "detokenizer", "prefetch") for port in (443, 3128, 9000)}
+        | names("tokenizer", "detokenizer", "prefetch"),
     ),
     "prefetch": (
         VARIANTS["prefetch"],
@@ -139,7 +173,8 @@ def test_the_graph_is_the_data_flow(case: str) -> None:
 def test_names_are_asked_over_udp_too_and_nothing_else_is() -> None:
     release = render({})
     found = edges(list(release.kind("NetworkPolicy")), parties(release), OUTSIDE, {(port, "UDP") for port in PORTS})
-    assert {(component(each.source), each.target, each.port) for each in found} == NAMES
+    told = {(component(each.source), each.target, each.port) for each in found}
+    assert told == {(source, each.name, port) for source, _, port in NAMES for each in OUTSIDE}
 
 
 def test_every_pod_is_policed_both_ways() -> None:

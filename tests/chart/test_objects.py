@@ -31,7 +31,8 @@ LABEL_VALUE = re.compile(r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
 IMAGE = re.compile(r"^[a-z0-9.\-/:]+?[a-z0-9](:[\w][\w.-]{0,127})?(@sha256:[0-9a-f]{64})?$")
 VERSION_LABELS = {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"}
 UNSAID = ("<no value>", "%!")  # what Go templates print of nothing, and of a verb without a value
-NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # Kubernetes knows image volumes from 1.31 on
+NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # Kubernetes knows image volumes from 1.31 on,
+NEEDS_NEWER |= {"claimed-devices", "devices-of-each-kind"}  # and resource.k8s.io/v1 from 1.34
 
 
 def test_there_is_a_values_file_for_each_way_that_the_docs_name() -> None:
@@ -385,6 +386,17 @@ def test_notes_say_what_to_type_next() -> None:
         yield from (f"left there: {word}" for word in UNSAID if word in release.notes)
 
     assert offences(law) == {}
+
+
+def test_notes_say_when_an_upgrade_is_a_cold_start() -> None:
+    cold = {name: "An upgrade replaces all workers of" in rendered(name).notes for name in ALL}
+    assert cold["defaults"] and cold["one-gpu"] and cold["stateful-set"] is False, "the set has two"
+    assert not cold["operators-overlay"], "its worker comes first"
+    said = rendered("claimed-devices").notes
+    assert "An upgrade replaces all workers of qwen3-8b at once" in said, "the other one has a slice to spare"
+    assert "qwen3-8b: 1 worker(s), on a GPU" in said and "at most 60 s (gateway.queueTimeoutSeconds)" in said
+    apart = rendered("apart-in-one-of-two-models").notes
+    assert "all workers of small at once" in apart, "the large one's that decode are three"
 
 
 def test_nothing_was_left_unsaid_by_a_template() -> None:

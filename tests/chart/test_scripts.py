@@ -1,4 +1,4 @@
-"""The Python that the chart's init containers, prefetch Job and test pods run, as they run it: python -c TEXT ARGUMENTS."""
+"""The Python that the chart's init containers and test pods run, as they run it: python -c TEXT ARGUMENTS."""
 
 from __future__ import annotations
 
@@ -21,31 +21,6 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=20, env={**os.environ, **environment}, check=False)
 
 
-class TestCopyModel:
-    def test_copies_once_and_again_after_a_change(self, tmp_path: Path) -> None:
-        source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"
-        (source / ".cache").mkdir(parents=True)
-        (source / ".cache" / "lock").write_text("")
-        (source / "model.safetensors").write_text("one")
-        target.parent.mkdir()
-        assert "copying" in run("copy_model", str(source), str(target)).stdout
-        assert (target / "model.safetensors").read_text() == "one"
-        assert not (target / ".cache").exists()
-        assert "up to date" in run("copy_model", str(source), str(target)).stdout
-        (source / "model.safetensors").write_text("three")
-        assert "copying" in run("copy_model", str(source), str(target)).stdout
-        assert (target / "model.safetensors").read_text() == "three"
-
-    def test_a_copy_cut_short_is_made_again(self, tmp_path: Path) -> None:
-        source, target = tmp_path / "a", tmp_path / "b"
-        source.mkdir()
-        target.mkdir()
-        (source / "model.safetensors").write_text("whole")
-        (target / "model.safetensors").write_text("who")
-        assert run("copy_model", str(source), str(target)).returncode == 0
-        assert (target / "model.safetensors").read_text() == "whole"
-
-
 class TestWaitForModel:
     def test_waits_for_the_mark_of_the_source_that_is_wanted(self, tmp_path: Path) -> None:
         (tmp_path / ".source").write_text("org/old")
@@ -64,53 +39,6 @@ class TestWaitForModel:
         for name in ("config.json", "tokenizer.json"):
             (tmp_path / name).write_text("{}")
         assert run("wait_for_model", str(tmp_path), "").returncode == 0
-
-
-class TestPrefetch:
-    HUB = """
-import time
-from pathlib import Path
-from types import SimpleNamespace
-class HfApi:
-    def model_info(self, name, *, revision, files_metadata):
-        files = [("config.json", 100), ("model.safetensors", 1_000_000_000), ("weights.bin", 7)]
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in files])
-def snapshot_download(name, *, revision, local_dir, allow_patterns):
-    assert "*.safetensors" in allow_patterns and not any(p.endswith((".bin", ".pt")) for p in allow_patterns)
-    if name == "org/gone":
-        raise OSError("404")
-    Path(local_dir).mkdir(parents=True, exist_ok=True)
-    (Path(local_dir) / "config.json").write_text(f"{name} {revision}")
-    if name == "org/large":
-        half = Path(local_dir) / ".cache" / "half"
-        half.parent.mkdir()
-        with half.open("wb") as file:
-            file.truncate(510_000_000)
-        time.sleep(0.5)  # the download: nothing else says that it lasts
-"""
-
-    def test_marks_what_is_whole_and_leaves_it(self, tmp_path: Path) -> None:
-        (tmp_path / "huggingface_hub.py").write_text(self.HUB)
-        a, b = tmp_path / "a", tmp_path / "b"
-        arguments = (str(a), "org/a", str(b), "org/b@v2")
-        assert run("prefetch", *arguments, PYTHONPATH=str(tmp_path)).returncode == 0
-        assert [(a / "config.json").read_text(), (b / "config.json").read_text()] == ["org/a None", "org/b v2"]
-        assert [(a / ".source").read_text(), (b / ".source").read_text()] == ["org/a", "org/b@v2"]
-        assert "downloading" not in run("prefetch", *arguments, PYTHONPATH=str(tmp_path)).stdout
-
-    def test_a_download_tells_how_far_it_has_come(self, tmp_path: Path) -> None:
-        (tmp_path / "huggingface_hub.py").write_text(self.HUB)
-        (tmp_path / "a").mkdir()
-        told = run("prefetch", str(tmp_path / "a"), "org/large", PYTHONPATH=str(tmp_path), PREFETCH_REPORT_S="0.05").stdout
-        assert "1.00 GB" in told and "50 %, 0.51 of 1.00 GB, " in told and " s left" in told
-
-    def test_a_failed_download_leaves_no_mark(self, tmp_path: Path) -> None:
-        (tmp_path / "huggingface_hub.py").write_text(self.HUB)
-        folder = tmp_path / "a"
-        folder.mkdir()
-        (folder / ".source").write_text("org/old")
-        assert run("prefetch", str(folder), "org/gone", PYTHONPATH=str(tmp_path)).returncode != 0
-        assert not (folder / ".source").exists()
 
 
 @contextmanager

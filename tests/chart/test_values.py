@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.chart.release import CHART, merged, refusal, render, title
-from tests.chart.variants import ALL, KEDA, SHARED_CACHE, model, values_of
+from tests.chart.variants import ALL, GPU_RESOURCES, KEDA, SHARED_CACHE, model, values_of
 
 Values = dict[str, Any]
 
@@ -68,6 +68,7 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
     ),
     "secret as a setting": (gateway(settings={"api_keys_file": "/keys"}), ("/gateway/settings", "'api_keys_file' not allowed")),
     "no replica": ({"tokenizer": {"replicas": 0}}, ("/tokenizer/replicas", "minimum: got 0, want 1")),
+    "source that is none": ({"models": [model(source="ftp://a/b")]}, ("/models/0/source", "does not match pattern")),
     "no model": ({"models": []}, ("/models", "minItems: got 0, want 1")),
     "model without a path": ({"models": [{"name": "a"}]}, ("/models/0", "missing property 'path'")),
     "model's name with a comma": ({"models": [model("a,b")]}, ("/models/0/name", "does not match pattern")),
@@ -78,6 +79,10 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
     "memory in words": (
         worker(resources={"limits": {"memory": "sixty-four gigs"}}),
         ("/worker/resources/limits/memory", "does not match pattern"),
+    ),
+    "variable of a service's own under another key": (
+        gateway(pod={"env": []}),
+        ("/gateway/pod", "additional properties 'env' not allowed"),
     ),
     "label that is none": (worker(podLabels={"team": "a b"}), ("/worker/podLabels/team", "does not match pattern")),
     "scale-to-zero of a front service": (
@@ -104,7 +109,19 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "disk of a Deployment": (worker(cacheSize="10Gi"), "which only worker.kind StatefulSet has; it is Deployment."),
     "disk without a source": (
         worker(kind="StatefulSet", cacheSize="10Gi"),
-        "worker.cacheSize needs something to copy from. Set modelCache.type and put the model's path below /models",
+        "worker.cacheSize or cacheVolume needs something to copy from. Set modelCache.type and put the model",
+    ),
+    "two caches": (
+        worker(kind="StatefulSet", cacheSize="10Gi", cacheVolume={"emptyDir": {}}),
+        "worker.cacheSize and worker.cacheVolume both say what its cache is.",
+    ),
+    "fetching to nowhere": (
+        {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source="org/a")]},
+        "modelCache.type pod has each worker fetch its model, which needs a source, a path below /models, and a disk",
+    ),
+    "tokenizers of nobody knows where": (
+        merged(SHARED_CACHE, {**cache(fetchTokenizers=True), "models": CACHED}),
+        "modelCache.fetchTokenizers needs to know where from. Set models[].source, or fetchTokenizers to false.",
     ),
     "prompts apart, of groups of hosts": (
         worker(kind="LeaderWorkerSet", prefill=PREFILL),
@@ -129,6 +146,50 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "variable of the chart": (
         gateway(extraEnv=[{"name": "HOME", "value": "/root"}]),
         "extraEnv sets HOME, which the chart points",
+    ),
+    "another volume of that name": (
+        worker(pod={"volumes": [{"name": "shm", "emptyDir": {}}]}),
+        "worker of model demo: pod.volumes has one that is called shm, as one of the chart's own is.",
+    ),
+    "mount of nothing": (
+        {"pod": {"volumeMounts": [{"name": "ca", "mountPath": "/ca"}]}},
+        "pod.volumeMounts mounts ca, and the pod has no such volume. Add it to pod.volumes.",
+    ),
+    "mount over the code": (
+        gateway(pod={"volumes": [{"name": "v", "emptyDir": {}}], "volumeMounts": [{"name": "v", "mountPath": "/app/"}]}),
+        "gateway: pod.volumeMounts mounts v at /app/, where the chart or the image has something of its own.",
+    ),
+    "sidecar of a service's name": (
+        {"tokenizer": {"pod": {"containers": [{"name": "tokenizer", "image": "a:1"}]}}},
+        "tokenizer of model demo: pod.containers or pod.initContainers has one that is called tokenizer, as another is.",
+    ),
+    "sidecar on a service's port": (
+        gateway(pod={"containers": [{"name": "proxy", "image": "a:1", "ports": [{"containerPort": 8000}]}]}),
+        "gateway: container proxy has port 8000 (no name), which is one of the chart's: Services would lead to it.",
+    ),
+    "share of what a sidecar does not request": (
+        gateway(autoscaling={"enabled": True}, pod={"containers": [{"name": "proxy", "image": "a:1"}]}),
+        "gateway: autoscaling.targetCPUPercent is a share of what all containers of a pod request, and proxy says no",
+    ),
+    "killed amid its drain": (
+        {"pod": {"terminationGracePeriodSeconds": 60}},
+        "pod.terminationGracePeriodSeconds is 60, and its drain needs 135: it would be killed amid requests.",
+    ),
+    "claim of nothing": (
+        worker(resources=GPU_RESOURCES, resourceClaims=[{"name": "gpu"}]),
+        "worker of model demo: resourceClaims: gpu has to say one of deviceClassName, resourceClaimTemplateName and",
+    ),
+    "two executors": (
+        worker(executor="cpu", settings={"executor": "fake"}),
+        "worker of model demo: executor is cpu, and settings.executor is fake. Remove the latter.",
+    ),
+    "strategy that a set does not have": (
+        worker(kind="StatefulSet", strategy={"type": "Recreate"}),
+        "worker of model demo: strategy.type is Recreate, which a StatefulSet does not have. Set it to RollingUpdate.",
+    ),
+    "a rollout that cannot begin": (
+        {"tokenizer": {"strategy": {"maxSurge": "0%"}}},
+        "tokenizer of model demo: strategy.maxSurge and maxUnavailable are both 0: no pod could come before one has gone",
     ),
     "requests wait longer than they live": (
         gateway(queueTimeoutSeconds=600),
@@ -233,8 +294,8 @@ def test_the_templates_refuse(case: str) -> None:
 
 
 def test_there_is_a_case_for_every_sentence() -> None:
-    """Of templates/_validate.tpl: a new check needs a case here."""
-    checks = (CHART / "templates" / "_validate.tpl").read_text().count("{{- fail ")
+    """Of templates/_validate*.tpl: a new check needs a case here."""
+    checks = sum(each.read_text().count("{{- fail ") for each in (CHART / "templates").glob("_validate*.tpl"))
     assert len(SENTENCES) == checks + 1, "two checks have two cases, that of the release's name is below"
 
 
@@ -270,7 +331,7 @@ def test_right_values_are_taken() -> None:
 def test_values_stay_readable() -> None:
     """One block per component, with the same keys in the same order."""
     text = (CHART / "values.yaml").read_text().splitlines()
-    assert len(text) < 300 and max(map(len, text)) <= 140
+    assert len(text) < 360 and max(map(len, text)) <= 140
 
 
 def test_components_have_the_same_keys_in_the_same_order() -> None:

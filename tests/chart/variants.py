@@ -73,6 +73,28 @@ KEDA: Values = merged(
 APART: Values = {"worker": {"replicas": 3, "prefill": {"replicas": 2}}}
 BOTH_SCALED: Values = {"worker": {"prefill": {"autoscaling": {"enabled": True}}}}
 
+OBJECT_LABELS: Values = {
+    "app.kubernetes.io/name": "rootstock",
+    "app.kubernetes.io/instance": "{{ .Release.Name }}",
+    "app.kubernetes.io/version": "{{ .Chart.AppVersion }}",
+    "app.kubernetes.io/managed-by": "{{ .Release.Service }}",
+    "helm.sh/chart": "{{ .Chart.Name }}-{{ .Chart.Version }}",
+}
+ROUTE: Values = {
+    "apiVersion": "route.openshift.io/v1",
+    "kind": "Route",
+    "metadata": {
+        "name": "{{ .Release.Name }}",
+        "labels": OBJECT_LABELS,
+        "annotations": {"haproxy.router.openshift.io/timeout": "20m"},
+    },
+    "spec": {
+        "to": {"kind": "Service", "name": '{{ include "rootstock.fullname" . }}-gateway'},
+        "port": {"targetPort": "http"},
+        "tls": {"termination": "edge", "insecureEdgeTerminationPolicy": "Redirect"},
+    },
+}
+
 VARIANTS: dict[str, Values] = {
     "two-models": TWO_MODELS,
     "stateful-set": {"worker": {"kind": "StatefulSet", "replicas": 2}},
@@ -134,6 +156,51 @@ VARIANTS: dict[str, Values] = {
     "named": {"nameOverride": "inference", "fullnameOverride": "acme-llm", "image": {"registry": "registry.example.com/mirror"}},
     "long-names": {
         "models": [model("an-organisation-with-a-name/a-model-whose-name-is-longer-than-any-label-may-be-v2.5-instruct-awq")]
+    },
+    "fetched-by-pods": {
+        "modelCache": {"type": "pod"},
+        "models": [model(path="/models/demo", source="org/demo")],
+        "worker": {"kind": "StatefulSet", "cacheSize": "20Gi", "gpus": 1, "resources": GPU_RESOURCES},
+    },
+    "tokenizers-fetched": merged(
+        SHARED_CACHE,
+        {
+            "modelCache": {
+                "pvc": {"accessMode": "ReadWriteOnce"},
+                "fetchTokenizers": True,
+                "prefetch": {
+                    "enabled": True,
+                    "hubEndpoint": "https://hub.example.com",
+                    "s3": {"endpoint": "http://minio.storage.svc:9000", "region": "eu-1", "secret": "s3"},
+                    "gcs": {"secret": "gcs"},
+                    "proxy": "http://proxy.example.com:3128",
+                    "ca": {"configMap": "trusted", "key": "ca-bundle.crt"},
+                    "pod": {"nodeSelector": {"disk": "fast"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+                },
+            },
+            "models": [model(path="/models/demo", source="s3://models/demo")],
+        },
+    ),
+    "node-cache": merged(
+        SHARED_CACHE,
+        {
+            "models": [model(path="/models/demo")],
+            "worker": {"cacheVolume": {"hostPath": {"path": "/mnt/nvme/models"}}, "gpus": 1, "resources": GPU_RESOURCES},
+        },
+    ),
+    "openshift": {
+        "pod": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
+        "extraObjects": [ROUTE],
+    },
+    "devices-of-each-kind": {
+        "worker": {
+            "resources": GPU_RESOURCES,
+            "resourceClaims": [
+                {"name": "gpu", "deviceClassName": "gpu.nvidia.com", "selectors": ["device.attributes['gpu.nvidia.com'].mig"]},
+                {"name": "nic", "resourceClaimTemplateName": "nics"},
+                {"name": "shared", "resourceClaimName": "one-gpu"},
+            ],
+        }
     },
     "everything": merged(merged(merged(merged(TWO_MODELS, HPA), MONITORING), ACCESS), TUNED),
 }

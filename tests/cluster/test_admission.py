@@ -26,6 +26,11 @@ OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes
         "networkPolicy": {"clients": [], "apiServer": []},  # the tests are no ingress
         "tracing": {"otlpEndpoint": ""},
     },
+    "operators-overlay": {  # no such class, no mirror that the proxy leads to, no second node for a worker that comes first
+        "image": {"pullPolicy": "IfNotPresent", "pullSecrets": []},
+        "gateway": {"priorityClassName": ""},
+        "networkPolicy": {"apiServerPorts": [443, 6443]},
+    },
     "scale-from-zero": {
         "gateway": {"autoscaling": {"minReplicas": 1}},
         "autoscaling": {"prometheusUrl": "http://prometheus-server.monitoring.svc:80"},
@@ -117,12 +122,23 @@ def test_it_starts_with_what_the_machine_has(cluster: Cluster, space: str, name:
 def overlay(name: str, values: Object) -> Object:
     models = []
     for each in values["models"]:
-        worker = {**each.get("worker", {}), "settings": FEW, "replicas": 1, "cacheSize": 0, "cacheStorageClass": ""}
+        own = {
+            key: value for key, value in each.get("worker", {}).items() if key not in ("gpus", "gpuResource", "resourceClaims")
+        }
+        worker = {**own, "settings": FEW, "replicas": 1, "cacheSize": 0, "cacheStorageClass": ""}
         if scaled := worker.get("autoscaling"):
             worker["autoscaling"] = {**scaled, "minReplicas": 1, "maxReplicas": 2}
         models.append({"name": each["name"], "path": DEMO, "worker": worker, "tokenizer": {"replicas": 1}})
     few: Object = dict.fromkeys(values["worker"].get("settings", {}))  # none of the file's own: they are a GPU's
-    worker = {"gpus": 0, "runtimeClassName": "", "nodeSelector": None, "resources": SMALL, "sharedMemory": "64Mi", "replicas": 1}
+    worker = {
+        "gpus": 0,
+        "runtimeClassName": "",
+        "nodeSelector": None,
+        "resources": SMALL,
+        "sharedMemory": "64Mi",
+        "replicas": 1,
+        "cacheSize": 0,
+    }
     common: Object = {
         "models": models,
         "modelCache": {"type": "none", "prefetch": {"enabled": False, "tokenSecret": ""}},
@@ -150,6 +166,8 @@ def prepare(release: Release, values: Object) -> None:
         secret(release, auth["apiKeysSecret"], {"keys.json": json.dumps({"keys": [{"name": "tests", "key": KEY}]})})
     if auth.get("controlTokenSecret"):
         secret(release, auth["controlTokenSecret"], {"token": "a token of the tests, thirty-two long"})
+    if password := values.get("state", {}).get("passwordSecret"):
+        secret(release, password, {"password": "letters0and0digits0of0the0tests"})
     account = values.get("serviceAccount", {})
     if not account.get("create", True):
         release.kubectl("create", "serviceaccount", account["name"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.faults.chart import CHART
 from tests.mutants.faults.core import CORE
 from tests.mutants.faults.exec import EXEC
+from tests.mutants.faults.fetch import FETCH
 from tests.mutants.faults.gateway import GATEWAY
 from tests.mutants.faults.grammar import GRAMMAR
 from tests.mutants.faults.kernels import KERNELS
@@ -31,6 +32,7 @@ AREAS: dict[str, tuple[str, ...]] = {
                 "values",
                 "pod_security",
                 "network_policies",
+                "overlay",
                 "settings",
                 "upgrade",
                 "images_rules",
@@ -38,6 +40,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         ),
         "tests/contracts/test_chart_schema.py",
     ),
+    "fetch": ("tests/services/shared/test_fetch.py",),
     "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "deterministic_kernels", *KERNELS_TOO)),
     "core": (
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
@@ -95,4 +98,4 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-FAULTS = (*CHART, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *PEERS, *WORKER)
+FAULTS = (*CHART, *FETCH, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *PEERS, *WORKER)

@@ -104,7 +104,7 @@ ROOTSTOCK_MODEL: {{ .model.path | quote }}
 ROOTSTOCK_PORT: "7003"
 ROOTSTOCK_METRICS_PORT: "9103"
 ROOTSTOCK_MODEL: {{ include "rootstock.worker.modelFolder" . | quote }}
-ROOTSTOCK_EXECUTOR: {{ ternary "cuda" "cpu" (gt (int .values.gpus) 0) }}
+ROOTSTOCK_EXECUTOR: {{ include "rootstock.worker.executor" . }}
 ROOTSTOCK_PROFILE_DIR: /tmp/profiles
 {{- if .root.Values.auth.controlTokenSecret }}
 ROOTSTOCK_CONTROL_HOST: "0.0.0.0"

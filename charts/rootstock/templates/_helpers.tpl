@@ -55,7 +55,9 @@ Names, labels, images. A "scope" is what most helpers take: a dict of
 {{- $apart := or $prefill.autoscaling.enabled (gt (int $prefill.replicas) 0) -}}
 {{- $pools = append $pools (dict "component" "worker" "mode" (ternary "decode" "both" $apart) "values" $values "model" $model) -}}
 {{- if $apart -}}
-{{- $own := mergeOverwrite (deepCopy $values) (deepCopy $prefill) -}}
+{{- $own := deepCopy $prefill -}}
+{{- range $key, $value := $prefill }}{{ if and (kindIs "slice" $value) (not $value) }}{{ $own = omit $own $key }}{{ end }}{{ end -}}
+{{- $own = mergeOverwrite (deepCopy $values) $own -}}
 {{- $pools = append $pools (dict "component" "worker" "pool" "prefill" "mode" "prefill" "values" $own "model" $model) -}}
 {{- end -}}
 {{- end -}}
@@ -95,6 +97,11 @@ rootstock.io/model: {{ .slug | quote }}
 
 {{/* Labels of an object. Takes a scope. */}}
 {{- define "rootstock.labels" -}}
+{{- $own := include "rootstock.labels.own" . | fromYaml -}}
+{{- mergeOverwrite (deepCopy .root.Values.commonLabels) $own | toYaml -}}
+{{- end }}
+
+{{- define "rootstock.labels.own" -}}
 {{ include "rootstock.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: rootstock
@@ -113,10 +120,18 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end }}
 
-{{/* Image of a scope's container: workers with GPUs have one of their own. */}}
+{{/* Image of a scope's container: the CUDA executor has one of its own. */}}
 {{- define "rootstock.componentImage" -}}
-{{- $variant := ternary "cuda" "" (gt (int (default 0 .values.gpus)) 0) -}}
+{{- $variant := ternary "cuda" "" (eq (include "rootstock.worker.executor" .) "cuda") -}}
 {{- include "rootstock.image" (dict "root" .root "image" .values.image "variant" $variant) -}}
+{{- end }}
+
+{{/* "true" if the pods of a scope are given a GPU, or look for one. */}}
+{{- define "rootstock.usesGpu" -}}
+{{- $values := default (dict) .values -}}
+{{- if hasKey $values "gpus" -}}
+{{- if or (gt (int $values.gpus) 0) (gt (len $values.resourceClaims) 0) (eq (include "rootstock.worker.executor" .) "cuda") }}true{{ end -}}
+{{- end -}}
 {{- end }}
 
 {{/* ServiceAccount of a scope: one for each component that has rights, one for all others. */}}

@@ -1,7 +1,19 @@
 {{/* The model cache in pods. All take a scope whose model says whether it lives there (`cached`). */}}
 
+{{/* "true" if the pods of a scope fetch their model themselves: workers to a disk of their own, the others tokenizer files. */}}
+{{- define "rootstock.fetches" -}}
+{{- $cache := .root.Values.modelCache -}}
+{{- if and .model.cached (or (eq $cache.type "pod") (and $cache.fetchTokenizers (ne .component "worker"))) }}true{{ end -}}
+{{- end }}
+
 {{- define "rootstock.modelVolume" -}}
-{{- if .model.cached -}}
+{{- if include "rootstock.fetches" . -}}
+{{- if ne .component "worker" }}
+- name: models
+  emptyDir: {}
+{{- end }}
+{{ include "rootstock.fetch.caVolume" .root }}
+{{- else if .model.cached -}}
 - name: models
   {{- with .root.Values.modelCache }}
   {{- if eq .type "pvc" }}
@@ -22,16 +34,142 @@
 {{- end }}
 
 {{- define "rootstock.modelMount" -}}
-{{- if .model.cached -}}
+{{- if and .model.cached (or (ne .component "worker") (not (include "rootstock.fetches" .))) -}}
 - name: models
   mountPath: {{ .root.Values.modelCache.mountPath }}
   readOnly: true
 {{- end }}
 {{- end }}
 
-{{/* Waits until the model is whole, so that a pod says "waiting for the model" instead of crashing. Runs in the component's image. */}}
+{{/* A container that fetches, but for its volumes. Takes {root, name, arguments, resources}: folders and sources by turns;
+resources, if not those of the Job. */}}
+{{- define "rootstock.fetch.container" -}}
+{{- $prefetch := .root.Values.modelCache.prefetch -}}
+name: {{ .name }}
+image: {{ include "rootstock.image" (dict "root" .root "image" $prefetch.image) }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+command:
+  - python
+  - -m
+  - services.shared.fetch
+  {{- range .arguments }}
+  - {{ . | quote }}
+  {{- end }}
+resources:
+  {{- toYaml (default $prefetch.resources .resources) | nindent 2 }}
+{{- end }}
+
+{{/* Where models come from, as services/shared/fetch reads it. Takes the root. */}}
+{{- define "rootstock.fetch.env" -}}
+{{- with .Values.modelCache.prefetch -}}
+- name: HOME
+  value: /tmp
+{{- with .tokenSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: token
+{{- end }}
+{{- with .hubEndpoint }}
+- name: HF_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+- name: AWS_REGION
+  value: {{ .s3.region | quote }}
+{{- with .s3.endpoint }}
+- name: AWS_ENDPOINT_URL
+  value: {{ . | quote }}
+{{- end }}
+{{- with .s3.secret }}
+{{- $secret := . }}
+{{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN" }}
+- name: {{ . }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ $secret }}
+      key: {{ . }}
+      {{- if eq . "AWS_SESSION_TOKEN" }}
+      optional: true
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- with .gcs.endpoint }}
+- name: GCS_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+{{- with .gcs.secret }}
+- name: GCS_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: key.json
+{{- end }}
+{{- if .proxy }}
+- name: HTTPS_PROXY
+  value: {{ .proxy | quote }}
+- name: HTTP_PROXY
+  value: {{ .proxy | quote }}
+- name: NO_PROXY
+  value: {{ .noProxy | quote }}
+{{- end }}
+{{- if .ca.configMap }}
+- name: CA_FILE
+  value: /etc/rootstock/ca/ca.crt
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "rootstock.fetch.caVolume" -}}
+{{- with .Values.modelCache.prefetch.ca }}
+{{- if .configMap -}}
+- name: fetch-ca
+  configMap:
+    name: {{ .configMap }}
+    items:
+      - {key: {{ .key }}, path: ca.crt}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "rootstock.fetch.caMount" -}}
+{{- if .Values.modelCache.prefetch.ca.configMap -}}
+- name: fetch-ca
+  mountPath: /etc/rootstock/ca
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* Fetches what the pod itself needs, before its service starts. */}}
+{{- define "rootstock.fetchModel" -}}
+{{- $worker := eq .component "worker" -}}
+{{- $folder := .model.path -}}
+{{- $resources := dict -}}
+{{- if $worker -}}
+{{- $folder = include "rootstock.worker.modelFolder" . -}}
+{{- else -}}
+{{- $resources = dict "requests" (dict "cpu" "50m" "memory" "64Mi") "limits" (dict "memory" "512Mi") -}}
+{{- end -}}
+{{ include "rootstock.fetch.container" (dict "root" .root "name" "fetch-model" "arguments" (list $folder .model.source) "resources" $resources) }}
+env:
+  {{- include "rootstock.fetch.env" .root | nindent 2 }}
+  {{- if $worker }}
+  {{- with include "rootstock.worker.makeRoom" . }}{{ . | nindent 2 }}{{ end }}
+  {{- else }}
+  - name: MODEL_FILES
+    value: tokenizer
+  {{- end }}
+volumeMounts:
+  - name: {{ ternary "cache" "models" $worker }}
+    mountPath: {{ ternary "/cache" .root.Values.modelCache.mountPath $worker }}
+  {{- with include "rootstock.fetch.caMount" .root }}{{ . | nindent 2 }}{{ end }}
+{{- end }}
+
+{{/* Fetches the model, or waits until it is whole, so that a pod says "waiting for the model" instead of crashing. Runs in the component's image. */}}
 {{- define "rootstock.waitForModel" -}}
-{{- if .model.cached -}}
+{{- if include "rootstock.fetches" . -}}
+{{ include "rootstock.fetchModel" . }}
+{{- else if .model.cached -}}
 name: wait-for-model
 image: {{ include "rootstock.componentImage" . }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -45,7 +183,6 @@ command:
 resources:
   requests: {cpu: 10m, memory: 32Mi}
   limits: {memory: 128Mi}
-{{ include "rootstock.containerSecurity" . }}
 volumeMounts:
   {{- with include "rootstock.modelMount" . }}{{ . | nindent 2 }}{{ end }}
 {{- end }}

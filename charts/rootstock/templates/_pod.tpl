@@ -3,21 +3,18 @@
 {{/* metadata: labels, annotations and the checksum by which changed settings start new pods. */}}
 {{- define "rootstock.pod.metadata" -}}
 labels:
-  {{- $own := include "rootstock.labels" . | fromYaml }}
+  {{- $own := include "rootstock.labels.own" . | fromYaml }}
   {{- if has .mode (list "prefill" "decode") }}{{ $_ := set $own "rootstock.io/role" .mode }}{{ end }}
-  {{- mergeOverwrite (deepCopy .values.podLabels) (omit $own "helm.sh/chart" "app.kubernetes.io/managed-by") | toYaml | nindent 2 }}
+  {{- omit $own "helm.sh/chart" "app.kubernetes.io/managed-by" | toYaml | nindent 2 }}
 annotations:
   checksum/config: {{ include "rootstock.config" . | sha256sum }}
   kubectl.kubernetes.io/default-container: {{ .component }}
   {{- with .model }}
   rootstock.io/model-name: {{ .name | quote }}
   {{- end }}
-  {{- with .values.podAnnotations }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
 {{- end }}
 
-{{/* What all of the chart's pods have: identity, Pod Security `restricted`, pull secrets. */}}
+{{/* What all of the chart's pods have: identity and pull secrets. _overrides.tpl has what values may change. */}}
 {{- define "rootstock.pod.common" -}}
 serviceAccountName: {{ include "rootstock.serviceAccount" . }}
 automountServiceAccountToken: {{ eq (include "rootstock.usesApi" .) "true" }}
@@ -26,77 +23,6 @@ enableServiceLinks: false
 imagePullSecrets:
   {{- range . }}
   - name: {{ . }}
-  {{- end }}
-{{- end }}
-securityContext:
-  runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile:
-    type: RuntimeDefault
-{{- end }}
-
-{{- define "rootstock.containerSecurity" -}}
-securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  runAsNonRoot: true
-  capabilities:
-    drop: [ALL]
-{{- end }}
-
-{{/* Where pods go. */}}
-{{- define "rootstock.pod.placement" -}}
-{{- include "rootstock.pod.places" . | trim -}}
-{{- end }}
-
-{{- define "rootstock.pod.places" -}}
-{{- with .values.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
-{{- with .values.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .values.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- $gpu := gt (int (default 0 .values.gpus)) 0 }}
-{{- $given := list }}
-{{- range .values.tolerations }}{{ $given = append $given (default "" .key) }}{{ end }}
-tolerations:
-  {{- with .values.tolerations }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
-  {{- if $gpu }}
-  - key: nvidia.com/gpu
-    operator: Exists
-    effect: NoSchedule
-  {{- end }}
-  {{- range $key := list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable" }}
-  {{- if not (has $key $given) }}
-  - key: {{ $key }}
-    operator: Exists
-    effect: NoExecute
-    tolerationSeconds: {{ $.values.nodeLostSeconds }}
-  {{- end }}
-  {{- end }}
-{{- if .values.topologySpread }}
-{{- $kind := default "Deployment" .values.kind }}
-topologySpreadConstraints:
-  {{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
-  - maxSkew: 1
-    topologyKey: {{ $key }}
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- include "rootstock.selector" $ | nindent 8 }}
-    {{- if ne $kind "LeaderWorkerSet" }}
-    matchLabelKeys: [{{ ternary "pod-template-hash" "controller-revision-hash" (eq $kind "Deployment") }}]  # old pods of a rollout do not count
-    {{- end }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -146,17 +72,13 @@ command: [python, -m, services.{{ .component }}]
 envFrom:
   - configMapRef:
       name: {{ include "rootstock.componentName" . }}
-{{ include "rootstock.containerSecurity" . }}
 {{ include "rootstock.preStop" . }}
 {{- end }}
 
-{{/* Variables that no ConfigMap can hold, before extraEnv. */}}
+{{/* Variables that no ConfigMap can hold. */}}
 {{- define "rootstock.env" -}}
 - name: HOME
   value: /tmp
-{{- with .values.extraEnv }}
-{{ toYaml . }}
-{{- end }}
 {{- end }}
 
 {{- define "rootstock.redisEnv" -}}

@@ -20,15 +20,24 @@
       {{- fail (printf "model %s: worker.%s is %d, and a worker of this version runs on one GPU of one host. Set it to 1; more workers (worker.replicas) share the load." $model.name $size (int (index $model.worker $size))) -}}
     {{- end -}}
   {{- end -}}
-  {{- if and (gt (int .worker.gpus) 0) (eq (dig "limits" "memory" "" .worker.resources | toString) "4Gi") -}}
+  {{- if and (include "rootstock.usesGpu" (dict "values" .worker)) (eq (dig "limits" "memory" "" .worker.resources | toString) "4Gi") -}}
     {{- fail (printf "model %s: worker.resources are those of the demo model on a CPU. Say what a worker with a GPU gets, e.g. requests {cpu: \"4\", memory: 32Gi} and limits {memory: 64Gi} (docs/kubernetes/sizing.md)." .name) -}}
   {{- end -}}
-  {{- if ne (toString .worker.cacheSize) "0" -}}
-    {{- if ne .worker.kind "StatefulSet" -}}
-      {{- fail (printf "model %s: worker.cacheSize is a volume for each pod, which only worker.kind StatefulSet has; it is %s. Change kind, or set cacheSize to 0." .name .worker.kind) -}}
-    {{- else if not .cached -}}
-      {{- fail (printf "model %s: worker.cacheSize needs something to copy from. Set modelCache.type and put the model's path below %s, or set cacheSize to 0." .name $.Values.modelCache.mountPath) -}}
-    {{- end -}}
+  {{- $size := toString .worker.cacheSize -}}
+  {{- if and (ne $size "0") .worker.cacheVolume -}}
+    {{- fail (printf "model %s: worker.cacheSize and worker.cacheVolume both say what its cache is. Set cacheSize to 0, or remove cacheVolume." .name) -}}
+  {{- end -}}
+  {{- if and (ne $size "0") (ne .worker.kind "StatefulSet") -}}
+    {{- fail (printf "model %s: worker.cacheSize is a volume for each pod, which only worker.kind StatefulSet has; it is %s. Change kind, or set cacheSize to 0." .name .worker.kind) -}}
+  {{- end -}}
+  {{- if and (or (ne $size "0") .worker.cacheVolume) (not .cached) -}}
+    {{- fail (printf "model %s: worker.cacheSize or cacheVolume needs something to copy from. Set modelCache.type and put the model's path below %s, or leave it out." .name $.Values.modelCache.mountPath) -}}
+  {{- end -}}
+  {{- if and (eq $.Values.modelCache.type "pod") (not (and .cached .source (or .worker.cacheVolume (ne $size "0")))) -}}
+    {{- fail (printf "model %s: modelCache.type pod has each worker fetch its model, which needs a source, a path below %s, and a disk: worker.cacheVolume, or with kind StatefulSet worker.cacheSize." .name $.Values.modelCache.mountPath) -}}
+  {{- end -}}
+  {{- if and $.Values.modelCache.fetchTokenizers .cached (not .source) -}}
+    {{- fail (printf "model %s: modelCache.fetchTokenizers needs to know where from. Set models[].source, or fetchTokenizers to false." .name) -}}
   {{- end -}}
 {{- end -}}
 {{- end }}
@@ -60,22 +69,6 @@
 {{- end }}
 
 {{- define "rootstock.validate.settings" -}}
-{{- $scopes := list (dict "at" "gateway" "values" .Values.gateway) -}}
-{{- range $model := include "rootstock.models" . | fromJsonArray -}}
-  {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
-    {{- $scopes = append $scopes (dict "at" (printf "%s of model %s" $component $model.name) "values" (index $model $component)) -}}
-  {{- end -}}
-{{- end -}}
-{{- range $scope := $scopes -}}
-  {{- range .values.extraEnv -}}
-    {{- if hasPrefix "ROOTSTOCK_" .name -}}
-      {{- fail (printf "%s: extraEnv sets %s. Settings of the services belong under `settings` (%s), or have a value of their own in values.yaml (drainSeconds, auth, redis, …)." $scope.at .name (trimPrefix "ROOTSTOCK_" .name | lower)) -}}
-    {{- end -}}
-    {{- if has .name (list "HOME" "XDG_CACHE_HOME") -}}
-      {{- fail (printf "%s: extraEnv sets %s, which the chart points at a folder that can be written. Use another variable." $scope.at .name) -}}
-    {{- end -}}
-  {{- end -}}
-{{- end -}}
 {{- $requestTimeout := default 600 .Values.gateway.settings.request_timeout_s -}}
 {{- if ge (float64 .Values.gateway.queueTimeoutSeconds) (float64 $requestTimeout) -}}
   {{- fail (printf "gateway.queueTimeoutSeconds (%v) must be less than gateway.settings.request_timeout_s (%v): a request that waits so long has no time to run. Raise request_timeout_s or lower queueTimeoutSeconds." .Values.gateway.queueTimeoutSeconds $requestTimeout) -}}
@@ -167,12 +160,12 @@
   {{- end -}}
   {{- if eq $cache.pvc.accessMode "ReadWriteOnce" -}}
     {{- range $model := $models -}}
-      {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
+      {{- range $component := ternary (list "worker") (list "tokenizer" "detokenizer" "worker") $cache.fetchTokenizers -}}
         {{- $values := index $model $component -}}
         {{- $many := ternary (gt (int $values.autoscaling.maxReplicas) 1) (gt (int $values.replicas) 1) $values.autoscaling.enabled -}}
         {{- $many = or $many (gt (int (dig "prefill" "replicas" 0 $values)) 0) (dig "prefill" "autoscaling" "enabled" false $values) -}}
         {{- if and $model.cached (or $many (gt (int (default 1 $values.hosts)) 1)) -}}
-          {{- fail (printf "model %s: modelCache.pvc.accessMode ReadWriteOnce is a volume of one node, but %s has several replicas. Set accessMode to ReadWriteMany, or one replica of everything on one node." $model.name $component) -}}
+          {{- fail (printf "model %s: modelCache.pvc.accessMode ReadWriteOnce is a volume of one node, but %s has several replicas. Set accessMode to ReadWriteMany, or one replica of everything on one node (tokenizers need no volume with fetchTokenizers)." $model.name $component) -}}
         {{- end -}}
       {{- end -}}
     {{- end -}}

@@ -10,13 +10,19 @@
 {{- end }}
 
 {{- define "rootstock.worker.hasDisk" -}}
-{{- if and (eq .values.kind "StatefulSet") (ne (toString .values.cacheSize) "0") }}true{{ end -}}
+{{- if or .values.cacheVolume (and (eq .values.kind "StatefulSet") (ne (toString .values.cacheSize) "0")) }}true{{ end -}}
 {{- end }}
 
 {{- define "rootstock.worker.env" -}}
 {{ include "rootstock.env" . }}
 - name: XDG_CACHE_HOME
   value: {{ ternary "/cache/.cache" "/tmp/cache" (eq (include "rootstock.worker.hasDisk" .) "true") }}
+{{- if and (include "rootstock.worker.hasDisk" .) (include "rootstock.usesGpu" .) }}
+- name: TRITON_CACHE_DIR
+  value: /cache/.cache/triton
+- name: FLASHINFER_WORKSPACE_BASE
+  value: /cache
+{{- end }}
 - name: ROOTSTOCK_WORKER_ID
   valueFrom:
     fieldRef:
@@ -47,27 +53,54 @@
 {{- $gpus := int .values.gpus -}}
 {{- $resources := deepCopy .values.resources -}}
 {{- if $gpus -}}
-{{- $_ := set $resources "limits" (set (default (dict) $resources.limits) "nvidia.com/gpu" $gpus) -}}
+{{- $_ := set $resources "limits" (set (default (dict) $resources.limits) .values.gpuResource $gpus) -}}
 {{- end -}}
+{{- $claims := list -}}
+{{- range .values.resourceClaims }}{{ $claims = append $claims (dict "name" .name) }}{{ end -}}
+{{- with $claims }}{{ $_ := set $resources "claims" . }}{{ end -}}
 {{- toYaml $resources -}}
+{{- end }}
+
+{{/* The pod's claims on devices, each by its own name. */}}
+{{- define "rootstock.worker.claims" -}}
+{{- range .values.resourceClaims }}
+- name: {{ .name }}
+  {{- if .resourceClaimName }}
+  resourceClaimName: {{ .resourceClaimName }}
+  {{- else }}
+  resourceClaimTemplateName: {{ default (include "rootstock.worker.claimTemplate" (dict "scope" $ "claim" .)) .resourceClaimTemplateName }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Name of the ResourceClaimTemplate that the chart makes. It cannot be changed, so its name follows what it says. Takes {scope, claim}. */}}
+{{- define "rootstock.worker.claimTemplate" -}}
+{{ include "rootstock.componentName" .scope }}-{{ .claim | toJson | sha256sum | trunc 8 }}
+{{- end }}
+
+{{/* What computes a worker's steps, and so what its image must bring along; empty: the scope is no worker's. */}}
+{{- define "rootstock.worker.executor" -}}
+{{- if hasKey .values "gpus" -}}
+{{- $derived := ternary "cuda" "cpu" (or (gt (int .values.gpus) 0) (gt (len .values.resourceClaims) 0)) -}}
+{{- coalesce .values.executor .values.settings.executor $derived -}}
+{{- end -}}
+{{- end }}
+
+{{/* A disk of the pod's own has no other readers; a node's may have. */}}
+{{- define "rootstock.worker.makeRoom" -}}
+{{- if not (hasKey .values.cacheVolume "hostPath") -}}
+- name: MAKE_ROOM
+  value: "true"
+{{- end }}
 {{- end }}
 
 {{/* From the shared cache to the pod's own disk. */}}
 {{- define "rootstock.worker.copyModel" -}}
-name: copy-model
-image: {{ include "rootstock.componentImage" . }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-command:
-  - python
-  - -c
-  - |
-    {{- .root.Files.Get "scripts/copy_model.py" | trim | nindent 4 }}
-  - {{ .model.path | quote }}
-  - {{ include "rootstock.worker.modelFolder" . | quote }}
-resources:
-  requests: {cpu: 100m, memory: 128Mi}
-  limits: {memory: 1Gi}
-{{ include "rootstock.containerSecurity" . }}
+{{ include "rootstock.fetch.container" (dict "root" .root "name" "copy-model" "arguments" (list (include "rootstock.worker.modelFolder" .) .model.path)) }}
+{{- with include "rootstock.worker.makeRoom" . }}
+env:
+  {{- . | nindent 2 }}
+{{- end }}
 volumeMounts:
   {{- with include "rootstock.modelMount" . }}{{ . | nindent 2 }}{{ end }}
   - name: cache
@@ -76,16 +109,16 @@ volumeMounts:
 
 {{- define "rootstock.worker.podSpec" -}}
 {{ include "rootstock.pod.common" . }}
-{{- with include "rootstock.pod.placement" . }}{{ . | nindent 0 }}{{ end }}
-{{- with .values.runtimeClassName }}
-runtimeClassName: {{ . }}
+{{- with include "rootstock.worker.claims" . }}
+resourceClaims:
+  {{- . | nindent 2 }}
 {{- end }}
 terminationGracePeriodSeconds: {{ include "rootstock.pod.gracePeriod" . }}
 {{- $disk := include "rootstock.worker.hasDisk" . }}
 {{- with include "rootstock.waitForModel" . }}
 initContainers:
   - {{- . | nindent 4 }}
-  {{- if $disk }}
+  {{- if and $disk (not (include "rootstock.fetches" $)) }}
   - {{- include "rootstock.worker.copyModel" $ | nindent 4 }}
   {{- end }}
 {{- end }}
@@ -130,7 +163,11 @@ volumes:
     emptyDir:
       medium: Memory
       sizeLimit: {{ .values.sharedMemory }}
-  {{- with include "rootstock.modelVolume" . }}{{ . | nindent 2 }}{{ end }}
+  {{- with include "rootstock.modelVolume" . | trim }}{{ . | nindent 2 }}{{ end }}
+  {{- with .values.cacheVolume }}
+  - name: cache
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   {{- if and .values.kvTlsSecret (ne .mode "both") }}
   - name: kv-tls
     secret:

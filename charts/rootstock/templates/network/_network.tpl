@@ -29,6 +29,10 @@ spec:
 - namespaceSelector:
     matchLabels:
       kubernetes.io/metadata.name: monitoring
+- namespaceSelector: {{ toJson .Values.networkPolicy.monitoringNamespaces }}
+  podSelector:
+    matchLabels:
+      app.kubernetes.io/name: prometheus
 {{- end -}}
 {{- end }}
 
@@ -44,11 +48,16 @@ spec:
 
 {{/* Egress that components share. Takes {root, values, component, redis, dns}. */}}
 {{- define "rootstock.egress.dns" -}}
-- to:
-    {{- toYaml .Values.networkPolicy.dns | nindent 4 }}
-  ports:
-    - {port: 53, protocol: UDP}
-    - {port: 53, protocol: TCP}
+- ports:
+    {{- range $port := list 53 5353 }}
+    {{- range list "UDP" "TCP" }}
+    - {port: {{ $port }}, protocol: {{ . }}}
+    {{- end }}
+    {{- end }}
+  {{- with .Values.networkPolicy.dns }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 
 {{- define "rootstock.egress.redis" -}}
@@ -58,6 +67,40 @@ spec:
 - ports:
     - port: {{ .Values.redis.externalPort }}
 {{- end }}
+{{- end }}
+
+{{/* To where models come from: 443, what endpoints and the proxy name, and the node's metadata for a role of Google's. */}}
+{{- define "rootstock.egress.fetch" -}}
+{{- $prefetch := .Values.modelCache.prefetch -}}
+{{- $ports := list 443 -}}
+{{- range compact (list $prefetch.hubEndpoint $prefetch.s3.endpoint $prefetch.gcs.endpoint $prefetch.proxy) -}}
+{{- $port := regexFind ":[0-9]+$" (urlParse .).host | trimPrefix ":" -}}
+{{- $ports = append $ports (int (default (ternary 80 443 (hasPrefix "http:" .)) $port)) -}}
+{{- end -}}
+- ports:
+    {{- range uniq $ports }}
+    - port: {{ . }}
+    {{- end }}
+{{- $google := false -}}
+{{- range .Values.models }}{{ if hasPrefix "gs://" (default "" .source) }}{{ $google = not $prefetch.gcs.secret }}{{ end }}{{ end -}}
+{{- if $google }}
+- to:
+    {{- range list "169.254.169.254/32" "169.254.169.252/32" }}
+    - ipBlock: {cidr: {{ . }}}
+    {{- end }}
+  ports:
+    - port: 80
+    - port: 988
+{{- end }}
+{{- end }}
+
+{{/* "true" if pods of a component fetch by themselves, of any model. Takes {root, component}. */}}
+{{- define "rootstock.anyFetches" -}}
+{{- $any := false -}}
+{{- range $model := include "rootstock.models" .root | fromJsonArray -}}
+{{- if include "rootstock.fetches" (dict "root" $.root "component" $.component "model" $model) }}{{ $any = true }}{{ end -}}
+{{- end -}}
+{{- if $any }}true{{ end -}}
 {{- end }}
 
 {{- define "rootstock.egress.otlp" -}}
@@ -70,8 +113,9 @@ spec:
 {{/* The API server is no pod: an address, or any address at its ports. */}}
 {{- define "rootstock.egress.api" -}}
 - ports:
-    - port: 443
-    - port: 6443
+    {{- range .Values.networkPolicy.apiServerPorts }}
+    - port: {{ . }}
+    {{- end }}
   {{- with .Values.networkPolicy.apiServer }}
   to:
     {{- toYaml . | nindent 4 }}
@@ -117,6 +161,9 @@ rootstock.io/role: decode
     {{- include "rootstock.egress.dns" .root | nindent 4 }}
     {{- if $api }}
     {{- include "rootstock.egress.api" .root | nindent 4 }}
+    {{- end }}
+    {{- if include "rootstock.anyFetches" (dict "root" .root "component" "worker") }}
+    {{- include "rootstock.egress.fetch" .root | nindent 4 }}
     {{- end }}
     {{- with include "rootstock.egress.otlp" .root }}{{ . | nindent 4 }}{{ end }}
 {{- end }}

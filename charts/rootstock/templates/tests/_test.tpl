@@ -1,17 +1,22 @@
 {{/* A pod of `helm test`. Takes {root, name, script, arguments}. */}}
 {{- define "rootstock.test" -}}
-{{- $scope := dict "root" .root "component" "test" -}}
+{{- $scope := dict "root" .root "component" "test" "values" .root.Values.tests -}}
 apiVersion: v1
 kind: Pod
-metadata:
-  name: {{ include "rootstock.fullname" .root }}-test-{{ .name }}
-  labels:
-    {{- include "rootstock.labels" $scope | nindent 4 }}
-  annotations:
-    helm.sh/hook: test
-    helm.sh/hook-delete-policy: before-hook-creation
-spec:
-  {{- include "rootstock.pod.common" $scope | nindent 2 }}
+{{ include "rootstock.pod.template" (dict "scope" $scope "metadata" (include "rootstock.test.metadata" (merge (dict "scope" $scope) .)) "spec" (include "rootstock.test.pod" (merge (dict "scope" $scope) .))) }}
+{{- end }}
+
+{{- define "rootstock.test.metadata" -}}
+name: {{ include "rootstock.fullname" .root }}-test-{{ .name }}
+labels:
+  {{- include "rootstock.labels" .scope | nindent 2 }}
+annotations:
+  helm.sh/hook: test
+  helm.sh/hook-delete-policy: before-hook-creation
+{{- end }}
+
+{{- define "rootstock.test.pod" -}}
+  {{- include "rootstock.pod.common" .scope | nindent 2 }}
   restartPolicy: Never
   containers:
     - name: test
@@ -26,7 +31,6 @@ spec:
         {{- range .arguments }}
         - {{ . | quote }}
         {{- end }}
-      {{- include "rootstock.containerSecurity" .root | nindent 6 }}
       env:
         - name: HOME
           value: /tmp

@@ -1,0 +1,136 @@
+{{/* What `pod` in the values gives to every pod, and a component's `pod` to its own. One template puts it on all of them. */}}
+
+{{/* Both as one JSON object: maps key by key without what is null, lists one behind the other (of the same name: the component's),
+else the component's, if it says something. A context that is null is not there. Takes a scope. */}}
+{{- define "rootstock.pod.overrides" -}}
+{{- $all := default (dict) .root.Values.pod -}}
+{{- $values := default (dict) .values -}}
+{{- $own := deepCopy (default (dict) $values.pod) -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" -}}
+{{- if hasKey $values $key }}{{ $_ := set $own $key (index $values $key) }}{{ end -}}
+{{- end -}}
+{{- range $key, $name := dict "labels" "podLabels" "annotations" "podAnnotations" "env" "extraEnv" -}}
+{{- if hasKey $values $name }}{{ $_ := set $own $key (index $values $name) }}{{ end -}}
+{{- end -}}
+{{- $out := dict -}}
+{{- range $key := list "env" "envFrom" "volumes" "volumeMounts" "initContainers" "containers" "tolerations" "hostAliases" "topologySpreadConstraints" -}}
+{{- $mine := default list (index $own $key) -}}
+{{- $names := list -}}
+{{- if has $key (list "env" "volumes" "initContainers" "containers") }}{{ range $mine }}{{ $names = append $names .name }}{{ end }}{{ end -}}
+{{- $merged := list -}}
+{{- range default list (index $all $key) }}{{ if not (has .name $names) }}{{ $merged = append $merged . }}{{ end }}{{ end -}}
+{{- $_ := set $out $key (concat $merged $mine | default list) -}}
+{{- end -}}
+{{- range $key := list "labels" "annotations" "nodeSelector" "securityContext" "containerSecurityContext" -}}
+{{- $merged := dict -}}
+{{- if not (and (hasKey $own $key) (kindIs "invalid" (index $own $key))) -}}
+{{- range $name, $value := mergeOverwrite (deepCopy (default (dict) (index $all $key))) (deepCopy (default (dict) (index $own $key))) -}}
+{{- if not (kindIs "invalid" $value) }}{{ $_ := set $merged $name $value }}{{ end -}}
+{{- end -}}
+{{- if eq $key "containerSecurityContext" -}}
+{{- $said := or (hasKey (default (dict) (index $all $key)) "readOnlyRootFilesystem") (hasKey (default (dict) (index $own $key)) "readOnlyRootFilesystem") -}}
+{{- if not (or $said (kindIs "invalid" (index $all $key))) -}}
+{{- $_ := set $merged "readOnlyRootFilesystem" (ne (include "rootstock.usesGpu" $) "true") -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $out $key $merged -}}
+{{- end -}}
+{{- range $key := list "affinity" "priorityClassName" "runtimeClassName" "schedulerName" "dnsPolicy" "dnsConfig" "terminationGracePeriodSeconds" -}}
+{{- $_ := set $out $key (default (index $all $key) (index $own $key)) -}}
+{{- end -}}
+{{- toJson $out -}}
+{{- end }}
+
+{{/* A pod template, or a whole pod: its metadata and its spec with everything of the values on top. Takes {scope, metadata, spec}:
+what the chart itself says of them, as YAML. The chart's own container is the first. */}}
+{{- define "rootstock.pod.template" -}}
+{{- $over := include "rootstock.pod.overrides" .scope | fromJson -}}
+{{- $metadata := fromYaml .metadata -}}
+{{- $spec := fromYaml .spec -}}
+{{- range list $metadata $spec }}{{ with .Error }}{{ fail . }}{{ end }}{{ end -}}
+{{- include "rootstock.validate.pod" (dict "scope" .scope "over" $over "spec" $spec) -}}
+{{- range $key := list "labels" "annotations" -}}
+{{- with mergeOverwrite (deepCopy (index $over $key)) (default (dict) (index $metadata $key)) }}{{ $_ := set $metadata $key . }}{{ end -}}
+{{- end -}}
+{{- $main := first $spec.containers -}}
+{{- $taken := dict -}}
+{{- range $over.volumes }}{{ $_ := set $taken .name true }}{{ end -}}
+{{- $volumes := list -}}
+{{- range default list $spec.volumes }}{{ if not (hasKey $taken .name) }}{{ $volumes = append $volumes . }}{{ end }}{{ end -}}
+{{- with concat $volumes $over.volumes }}{{ $_ := set $spec "volumes" . }}{{ end -}}
+{{- range $key := list "env" "volumeMounts" -}}
+{{- with concat (default list (index $main $key)) (index $over $key) }}{{ $_ := set $main $key . }}{{ end -}}
+{{- end -}}
+{{- /* Of two sources that have a variable the last one's counts: the chart's. */ -}}
+{{- with concat $over.envFrom (default list $main.envFrom) }}{{ $_ := set $main "envFrom" . }}{{ end -}}
+{{- with concat $over.initContainers (default list $spec.initContainers) }}{{ $_ := set $spec "initContainers" . }}{{ end -}}
+{{- $_ := set $spec "containers" (concat $spec.containers $over.containers) -}}
+{{- with $over.containerSecurityContext -}}
+{{- range concat (default list $spec.initContainers) $spec.containers -}}
+{{- if not (hasKey . "securityContext") }}{{ $_ := set . "securityContext" $over.containerSecurityContext }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- range $key := list "nodeSelector" "securityContext" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" "dnsPolicy" "dnsConfig" "hostAliases" -}}
+{{- with index $over $key }}{{ $_ := set $spec $key . }}{{ end -}}
+{{- end -}}
+{{- with int $over.terminationGracePeriodSeconds }}{{ $_ := set $spec "terminationGracePeriodSeconds" . }}{{ end -}}
+{{- with include "rootstock.pod.tolerations" (dict "scope" .scope "given" $over.tolerations) | fromYamlArray }}{{ $_ := set $spec "tolerations" . }}{{ end -}}
+{{- with default (include "rootstock.pod.spread" .scope | fromYamlArray) $over.topologySpreadConstraints }}{{ $_ := set $spec "topologySpreadConstraints" . }}{{ end -}}
+{{- dict "metadata" $metadata "spec" $spec | toYaml -}}
+{{- end }}
+
+{{/* YAML list. Takes {scope, given}: those of the values. Services leave nodes that are lost, and workers go where GPUs are. */}}
+{{- define "rootstock.pod.tolerations" -}}
+{{- $keys := list -}}
+{{- range .given }}{{ $keys = append $keys (default "" .key) }}{{ end -}}
+{{- $values := default (dict) .scope.values -}}
+{{- $all := .given -}}
+{{- if include "rootstock.usesGpu" .scope -}}
+{{- $key := ternary "nvidia.com/gpu" $values.gpuResource (or (hasPrefix "nvidia.com/" $values.gpuResource) (eq (int $values.gpus) 0)) -}}
+{{- $all = append $all (dict "key" $key "operator" "Exists" "effect" "NoSchedule") -}}
+{{- end -}}
+{{- if hasKey $values "nodeLostSeconds" -}}
+{{- range $key := list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable" -}}
+{{- if not (has $key $keys) -}}
+{{- $all = append $all (dict "key" $key "operator" "Exists" "effect" "NoExecute" "tolerationSeconds" $values.nodeLostSeconds) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $all -}}
+{{- end }}
+
+{{/* YAML list: over zones and nodes, as far as it goes. Takes a scope. */}}
+{{- define "rootstock.pod.spread" -}}
+{{- if not (dig "topologySpread" false (default (dict) .values)) -}}
+[]
+{{- else -}}
+{{- $kind := default "Deployment" .values.kind -}}
+{{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+- maxSkew: 1
+  topologyKey: {{ $key }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "rootstock.selector" $ | nindent 6 }}
+  {{- if ne $kind "LeaderWorkerSet" }}
+  matchLabelKeys: [{{ ternary "pod-template-hash" "controller-revision-hash" (eq $kind "Deployment") }}]  # old pods of a rollout do not count
+  {{- end }}
+{{- end }}
+{{- end -}}
+{{- end }}
+
+{{/* How pods are replaced: the strategy of a scope's Deployment, or what its StatefulSet or LeaderWorkerSet has for that. */}}
+{{- define "rootstock.strategy" -}}
+{{- $kind := default "Deployment" .values.kind -}}
+{{- $strategy := .values.strategy -}}
+{{- $pace := dict "maxUnavailable" $strategy.maxUnavailable -}}
+{{- if ne $kind "StatefulSet" }}{{ $_ := set $pace "maxSurge" $strategy.maxSurge }}{{ end -}}
+{{- $out := dict "type" $strategy.type -}}
+{{- if eq $kind "LeaderWorkerSet" -}}
+{{- $_ := set $out "rollingUpdateConfiguration" $pace -}}
+{{- else if and (eq $strategy.type "RollingUpdate") (or (eq $kind "Deployment") (ne (toString $strategy.maxUnavailable) "1")) -}}
+{{- $_ := set $out "rollingUpdate" $pace -}}
+{{- end -}}
+{{- toYaml $out -}}
+{{- end }}

@@ -1,0 +1,90 @@
+"""Answers over HTTP: redirects without tokens for others, certificates of one's own, and patience."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import os
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+TIMEOUT_S = 60.0
+Headers = Mapping[str, str]
+T = TypeVar("T")
+
+
+def patience_s() -> float:
+    """Without a byte, before it gives up."""
+    return float(os.environ.get("FETCH_PATIENCE_S", "300"))
+
+
+class SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows to other hosts, and out of TLS, without the token."""
+
+    def redirect_request(self, request: Any, fp: Any, code: Any, msg: Any, headers: Any, url: str) -> Any:
+        after = super().redirect_request(request, fp, code, msg, headers, url)
+        if after is not None and urllib.parse.urlsplit(url)[:2] == urllib.parse.urlsplit(request.full_url)[:2]:
+            for name, value in request.unredirected_hdrs.items():
+                after.add_unredirected_header(name, value)
+        return after
+
+
+@functools.cache
+def opener() -> urllib.request.OpenerDirector:
+    context = ssl.create_default_context()
+    if os.environ.get("CA_FILE"):
+        context.load_verify_locations(os.environ["CA_FILE"])
+    return urllib.request.build_opener(SameHost, urllib.request.HTTPSHandler(context=context))
+
+
+def ask(url: str, headers: Headers, body: bytes | None = None, method: str | None = None) -> Any:
+    """What is at a URL, files' ones too. Raises OSError or HTTPException; HTTPError with what the server said."""
+    request = urllib.request.Request(url, data=body, method=method)
+    for name, value in headers.items():
+        if name.lower() == "range":
+            request.add_header(name, value)
+        else:
+            request.add_unredirected_header(name, value)
+    try:
+        return opener().open(request, timeout=TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        error.msg = f"{error.msg} from {urllib.parse.urlsplit(url).netloc}: {error.read(500).decode(errors='replace')}"
+        raise
+
+
+def patiently(action: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
+    """Tries again what may pass, until nothing has moved for patience_s()."""
+    pause, since, before = 1.0, time.monotonic(), moved()
+    while True:
+        try:
+            return action()
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code not in (408, 429, 500, 502, 503, 504):
+                raise
+            if moved() != before:
+                pause, since, before = 1.0, time.monotonic(), moved()
+            if time.monotonic() - since > patience_s():
+                raise
+            print(f"again in {pause:.0f} s: {error}", flush=True)
+            time.sleep(min(pause, patience_s()))
+            pause = min(pause * 2, 30)
+
+
+def answer_json(url: str, headers: Headers, body: bytes | None = None) -> Any:
+    """Raises OSError."""
+
+    def once() -> Any:
+        with ask(url, headers, body) as answer:
+            return json.load(answer)
+
+    return patiently(once)
+
+
+def encoded(query: Mapping[str, str]) -> str:
+    return urllib.parse.urlencode(sorted(query.items()), quote_via=urllib.parse.quote, safe="-_.~")

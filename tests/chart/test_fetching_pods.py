@@ -1,0 +1,42 @@
+"""Pods that fetch their model themselves, as processes: exact commands and environment, against the hub's API on loopback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.chart.kubelet import Machine
+from tests.chart.pods import pod
+from tests.chart.release import REPO, merged, render
+from tests.chart.variants import VARIANTS
+from tests.services.shared.stores import Hub, serve
+
+DEMO = REPO / "models" / "demo"
+WEIGHTS = ".safetensors"
+START_S = 60.0
+
+
+def test_a_tokenizer_starts_from_small_files_and_a_worker_has_them_all(tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.suffix in (".json", ".jinja", WEIGHTS)}
+    with serve(Hub({"main": ("c1", files)}, "secret")) as hub:
+        url = hub.url.replace("127.0.0.1", "localhost")  # the machine takes names with dots for Services
+        worker = {"gpus": 0, "kind": "Deployment", "cacheSize": 0, "cacheVolume": {"emptyDir": {}}}
+        cache = {"modelCache": {"prefetch": {"hubEndpoint": url, "tokenSecret": "hub"}}, "worker": worker}
+        machine = Machine(render(merged(VARIANTS["fetched-by-pods"], cache)), tmp_path, {"hub": {"token": "secret"}})
+        for component in ("tokenizer", "worker"):
+            each = pod(machine.release, component)
+            (first,) = each.spec["initContainers"]
+            fetching = machine.start(each, first)
+            assert fetching.status_of_exit(START_S) == 0, fetching.text()
+    found = {
+        component: {path.name for path in (tmp_path / component / folder / "demo").iterdir()} - {".source"}
+        for component, folder in (("tokenizer", "models"), ("worker", "cache"))
+    }
+    small = {name for name in files if not name.endswith(WEIGHTS)}
+    assert found == {"tokenizer": small, "worker": set(files)} and small != set(files)
+    tokenizer = pod(machine.release, "tokenizer")
+    running = machine.start(tokenizer, tokenizer.container())
+    try:
+        running.wait_for("startupProbe", START_S)
+        running.wait_for("readinessProbe", START_S)
+    finally:
+        running.kill()

@@ -1,0 +1,34 @@
+"""Of what fetches models."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import of
+
+FOLDER = "services/shared/fetch"
+FETCH = (
+    *of(
+        "fetch",
+        f"{FOLDER}/download.py",
+        ('{"Range": f"bytes={held}-"} if held else {}', "{}"),
+        ("if size != file.size else file.wrong(part)", 'if size != file.size else ""'),
+        ("fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
+        ("            if other != partial:", "            if other == folder:"),
+        ("        if mark.is_file() and mark.read_text() == store.wanted:", "        if mark.is_file():"),
+        ("if not (partial / file.name).resolve().is_relative_to(partial.resolve()):", "if False:"),
+    ),
+    *of(
+        "fetch",
+        f"{FOLDER}/http_client.py",
+        ("if after is not None and", "if after is not None or"),
+        ("not in (408, 429, 500, 502, 503, 504)", "in (1,)"),
+    ),
+    *of("fetch", f"{FOLDER}/files.py", ('return "" if found == wanted else', 'return "" if found else')),
+    *of(
+        "fetch",
+        f"{FOLDER}/s3.py",
+        ('query["continuation-token"] =', 'query["token"] ='),
+        ('prefix.strip("/") + "/" if', 'prefix.strip("/") if'),
+        ("range(int(parts))", "range(1)"),
+    ),
+    *of("fetch", f"{FOLDER}/gcs.py", ('query["pageToken"] =', 'query["page"] ='), ('b"\\0\\1" +', 'b"\\0\\2" +')),
+)

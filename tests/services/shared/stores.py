@@ -1,0 +1,218 @@
+"""What models come from, on loopback: the hub's API, S3's and Google's, as far as services/shared/fetch asks. Bytes are cut
+or held back where a test says so."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+PART = 1 << 16  # of an object that was put in parts
+
+
+@dataclass
+class Asked:
+    method: str
+    path: str  # without its query
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class Answer:
+    status: int = 200
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    size: int | None = None  # of what was asked for, where the body is none
+
+
+@dataclass
+class Server:
+    """cut: path → how many bytes are sent before the connection ends, once. held: paths whose second half waits for `go`."""
+
+    answer: Callable[[Asked], Answer]
+    asked: list[Asked] = field(default_factory=list)
+    cut: dict[str, int] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    go: threading.Event = field(default_factory=threading.Event)
+    url: str = ""
+
+    def got(self, path: str) -> list[Asked]:
+        return [each for each in self.asked if each.path == path and each.method == "GET"]
+
+    def wait_for(self, path: str, seconds: float = 10) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.got(path):
+            assert time.monotonic() < deadline, f"nobody asked for {path}"
+            time.sleep(0.01)
+
+
+@contextmanager
+def serve(answer: Callable[[Asked], Answer], context: ssl.SSLContext | None = None) -> Iterator[Server]:
+    """context: of TLS."""
+    served = Server(answer)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            at = urllib.parse.urlsplit(self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            asked = Asked(self.command, urllib.parse.unquote(at.path), dict(urllib.parse.parse_qsl(at.query)), headers, body)
+            served.asked.append(asked)
+            self._send(asked, served.answer(asked))
+
+        do_POST = do_HEAD = do_GET
+
+        def _send(self, asked: Asked, answer: Answer) -> None:
+            body, status = answer.body, answer.status
+            if (wanted := asked.headers.get("range")) and status == 200:
+                body, status = body[int(wanted.removeprefix("bytes=").rstrip("-")) :], 206
+            self.send_response(status)
+            for name, value in answer.headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body) if answer.size is None else answer.size))
+            self.end_headers()
+            if asked.method == "HEAD":
+                return
+            if (cut := served.cut.pop(asked.path, None)) is not None:
+                self.wfile.write(body[:cut])
+                self.close_connection = True
+                return
+            half = len(body) // 2 if asked.path in served.held else len(body)
+            self.wfile.write(body[:half])
+            self.wfile.flush()
+            if half < len(body):
+                served.go.wait(20)
+                self.wfile.write(body[half:])
+
+        def handle_one_request(self) -> None:
+            try:
+                super().handle_one_request()
+            except ConnectionError:  # of who was killed
+                self.close_connection = True
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    if context:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    served.url = f"http{'s' if context else ''}://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield served
+    finally:
+        served.go.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@dataclass
+class Hub:
+    """commits: name of a revision → (commit, its files). elsewhere: where large files are, as a CDN has them."""
+
+    commits: dict[str, tuple[str, dict[str, bytes]]]
+    token: str = ""
+    elsewhere: str = ""
+
+    def __call__(self, asked: Asked) -> Answer:
+        if self.token and asked.headers.get("authorization") != f"Bearer {self.token}":
+            return Answer(401, b"gated: ask for access")
+        parts = asked.path.strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            commit, files = self.commits[parts[5]]
+            return Answer(body=json.dumps({"sha": commit, "siblings": [self._about(*each) for each in files.items()]}).encode())
+        commit, name = parts[3], "/".join(parts[4:])
+        (files,) = [files for known, files in self.commits.values() if known == commit]
+        if self.elsewhere and name.endswith(".safetensors"):
+            return Answer(302, headers={"Location": f"{self.elsewhere}/cdn/{name}"})
+        return Answer(body=files[name])
+
+    def _about(self, name: str, data: bytes) -> dict[str, Any]:
+        about: dict[str, Any] = {"rfilename": name, "size": len(data)}
+        about["blobId"] = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+        if name.endswith(".safetensors"):
+            about["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+        return about
+
+
+@dataclass
+class Bucket:
+    """S3's: objects by key, listed two at a time; those of `parts` were put in parts. access: the key that may."""
+
+    objects: dict[str, bytes]
+    parts: frozenset[str] = frozenset()
+    access: str = ""
+
+    def tag(self, key: str) -> str:
+        data = self.objects[key]
+        if key not in self.parts:
+            return hashlib.md5(data).hexdigest()
+        each = [hashlib.md5(data[at : at + PART]).digest() for at in range(0, len(data), PART)]
+        return f"{hashlib.md5(b''.join(each)).hexdigest()}-{len(each)}"
+
+    def __call__(self, asked: Asked) -> Answer:
+        if f"Credential={self.access}/" not in asked.headers.get("authorization", f"Credential={self.access}/"):
+            return Answer(403, b"<Error><Code>InvalidAccessKeyId</Code></Error>")
+        key = asked.path.partition("/")[2].partition("/")[2]
+        if "list-type" in asked.query:
+            return Answer(body=self._listed(asked.query))
+        if asked.headers.get("if-match", f'"{self.tag(key)}"') != f'"{self.tag(key)}"':
+            return Answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+        size = PART if asked.query.get("partNumber") == "1" and asked.method == "HEAD" else None
+        return Answer(body=self.objects[key], size=size, headers={"ETag": f'"{self.tag(key)}"'})
+
+    def _listed(self, query: dict[str, str]) -> bytes:
+        keys = [key for key in sorted(self.objects) if key.startswith(query["prefix"])]
+        first = int(query.get("continuation-token", "0"))
+        page = "".join(
+            f"<Contents><Key>{key}</Key><ETag>&quot;{self.tag(key)}&quot;</ETag><Size>{len(self.objects[key])}</Size></Contents>"
+            for key in keys[first : first + 2]
+        )
+        more = first + 2 < len(keys)
+        end = f"<IsTruncated>{str(more).lower()}</IsTruncated>" + (
+            f"<NextContinuationToken>{first + 2}</NextContinuationToken>" * more
+        )
+        return f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{page}{end}</ListBucketResult>'.encode()
+
+
+@dataclass
+class GoogleBucket:
+    objects: dict[str, bytes]
+    token: str
+
+    def __call__(self, asked: Asked) -> Answer:
+        if asked.headers.get("authorization") != f"Bearer {self.token}":
+            return Answer(401, b"no such token")
+        key = asked.path.partition("/o/")[2]
+        if key:
+            assert asked.query == {"alt": "media", "generation": "7"}
+            return Answer(body=self.objects[key])
+        keys = [key for key in sorted(self.objects) if key.startswith(asked.query["prefix"])]
+        first = int(asked.query.get("pageToken", "0"))
+        items = [
+            {
+                "name": key,
+                "size": str(len(data)),
+                "generation": "7",
+                "md5Hash": base64.b64encode(hashlib.md5(data).digest()).decode(),
+            }
+            for key, data in ((key, self.objects[key]) for key in keys[first : first + 2])
+        ]
+        page: dict[str, Any] = {"items": items}
+        if first + 2 < len(keys):
+            page["nextPageToken"] = str(first + 2)
+        return Answer(body=json.dumps(page).encode())

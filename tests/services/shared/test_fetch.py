@@ -1,0 +1,329 @@
+"""python -m services.shared.fetch against what models come from, as processes: whole or not there, whatever happens."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import importlib.util
+import json
+import os
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from services.local.ports import free_ports
+from services.shared.fetch.s3 import signed
+from tests.services.shared.stores import Answer, Asked, Bucket, GoogleBucket, Hub, serve
+
+LARGE = bytes(range(256)) * 4096  # a megabyte
+FILES = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}', "model.safetensors": LARGE, "weights.bin": b"a pickle"}
+LOADED = {"config.json", "tokenizer.json", "model.safetensors"}
+COMMAND = [sys.executable, "-m", "services.shared.fetch"]
+CLEAN = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+
+
+def fetch(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**CLEAN, "FETCH_PATIENCE_S": "2", **environment},
+    )
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def left_beside(folder: Path) -> set[str]:
+    return {path.name for path in folder.parent.iterdir()} - {folder.name, f".{folder.name}.lock"}
+
+
+class TestHub:
+    def test_a_model_is_fetched_once_with_a_token_that_no_other_host_sees(self, tmp_path: Path) -> None:
+        with serve(lambda asked: Answer(body=LARGE)) as elsewhere:
+            hub = Hub({"main": ("c1", FILES), "v2": ("c2", {"config.json": b"2"})}, "secret", elsewhere.url)
+            with serve(hub) as server:
+                arguments = (tmp_path / "a", "org/a", tmp_path / "b", "org/a@v2")
+                first = fetch(*arguments, HF_ENDPOINT=server.url, HF_TOKEN="secret")
+                assert first.returncode == 0, first.stderr
+                asked = len(server.asked)
+                again = fetch(*arguments, HF_ENDPOINT=server.url, HF_TOKEN="secret")
+                assert again.returncode == 0 and len(server.asked) == asked and "has org/a" in again.stdout
+        assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"org/a"}
+        assert held(tmp_path / "b") == {"config.json": b"2", ".source": b"org/a@v2"}
+        assert [each.headers.get("authorization") for each in elsewhere.asked] == [None]
+        assert left_beside(tmp_path / "a") == {"b", ".b.lock"}
+
+    def test_tokenizers_need_no_weights(self, tmp_path: Path) -> None:
+        with serve(Hub({"main": ("c1", FILES)})) as server:
+            assert fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, MODEL_FILES="tokenizer").returncode == 0
+        assert set(held(tmp_path / "a")) == {"config.json", "tokenizer.json", ".source"}
+        assert not server.got("/org/a/resolve/c1/model.safetensors")
+
+    def test_what_was_cut_goes_on_where_it_ended(self, tmp_path: Path) -> None:
+        path = "/org/a/resolve/c1/model.safetensors"
+        with serve(Hub({"main": ("c1", FILES)})) as server:
+            server.cut[path] = 300_000
+            assert fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url).returncode == 0
+        assert [each.headers.get("range") for each in server.got(path)] == [None, "bytes=300000-"]
+        assert held(tmp_path / "a")["model.safetensors"] == LARGE
+
+    def test_a_killed_one_leaves_nothing_to_read_and_is_gone_on_with(self, tmp_path: Path) -> None:
+        path, folder = "/org/a/resolve/c1/model.safetensors", tmp_path / "a"
+        with serve(Hub({"main": ("c1", FILES)})) as server:
+            server.held.add(path)
+            process = subprocess.Popen([*COMMAND, str(folder), "org/a"], env={**CLEAN, "HF_ENDPOINT": server.url})
+            try:
+                half = len(LARGE) // 2
+                deadline = time.monotonic() + 20
+                while sum(each.stat().st_size for each in tmp_path.glob(".a.*.partial/model.safetensors.part")) < half:
+                    assert time.monotonic() < deadline and process.poll() is None
+                    time.sleep(0.02)
+            finally:
+                process.kill()
+                process.wait()
+            server.held.clear()
+            assert not folder.exists()
+            (tmp_path / ".a.of-an-older-wish.partial").mkdir()
+            done = fetch(folder, "org/a", HF_ENDPOINT=server.url)
+            assert done.returncode == 0, done.stderr
+        assert server.got(path)[-1].headers["range"] == f"bytes={half}-"
+        assert held(folder)["model.safetensors"] == LARGE and left_beside(folder) == set()
+
+    def test_an_older_revision_is_whole_until_the_new_one_is_and_counts_for_nothing(self, tmp_path: Path) -> None:
+        folder = tmp_path / "a"
+        old = {"config.json": b"1", "model-00001.safetensors": LARGE, "model-00002.safetensors": LARGE}
+        with serve(Hub({"v1": ("c1", old), "v2": ("c2", FILES)})) as server:
+            assert fetch(folder, "org/a@v1", HF_ENDPOINT=server.url).returncode == 0
+            path = "/org/a/resolve/c2/model.safetensors"
+            server.held.add(path)
+            environment = {**CLEAN, "HF_ENDPOINT": server.url, "FETCH_REPORT_S": "0.05"}
+            process = subprocess.Popen([*COMMAND, str(folder), "org/a@v2"], env=environment, stdout=subprocess.PIPE, text=True)
+            try:
+                assert process.stdout is not None
+                told = next(line for line in process.stdout if " %, " in line)
+                assert held(folder) == {**old, ".source": b"org/a@v1"}
+                while "50 %, 0.00 of 0.00 GB" not in told:
+                    assert int(told.partition(" %")[0]) <= 50, told
+                    told = next(process.stdout)
+                server.go.set()
+                process.stdout.read()
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
+                process.wait()
+        assert set(held(folder)) == {*LOADED, ".source"} and left_beside(folder) == set()
+
+    def test_bytes_that_are_not_what_the_hub_says_are_never_published(self, tmp_path: Path) -> None:
+        hub = Hub({"main": ("c1", FILES)})
+        spoilt = lambda asked: Answer(body=b"x" * len(LARGE)) if asked.path.endswith(".safetensors") else hub(asked)  # noqa: E731
+        with serve(spoilt) as server:
+            said = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
+            assert said.returncode == 1 and "model.safetensors is not what the source says: its sha256 is" in said.stderr
+            assert not (tmp_path / "a").exists() and "Traceback" not in said.stderr
+            server.answer = hub
+            assert fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url).returncode == 0
+        assert held(tmp_path / "a")["model.safetensors"] == LARGE
+
+    def test_who_is_refused_reads_why(self, tmp_path: Path) -> None:
+        with serve(Hub({"main": ("c1", FILES)}, token="other")) as server:
+            said = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
+            assert (said.returncode, len(server.asked)) == (1, 1)
+        assert "HTTP Error 401" in said.stderr and "gated: ask for access" in said.stderr and "Traceback" not in said.stderr
+
+    def test_a_file_that_would_lie_elsewhere_is_refused(self, tmp_path: Path) -> None:
+        with serve(Hub({"main": ("c1", {"../../evil.json": b"{}"})})) as server:
+            said = fetch(tmp_path / "models" / "a", "org/a", HF_ENDPOINT=server.url)
+        assert said.returncode == 1 and "would lie outside of its folder" in said.stderr
+        assert not list(tmp_path.rglob("evil.json"))
+
+    @pytest.mark.needs("openssl")
+    def test_certificates_of_ones_own_are_trusted_besides(self, tmp_path: Path) -> None:
+        subject = ["-subj", "/CN=hub", "-addext", "subjectAltName=IP:127.0.0.1"]
+        made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out", "ca.pem"]
+        subprocess.run([*made, *subject], cwd=tmp_path, check=True, capture_output=True)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "key.pem")
+        with serve(Hub({"main": ("c1", FILES)}), context) as server:
+            refused = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
+            assert refused.returncode == 1 and "CERTIFICATE_VERIFY_FAILED" in refused.stderr
+            taken = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, CA_FILE=str(tmp_path / "ca.pem"))
+        assert taken.returncode == 0, taken.stderr
+
+    def test_a_proxy_is_asked_for_what_is_not_near(self, tmp_path: Path) -> None:
+        hub = Hub({"main": ("c1", FILES)})
+
+        def forwarded(asked: Asked) -> Answer:
+            return hub(Asked(asked.method, asked.path.removeprefix("//hub.example.com"), asked.query, asked.headers, asked.body))
+
+        with serve(forwarded) as proxy:
+            environment = {"HF_ENDPOINT": "http://hub.example.com", "HTTP_PROXY": proxy.url, "NO_PROXY": ".svc"}
+            assert fetch(tmp_path / "a", "org/a", **environment).returncode == 0
+        assert {each.headers["host"] for each in proxy.asked} == {"hub.example.com"}
+
+
+OBJECTS = {f"models/a/{name}": data for name, data in FILES.items()} | {"models/ab/config.json": b"another's"}
+
+
+class TestS3:
+    def test_a_signature_is_the_one_of_amazons_own_example(self) -> None:
+        """https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html, GET Bucket Lifecycle."""
+        now = datetime.datetime(2013, 5, 24, tzinfo=datetime.UTC)
+        access, secret = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+        headers = signed("GET", "https://examplebucket.s3.amazonaws.com/?lifecycle=", "us-east-1", access, secret, now=now)
+        assert headers["Authorization"].endswith("=fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543")
+
+    def test_a_prefix_is_fetched_page_by_page_and_checked_by_parts(self, tmp_path: Path) -> None:
+        bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"}), "me")
+        key = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
+        with serve(bucket) as server:
+            path = "/store/models/a/model.safetensors"
+            server.cut[path] = 70_000
+            said = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=server.url, **key)
+            assert said.returncode == 0, said.stderr
+            assert [each.headers.get("range") for each in server.got(path)] == [None, "bytes=70000-"]
+            stranger = fetch(
+                tmp_path / "b", "s3://store/models/a", AWS_ENDPOINT_URL=server.url, **{**key, "AWS_ACCESS_KEY_ID": "x"}
+            )
+            assert stranger.returncode == 1 and "InvalidAccessKeyId" in stranger.stderr
+            anybody = fetch(tmp_path / "c", "s3://store/models/a", AWS_ENDPOINT_URL=server.url)
+            assert anybody.returncode == 0, "a bucket that anybody may read"
+        assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"s3://store/models/a"}
+
+    @pytest.mark.parametrize("put_in_parts", [False, True])
+    def test_an_object_that_is_not_what_its_tag_says(self, tmp_path: Path, put_in_parts: bool) -> None:
+        bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"} if put_in_parts else ()))
+
+        def spoilt(asked: Asked) -> Answer:
+            answer = bucket(asked)
+            if asked.path.endswith(".safetensors") and asked.method == "GET":
+                answer.body = answer.body[:-1] + b"!"
+            return answer
+
+        with serve(spoilt) as server:
+            said = fetch(tmp_path / "a", "s3://store/models/a/", AWS_ENDPOINT_URL=server.url)
+        assert said.returncode == 1 and "model.safetensors is not what the source says: its MD5 is" in said.stderr
+        assert not (tmp_path / "a").exists()
+
+    def test_a_roles_keys_are_asked_for_with_the_pods_token(self, tmp_path: Path) -> None:
+        (tmp_path / "token").write_text("of the pod\n")
+        lent = "<AccessKeyId>lent</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>"
+        until = f"<Expiration>{datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}</Expiration>"
+        body = f'<A xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><Credentials>{lent}{until}</Credentials></A>'.encode()
+        with serve(lambda _: Answer(body=body)) as sts, serve(Bucket(OBJECTS, access="lent")) as server:
+            role = {"AWS_ROLE_ARN": "arn:aws:iam::1:role/r", "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token")}
+            where = {"AWS_ENDPOINT_URL": server.url, "AWS_ENDPOINT_URL_STS": sts.url}
+            said = fetch(tmp_path / "a", "s3://store/models/a", **role, **where)
+        assert said.returncode == 0, said.stderr
+        assert len(sts.asked) == 1 and sts.asked[0].body.endswith(b"&WebIdentityToken=of%20the%20pod")
+        assert {each.headers["x-amz-security-token"] for each in server.asked} == {"t"}
+
+    def test_a_server_of_others_takes_it(self, tmp_path: Path) -> None:
+        """moto: it lists, ranges and tags parts by itself."""
+        if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
+            pytest.skip("moto is not installed")
+        with moto() as url:
+            import boto3  # type: ignore[import-not-found, unused-ignore]
+
+            keys = {"aws_access_key_id": "me", "aws_secret_access_key": "mine", "region_name": "us-east-1"}
+            client = boto3.client("s3", endpoint_url=url, **keys)
+            client.create_bucket(Bucket="store")
+            for name, data in OBJECTS.items():
+                client.put_object(Bucket="store", Key=name, Body=data)
+            part = bytes(5 << 20)
+            upload = client.create_multipart_upload(Bucket="store", Key="models/a/large 1+1.safetensors")["UploadId"]
+            about = {"Bucket": "store", "Key": "models/a/large 1+1.safetensors", "UploadId": upload}
+            tags = [client.upload_part(**about, PartNumber=n, Body=body)["ETag"] for n, body in ((1, part), (2, b"the end"))]
+            parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+            client.complete_multipart_upload(**about, MultipartUpload={"Parts": parts})
+            key = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
+            said = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=url, **key)
+            assert said.returncode == 0, said.stderr
+        assert set(held(tmp_path / "a")) == {*LOADED, "large 1+1.safetensors", ".source"}
+        assert held(tmp_path / "a")["large 1+1.safetensors"] == part + b"the end"
+
+
+@contextmanager
+def moto() -> Iterator[str]:
+    (port,) = free_ports(1)
+    with subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
+                    break
+                except OSError:
+                    assert time.monotonic() < deadline and process.poll() is None
+                    time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+class TestGoogle:
+    @pytest.mark.needs("openssl")
+    def test_a_bucket_by_a_service_accounts_key(self, tmp_path: Path) -> None:
+        subprocess.run(
+            ["openssl", "genpkey", "-algorithm", "RSA", "-out", "key.pem"], cwd=tmp_path, check=True, capture_output=True
+        )
+        subprocess.run(["openssl", "pkey", "-in", "key.pem", "-pubout", "-out", "public.pem"], cwd=tmp_path, check=True)
+        with (
+            serve(lambda _: Answer(body=b'{"access_token": "t", "expires_in": 3600}')) as tokens,
+            serve(GoogleBucket(OBJECTS, "t")) as server,
+        ):
+            key = {"client_email": "me@example.com", "private_key": (tmp_path / "key.pem").read_text(), "token_uri": tokens.url}
+            said = fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=server.url, GCS_KEY=json.dumps(key))
+        assert said.returncode == 0, said.stderr
+        assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"gs://store/models/a"}
+        (asked,) = tokens.asked
+        text, _, signature = asked.body.decode().rpartition("assertion=")[2].partition("&")[0].rpartition(".")
+        (tmp_path / "text").write_text(text)
+        (tmp_path / "signature").write_bytes(base64.urlsafe_b64decode(signature + "=="))
+        verify = ["openssl", "dgst", "-sha256", "-verify", "public.pem", "-signature", "signature", "text"]
+        assert subprocess.run(verify, cwd=tmp_path, capture_output=True, text=True).stdout == "Verified OK\n"
+
+    def test_a_bucket_by_the_nodes_token(self, tmp_path: Path) -> None:
+        with (
+            serve(lambda _: Answer(body=b'{"access_token": "t", "expires_in": 3600}')) as node,
+            serve(GoogleBucket(OBJECTS, "t")) as server,
+        ):
+            host = node.url.removeprefix("http://")
+            assert fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=server.url, GCE_METADATA_HOST=host).returncode == 0
+        assert [each.headers["metadata-flavor"] for each in node.asked] == ["Google"]
+
+
+class TestFolder:
+    def test_a_copy_is_made_once_and_again_after_a_change(self, tmp_path: Path) -> None:
+        source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"
+        (source / ".cache").mkdir(parents=True)
+        (source / ".cache" / "lock").write_text("")
+        (source / "model.safetensors").write_text("one")
+        (source / "other.json").write_text("{}")
+        assert "is whole" in fetch(target, source).stdout
+        assert set(held(target)) == {"model.safetensors", "other.json", ".copied"}
+        assert f"has {source}" in fetch(target, source).stdout
+        (source / "model.safetensors").write_text("three")
+        (source / "other.json").unlink()
+        assert "is whole" in fetch(target, source).stdout
+        assert set(held(target)) == {"model.safetensors", ".copied"} and held(target)["model.safetensors"] == b"three"
+
+    def test_pods_of_one_node_copy_it_once(self, tmp_path: Path) -> None:
+        source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"
+        source.mkdir(parents=True)
+        (source / "model.safetensors").write_bytes(LARGE * 32)
+        processes = [subprocess.Popen([*COMMAND, target, source], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        told = [process.communicate(timeout=60)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0]
+        assert sorted("is whole" in each for each in told) == [False, False, True]
+        assert held(target)["model.safetensors"] == LARGE * 32
