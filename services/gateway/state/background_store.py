@@ -1,0 +1,410 @@
+"""Responses in the background, in the store: what is asked, what has come of it so far, and who is at it.
+
+    state:of:OWNER:ID                 hash    the response as it is shown, with its input, see redis_store.py: written when it is
+                                              asked for, with status queued, and when it is over
+    state:background:OWNER:ID         hash    order, prompt: what is asked; status; cancel; takes, taken, alive: gateways that had
+                                              it, since when the last one has, and when that was last heard of; pieces, decoded,
+                                              chars, shown, weights, numerics: how far it has come; bytes; told: of events
+    state:background:events:OWNER:ID  list    events by sequence number, as its streams have them
+    state:background:ids:OWNER:ID     string  output ids, 4 bytes each
+    state:background:texts:OWNER:ID   list    their text, a piece at a time, before anything is made of it
+    state:background:probs:OWNER:ID   list    their log probabilities, where they are wanted
+    state:background:open             zset    OWNER:ID of those that are not over, by the microsecond in which they were asked for
+    state:background:of:OWNER         zset    the same of one owner, by id
+    state:lease:background:OWNER:ID   string  who is at it, see lease.py
+    state:use:OWNER, state:size:OWNER         bytes of the response (ID) and of the rest (work:ID), as redis_store.py counts them
+
+begin() writes all at once, the lease too. What follows is written by who has the lease, in one script each: a piece (write()),
+and the end (finish()). Anybody may take a lease that has run out (take()); a client that cancels has it taken by force (seize()),
+which fences off whoever is at it; delete() removes all there is, so that nobody writes any more. Each write is numbered: one that
+comes again, since its answer was lost, is not written twice.
+
+What fails: a gateway dies: its leases run out, others go on from the last piece. A gateway is stopped and wakes up: its writes
+find another lease, or an end, and write nothing. The store dies: its append-only file has what was acknowledged; whoever has a
+response holds back what is new, see journal.py. Nobody comes until all of it expires: the record says queued, and without the
+rest it is told as failed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import orjson
+
+from rootstock.v1 import worker_pb2
+from services.gateway.request.choice_output import Progress
+from services.gateway.state.background_record import BackgroundOrder, Page, Piece, Status, Stored, order_of
+from services.gateway.state.lease import Lease, Leases
+from services.gateway.state.state_redis import READS, WRITES, StateRedis
+from services.shared.limits import MAX_BACKGROUND_BYTES
+
+SURVIVED_S = 60  # with one gateway: the takes before that one are forgotten
+FINISHING_S = 600  # behind its end in time, that what is kept of one may still be there for
+PAGE_EVENTS = 128
+
+_OPEN = "state:background:open"
+
+# KEYS: see _keys(); ARGV[1] is the lease's token.
+_ACCOUNTS = """
+local now = redis.call('TIME')
+local seconds = tonumber(now[1])
+local function size_of(name) return tonumber(redis.call('HGET', KEYS[11], name) or '0') end
+local function count(name, bytes, lives)
+  redis.call('HINCRBY', KEYS[11], '!', bytes - size_of(name))
+  if bytes > 0 then
+    redis.call('HSET', KEYS[11], name, bytes)
+    redis.call('ZADD', KEYS[10], seconds + lives, name)
+    for at = 10, 11 do
+      if redis.call('TTL', KEYS[at]) < lives then redis.call('EXPIRE', KEYS[at], lives) end
+    end
+  else
+    redis.call('HDEL', KEYS[11], name)
+    redis.call('ZREM', KEYS[10], name)
+  end
+end
+local function is_open(status) return status == 'queued' or status == 'in_progress' end
+local function events_from(first)
+  local bytes = 0
+  for at = first, #ARGV do
+    redis.call('RPUSH', KEYS[3], ARGV[at])
+    bytes = bytes + #ARGV[at]
+  end
+  return bytes
+end
+"""
+_BEGIN = (
+    WRITES
+    + _ACCOUNTS
+    + """
+local id, member, content, order, prompt = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+local ttl, most, most_bytes = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local most_open, lives = tonumber(ARGV[11]), tonumber(ARGV[12])
+if redis.call('EXISTS', KEYS[2]) == 1 then return 1 end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[10], '-inf', seconds, 'LIMIT', 0, 1000)) do count(name, 0, 0) end
+redis.call('ZREMRANGEBYSCORE', KEYS[8], '-inf', seconds - lives)
+if redis.call('ZCARD', KEYS[8]) >= most_open then return -1 end
+local work = #order + #prompt
+for at = 13, #ARGV do work = work + #ARGV[at] end
+if size_of('!') + #content + work > most_bytes or redis.call('ZCARD', KEYS[10]) + 2 > most then return 0 end
+redis.call('HSET', KEYS[9], 'c', content, 'v', 1)
+redis.call('EXPIRE', KEYS[9], math.max(ttl, lives))
+local told = events_from(13)
+redis.call('HSET', KEYS[2], 'order', order, 'prompt', prompt, 'status', 'queued', 'takes', 1, 'taken', seconds, 'alive', seconds)
+redis.call('HSET', KEYS[2], 'pieces', 0, 'decoded', 0, 'chars', 0, 'shown', 0, 'bytes', work, 'told', told)
+for at = 2, 3 do redis.call('EXPIRE', KEYS[at], lives) end
+redis.call('ZADD', KEYS[7], seconds * 1000000 + now[2], member)
+redis.call('ZADD', KEYS[8], seconds, id)
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+count(id, #content, math.max(ttl, lives))
+count('work:' .. id, work, lives)
+return 1
+"""
+)
+_WRITE = (
+    _ACCOUNTS
+    + """
+local number, status, id = tonumber(ARGV[2]), ARGV[3], ARGV[13]
+local most_work, most_bytes, lives = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
+local found = redis.call('HMGET', KEYS[2], 'status', 'pieces', 'bytes')
+if not is_open(found[1]) then return 'lost' end
+local pieces = tonumber(found[2])
+if pieces == number then return 1 end
+if pieces ~= number - 1 then return 'lost' end
+local more = #ARGV[10] + #ARGV[11] + #ARGV[12]
+for at = 17, #ARGV do more = more + #ARGV[at] end
+local bytes = tonumber(found[3]) + more
+if bytes > most_work then return -1 end
+if size_of('!') + more > most_bytes then return 0 end
+local told = events_from(17)
+if #ARGV[10] > 0 then redis.call('SETRANGE', KEYS[4], ARGV[9], ARGV[10]) end
+if #ARGV[11] > 0 then redis.call('RPUSH', KEYS[5], ARGV[11]) end
+if #ARGV[12] > 0 then redis.call('RPUSH', KEYS[6], ARGV[12]) end
+redis.call('HSET', KEYS[2], 'pieces', number, 'status', status, 'bytes', bytes, 'alive', seconds)
+redis.call('HINCRBY', KEYS[2], 'told', told)
+redis.call('HSET', KEYS[2], 'decoded', ARGV[4], 'chars', ARGV[5], 'shown', ARGV[6])
+if #ARGV[7] > 0 then redis.call('HSET', KEYS[2], 'weights', ARGV[7], 'numerics', ARGV[8]) end
+for at = 2, 6 do redis.call('EXPIRE', KEYS[at], lives) end
+count('work:' .. id, bytes, lives)
+return 1
+"""
+)
+_FINISH = (
+    _ACCOUNTS
+    + """
+local number, status, id, member, content = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local ttl, replay = tonumber(ARGV[7]), tonumber(ARGV[8])
+local found = redis.call('HMGET', KEYS[2], 'status', 'pieces', 'told')
+local pieces = tonumber(found[2])
+if found[1] == status and pieces == number then return 1 end
+if not is_open(found[1]) or pieces ~= number - 1 or redis.call('EXISTS', KEYS[9]) == 0 then return 'lost' end
+local told = tonumber(found[3]) + events_from(9)
+redis.call('HSET', KEYS[2], 'status', status, 'pieces', number)
+redis.call('HDEL', KEYS[2], 'order', 'prompt')
+redis.call('HSET', KEYS[9], 'c', content)
+redis.call('HINCRBY', KEYS[9], 'v', 1)
+redis.call('EXPIRE', KEYS[9], ttl)
+for at = 2, 3 do redis.call('EXPIRE', KEYS[at], replay) end
+redis.call('DEL', KEYS[4], KEYS[5], KEYS[6])
+redis.call('ZREM', KEYS[7], member)
+redis.call('ZREM', KEYS[8], id)
+count(id, #content, ttl)
+count('work:' .. id, told, replay)
+return 1
+"""
+)
+_TAKE = (
+    READS
+    + _ACCOUNTS
+    + """
+local found = redis.call('HMGET', KEYS[2], 'status', 'takes', 'taken', 'alive')
+if not is_open(found[1]) then
+  redis.call('ZREM', KEYS[7], ARGV[4])
+  redis.call('ZREM', KEYS[8], ARGV[5])
+  return 0
+end
+local held = redis.call('GET', KEYS[1])
+if held == ARGV[1] then return 1 end
+if held then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+local takes = 1
+if tonumber(found[4]) - tonumber(found[3]) < tonumber(ARGV[3]) then takes = 1 + tonumber(found[2]) end
+redis.call('HSET', KEYS[2], 'takes', takes, 'taken', seconds, 'alive', seconds)
+return 1
+"""
+)
+_KEEP = """
+local now = redis.call('TIME')
+local kept = {}
+for at = 1, #KEYS, 2 do
+  local token = ARGV[1 + (at + 1) / 2]
+  local held = redis.call('GET', KEYS[at])
+  local found = redis.call('HMGET', KEYS[at + 1], 'status', 'cancel')
+  if (found[1] == 'queued' or found[1] == 'in_progress') and not found[2] and (not held or held == token) then
+    redis.call('SET', KEYS[at], token, 'PX', ARGV[1])
+    redis.call('HSET', KEYS[at + 1], 'alive', now[1])
+    kept[#kept + 1] = 1
+  else
+    kept[#kept + 1] = 0
+  end
+end
+return kept
+"""
+_SEIZE = (
+    _ACCOUNTS
+    + """
+if not is_open(redis.call('HGET', KEYS[2], 'status')) then return 0 end
+redis.call('HSET', KEYS[2], 'cancel', 1)
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+)
+_LEAVE = """
+local held = redis.call('GET', KEYS[1])
+if (held and held ~= ARGV[1]) or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+redis.call('HINCRBY', KEYS[2], 'takes', -1)
+redis.call('DEL', KEYS[1])
+return 1
+"""
+_READ = """
+local ids = redis.call('GET', KEYS[4])
+return {
+  redis.call('HGETALL', KEYS[2]), redis.call('LRANGE', KEYS[3], 0, -1), ids or '',
+  redis.call('LRANGE', KEYS[5], 0, -1), redis.call('LRANGE', KEYS[6], 0, -1)
+}
+"""
+_FOLLOW = """
+return {
+  redis.call('HGET', KEYS[1], 'status') or '', redis.call('LLEN', KEYS[2]), redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[2])
+}
+"""
+_DELETE = (
+    _ACCOUNTS
+    + """
+local there = redis.call('DEL', KEYS[9])
+count(ARGV[3], 0, 0)
+count('work:' .. ARGV[3], 0, 0)
+redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6])
+redis.call('ZREM', KEYS[7], ARGV[2])
+redis.call('ZREM', KEYS[8], ARGV[3])
+return there
+"""
+)
+
+
+class Begun(Enum):
+    """Whether a response is there from here on."""
+
+    YES = auto()
+    STORE_FULL = auto()
+    TOO_MANY = auto()  # of the owner's are not over
+
+
+class Room(Enum):
+    """Whether a piece has been written."""
+
+    YES = auto()
+    STORE_FULL = auto()
+    TOO_LARGE = auto()
+
+
+_BEGUN = {1: Begun.YES, 0: Begun.STORE_FULL, -1: Begun.TOO_MANY}
+_ROOM = {1: Room.YES, 0: Room.STORE_FULL, -1: Room.TOO_LARGE}
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundLimits:
+    """ttl_s: seconds that a response is kept. replay_s: that its events are, once it is over. records, record_bytes: of an owner,
+    as of all responses. most_open: of an owner."""
+
+    ttl_s: int
+    replay_s: int
+    records: int
+    record_bytes: int
+    most_open: int
+
+
+class BackgroundStore:
+    """lease_s: from the last keep() on. Every method raises StoreAway; write() and finish() LeaseLost."""
+
+    def __init__(self, redis: StateRedis, lease_s: float, limits: BackgroundLimits) -> None:
+        self._redis = redis
+        self._leases = Leases(redis, lease_s)
+        self._lease_ms = int(lease_s * 1000)
+        self._limits = limits
+
+    async def begin(self, lease: Lease, order: BackgroundOrder, content: bytes, prompt: bytes, events: Sequence[bytes]) -> Begun:
+        """content: of its record. prompt: as Stored has it. The lease is its caller's from here on."""
+        limits = self._limits
+        asked = (order.id, order.member, content, order.dumped(), prompt)
+        room = (limits.ttl_s, limits.records, limits.record_bytes, limits.most_open, self._lives(order))
+        keys = _keys(order.owner, order.id)
+        found = await self._redis.call(_BEGIN, keys, lease.token, self._lease_ms, *asked, *room, *events)
+        return _BEGUN[found]
+
+    async def write(self, lease: Lease, order: BackgroundOrder, piece: Piece) -> Room:
+        """What does not fit is not written."""
+        weights = b"" if piece.weights is None else orjson.dumps(list(piece.weights))
+        said = (piece.decoded, piece.chars, piece.shown, weights, piece.numerics)
+        new = (piece.offset * array("I").itemsize, piece.ids, piece.text, piece.logprobs)
+        room = (order.id, MAX_BACKGROUND_BYTES, self._limits.record_bytes, self._lives(order))
+        keys = _keys(order.owner, order.id)[1:]
+        found = await self._leases.write(lease, _WRITE, keys, piece.number, piece.status.value, *said, *new, *room, *piece.events)
+        return _ROOM[found]
+
+    async def finish(
+        self, lease: Lease, order: BackgroundOrder, number: int, status: Status, content: bytes, events: Sequence[bytes]
+    ) -> None:
+        """It is over. number: as of a piece. content: of its record, which is kept whatever the quota says: it has been answered,
+        and what it is made of goes."""
+        limits = self._limits
+        about = (number, status.value, order.id, order.member, content, limits.ttl_s, limits.replay_s)
+        await self._leases.write(lease, _FINISH, _keys(order.owner, order.id)[1:], *about, *events)
+
+    async def take(self, owner: str, response_id: str) -> Lease | None:
+        """None: somebody else has it, or it is over."""
+        lease = new_lease(owner, response_id)
+        about = (SURVIVED_S, f"{owner}:{response_id}", response_id)
+        found = await self._redis.call(_TAKE, _keys(owner, response_id), lease.token, self._lease_ms, *about)
+        return lease if found else None
+
+    async def keep(self, held: Mapping[Lease, BackgroundOrder]) -> list[Lease]:
+        """All for as long again. Returns those that are lost: somebody else has them, or their response is over, or gone."""
+        if not held:
+            return []
+        keys = [key for lease, order in held.items() for key in _keys(order.owner, order.id)[:2]]
+        tokens = [lease.token for lease in held]
+        kept = await self._redis.call(READS + _KEEP, keys, self._lease_ms, *tokens)
+        return [lease for lease, is_kept in zip(held, kept, strict=True) if not is_kept]
+
+    async def seize(self, owner: str, response_id: str) -> Lease | None:
+        """It is to be cancelled: by the caller, or by whoever takes it next. None: there is none, or it is over."""
+        lease = new_lease(owner, response_id)
+        found = await self._redis.call(READS + _SEIZE, _keys(owner, response_id), lease.token, self._lease_ms)
+        return lease if found else None
+
+    async def leave(self, lease: Lease, order: BackgroundOrder) -> None:
+        """For others to take at once. It is no take that counts: its gateway is well."""
+        await self._redis.call(READS + _LEAVE, _keys(order.owner, order.id)[:2], lease.token)
+
+    async def give_back(self, lease: Lease) -> None:
+        """Of what is over."""
+        await self._leases.give_back(lease)
+
+    async def read(self, owner: str, response_id: str) -> Stored | None:
+        """Of one that is not over."""
+        found, events, ids, texts, rows = await self._redis.call(READS + _READ, _keys(owner, response_id))
+        fields = {name.decode(): value for name, value in zip(found[::2], found[1::2], strict=True)}
+        if "order" not in fields:
+            return None
+        weights = fields.get("weights")
+        progress = Progress(
+            ids=array("I", ids),
+            decoded=int(fields["decoded"]),
+            chars=int(fields["chars"]),
+            shown=int(fields["shown"]),
+            logprobs=[worker_pb2.LogprobRows.FromString(each) for each in rows],
+            weights=None if weights is None else tuple(orjson.loads(weights)),
+            numerics=fields.get("numerics", b"").decode(),
+        )
+        return Stored(
+            order=order_of(fields["order"]),
+            status=Status(fields["status"].decode()),
+            prompt=fields["prompt"],
+            cancelled="cancel" in fields,
+            takes=int(fields["takes"]),
+            pieces=int(fields["pieces"]),
+            events=events,
+            texts=[each.decode() for each in texts],
+            progress=progress,
+        )
+
+    async def status(self, owner: str, response_id: str) -> Status | None:
+        """None: nothing is known of it beside its record."""
+        (_, hash_key, *_) = _keys(owner, response_id)
+        found = await self._redis.call(READS + "return redis.call('HGET', KEYS[1], 'status')", [hash_key])
+        return None if found is None else Status(found.decode())
+
+    async def follow(self, owner: str, response_id: str, first: int) -> Page | None:
+        """Its events from that sequence number on, PAGE_EVENTS at most. None: there are none, or not any more."""
+        keys = _keys(owner, response_id)[1:3]
+        status, total, events = await self._redis.call(READS + _FOLLOW, keys, first, first + PAGE_EVENTS - 1)
+        return Page(Status(status.decode()), total, events) if status and total else None
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Whatever response it is, and whoever is at it. Whether there was one."""
+        found = await self._redis.call(READS + _DELETE, _keys(owner, response_id), "", f"{owner}:{response_id}", response_id)
+        return bool(found)
+
+    async def open(self, most: int) -> list[tuple[str, str]]:
+        """Owner and id of those that are not over, the oldest first."""
+        script = READS + "return redis.call('ZRANGE', KEYS[1], 0, ARGV[1])"
+        found = [str(each, "ascii").partition(":") for each in await self._redis.call(script, [_OPEN], most - 1)]
+        return [(owner, response_id) for owner, _, response_id in found]
+
+    def _lives(self, order: BackgroundOrder) -> int:
+        """Seconds."""
+        return order.ends_at - order.created_at + FINISHING_S
+
+
+def new_lease(owner: str, response_id: str) -> Lease:
+    """That nobody holds yet."""
+    return Lease(f"background:{owner}:{response_id}", secrets.token_hex(16))
+
+
+def _keys(owner: str, response_id: str) -> list[str]:
+    """As all scripts have them."""
+    name = f"{owner}:{response_id}"
+    return [
+        f"state:lease:background:{name}",
+        f"state:background:{name}",
+        *(f"state:background:{kind}:{name}" for kind in ("events", "ids", "texts", "probs")),
+        _OPEN,
+        f"state:background:of:{owner}",
+        f"state:of:{name}",
+        f"state:use:{owner}",
+        f"state:size:{owner}",
+    ]
