@@ -34,7 +34,7 @@ class Streams:
         self._most = most
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by response
         self._open = 0
-        self._closing = False
+        self._closed = asyncio.Event()
 
     def wrote(self, response_id: str) -> None:
         """There are new events of it."""
@@ -44,7 +44,7 @@ class Streams:
 
     def close(self) -> None:
         """All end where they are: what is behind is told at another gateway."""
-        self._closing = True
+        self._closed.set()
         for response_id in list(self._waiting):
             self.wrote(response_id)
 
@@ -59,7 +59,7 @@ class Streams:
         self._open += 1
         try:
             said = loop.time()
-            while not self._closing:
+            while True:
                 page = await self._page(owner, response_id, first)
                 if page is None:
                     return
@@ -77,16 +77,24 @@ class Streams:
             self._open -= 1
 
     async def _page(self, owner: str, response_id: str, first: int) -> Page | None:
-        """None: there is nothing any more. Raises StoreAway."""
+        """None: there is nothing any more, or all streams end. Raises StoreAway."""
         loop = asyncio.get_running_loop()
         until = loop.time() + AWAY_S
-        while True:
+        while not self._closed.is_set():
+            asking = asyncio.create_task(self._store.follow(owner, response_id, first))
+            closed = asyncio.create_task(self._closed.wait())
             try:
-                return await self._store.follow(owner, response_id, first)
+                await asyncio.wait((asking, closed), return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    return asking.result()
             except StoreAway:
-                if self._closing or loop.time() > until:
+                if loop.time() > until:
                     raise
-            await asyncio.sleep(POLL_S)
+                await asyncio.sleep(POLL_S)
+            finally:
+                asking.cancel()
+                closed.cancel()
+        return None
 
     async def _wait(self, response_id: str) -> None:
         """For a piece that is written here, or a moment."""
