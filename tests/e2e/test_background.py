@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from tests.e2e.system import System, wait_until
 
-RESPONSES, TOKENS = 20, 320
+RESPONSES, TOKENS = 20, 900
 END = "response.incomplete"  # for its length
 FLAGS = "--background-lease-s 2"
 PATIENCE_S = 30.0
@@ -69,8 +69,8 @@ def test_another_gateway_goes_on_where_one_was(tmp_path: Path, fault: signal.Sig
     with System(tmp_path, gateways=2, gateway_flags=FLAGS, worker_flags="--deterministic", log_level="info") as system:
         urls = [part.url for part in system.parts.values() if part.url]
         first, second = [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=15) for url in urls]
-        whole = {number: second.responses.create(**asked(number)) for number in range(RESPONSES)}
         with ThreadPoolExecutor(RESPONSES) as pool:
+            whole = list(pool.map(lambda number: second.responses.create(**asked(number)), range(RESPONSES)))
             answers = pool.map(lambda number: first.responses.create(background=True, **asked(number)), range(RESPONSES))
             begun = dict(enumerate(answers))
         assert {each.status for each in begun.values()} == {"queued"}
