@@ -229,9 +229,8 @@ class Gateway:
         """No new connections; responses in the background go on elsewhere; requests in flight get grace_s; what is left then ends
         with an error, and lines of batches go on elsewhere."""
         self._http.should_exit = True
-        if self._background is not None:
-            await self._background.drain()
-        lines = asyncio.create_task(_nothing() if self._work is None else self._work.drain())
+        works = [work.drain() for work in (self._background, self._work) if work is not None]
+        lines = asyncio.ensure_future(asyncio.gather(*works))
         await asyncio.wait((serving, lines), timeout=self._settings.grace_s)
         lines.cancel()
         if not serving.done():
@@ -242,10 +241,6 @@ class Gateway:
             self._http.force_exit = True
             serving.cancel()
             await asyncio.wait((serving,), timeout=CLOSE_S)
-
-
-async def _nothing() -> None:
-    """There are no batches."""
 
 
 def _tls(settings: GatewaySettings) -> TlsFiles | None:

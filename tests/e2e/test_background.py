@@ -15,6 +15,7 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.system import System, wait_until
+from tests.night import NIGHTLY
 
 RESPONSES, TOKENS = 20, 900
 END = "response.incomplete"  # for its length
@@ -29,6 +30,9 @@ def asked(number: int) -> dict[str, Any]:
     extra = {name: body[name] for name in ("ignore_eos", "seed")}
     asks = {"model": "demo", "input": f"Count from {number} on.", "max_output_tokens": TOKENS, "temperature": body["temperature"]}
     return {**asks, "extra_body": extra}
+
+
+by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 
 
 class Follower:
@@ -64,7 +68,9 @@ class Follower:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=by_night)]
+)
 def test_another_gateway_goes_on_where_one_was(tmp_path: Path, fault: signal.Signals) -> None:
     with System(tmp_path, gateways=2, gateway_flags=FLAGS, worker_flags="--deterministic", log_level="info") as system:
         urls = [part.url for part in system.parts.values() if part.url]

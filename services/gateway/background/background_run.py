@@ -28,7 +28,7 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.caller import Caller
 from services.gateway.request.choice_output import WeightsName
-from services.gateway.request.errors import ApiError, internal
+from services.gateway.request.errors import ApiError, internal, timed_out
 from services.gateway.request.generation import Plan
 from services.gateway.request.request import Choice, ClientRequest
 from services.gateway.state.background_record import BackgroundOrder, Status, Stored
@@ -87,6 +87,28 @@ class BackgroundRun:
 
     async def begin(self) -> None:
         """Until it is over. Raises LeaseLost, StoreAway; cancelled, it goes on elsewhere."""
+        await self._in_time(self._begin())
+
+    async def resume(self) -> None:
+        """As begin(), of one that is stored."""
+        self.opened.set_result(None)
+        await self._in_time(self._again(0, None))
+
+    async def _in_time(self, work: Awaitable[None]) -> None:
+        limit = asyncio.timeout(max(0.0, self.order.ends_at - time.time()))
+        try:
+            async with limit:
+                await work
+        except TimeoutError:
+            if not limit.expired() or not self.is_kept:
+                raise
+            await self._fail(timed_out("The response was not made in time."))
+        except ApiError as error:
+            if error.code != STORE_AWAY:
+                raise
+            raise StoreAway(error.message) from None
+
+    async def _begin(self) -> None:
         first = self._first
         assert first is not None
 
@@ -105,11 +127,6 @@ class BackgroundRun:
         if failure is not None and await self._passes(failure, 1):
             await self._again(1, failure)
 
-    async def resume(self) -> None:
-        """As begin(), of one that is stored."""
-        self.opened.set_result(None)
-        await self._again(0, None)
-
     async def _again(self, own_faults: int, failure: ApiError | None) -> None:
         pause, longest = PAUSES_S
         while True:
@@ -120,10 +137,10 @@ class BackgroundRun:
             if stored is None:
                 raise LeaseLost(self.lease.name)
             if stored.cancelled:
-                return await self.conclude(stored, Status.CANCELLED, None)
+                return await self._conclude(stored, Status.CANCELLED, None)
             if stored.takes > MAX_TAKES:
                 message = f"{MAX_TAKES} gateways were lost soon after they had begun with it."
-                return await self.conclude(stored, Status.FAILED, internal(message))
+                return await self._conclude(stored, Status.FAILED, internal(message))
             failure = await self._resumed(stored)
             if failure is None:
                 return None
@@ -182,13 +199,16 @@ class BackgroundRun:
             logger.info("a response in the background waits for its next try", extra=about)
             return True
         logger.info("a response in the background has failed", extra=about)
+        await self._fail(failure)
+        return False
+
+    async def _fail(self, failure: ApiError) -> None:
         stored = await held(lambda: self._ports.store.read(self.order.owner, self.order.id))
         if stored is None:
             raise LeaseLost(self.lease.name)
-        await self.conclude(stored, Status.FAILED, failure)
-        return False
+        await self._conclude(stored, Status.FAILED, failure)
 
-    async def conclude(self, stored: Stored, status: Status, error: ApiError | None) -> None:
+    async def _conclude(self, stored: Stored, status: Status, error: ApiError | None) -> None:
         """It ends with what is stored."""
         ports = self._ports
         response, events = await held(lambda: ports.answers.concluded(stored, status, error))

@@ -59,7 +59,8 @@ class BackgroundWork:
         )
         self._store = BackgroundStore(self._redis, settings.background_lease_s, limits)
         self._answers = answers
-        self._streams = Streams(self._store, settings.sse_comment_s, MAX_BACKGROUND_STREAMS)
+        self._streams = Streams(self._store, settings.sse_comment_s)
+        self._most_streams = MAX_BACKGROUND_STREAMS
         self._ports = RunPorts(self._store, answers, computer, callers, computed_by, self._streams.wrote, metrics)
         most = settings.background_responses
         self._metrics = metrics
@@ -125,7 +126,7 @@ class BackgroundWork:
             raise self._away() from None
 
     async def stream(self, owner: str, response_id: str, after: int) -> Response:
-        """Its events behind that sequence number, -1 for all."""
+        """Its events behind that sequence number, -1 for all; unless too many streams are open."""
         try:
             page = await self._store.follow(owner, response_id, after + 1)
         except StoreAway:
@@ -136,7 +137,13 @@ class BackgroundWork:
         if after >= page.total:
             message = f"'starting_after': the last event so far has the number {page.total - 1}."
             raise ApiError(400, message, param="starting_after", code="invalid_value")
-        return self._streams.stream(owner, response_id, after + 1, self._full)
+        if self._streams.num_open >= self._most_streams:
+            raise unavailable("Too many responses are streamed again.", self._retry_after_s, "queue_full")
+        return self._streams.stream(owner, response_id, after + 1)
+
+    def own_stream(self, owner: str, response_id: str) -> Response:
+        """All its events, for who has just asked for it."""
+        return self._streams.stream(owner, response_id, 0)
 
     async def cancel(self, owner: str, response_id: str) -> None:
         """Returns once it is over, as cancelled or as it was. What has been written of it stays."""
@@ -179,6 +186,3 @@ class BackgroundWork:
 
     def _away(self) -> ApiError:
         return unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable")
-
-    def _full(self) -> ApiError:
-        return unavailable("Too many responses are streamed again.", self._retry_after_s, "queue_full")

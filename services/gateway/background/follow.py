@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.body import watch
+from services.gateway.http.body import cut, watch
 from services.gateway.request.errors import OPENAI, ApiError
 from services.gateway.state.background_record import Page
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.state_store import StoreAway
 
 POLL_S = 0.15  # at what another gateway has written
+UNREAD_S = 60.0  # that a client may leave what is sent; it can resume its stream
 AWAY_S = 30.0  # that a stream waits for the store
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -25,15 +25,13 @@ _HEADERS = [
 
 
 class Streams:
-    """All that are open here. most: of them."""
+    """All that are open here. comment_s: seconds of silence behind which a stream gets a comment; 0: none."""
 
-    def __init__(self, store: BackgroundStore, comment_s: float, most: int) -> None:
-        """comment_s: seconds of silence behind which a stream gets a comment; 0: none."""
+    def __init__(self, store: BackgroundStore, comment_s: float) -> None:
         self._store = store
         self._comment_s = comment_s
-        self._most = most
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by response
-        self._open = 0
+        self.num_open = 0
         self._closed = asyncio.Event()
 
     def wrote(self, response_id: str) -> None:
@@ -48,15 +46,13 @@ class Streams:
         for response_id in list(self._waiting):
             self.wrote(response_id)
 
-    def stream(self, owner: str, response_id: str, first: int, full: Callable[[], ApiError]) -> Response:
-        """Its events from this sequence number on. full: the error where too many are open."""
-        if self._open >= self._most:
-            raise full()
+    def stream(self, owner: str, response_id: str, first: int) -> Response:
+        """Its events from this sequence number on."""
         return _Stream(self, owner, response_id, first)
 
     async def follow(self, owner: str, response_id: str, first: int, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        self._open += 1
+        self.num_open += 1
         try:
             said = loop.time()
             while True:
@@ -74,7 +70,7 @@ class Streams:
                         said = loop.time()
                     await self._wait(response_id)
         finally:
-            self._open -= 1
+            self.num_open -= 1
 
     async def _page(self, owner: str, response_id: str, first: int) -> Page | None:
         """None: there is nothing any more, or all streams end. Raises StoreAway."""
@@ -134,8 +130,10 @@ class _Stream(Response):
         stop = watch(scope, receive, leave)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await self._follow(scope, send)
+            await self._follow(scope, _impatient(send))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            cut(scope)  # nobody reads it
         except asyncio.CancelledError:
             if not left:
                 raise
@@ -149,6 +147,16 @@ class _Stream(Response):
         except StoreAway:
             error = ApiError(503, "What is kept cannot be reached just now.", code="store_unavailable")
             await send(_body(OPENAI.event_of(error, scope["state"]["request_id"])))
+
+
+def _impatient(send: Send) -> Send:
+    """Raises TimeoutError where the client does not read."""
+
+    async def sent(message: Message) -> None:
+        async with asyncio.timeout(UNREAD_S):
+            await send(message)
+
+    return sent
 
 
 def _event(event: bytes) -> bytes:

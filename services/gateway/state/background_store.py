@@ -330,10 +330,6 @@ class BackgroundStore:
         """For others to take at once. It is no take that counts: its gateway is well."""
         await self._redis.call(READS + _LEAVE, _keys(order.owner, order.id)[:2], lease.token)
 
-    async def give_back(self, lease: Lease) -> None:
-        """Of what is over."""
-        await self._leases.give_back(lease)
-
     async def read(self, owner: str, response_id: str) -> Stored | None:
         """Of one that is not over."""
         found, events, ids, texts, rows = await self._redis.call(READS + _READ, _keys(owner, response_id))

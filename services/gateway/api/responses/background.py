@@ -43,7 +43,10 @@ class Background(Protocol):
         """None: nothing is known of it but what is kept of every response."""
 
     async def stream(self, owner: str, response_id: str, after: int) -> Response:
-        """Its events behind that sequence number, -1 for all."""
+        """Its events behind that sequence number, -1 for all; unless too many streams are open."""
+
+    def own_stream(self, owner: str, response_id: str) -> Response:
+        """All its events, for who has just asked for it."""
 
     async def cancel(self, owner: str, response_id: str) -> None:
         """Returns once it is over, as cancelled or as it was."""
@@ -76,7 +79,7 @@ class DetachedCall(Detached):
             raise
         await self._background.begin(order, record, plan, self._origin.caller, admission, events)
         if self._asked.stream:
-            return await self._background.stream(owner, response["id"], -1)
+            return self._background.own_stream(owner, response["id"])
         return Response(orjson.dumps(response), media_type="application/json")
 
     def _order(self, plan: Plan) -> BackgroundOrder:

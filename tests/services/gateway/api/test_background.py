@@ -244,7 +244,7 @@ def test_what_cannot_be_in_the_background_is_refused(system: System, both: list[
     assert code_of(lambda: begin(both[0])) == (429, "background_full")
     monkeypatch.setattr(system.gateway._background._runner, "_most", 4)
     assert code_of(lambda: begin(both[0])) == (503, "queue_full")
-    monkeypatch.setattr(system.gateway._background._streams, "_most", 0)
+    monkeypatch.setattr(system.gateway._background, "_most_streams", 0)
     assert background_work.MAX_BACKGROUND_STREAMS and code_of(lambda: streamed(both[0], begun[0])) == (503, "queue_full")
     system.allow(None)
     assert {over(both[0], each).status for each in begun} == {"completed"}
@@ -267,8 +267,8 @@ def test_it_counts_among_what_its_key_has_at_once() -> None:
 def test_another_gateway_goes_on_where_its_tokens_end(
     system: System, both: list[OpenAI], store: RedisServer, tokens: int
 ) -> None:
-    """In the middle of a mark, of reasoning, of a text, of a call and of its arguments; nobody sees an event twice, nor two ids of
-    one call."""
+    """In the middle of a mark, of reasoning, of a text, of a call and of its arguments; nobody sees an event twice, nor two ids
+    of one call."""
     system.worker.answer = lambda submit: ALL
     whole = both[0].responses.create(model=MODEL, input="Hi", tools=[WEATHER])
     before = len(system.worker.submits)
@@ -375,3 +375,13 @@ def test_a_conversation_gets_what_is_said_in_the_background(both: list[OpenAI], 
     over(both[0], begin(both[0], conversation=conversation.id))
     items = both[1].conversations.items.list(conversation.id, order="asc").data
     assert [(item.type, getattr(item, "role", None)) for item in items] == [("message", "user"), ("message", "assistant")]
+
+
+def test_what_is_not_made_in_its_time_has_failed() -> None:
+    with redis_server() as own, System(state_redis_url=own.url, background_timeout_s=1) as system:
+        system.worker.answer = lambda submit: LONG
+        system.allow(3)
+        last = over(system.openai(), begin(system.openai()))
+        assert last.status == "failed" and last.error is not None and "in time" in last.error.message
+        assert last.output_text == LONG[:3]
+        wait_until(lambda: system.running() == [0], "its worker to be told")
