@@ -23,7 +23,7 @@ from services.shared.observe.log import fields
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # at what there is to do, and at what is over or cancelled; leases are kept as often
-SEEN = 1000  # of those that are not over
+SEEN = 1000  # of those that nobody has
 LEAVE_S = 1.0  # for ending work and giving leases back
 
 
@@ -143,7 +143,7 @@ class BackgroundRunner:
 
     async def _find(self) -> None:
         mine = {(run.order.owner, run.order.id) for run in self._runs}
-        for owner, response_id in await self._store.open(SEEN):
+        for owner, response_id in await self._store.free(SEEN):
             if self._stopping or len(self._runs) >= self._most:
                 return
             if (owner, response_id) not in mine:

@@ -176,6 +176,14 @@ redis.call('HSET', KEYS[2], 'takes', takes, 'taken', seconds, 'alive', seconds)
 return 1
 """
 )
+_FREE = """
+local found = {}
+for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  if #found == tonumber(ARGV[1]) then break end
+  if redis.call('EXISTS', 'state:lease:background:' .. member) == 0 then found[#found + 1] = member end
+end
+return found
+"""
 _KEEP = """
 local now = redis.call('TIME')
 local kept = {}
@@ -375,10 +383,9 @@ class BackgroundStore:
         found = await self._redis.call(READS + _DELETE, _keys(owner, response_id), "", f"{owner}:{response_id}", response_id)
         return bool(found)
 
-    async def open(self, most: int) -> list[tuple[str, str]]:
-        """Owner and id of those that are not over, the oldest first."""
-        script = READS + "return redis.call('ZRANGE', KEYS[1], 0, ARGV[1])"
-        found = [str(each, "ascii").partition(":") for each in await self._redis.call(script, [_OPEN], most - 1)]
+    async def free(self, most: int) -> list[tuple[str, str]]:
+        """Owner and id of those that are not over and that nobody has, the oldest first."""
+        found = [str(each, "ascii").partition(":") for each in await self._redis.call(READS + _FREE, [_OPEN], most)]
         return [(owner, response_id) for owner, _, response_id in found]
 
     def _lives(self, order: BackgroundOrder) -> int:

@@ -56,12 +56,21 @@ class Background(Protocol):
 
 
 class DetachedCall(Detached):
-    """record: what is kept of it. context_bytes: of the responses before it."""
+    """streams: its client wants its events. record: what is kept of it. context_bytes: of the responses before it."""
 
-    def __init__(self, background: Background, origin: Origin, asked: ResponsesRequest, record: Json, context_bytes: int) -> None:
+    def __init__(
+        self,
+        background: Background,
+        origin: Origin,
+        asked: ResponsesRequest,
+        streams: bool,
+        record: Json,
+        context_bytes: int,
+    ) -> None:
         self._background = background
         self._origin = origin
         self._asked = asked
+        self._streams = streams
         self._record = record
         self._context_bytes = context_bytes
 
@@ -78,7 +87,7 @@ class DetachedCall(Detached):
                 admission.end(0)
             raise
         await self._background.begin(order, record, plan, self._origin.caller, admission, events)
-        if self._asked.stream:
+        if self._streams:
             return self._background.own_stream(owner, response["id"])
         return Response(orjson.dumps(response), media_type="application/json")
 

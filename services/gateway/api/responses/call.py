@@ -40,6 +40,7 @@ class ResponsesCall:
     _items: list[Json]
     _owner: str
     _origin: Origin
+    _streams: bool  # one in the background
 
     def __init__(self, preparer: ChatPreparer, records: Records, background: Background | None) -> None:
         self._preparer = preparer
@@ -51,8 +52,6 @@ class ResponsesCall:
         await self._read(body, origin)
         if self._asked.background:
             self._check_background()
-        elif self._asked.stream:
-            origin.wants_stream()
         before, self._before = self._before.items, replace(self._before, items=[])  # they may be 16 MiB, and are kept already
         try:
             return own_fields(await self._fitted([*before, *self._items], origin), streams=bool(self._asked.background))
@@ -75,13 +74,15 @@ class ResponsesCall:
             assert self._background is not None
             response = begun(response_id, created, model, self._asked) | {"status": Status.QUEUED.value}
             record = record_of(response, self._items, self._before.chain, self._before.num_bytes)
-            return DetachedCall(self._background, self._origin, self._asked, record, self._before.num_bytes)
+            return DetachedCall(self._background, self._origin, self._asked, self._streams, record, self._before.num_bytes)
         return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep)
 
     async def _read(self, body: ReceivedBody, origin: Origin) -> None:
         self._owner = owner_of(origin.caller.key)
         self._origin = origin
         self._asked = asked = parse(parse_json(body.take()))
+        if asked.stream and not asked.background:
+            origin.wants_stream()
         items = checked_items([] if asked.input is None else asked.input, "input")
         self._before = await self._context(asked, body.hold)
         self._items = await self._records.resolved(self._owner, items, self._before)
@@ -99,8 +100,9 @@ class ResponsesCall:
             raise ApiError(400, "This server keeps nothing: it has no store.", param="background", code="no_store")
         if not self._background.takes_any:
             raise bad_request("background", "This server takes no responses in the background.", "unsupported_parameter")
-        if asked.seed is None:
-            self._asked = asked.model_copy(update={"seed": secrets.randbits(63)})
+        self._streams = bool(asked.stream)  # to whoever follows it: there is no stream of the request itself
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        self._asked = asked.model_copy(update={"seed": seed, "stream": None})
 
     async def _context(self, asked: ResponsesRequest, hold: Hold) -> Context:
         conversation = self._conversation(asked)

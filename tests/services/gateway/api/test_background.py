@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from services.gateway.state import background_store
 from services.gateway.state.owner import owner_of
 from services.shared.limits import MAX_RECORD_BYTES
 from tests.services.gateway.fakes import MODEL
-from tests.services.gateway.system import System, wait_until
+from tests.services.gateway.system import RawClient, System, wait_until
 from tests.services.redis_server import RedisServer, redis_server
 
 WEATHER: Any = {
@@ -378,10 +379,26 @@ def test_a_conversation_gets_what_is_said_in_the_background(both: list[OpenAI], 
 
 
 def test_what_is_not_made_in_its_time_has_failed() -> None:
-    with redis_server() as own, System(state_redis_url=own.url, background_timeout_s=1) as system:
+    with redis_server() as own, System(state_redis_url=own.url, background_timeout_s=2) as system:
         system.worker.answer = lambda submit: LONG
         system.allow(3)
         last = over(system.openai(), begin(system.openai()))
         assert last.status == "failed" and last.error is not None and "in time" in last.error.message
         assert last.output_text == LONG[:3]
         wait_until(lambda: system.running() == [0], "its worker to be told")
+
+
+def test_a_stream_that_waits_says_so() -> None:
+    """Not before there is one, whatever takes long."""
+    with redis_server() as own, System(state_redis_url=own.url, sse_comment_s=0.05) as system:
+        system.allow(0)
+        system.do(system.tokenizer.gate.clear)
+        client = RawClient(system, "/v1/responses", {"input": "Hi", "background": True, "stream": True})
+        wait_until(lambda: bool(system.tokenizer.calls), "its prompt to be asked for")
+        time.sleep(0.2)
+        system.do(system.tokenizer.gate.set)
+        client.read_until(b": waiting")
+        system.allow(None)
+        told = client.read_to_end_of_stream()
+        assert told.count(b"HTTP/1.1 ") == 1 and told.index(b"response.created") < told.index(b": waiting")
+        assert b"event: response.completed" in told

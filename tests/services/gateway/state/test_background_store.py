@@ -108,7 +108,7 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer) -> None:
         assert page is not None and page.is_over and page.events == events(4, 1) and page.total == 5
         (record,) = await records.get(ALICE, [ORDER.id])
         assert record is not None and (record.content, record.version) == (b"whole", 2)
-        assert await store.read(ALICE, ORDER.id) is None and await store.open(9) == []
+        assert await store.read(ALICE, ORDER.id) is None and await store.free(9) == []
 
     with_stores(server, use)
 
@@ -209,6 +209,8 @@ def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
         await asyncio.to_thread(server.start)
         found = await store.read(ALICE, ORDER.id)
         assert found is not None and list(found.progress.ids) == list(range(19)) and found.events == events(0, 21)
-        assert await store.keep({lease: ORDER}) == [] and await store.open(9) == [(ALICE, ORDER.id)]
+        assert await store.keep({lease: ORDER}) == [] and await store.free(9) == []
+        run_out(server, lease)
+        assert await store.free(9) == [(ALICE, ORDER.id)]
 
     with_stores(server, use)
