@@ -124,8 +124,10 @@ class BackgroundRun:
         finally:
             if not self.opened.done():
                 self.opened.cancel()
-        if failure is not None and await self._passes(failure, 1):
-            await self._again(1, failure)
+        if failure is not None and self.is_kept:
+            own_faults = int(_may_be_its_own(failure))
+            if await self._passes(failure, own_faults):
+                await self._again(own_faults, failure)
 
     async def _again(self, own_faults: int, failure: ApiError | None) -> None:
         pause, longest = PAUSES_S
@@ -163,7 +165,7 @@ class BackgroundRun:
         admission: Admitted | None,
         open: Callable[[], Awaitable[None]],
     ) -> ApiError | None:
-        """None: it is over. Raises LeaseLost, StoreAway, and ApiError of one that is not kept yet."""
+        """None: it is over. Raises LeaseLost, StoreAway."""
         ports = self._ports
         narrations: list[Narration] = []
 
@@ -183,8 +185,7 @@ class BackgroundRun:
             raise LeaseLost(self.lease.name)
         if not self.opened.done():
             self.opened.set_exception(failure)
-            return None
-        if failure.code == STORE_AWAY:
+        elif failure.code == STORE_AWAY:
             raise StoreAway(failure.message)
         return failure
 

@@ -102,7 +102,7 @@ class DetachedCall(Detached):
             created_at=response["created_at"],
             ends_at=response["created_at"] + self._background.timeout_s,
             model=plan.model.name,
-            asked=self._asked.model_dump(mode="json", exclude_none=True),
+            asked=self._asked.model_dump(mode="json", exclude_unset=True),
             rendered_end=part.prompt.rendered_end,
             context_bytes=self._context_bytes,
         )

@@ -293,7 +293,10 @@ def test_another_gateway_goes_on_where_its_tokens_end(
 
 
 def test_log_probabilities_go_on(system: System, both: list[OpenAI], store: RedisServer) -> None:
-    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    """And what is asked of a worker is the same to its last null."""
+    schema = {"type": "json_schema", "name": "a", "schema": {"anyOf": [{"const": None}, {"type": "string", "default": None}]}}
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "text": {"format": schema}}
+    before = len(system.worker.submits) + 1
     whole = both[0].responses.create(model=MODEL, input="Hi", **asked)
     system.allow(30)
     response = begin(both[0], **asked)
@@ -303,6 +306,8 @@ def test_log_probabilities_go_on(system: System, both: list[OpenAI], store: Redi
     system.allow(None)
     last = over(both[1], response)
     assert plain([item.to_dict() for item in last.output]) == plain([item.to_dict() for item in whole.output])
+    first, second = system.worker.submits[before:]
+    assert first.sampling == second.sampling and second.output_ids
 
 
 def test_what_kills_its_gateways_is_given_up(system: System, both: list[OpenAI], store: RedisServer) -> None:
