@@ -37,9 +37,10 @@ import orjson
 
 from rootstock.v1 import worker_pb2
 from services.gateway.request.choice_output import Progress
+from services.gateway.state import background_scripts as scripts
 from services.gateway.state.background_record import BackgroundOrder, Page, Piece, Status, Stored, order_of
 from services.gateway.state.lease import Lease, Leases
-from services.gateway.state.state_redis import READS, WRITES, StateRedis
+from services.gateway.state.state_redis import READS, StateRedis
 from services.shared.limits import MAX_BACKGROUND_BYTES
 
 SURVIVED_S = 60  # with one gateway: the takes before that one are forgotten
@@ -47,200 +48,6 @@ FINISHING_S = 600  # behind its end in time, that what is kept of one may still 
 PAGE_EVENTS = 128
 
 _OPEN = "state:background:open"
-
-# KEYS: see _keys(); ARGV[1] is the lease's token.
-_ACCOUNTS = """
-local now = redis.call('TIME')
-local seconds = tonumber(now[1])
-local function size_of(name) return tonumber(redis.call('HGET', KEYS[11], name) or '0') end
-local function count(name, bytes, lives)
-  redis.call('HINCRBY', KEYS[11], '!', bytes - size_of(name))
-  if bytes > 0 then
-    redis.call('HSET', KEYS[11], name, bytes)
-    redis.call('ZADD', KEYS[10], seconds + lives, name)
-    for at = 10, 11 do
-      if redis.call('TTL', KEYS[at]) < lives then redis.call('EXPIRE', KEYS[at], lives) end
-    end
-  else
-    redis.call('HDEL', KEYS[11], name)
-    redis.call('ZREM', KEYS[10], name)
-  end
-end
-local function is_open(status) return status == 'queued' or status == 'in_progress' end
-local function events_from(first)
-  local bytes = 0
-  for at = first, #ARGV do
-    redis.call('RPUSH', KEYS[3], ARGV[at])
-    bytes = bytes + #ARGV[at]
-  end
-  return bytes
-end
-"""
-_BEGIN = (
-    WRITES
-    + _ACCOUNTS
-    + """
-local id, member, content, order, prompt = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
-local ttl, most, most_bytes = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
-local most_open, lives = tonumber(ARGV[11]), tonumber(ARGV[12])
-if redis.call('EXISTS', KEYS[2]) == 1 then return 1 end
-for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[10], '-inf', seconds, 'LIMIT', 0, 1000)) do count(name, 0, 0) end
-redis.call('ZREMRANGEBYSCORE', KEYS[8], '-inf', seconds - lives)
-if redis.call('ZCARD', KEYS[8]) >= most_open then return -1 end
-local work = #order + #prompt
-for at = 13, #ARGV do work = work + #ARGV[at] end
-if size_of('!') + #content + work > most_bytes or redis.call('ZCARD', KEYS[10]) + 2 > most then return 0 end
-redis.call('HSET', KEYS[9], 'c', content, 'v', 1)
-redis.call('EXPIRE', KEYS[9], math.max(ttl, lives))
-local told = events_from(13)
-redis.call('HSET', KEYS[2], 'order', order, 'prompt', prompt, 'status', 'queued', 'takes', 1, 'taken', seconds, 'alive', seconds)
-redis.call('HSET', KEYS[2], 'pieces', 0, 'decoded', 0, 'chars', 0, 'shown', 0, 'bytes', work, 'told', told)
-for at = 2, 3 do redis.call('EXPIRE', KEYS[at], lives) end
-redis.call('ZADD', KEYS[7], seconds * 1000000 + now[2], member)
-redis.call('ZADD', KEYS[8], seconds, id)
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-count(id, #content, math.max(ttl, lives))
-count('work:' .. id, work, lives)
-return 1
-"""
-)
-_WRITE = (
-    _ACCOUNTS
-    + """
-local number, status, id = tonumber(ARGV[2]), ARGV[3], ARGV[13]
-local most_work, most_bytes, lives = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
-local found = redis.call('HMGET', KEYS[2], 'status', 'pieces', 'bytes')
-if not is_open(found[1]) then return 'lost' end
-local pieces = tonumber(found[2])
-if pieces == number then return 1 end
-if pieces ~= number - 1 then return 'lost' end
-local more = #ARGV[10] + #ARGV[11] + #ARGV[12]
-for at = 17, #ARGV do more = more + #ARGV[at] end
-local bytes = tonumber(found[3]) + more
-if bytes > most_work then return -1 end
-if size_of('!') + more > most_bytes then return 0 end
-local told = events_from(17)
-if #ARGV[10] > 0 then redis.call('SETRANGE', KEYS[4], ARGV[9], ARGV[10]) end
-if #ARGV[11] > 0 then redis.call('RPUSH', KEYS[5], ARGV[11]) end
-if #ARGV[12] > 0 then redis.call('RPUSH', KEYS[6], ARGV[12]) end
-redis.call('HSET', KEYS[2], 'pieces', number, 'status', status, 'bytes', bytes, 'alive', seconds)
-redis.call('HINCRBY', KEYS[2], 'told', told)
-redis.call('HSET', KEYS[2], 'decoded', ARGV[4], 'chars', ARGV[5], 'shown', ARGV[6])
-if #ARGV[7] > 0 then redis.call('HSET', KEYS[2], 'weights', ARGV[7], 'numerics', ARGV[8]) end
-for at = 2, 6 do redis.call('EXPIRE', KEYS[at], lives) end
-count('work:' .. id, bytes, lives)
-return 1
-"""
-)
-_FINISH = (
-    _ACCOUNTS
-    + """
-local number, status, id, member, content = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local ttl, replay = tonumber(ARGV[7]), tonumber(ARGV[8])
-local found = redis.call('HMGET', KEYS[2], 'status', 'pieces', 'told')
-local pieces = tonumber(found[2])
-if found[1] == status and pieces == number then return 1 end
-if not is_open(found[1]) or pieces ~= number - 1 or redis.call('EXISTS', KEYS[9]) == 0 then return 'lost' end
-local told = tonumber(found[3]) + events_from(9)
-redis.call('HSET', KEYS[2], 'status', status, 'pieces', number)
-redis.call('HDEL', KEYS[2], 'order', 'prompt')
-redis.call('HSET', KEYS[9], 'c', content)
-redis.call('HINCRBY', KEYS[9], 'v', 1)
-redis.call('EXPIRE', KEYS[9], ttl)
-for at = 2, 3 do redis.call('EXPIRE', KEYS[at], replay) end
-redis.call('DEL', KEYS[4], KEYS[5], KEYS[6])
-redis.call('ZREM', KEYS[7], member)
-redis.call('ZREM', KEYS[8], id)
-count(id, #content, ttl)
-count('work:' .. id, told, replay)
-return 1
-"""
-)
-_TAKE = (
-    READS
-    + _ACCOUNTS
-    + """
-local found = redis.call('HMGET', KEYS[2], 'status', 'takes', 'taken', 'alive')
-if not is_open(found[1]) then
-  redis.call('ZREM', KEYS[7], ARGV[4])
-  redis.call('ZREM', KEYS[8], ARGV[5])
-  return 0
-end
-local held = redis.call('GET', KEYS[1])
-if held == ARGV[1] then return 1 end
-if held then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-local takes = 1
-if tonumber(found[4]) - tonumber(found[3]) < tonumber(ARGV[3]) then takes = 1 + tonumber(found[2]) end
-redis.call('HSET', KEYS[2], 'takes', takes, 'taken', seconds, 'alive', seconds)
-return 1
-"""
-)
-_FREE = """
-local found = {}
-for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-  if #found == tonumber(ARGV[1]) then break end
-  if redis.call('EXISTS', 'state:lease:background:' .. member) == 0 then found[#found + 1] = member end
-end
-return found
-"""
-_KEEP = """
-local now = redis.call('TIME')
-local kept = {}
-for at = 1, #KEYS, 2 do
-  local token = ARGV[1 + (at + 1) / 2]
-  local held = redis.call('GET', KEYS[at])
-  local found = redis.call('HMGET', KEYS[at + 1], 'status', 'cancel')
-  if (found[1] == 'queued' or found[1] == 'in_progress') and not found[2] and (not held or held == token) then
-    redis.call('SET', KEYS[at], token, 'PX', ARGV[1])
-    redis.call('HSET', KEYS[at + 1], 'alive', now[1])
-    kept[#kept + 1] = 1
-  else
-    kept[#kept + 1] = 0
-  end
-end
-return kept
-"""
-_SEIZE = (
-    _ACCOUNTS
-    + """
-if not is_open(redis.call('HGET', KEYS[2], 'status')) then return 0 end
-redis.call('HSET', KEYS[2], 'cancel', 1)
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
-)
-_LEAVE = """
-local held = redis.call('GET', KEYS[1])
-if (held and held ~= ARGV[1]) or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
-redis.call('HINCRBY', KEYS[2], 'takes', -1)
-redis.call('DEL', KEYS[1])
-return 1
-"""
-_READ = """
-local ids = redis.call('GET', KEYS[4])
-return {
-  redis.call('HGETALL', KEYS[2]), redis.call('LRANGE', KEYS[3], 0, -1), ids or '',
-  redis.call('LRANGE', KEYS[5], 0, -1), redis.call('LRANGE', KEYS[6], 0, -1)
-}
-"""
-_FOLLOW = """
-return {
-  redis.call('HGET', KEYS[1], 'status') or '', redis.call('LLEN', KEYS[2]), redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[2])
-}
-"""
-_DELETE = (
-    _ACCOUNTS
-    + """
-local there = redis.call('DEL', KEYS[9])
-count(ARGV[3], 0, 0)
-count('work:' .. ARGV[3], 0, 0)
-redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6])
-redis.call('ZREM', KEYS[7], ARGV[2])
-redis.call('ZREM', KEYS[8], ARGV[3])
-return there
-"""
-)
 
 
 class Begun(Enum):
@@ -290,7 +97,7 @@ class BackgroundStore:
         asked = (order.id, order.member, content, order.dumped(), prompt)
         room = (limits.ttl_s, limits.records, limits.record_bytes, limits.most_open, self._lives(order))
         keys = _keys(order.owner, order.id)
-        found = await self._redis.call(_BEGIN, keys, lease.token, self._lease_ms, *asked, *room, *events)
+        found = await self._redis.call(scripts.BEGIN, keys, lease.token, self._lease_ms, *asked, *room, *events)
         return _BEGUN[found]
 
     async def write(self, lease: Lease, order: BackgroundOrder, piece: Piece) -> Room:
@@ -300,7 +107,9 @@ class BackgroundStore:
         new = (piece.offset * array("I").itemsize, piece.ids, piece.text, piece.logprobs)
         room = (order.id, MAX_BACKGROUND_BYTES, self._limits.record_bytes, self._lives(order))
         keys = _keys(order.owner, order.id)[1:]
-        found = await self._leases.write(lease, _WRITE, keys, piece.number, piece.status.value, *said, *new, *room, *piece.events)
+        found = await self._leases.write(
+            lease, scripts.WRITE, keys, piece.number, piece.status.value, *said, *new, *room, *piece.events
+        )
         return _ROOM[found]
 
     async def finish(
@@ -310,13 +119,13 @@ class BackgroundStore:
         and what it is made of goes."""
         limits = self._limits
         about = (number, status.value, order.id, order.member, content, limits.ttl_s, limits.replay_s)
-        await self._leases.write(lease, _FINISH, _keys(order.owner, order.id)[1:], *about, *events)
+        await self._leases.write(lease, scripts.FINISH, _keys(order.owner, order.id)[1:], *about, *events)
 
     async def take(self, owner: str, response_id: str) -> Lease | None:
         """None: somebody else has it, or it is over."""
         lease = new_lease(owner, response_id)
         about = (SURVIVED_S, f"{owner}:{response_id}", response_id)
-        found = await self._redis.call(_TAKE, _keys(owner, response_id), lease.token, self._lease_ms, *about)
+        found = await self._redis.call(scripts.TAKE, _keys(owner, response_id), lease.token, self._lease_ms, *about)
         return lease if found else None
 
     async def keep(self, held: Mapping[Lease, BackgroundOrder]) -> list[Lease]:
@@ -325,22 +134,22 @@ class BackgroundStore:
             return []
         keys = [key for lease, order in held.items() for key in _keys(order.owner, order.id)[:2]]
         tokens = [lease.token for lease in held]
-        kept = await self._redis.call(READS + _KEEP, keys, self._lease_ms, *tokens)
+        kept = await self._redis.call(READS + scripts.KEEP, keys, self._lease_ms, *tokens)
         return [lease for lease, is_kept in zip(held, kept, strict=True) if not is_kept]
 
     async def seize(self, owner: str, response_id: str) -> Lease | None:
         """It is to be cancelled: by the caller, or by whoever takes it next. None: there is none, or it is over."""
         lease = new_lease(owner, response_id)
-        found = await self._redis.call(READS + _SEIZE, _keys(owner, response_id), lease.token, self._lease_ms)
+        found = await self._redis.call(READS + scripts.SEIZE, _keys(owner, response_id), lease.token, self._lease_ms)
         return lease if found else None
 
     async def leave(self, lease: Lease, order: BackgroundOrder) -> None:
         """For others to take at once. It is no take that counts: its gateway is well."""
-        await self._redis.call(READS + _LEAVE, _keys(order.owner, order.id)[:2], lease.token)
+        await self._redis.call(READS + scripts.LEAVE, _keys(order.owner, order.id)[:2], lease.token)
 
     async def read(self, owner: str, response_id: str) -> Stored | None:
         """Of one that is not over."""
-        found, events, ids, texts, rows = await self._redis.call(READS + _READ, _keys(owner, response_id))
+        found, events, ids, texts, rows = await self._redis.call(READS + scripts.READ, _keys(owner, response_id))
         fields = {name.decode(): value for name, value in zip(found[::2], found[1::2], strict=True)}
         if "order" not in fields:
             return None
@@ -375,17 +184,19 @@ class BackgroundStore:
     async def follow(self, owner: str, response_id: str, first: int) -> Page | None:
         """Its events from that sequence number on, PAGE_EVENTS at most. None: there are none, or not any more."""
         keys = _keys(owner, response_id)[1:3]
-        status, total, events = await self._redis.call(READS + _FOLLOW, keys, first, first + PAGE_EVENTS - 1)
+        status, total, events = await self._redis.call(READS + scripts.FOLLOW, keys, first, first + PAGE_EVENTS - 1)
         return Page(Status(status.decode()), total, events) if status and total else None
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Whatever response it is, and whoever is at it. Whether there was one."""
-        found = await self._redis.call(READS + _DELETE, _keys(owner, response_id), "", f"{owner}:{response_id}", response_id)
+        found = await self._redis.call(
+            READS + scripts.DELETE, _keys(owner, response_id), "", f"{owner}:{response_id}", response_id
+        )
         return bool(found)
 
     async def free(self, most: int) -> list[tuple[str, str]]:
         """Owner and id of those that are not over and that nobody has, the oldest first."""
-        found = [str(each, "ascii").partition(":") for each in await self._redis.call(READS + _FREE, [_OPEN], most)]
+        found = [str(each, "ascii").partition(":") for each in await self._redis.call(READS + scripts.FREE, [_OPEN], most)]
         return [(owner, response_id) for owner, _, response_id in found]
 
     def _lives(self, order: BackgroundOrder) -> int:
