@@ -25,10 +25,13 @@ from services.gateway.api.batches.kept import Kept, Stores
 from services.gateway.api.batches.routes import BatchesApi
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.openai.tools import parameters_of
+from services.gateway.api.responses.background_answers import BackgroundAnswers
 from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.routes import ResponsesApi
 from services.gateway.api.sglang.routes import NativeApi
 from services.gateway.api.texts.routes import TextsApi
+from services.gateway.background.background_work import BackgroundWork
+from services.gateway.background.computing import Computing
 from services.gateway.batches.batch_work import BatchWork
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.discovery.watch import Discovery
@@ -117,7 +120,9 @@ class Gateway:
         sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         self._store = _store(settings)
-        responses = ResponsesApi(self.generator, preparer, Records(self._store, retry))
+        records = Records(self._store, retry)
+        self._background = self._background_work(BackgroundAnswers(preparer, records), metrics)
+        responses = ResponsesApi(self.generator, preparer, records, self._background)
         loads = self.dispatcher.fleet.loads
         standing = Standing(self.dispatcher, self.tokenizer.connected, self.detoks.connected).told
         texts = TextsApi(self.generator, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads, standing)
@@ -139,6 +144,14 @@ class Gateway:
         waiting, attendance = self.dispatcher.num_waiting_anywhere, self.generator.attendance
         return BatchWork(self._settings, endpoints, self.keys.named, waiting, attendance, metrics)
 
+    def _background_work(self, answers: BackgroundAnswers, metrics: GatewayMetrics) -> BackgroundWork | None:
+        """As _batch_work()."""
+        if self._store is None:
+            return None
+        computer, is_ready = Computing(self.generator), lambda: not self.readiness.missing()
+        computed_by = self.dispatcher.computed_by
+        return BackgroundWork(self._settings, answers, computer, self.keys.named, computed_by, is_ready, metrics)
+
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""
         async with AsyncExitStack() as beside:
@@ -154,7 +167,7 @@ class Gateway:
         runs = [self.dispatcher.run, self.detoks.run, self.tokenizer.run, self._peers.run, self.keys.run]
         runs += [discovery.run for discovery in self._discoveries]
         runs += [self._tls.run] if self._tls is not None else []
-        runs += [self._work.run] if self._work is not None else []
+        runs += [work.run for work in (self._work, self._background) if work is not None]
         links = [asyncio.create_task(run()) for run in runs]
         serving = asyncio.create_task(self._http.serve([listener]))
         links.append(asyncio.create_task(self.readiness.publish(health)))
@@ -170,7 +183,7 @@ class Gateway:
                 task.cancel()
             await asyncio.wait(links)
             await asyncio.gather(*(server.stop(0) for server in servers))
-            for kept in (self._store, self._work):
+            for kept in (self._store, self._work, self._background):
                 if kept is not None:
                     await kept.close()
             if self._tracing is not None:
@@ -213,10 +226,11 @@ class Gateway:
                     raise RuntimeError("a task of the gateway has ended by itself")
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
-        """No new connections; requests in flight get grace_s; what is left then ends with an error, and lines of batches go on
-        elsewhere."""
+        """No new connections; responses in the background go on elsewhere; requests in flight get grace_s; what is left then ends
+        with an error, and lines of batches go on elsewhere."""
         self._http.should_exit = True
-        lines = asyncio.create_task(_nothing() if self._work is None else self._work.drain())
+        works = [work.drain() for work in (self._background, self._work) if work is not None]
+        lines = asyncio.ensure_future(asyncio.gather(*works))
         await asyncio.wait((serving, lines), timeout=self._settings.grace_s)
         lines.cancel()
         if not serving.done():
@@ -227,10 +241,6 @@ class Gateway:
             self._http.force_exit = True
             serving.cancel()
             await asyncio.wait((serving,), timeout=CLOSE_S)
-
-
-async def _nothing() -> None:
-    """There are no batches."""
 
 
 def _tls(settings: GatewaySettings) -> TlsFiles | None:

@@ -50,6 +50,9 @@ ELSEWHERE = {
         ("MAX_RESPONSE_CHAIN", "MAX_CHAIN_BYTES", "MAX_CONVERSATION_ITEMS"),
         (GATEWAY + "api/test_responses.py", "MAX_CHAIN_BYTES"),
     ),
+    **dict.fromkeys(
+        ("MAX_BACKGROUND_BYTES", "MAX_BACKGROUND_STREAMS"), (GATEWAY + "api/test_background.py", "MAX_BACKGROUND_STREAMS")
+    ),
     "MAX_RECORD_BYTES": (GATEWAY + "state/test_redis_store.py", "MAX_RECORD_BYTES + 1"),
     **dict.fromkeys(
         ("MAX_BATCH_LINES", "MAX_BATCH_LINE_BYTES", "MAX_BATCH_ERRORS", "MAX_CUSTOM_ID_CHARS"),

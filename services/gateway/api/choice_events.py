@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from services.gateway.parsers.events import Event
 from services.gateway.parsers.output_parser import OutputParser, Parsing, PlainText
 from services.gateway.request.request import Delta
@@ -19,3 +21,9 @@ class ChoiceEvents:
         if delta.ending is not None:
             events += self._parser.finish()
         return events
+
+    def replay(self, texts: Iterable[str]) -> None:
+        """Of deltas whose events somebody has, as they were."""
+        for text in texts:
+            for _ in self._parser.feed(text):
+                continue

@@ -16,7 +16,7 @@ from services.gateway.batches.line_results import CANCELLED, EXPIRED
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
 from services.gateway.state.batch_record import Status
-from services.gateway.state.batch_store import BatchStore, batch_lease
+from services.gateway.state.batch_store import BatchStore, WaitingBatch, batch_lease
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Lease, LeaseLost, Leases
 from services.gateway.state.state_store import StoreAway
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # at what there is to do, and at what has been cancelled; leases are kept as often
 AT_ONCE = 4  # batches of one gateway: others wait, or other gateways have them
+ENDING_AT_ONCE = 4  # beside these, that are cancelled or expired before they had a place
 SEEN = 200  # of those that wait
 LEAVE_S = 1.0  # for giving leases back
 
@@ -58,7 +59,8 @@ class BatchRunner:
         self._lines_at_once, self._most_lines = lines_at_once, most_lines
         self._metrics = metrics
         self._clock = clock
-        self._runs: dict[BatchRun, asyncio.Task[None]] = {}
+        self._runs: dict[BatchRun, asyncio.Task[None]] = {}  # in the order in which they began
+        self._ending: set[BatchRun] = set()  # of them, that had no place when they were to end
         self._stopping = False
         self._is_away = False
         metrics.watch_batches(lambda: len(self._runs), lambda: lanes.used)
@@ -84,7 +86,7 @@ class BatchRunner:
         try:
             for run in list(self._runs):
                 await self._look_after(run)
-            if not self._stopping and len(self._runs) < AT_ONCE:
+            if not self._stopping:
                 await self._find()
         except StoreAway as away:
             if not self._is_away:
@@ -97,6 +99,7 @@ class BatchRunner:
         task, stores = self._runs[run], self._stores
         if task.done():
             del self._runs[run]
+            self._ending.discard(run)
             await self._ended(run, task)
             return
         if not await stores.leases.keep(run.lease):
@@ -122,22 +125,48 @@ class BatchRunner:
             logger.error("a batch has met a fault", extra=fields(batch=run.order.id), exc_info=error)
 
     async def _find(self) -> None:
-        mine = {(run.order.owner, run.order.id) for run in self._runs}
-        for owner, batch_id in await self._stores.batches.open_batches(SEEN):
-            if len(self._runs) >= AT_ONCE:
-                return
-            if (owner, batch_id) not in mine:
-                lease = await self._stores.leases.take(batch_lease(owner, batch_id))
-                if lease is not None:
-                    await self._begin(owner, batch_id, lease)
+        """Who has few batches at work here goes before who has many, an older batch before a younger one. What is to end waits
+        for no place."""
+        waiting = await self._stores.batches.waiting(SEEN, AT_ONCE, int(self._clock()))
+        for batch in waiting:
+            if batch.ends and len(self._ending) < ENDING_AT_ONCE:
+                await self._take(batch, self._ending)
+        queue = [batch for batch in waiting if not batch.ends]
+        while queue and len(self._runs) - len(self._ending) < AT_ONCE:
+            batch = min(queue, key=lambda each: len(self._of(each.owner)))
+            queue.remove(batch)
+            await self._take(batch, None)
+        if any(not self._of(batch.owner) for batch in queue):
+            self._make_way()
 
-    async def _begin(self, owner: str, batch_id: str, lease: Lease) -> None:
+    def _of(self, owner: str) -> list[BatchRun]:
+        """Its batches that have a place, the youngest last."""
+        return [run for run in self._runs if run.order.owner == owner and run not in self._ending]
+
+    def _make_way(self) -> None:
+        """Somebody who has no batch at work waits: one of whoever has most of them goes on later, if that has several. Of its
+        lines those that are being answered are computed again."""
+        if any(task.cancelling() for run, task in self._runs.items() if run not in self._ending):
+            return  # one does already
+        most = max((self._of(run.order.owner) for run in self._runs if run not in self._ending), key=len, default=[])
+        if len(most) > 1:
+            logger.info("a batch makes way for another key's", extra=fields(batch=most[-1].order.id))
+            self._runs[most[-1]].cancel()
+
+    async def _take(self, batch: WaitingBatch, into: set[BatchRun] | None) -> None:
+        """into: what it is counted among, besides all."""
+        lease = await self._stores.leases.take(batch_lease(batch.owner, batch.id))
+        run = None if lease is None else await self._begin(batch.owner, batch.id, lease)
+        if run is not None and into is not None:
+            into.add(run)
+
+    async def _begin(self, owner: str, batch_id: str, lease: Lease) -> BatchRun | None:
         stores = self._stores
         record = await stores.batches.get(owner, batch_id)
         if record is None or not record.is_open:
             await stores.batches.forget(owner, batch_id)
             await stores.leases.give_back(lease)
-            return
+            return None
         order = record.order
         run = BatchRun(
             lease,
@@ -154,6 +183,7 @@ class BatchRunner:
         if self._clock() >= order.expires_at:
             run.stop(EXPIRED)
         self._runs[run] = asyncio.create_task(run.run())
+        return run
 
     async def _leave(self) -> None:
         with suppress(StoreAway, TimeoutError):  # they run out by themselves

@@ -44,7 +44,7 @@ class GatewaySettings(ServiceSettings):
     state_redis_url: str = Field(
         "",
         description="Redis with append-only file that keeps responses, conversations, files and batches, never the one with the"
-        " index. Empty: nothing is kept, and there are no batches.",
+        " index. Empty: nothing is kept, and there are no batches, and no responses in the background.",
     )
     state_ttl_s: int = Field(30 * 86_400, ge=1, description="Seconds for which it keeps what nobody uses.")
     state_records_per_key: int = Field(
@@ -72,6 +72,19 @@ class GatewaySettings(ServiceSettings):
     )
     batch_lease_s: float = Field(
         15.0, ge=3, description="Seconds without a sign of the gateway that runs a batch after which another one goes on with it."
+    )
+    background_responses: int = Field(
+        256, ge=0, description="Responses in the background that this gateway has at work or waiting; 0: it takes none."
+    )
+    background_per_key: int = Field(
+        100, ge=1, description="Responses in the background of an API key that are not over; one more gets 429."
+    )
+    background_timeout_s: int = Field(
+        3600, ge=1, le=604_800, description="Seconds in which a response in the background is over, or has failed."
+    )
+    background_replay_s: int = Field(3600, ge=1, description="Seconds for which its events can be read again, once it is over.")
+    background_lease_s: float = Field(
+        5.0, ge=2, description="Seconds without a sign of the gateway that has it after which another one goes on with it."
     )
     model_name: str = Field("", description="Name that clients know the one model by. Empty: what its workers say.")
     models: CommaSeparated = Field(

@@ -29,6 +29,7 @@ from services.gateway.dispatch.waiting import Waiting
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.reconnect import StreamBroken
+from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError, internal, unavailable
 from services.gateway.request.request import Choice, ClientRequest
 from services.gateway.routing import session_home
@@ -97,12 +98,22 @@ class Dispatcher:
             if choice.number == 0:
                 blocks = PromptBlocks(choice.prompt, choice.cache_salt)
             self._placements[choice] = placement = Placement(choice, pool, blocks, refused_by, batch)
-            if placement.in_session:
+            if choice.resumed is not None:
+                placement.resume(choice.resumed)
+            if placement.has_begun:
+                self._resume(placement)
+            elif placement.in_session:
                 if not self._place(placement):
                     self._waiting.park(placement)
             elif pool.num_waiting or not self._place(placement):
                 self._waiting.wait(placement)
         self._waiting.pump(pool)  # what waits may wait for one worker only
+
+    def _resume(self, placement: Placement) -> None:
+        """It began elsewhere: it goes on as one whose worker was lost does."""
+        if not self._place(placement):
+            self._waiting.wait_first(placement)
+            self._waiting.give_up(placement.pool, self.fleet.may_serve)
 
     def _replaced(self) -> ApiError:
         """The gateway's one name has got another model, to which ids of the old one mean nothing."""
@@ -132,6 +143,11 @@ class Dispatcher:
         choice.finish(worker_pb2.Finish(reason=reason, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
         self._detoks.touch(choice.text.decoding)
         return True
+
+    def computed_by(self, choice: Choice) -> tuple[WeightsName | None, str]:
+        """What its output is of: weights, and the fingerprint of what decides its bits beside them."""
+        placement = self._placements.get(choice)
+        return (None, "") if placement is None else (placement.weights, placement.numerics)
 
     def worker_ids(self, choice: Choice) -> list[str]:
         """Of those that it is on."""

@@ -16,6 +16,7 @@ from services.gateway.dispatch.model_pool import ModelPool, PromptBlocks, reads
 from services.gateway.dispatch.wait import Wait
 from services.gateway.peers.weights import Weights
 from services.gateway.peers.worker_link import WorkerLink
+from services.gateway.request.choice_output import Progress
 from services.gateway.request.request import Choice
 
 Link: TypeAlias = "WorkerLink[Placement]"
@@ -103,6 +104,11 @@ class Placement:
         self.prefilled = False
         self._kept: Kept | None = None
         self._taken: tuple[int, Kept] | None = None  # by the submit of this handle
+
+    def resume(self, progress: Progress) -> None:
+        """Its output is of what another gateway's worker had."""
+        self.weights = None if progress.weights is None else Weights(*progress.weights)
+        self.numerics = progress.numerics
 
     @property
     def prompt_ids(self) -> Sequence[int]:

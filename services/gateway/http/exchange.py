@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,9 +19,8 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import cut, gone_of, held_body, read_body, watch
 from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
-from services.gateway.http.renderer import Renderer, StreamRenderer
+from services.gateway.http.renderer import Admitted, Detached, Narrator, Prepare, Renderer, StreamRenderer
 from services.gateway.http.sse_comments import Silence, commented
-from services.gateway.keys.key_limits import Admission
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics
@@ -33,7 +32,6 @@ from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.caller import NOBODY
 from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Plan
-from services.gateway.request.origin import Origin
 from services.gateway.request.request import Choice, ClientRequest, Phase, Releaser
 from services.gateway.request.trace import RequestTrace, begin_trace
 from services.gateway.request.usage import usage_of
@@ -55,8 +53,8 @@ _SSE_HEADERS = [
 ]
 
 
-Prepare = Callable[[ReceivedBody, Origin], Awaitable[Plan]]  # body
-MakeRenderer = Callable[[ClientRequest, int, str, ModelTexts], Renderer]  # request, created (Unix seconds), model
+# request, created (Unix seconds), model
+MakeRenderer = Callable[[ClientRequest, int, str, ModelTexts], Renderer | Narrator | Detached]
 
 
 class Dispatch(Releaser, Protocol):
@@ -147,7 +145,15 @@ class Exchange(Response):
 
     background = None
 
-    def __init__(self, generator: Generator, prepare: Prepare, make_renderer: MakeRenderer) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        prepare: Prepare,
+        make_renderer: MakeRenderer,
+        admission: Admitted | None = None,
+        failed: Callable[[ApiError], None] | None = None,
+    ) -> None:
+        """admission: of a request that has been admitted already. failed: told the request's error in the client's place."""
         # Not Response.__init__: there is no content yet, and headers are written with the first byte.
         self._generator = generator
         self._prepare = prepare
@@ -156,7 +162,10 @@ class Exchange(Response):
         self._work: asyncio.Task[Any] | None = None  # what serves it
         self._request: ClientRequest | None = None
         self._held: HeldBytes | None = None
-        self._admission: Admission | None = None
+        self._admission = admission
+        self._failed = failed
+        self._is_admitted = admission is not None
+        self._detached: Response | None = None  # answers in its place
         self._form = OPENAI
         self._stream_renderer: StreamRenderer | None = None
 
@@ -170,7 +179,8 @@ class Exchange(Response):
         self._held = held = generator.bodies.open(gone_of(scope))
         try:
             generator.admit(self)
-            self._admission = generator.keys.begin(request.key)
+            if self._admission is None:
+                self._admission = generator.keys.begin(request.key)
             body = await read_body(scope, receive, held, generator.settings.max_body_bytes, generator.settings.body_timeout_s)
         except ApiError as error:
             await self._tell(error, scope, send)
@@ -185,6 +195,8 @@ class Exchange(Response):
                 self._admission.end(request.tokens_used)
             if trace is not None:
                 trace.end()
+        if self._detached is not None:
+            await self._detached(scope, receive, send)
 
     async def _answer(self, scope: Scope, body: ReceivedBody, receive: Receive, send: Send) -> None:
         self._work = work = asyncio.current_task()
@@ -205,6 +217,7 @@ class Exchange(Response):
             if not left:
                 raise
             work.uncancel()
+            self._detached = None  # nobody is there to read it
         finally:
             stop()
 
@@ -278,10 +291,17 @@ class Exchange(Response):
         scope["state"]["model"] = plan.model.name
         texts = self._generator.token_texts.of_model(plan.model.source)
         renderer = self._make_renderer(request, int(time.time()), plan.model.name, texts)
+        if isinstance(renderer, Detached):
+            admission, self._admission = self._admission, None
+            self._detached = await renderer.detach(plan, admission)
+            return
         self._generator.dispatcher.start(request)
         assert self._held is not None
         self._held.close()
-        if request.generation.stream:
+        if isinstance(renderer, Narrator):
+            await renderer.narrate(request)
+            self._count(request)
+        elif request.generation.stream:
             assert isinstance(renderer, StreamRenderer)
             self._stream_renderer = renderer
             await self._stream(request, renderer, send)
@@ -299,7 +319,7 @@ class Exchange(Response):
                 raise request.error
             self._count_cuts(request, plan)
             budgets.check_logprobs(plan.parts, plan.model.context_len)
-            if self._admission is not None:
+            if self._admission is not None and not self._is_admitted:
                 self._admission.reserve(budgets.most_tokens(plan.parts, plan.model.context_len))
             request.begin(plan.parts, plan.model)
             if request.trace is not None:
@@ -369,6 +389,9 @@ class Exchange(Response):
         assert request is not None
         if request.trace is not None:
             request.trace.failed(error)
+        if self._failed is not None:
+            self._failed(error)
+            return
         try:
             async with asyncio.timeout(ERROR_SEND_S):
                 if self._started and not self._streams:

@@ -1,12 +1,47 @@
-"""What an endpoint makes of a request's choices: the port between the exchange and each API."""
+"""What an endpoint makes of a request's choices: the port between the exchange and each API. Or who takes the request over, once
+it is prepared, or what comes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+from starlette.responses import Response
+
+from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import Delta
+from services.gateway.request.generation import Plan
+from services.gateway.request.origin import Origin
+from services.gateway.request.request import ClientRequest, Delta
+
+Prepare = Callable[[ReceivedBody, Origin], Awaitable[Plan]]  # of a body
+
+
+class Admitted(Protocol):
+    """A request's place within the limits of its key. Ended once, by whoever has it."""
+
+    def reserve(self, tokens: int) -> None:
+        """The most that it may come to, prompt and answers. Once; raises ApiError 429."""
+
+    def end(self, used_tokens: int) -> None:
+        """used_tokens: what it has come to."""
+
+
+class Narrator(ABC):
+    """In a renderer's place: it takes what comes by itself, and nothing is sent."""
+
+    @abstractmethod
+    async def narrate(self, request: ClientRequest) -> None:
+        """Until every choice has ended, and whoever it is for has it. Raises ApiError."""
+
+
+class Detached(ABC):
+    """In a renderer's place: the request is computed elsewhere, whether its client stays or not."""
+
+    @abstractmethod
+    async def detach(self, plan: Plan, admission: Admitted | None) -> Response:
+        """What its client is answered. The admission is ended by whoever computes it, also where this fails. Raises ApiError."""
 
 
 class Renderer(Protocol):

@@ -21,6 +21,7 @@ RATE_LIMITS = ("requests", "tokens", "concurrency")
 HANDOVERS = ("room", "none")  # whether there is KV to be read
 BATCH_ENDS = ("completed", "failed", "expired", "cancelled")
 BATCH_OUTCOMES = ("completed", "failed")
+BACKGROUND_ENDS = ("completed", "incomplete", "failed", "cancelled")
 REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 
 
@@ -108,6 +109,18 @@ class GatewayMetrics:
         self.batch_retries = self._counter("batch_retries", "Tries of lines of batches that found no room, or no worker.")
         self.batches_running = self._gauge("batches_running", "Batches that this gateway has at work.")
         self.batch_lines_in_flight = self._gauge("batch_lines_in_flight", "Lines of batches that are being answered.")
+        self.background_responses = self._counter(
+            "background_responses",
+            "Responses in the background that this gateway brought to an end, by what they ended as.",
+            "status",
+        )
+        for status in BACKGROUND_ENDS:
+            self.background_responses.labels(status)
+        self.background_takeovers = self._counter(
+            "background_takeovers",
+            "Responses in the background that this gateway went on with behind another one, or its own end.",
+        )
+        self.background_running = self._gauge("background_running", "Responses in the background that this gateway has.")
         self.key_requests = self._counter("key_requests", "Generation requests that began, by API key.", "key")
         self.grace_period = self._gauge("grace_period_seconds", "What requests in flight get when this gateway stops.")
         self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
@@ -124,6 +137,10 @@ class GatewayMetrics:
         """Of this gateway, where there are any. running: batches. lines: that are being answered."""
         self.batches_running.set_function(lambda: float(running()))
         self.batch_lines_in_flight.set_function(lambda: float(lines()))
+
+    def watch_background(self, running: Callable[[], int]) -> None:
+        """Of this gateway, where there are any. running: responses that it has at work, or waiting."""
+        self.background_running.set_function(lambda: float(running()))
 
     def watch_keys(self, file_is_valid: Callable[[], bool], shares_are_up: Callable[[], bool | None]) -> None:
         """Where there are keys. shares_are_up: None where there is no Redis to share limits in."""

@@ -41,6 +41,25 @@ class Ending:
     cached_by_tier: Mapping[str, int] | None = None
 
 
+WeightsName = tuple[str, str, str]  # model, revision and tokenizer, as a worker's hello names them
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What has come of a choice, as far as another gateway needs it to go on. ids: of its output, which has not ended with them.
+    decoded: of these, whose text has come from a detokenizer; chars: of that text. shown: ids whose text has been taken.
+    logprobs: of all ids, where they are wanted. weights, numerics: what the output is of, see Placement; None and "" where nobody
+    has said."""
+
+    ids: Sequence[int] = ()
+    decoded: int = 0
+    chars: int = 0
+    shown: int = 0
+    logprobs: Sequence[worker_pb2.LogprobRows] = ()
+    weights: WeightsName | None = None
+    numerics: str = ""
+
+
 class ChoiceOutput:
     """ids: all output ids so far; a detokenizer's stream reads the same list. logprobs: of these, where they are wanted.
     prompt_logprobs: from position max(1, prompt_from) on. verdict: the worker's ending, None while it goes on."""
@@ -68,6 +87,12 @@ class ChoiceOutput:
 
     def extend(self, ids: Sequence[int]) -> None:
         self.ids += ids
+
+    def resume(self, ids: Sequence[int], logprobs: Sequence[worker_pb2.LogprobRows]) -> None:
+        """What had come elsewhere. Raises ValueError for rows that do not fit."""
+        self.ids += ids
+        for rows in logprobs:
+            self.logprobs.extend(rows)
 
     def add_logprobs(self, rows: worker_pb2.LogprobRows) -> None:
         """Of the next output tokens. Raises ValueError for rows that do not fit."""

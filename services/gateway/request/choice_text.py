@@ -103,6 +103,19 @@ class ChoiceText:
             kept_tokens=generation.parsing.kept_tokens if generation.parsing is not None else (),
         )
 
+    def resume(self, decoded: int, chars: int, shown: int) -> None:
+        """So many ids have been decoded elsewhere, to so many characters, which somebody has. shown: ids that these are of."""
+        self.decoding.resume(decoded, chars)
+        self._shown_ids = self._taken_ids = shown
+        self._delivered = chars > 0
+        if decoded:
+            self._last_at = self._clock.now()  # the next token is not its first
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Ids decoded, characters of them, and ids whose text has been taken: what resume() goes on from after a take()."""
+        return self.decoding.decoded, self.decoding.emitted_chars, self._taken_ids
+
     def finish(self, finish: worker_pb2.Finish) -> None:
         """The output is complete; its last text is still to come, unless it is a vector."""
         # What a stop pattern has matched stays in the text; a stop string is cut off.

@@ -1,6 +1,6 @@
 """One handle's way from token ids to text: everything that is needed to go on decoding on another detokenizer.
 
-Written by its owner (ids, finish), by the DecodeWindow that holds it (the rest), and by the DetokPool (homeless).
+Written by its owner (ids, resume, finish), by the DecodeWindow that holds it (the rest), and by the DetokPool (homeless).
 """
 
 from __future__ import annotations
@@ -98,6 +98,10 @@ class Decoding:
     def may_wait(self) -> bool:
         """What there is to decode can go with what is to come."""
         return self.patient and not self.finished and len(self.ids) - self.sent < PATIENT_IDS
+
+    def resume(self, decoded: int, emitted_chars: int) -> None:
+        """So much of it has come back elsewhere. Before it is on any detokenizer."""
+        self.decoded, self.emitted_chars = decoded, emitted_chars
 
     def finish(self, matched_stop: str) -> None:
         """No ids follow those that `ids` holds."""

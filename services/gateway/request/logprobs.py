@@ -60,6 +60,17 @@ class LogprobTable:
         """Of the rows from begin to end, as far as there are any; rows that come later are not in it."""
         return LogprobSpan(self, min(begin, len(self)), min(end, len(self)))
 
+    def rows(self, begin: int) -> worker_pb2.LogprobRows:
+        """Those from begin on, as extend() takes them."""
+        tops, chosen = slice(begin * self._k, None), slice(begin * self._per_row, None)
+        return worker_pb2.LogprobRows(
+            values=self._values[begin:],
+            k=self._k,
+            top_ids=self._top_ids[tops],
+            top_values=self._top_values[tops],
+            chosen_values=self._chosen[chosen],
+        )
+
     def row(self, index: int) -> TokenLogprob:
         tops = slice(index * self._k, (index + 1) * self._k)
         chosen = self._chosen[index * self._per_row : (index + 1) * self._per_row]

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from rootstock.v1 import worker_pb2
 from services.gateway.request.caller import NOBODY, Caller
-from services.gateway.request.choice_output import ChoiceOutput, Ending
+from services.gateway.request.choice_output import ChoiceOutput, Ending, Progress
 from services.gateway.request.choice_text import ChoiceText, Clock, TokenTimes
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import ChoiceSampling, Generation, ModelInfo, Part, Prompt
@@ -82,9 +82,10 @@ class Delta:
 
 
 class Choice:
-    """One answer to one prompt. sampling: the same on every worker that goes on with it. trace: where it is traced."""
+    """One answer to one prompt. sampling: the same on every worker that goes on with it. trace: where it is traced. resumed: what
+    had come of it at another gateway, or in an earlier try; None: it begins here."""
 
-    __slots__ = ("generation", "index", "number", "output", "part", "prompt", "request", "sampling", "text", "trace")
+    __slots__ = ("generation", "index", "number", "output", "part", "prompt", "request", "resumed", "sampling", "text", "trace")
 
     def __init__(self, request: ClientRequest, index: int, number: int, part: Part, sampling: ChoiceSampling) -> None:
         self.request = request
@@ -99,6 +100,13 @@ class Choice:
         model = request.model_source
         self.text = ChoiceText(part, self.output, self, clock, request.request_id, model, origin.traceparent)
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
+        self.resumed: Progress | None = None
+
+    def resume(self, progress: Progress) -> None:
+        """Goes on where it stood. Before it is dispatched. Raises ValueError for log probabilities that do not fit."""
+        self.resumed = progress
+        self.output.resume(progress.ids, progress.logprobs)
+        self.text.resume(progress.decoded, progress.chars, progress.shown)
 
     @property
     def request_id(self) -> str:
@@ -230,9 +238,10 @@ class ClientRequest:
 
     @property
     def tokens_used(self) -> int:
-        """Of its prompts, once a worker has had one of them, and of all output so far."""
+        """Of its prompts, once a worker has had one of them, and of all output that came here."""
         prompts = sum(len(part.prompt.ids) for part in self.parts) if self.reached_worker else 0
-        return prompts + sum(len(choice.output.ids) for choice in self.choices)
+        earlier = sum(len(choice.resumed.ids) for choice in self.choices if choice.resumed is not None)
+        return prompts + sum(len(choice.output.ids) for choice in self.choices) - earlier
 
     def submitted(self) -> None:
         self.reached_worker = True

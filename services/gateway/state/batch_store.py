@@ -22,6 +22,7 @@ from services.gateway.state.stored_files import ERRORS, OUTPUT, OwnerKeys, Store
 from services.shared.limits import MAX_BATCH_WINDOW_S
 
 _OPEN = "state:batches:open"
+SAMPLES = 10
 _RECORDED, _THERE, _FULL = 1, 0, -1
 
 _BEGIN = """
@@ -36,6 +37,25 @@ local at = now[1] * 1000000 + now[2]
 redis.call('ZADD', KEYS[2], at, id)
 redis.call('ZADD', KEYS[3], at, member)
 return 1
+"""
+_WAITING = """
+local most, each, now, samples = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local found, of = {}, {}
+for at, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  if #found >= 2 * most then break end
+  local owner = string.match(member, '^[^:]*')
+  local has_room = (of[owner] or 0) < each
+  if (has_room or at % samples == now % samples) and redis.call('EXISTS', 'state:lease:batch:' .. member) == 0 then
+    local known = redis.call('HMGET', 'state:batch:' .. member, 'status', 'order')
+    local ends = not known[1] or known[1] == 'cancelling' or cjson.decode(known[2]).expires_at <= now
+    if has_room and not ends then of[owner] = (of[owner] or 0) + 1 end
+    if has_room or ends then
+      found[#found + 1] = member
+      found[#found + 1] = ends and 1 or 0
+    end
+  end
+end
+return found
 """
 _CANCEL = """
 local status = redis.call('HGET', KEYS[1], 'status')
@@ -110,6 +130,15 @@ class LineResult:
     usage: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingBatch:
+    """That nobody has. ends: its client has cancelled it, or its time is over."""
+
+    owner: str
+    id: str
+    ends: bool
+
+
 def batch_lease(owner: str, batch_id: str) -> str:
     """Its name."""
     return f"batch:{owner}:{batch_id}"
@@ -152,6 +181,15 @@ class BatchStore:
         script = READS + "return redis.call('ZRANGE', KEYS[1], 0, ARGV[1])"
         found = [str(each, "ascii").partition(":") for each in await self._redis.call(script, [_OPEN], most - 1)]
         return [(owner, batch_id) for owner, _, batch_id in found]
+
+    async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
+        """Those that are not over, and that nobody has: the oldest first, `each` of an owner at most, and those that are to end.
+        Of an owner who has more, every one is looked at once in SAMPLES seconds. now: Unix seconds."""
+        found = await self._redis.call(READS + _WAITING, [_OPEN], most, each, now, SAMPLES)
+        members = [str(member, "ascii").partition(":") for member in found[::2]]
+        return [
+            WaitingBatch(owner, batch_id, bool(ends)) for (owner, _, batch_id), ends in zip(members, found[1::2], strict=True)
+        ]
 
     async def forget(self, owner: str, batch_id: str) -> None:
         """One that is said to be open, and of which nothing is known any more."""

@@ -51,8 +51,8 @@ class Preparer:
     async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
         return await self.of_chat(parse_json(body.take()), origin)
 
-    async def of_chat(self, chat: dict[str, Any], origin: Origin) -> Plan:
-        """chat: a body, of whatever API it was made."""
+    async def of_chat(self, chat: dict[str, Any], origin: Origin, prompt: Prompt | None = None) -> Plan:
+        """chat: a body, of whatever API it was made. prompt: what its messages have come to, where that is known."""
         request = parse_chat(chat, origin)
         if request.stream:
             origin.wants_stream()
@@ -66,7 +66,7 @@ class Preparer:
         _check_turn(generation, 1)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         room = for_an_answer(model, generation.session is not None)
-        fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room)
+        fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room) if prompt is None else prompt
         known = self._tokenizer.formats(model.source)
         formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
         generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._parsing_of(model))

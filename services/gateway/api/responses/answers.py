@@ -8,7 +8,7 @@ from pydantic import Field
 
 from services.gateway.api.document.answer import Answer, Count, Logprob, absent
 
-Status = Literal["completed", "incomplete", "in_progress", "failed", "cancelled"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["completed", "incomplete", "in_progress"]
 
 
@@ -96,7 +96,7 @@ class ResponseAnswer(Answer):
     created_at: Count = Field(description="Unix seconds.")
     completed_at: Count | None
     status: Status
-    background: Literal[False]
+    background: bool
     conversation: ConversationId | None
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
@@ -126,7 +126,7 @@ class ResponseEvent(Answer):
 
     type: str = Field(pattern=r"^response\.[a-z_.]+$")
     sequence_number: Count
-    response: ResponseAnswer = absent("Of created, in_progress, completed, incomplete and failed.")
+    response: ResponseAnswer = absent("Of created, queued, in_progress, completed, incomplete and failed.")
     output_index: Count = absent("Of what is told of an item.")
     item: Item = absent("Of an item's begin and end.")
     item_id: str = absent("Of what is told of an item's parts.")

@@ -9,18 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.responses.background import Background, DetachedCall
 from services.gateway.api.responses.items import checked_items
-from services.gateway.api.responses.records import Context, Records
-from services.gateway.api.responses.render import ResponseRenderer
+from services.gateway.api.responses.records import Context, Records, record_of
+from services.gateway.api.responses.render import ResponseRenderer, begun
 from services.gateway.api.responses.translation import chat_of, own_fields, parse, renamed
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import Hold, ReceivedBody
-from services.gateway.request.errors import ApiError
+from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import ClientRequest
+from services.gateway.state.background_record import Status
 from services.gateway.state.owner import owner_of
 
 logger = logging.getLogger(__name__)
@@ -37,17 +39,22 @@ class ResponsesCall:
     _before: Context
     _items: list[Json]
     _owner: str
+    _origin: Origin
+    _streams: bool  # one in the background
 
-    def __init__(self, preparer: ChatPreparer, records: Records) -> None:
+    def __init__(self, preparer: ChatPreparer, records: Records, background: Background | None) -> None:
         self._preparer = preparer
         self._records = records
+        self._background = background
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
         """Raises ApiError."""
         await self._read(body, origin)
+        if self._asked.background:
+            self._check_background()
         before, self._before = self._before.items, replace(self._before, items=[])  # they may be 16 MiB, and are kept already
         try:
-            return own_fields(await self._fitted([*before, *self._items], origin))
+            return own_fields(await self._fitted([*before, *self._items], origin), streams=bool(self._asked.background))
         except ApiError as error:
             raise renamed(error) from None
 
@@ -59,19 +66,43 @@ class ResponsesCall:
         except ApiError as error:
             raise renamed(error) from None
 
-    def renderer(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> ResponseRenderer:
+    def renderer(
+        self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts
+    ) -> ResponseRenderer | DetachedCall:
         response_id = f"resp_{secrets.token_hex(16)}"
+        if self._asked.background:
+            assert self._background is not None
+            response = begun(response_id, created, model, self._asked) | {"status": Status.QUEUED.value}
+            record = record_of(response, self._items, self._before.chain, self._before.num_bytes)
+            return DetachedCall(self._background, self._origin, self._asked, self._streams, record, self._before.num_bytes)
         return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep)
 
     async def _read(self, body: ReceivedBody, origin: Origin) -> None:
         self._owner = owner_of(origin.caller.key)
+        self._origin = origin
         self._asked = asked = parse(parse_json(body.take()))
-        if asked.stream:
+        if asked.stream and not asked.background:
             origin.wants_stream()
         items = checked_items([] if asked.input is None else asked.input, "input")
         self._before = await self._context(asked, body.hold)
         self._items = await self._records.resolved(self._owner, items, self._before)
         self._asked = asked.model_copy(update={"input": None})  # it may be 64 MiB, and the items are its copy
+
+    def _check_background(self) -> None:
+        """And what is left to chance is fixed, so that another gateway's worker goes on as the first one would."""
+        asked = self._asked
+        if asked.store is False:
+            message = "Background sampling requires store=true; stateless requests are rejected."
+            raise bad_request("background", message)
+        if self._origin.caller.background:
+            raise bad_request("background", "'background' cannot be used in a batch.", "unsupported_parameter")
+        if self._background is None:
+            raise ApiError(400, "This server keeps nothing: it has no store.", param="background", code="no_store")
+        if not self._background.takes_any:
+            raise bad_request("background", "This server takes no responses in the background.", "unsupported_parameter")
+        self._streams = bool(asked.stream)  # to whoever follows it: there is no stream of the request itself
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        self._asked = asked.model_copy(update={"seed": seed, "stream": None})
 
     async def _context(self, asked: ResponsesRequest, hold: Hold) -> Context:
         conversation = self._conversation(asked)

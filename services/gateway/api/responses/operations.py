@@ -41,11 +41,18 @@ OPERATIONS = (
         named=True,
     ),
     Operation("post", INPUT_TOKENS, _TAG, "Tokens of its input", {JSON: InputTokenCount}, ResponsesRequest, statuses=(404, 504)),
-    Operation("get", RESPONSE, _TAG, "A response that is kept", {JSON: ResponseAnswer}, statuses=_KEPT, parameters=_RESPONSE),
-    Operation("delete", RESPONSE, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_RESPONSE),
     Operation(
-        "post", CANCEL, _TAG, "Refused: there are none in the background", {}, statuses=(503,), parameters=_RESPONSE, served=False
+        "get",
+        RESPONSE,
+        _TAG,
+        "A response that is kept",
+        {JSON: ResponseAnswer, EVENTS: ResponseEvent},
+        statuses=_KEPT,
+        parameters=_RESPONSE,
+        named=True,
     ),
+    Operation("delete", RESPONSE, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_RESPONSE),
+    Operation("post", CANCEL, _TAG, "Cancel one in the background", {JSON: ResponseAnswer}, statuses=_KEPT, parameters=_RESPONSE),
     Operation("get", INPUT_ITEMS, _TAG, "Its input", {JSON: ItemList}, statuses=_KEPT, parameters=_RESPONSE),
     Operation(
         "post", CONVERSATIONS, _TAG, "Begin a conversation", {JSON: ConversationAnswer}, ConversationRequest, statuses=(429,)

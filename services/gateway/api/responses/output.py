@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import orjson
 
 from services.gateway.api.responses.items import new_id
 from services.gateway.api.responses.sealed import sealed
@@ -13,6 +15,11 @@ from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, E
 Json = dict[str, Any]
 
 _PART = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+def numbered(events: Iterable[Json], first: int) -> list[bytes]:
+    """As they are stored, with their sequence numbers from `first` on."""
+    return [orjson.dumps({**event, "sequence_number": number}) for number, event in enumerate(events, first)]
 
 
 class OutputItems:
@@ -27,6 +34,19 @@ class OutputItems:
         self._logprobs: list[Json] = []  # of it
         self._pending: list[Json] = []  # of tokens whose text is still to come
         self.items: list[Json] = []
+
+    def restore(self, events: Iterable[Json]) -> None:
+        """As it was behind these events of the same response, the first ones first."""
+        for event in events:
+            if event["type"] == "response.output_item.added":
+                self.items.append(event["item"])
+                self._texts, self._logprobs, self._is_open = [], [], True
+            elif event["type"] == "response.output_item.done":
+                self.items[-1] = event["item"]
+                self._is_open = False
+            elif event["type"].endswith(".delta"):
+                self._texts.append(event["delta"])
+                self._logprobs += event.get("logprobs", ())
 
     def logprobs(self, entries: list[Json]) -> None:
         """Of the tokens behind the events that are added next."""

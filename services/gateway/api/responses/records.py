@@ -16,6 +16,7 @@ import orjson
 from services.gateway.api.responses.items import REFERENCE, response_of
 from services.gateway.request.bodies import Hold
 from services.gateway.request.errors import ApiError, bad_request, unavailable
+from services.gateway.state.background_record import OPEN
 from services.gateway.state.state_store import Changed, Record, StateStore, StoreAway
 from services.shared import limits
 
@@ -46,6 +47,9 @@ class Records:
     async def after(self, owner: str, response_id: str, hold: Hold) -> Context:
         """The context of a response that follows this one. hold: called with the bytes that it comes to."""
         last = await self._response(owner, response_id, "previous_response_id")
+        if last["response"]["status"] in OPEN:
+            message = "The response that this one follows is not over yet: wait until it is, or cancel it."
+            raise bad_request("previous_response_id", message, "previous_response_not_finished")
         names = (*last["chain"], response_id)
         if len(names) > limits.MAX_RESPONSE_CHAIN or last["bytes"] > limits.MAX_CHAIN_BYTES:
             message = "The responses before this one are too many, or too long. Begin anew with what is to be kept of them."
@@ -77,9 +81,20 @@ class Records:
 
     async def keep_response(self, owner: str, response: Json, items: Sequence[Json], before: Context) -> bool:
         """Whether it is kept from here on. items: its input."""
-        record: Json = {"response": response, "input": list(items), "chain": list(before.chain), "bytes": 0}
-        record["bytes"] = before.num_bytes + len(orjson.dumps(record))
-        return await self._try_put(owner, response["id"], record)
+        return await self._try_put(owner, response["id"], record_of(response, items, before.chain, before.num_bytes))
+
+    async def over(self, owner: str, response: Json, context_bytes: int) -> bytes:
+        """What is to be kept of a response that was kept while it was made. context_bytes: of those before it. Its conversation,
+        if it has one, gets what has been said."""
+        last = await self._response(owner, response["id"], "response_id")
+        if response["conversation"] is not None and response["status"] in ("completed", "incomplete"):
+            try:
+                await self.extend(owner, response["conversation"]["id"], [*last["input"], *response["output"]])
+            except ApiError as error:
+                if error.status == 503:
+                    raise
+                logger.warning("a conversation is not extended: %s", error.message)
+        return orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes))
 
     async def response(self, owner: str, response_id: str) -> Json:
         found: Json = (await self._response(owner, response_id, "response_id"))["response"]
@@ -93,7 +108,7 @@ class Records:
         async with self._reached() as store:
             there = await store.delete(owner, name)
         if not there:
-            raise _gone(param)
+            raise gone(param)
 
     async def begin_conversation(self, owner: str, items: Sequence[Json], metadata: Json) -> Json:
         """With its id."""
@@ -197,11 +212,18 @@ class Records:
             raise unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable") from None
 
 
+def record_of(response: Json, items: Sequence[Json], chain: Sequence[str], context_bytes: int) -> Json:
+    """items: its input. chain, context_bytes: the responses before it, and their bytes."""
+    record: Json = {"response": response, "input": list(items), "chain": list(chain), "bytes": 0}
+    record["bytes"] = context_bytes + len(orjson.dumps(record))
+    return record
+
+
 def _not_found(param: str, message: str, code: str) -> ApiError:
     return ApiError(404, message, param=param, code=code)
 
 
-def _gone(param: str) -> ApiError:
+def gone(param: str) -> ApiError:
     return _not_found(param, "There is nothing of this id, or not any more.", "not_found")
 
 

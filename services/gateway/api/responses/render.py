@@ -23,6 +23,49 @@ _STATUS = {"length": "incomplete", "abort": "cancelled"}
 _ERROR_CODES = {429: "rate_limit_exceeded"}
 
 
+class Draft:
+    """A response as far as it has come. response: as it began; all that becomes of it is in it at the end."""
+
+    def __init__(self, request: ClientRequest, token_texts: ModelTexts, response: Json, output: OutputItems) -> None:
+        self._request = request
+        self._output = output
+        self._logprobs = ChatLogprobs(request.generation, token_texts)
+        self._events = ChoiceEvents(request.generation.parsing)
+        # Which tokens are the text's is known only where all of them are.
+        self._has_logprobs = request.generation.wants_logprobs and request.generation.parsing is None
+        self.response = response
+
+    def restore(self, events: Iterable[Json], texts: Iterable[str]) -> None:
+        """As it was behind these events, which came of these texts."""
+        self._output.restore(events)
+        self._events.replay(texts)
+
+    async def told(self, delta: Delta) -> list[Json]:
+        """Raises ApiError."""
+        if self._has_logprobs:
+            self._output.logprobs(orjson.loads(await self._logprobs.of(delta))["content"])
+        told = [each for event in self._events.of(delta) for each in self._output.add(event)]
+        if delta.ending is not None:
+            status = _STATUS.get(delta.ending.finish_reason, "completed")
+            told += self._output.finish("completed" if status == "completed" else "incomplete")
+            self.response["status"] = status
+        return told
+
+    def finish(self, completed_at: int) -> None:
+        """Behind the last delta. completed_at: Unix seconds."""
+        response = self.response
+        response["output"] = self._output.items
+        response["usage"] = _usage(self._request)
+        if response["status"] == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif response["status"] == "completed":
+            response["completed_at"] = completed_at
+
+    def failed(self, error: ApiError) -> Json:
+        """It with what there is of its output."""
+        return {**self.response, **failure(error), "output": self._output.items}
+
+
 class ResponseRenderer:
     """asked: the body. keep: has the response kept where that is wanted."""
 
@@ -38,57 +81,34 @@ class ResponseRenderer:
     ) -> None:
         self._request = request
         self._keep = keep
-        self._response = _begun(response_id, created, model, asked)
+        self._response = begun(response_id, created, model, asked)
         self._stores = self._response["store"]
-        seals = "reasoning.encrypted_content" in (asked.include or ())
-        self._output = OutputItems(response_id.partition("_")[2], seals)
-        self._logprobs = ChatLogprobs(request.generation, token_texts)
-        self._events = ChoiceEvents(request.generation.parsing)
+        self._draft = Draft(request, token_texts, self._response, output_items(response_id, asked))
         self._sequence = 0
-        # Which tokens are the text's is known only where all of them are.
-        self._has_logprobs = request.generation.wants_logprobs and request.generation.parsing is None
 
     async def chunk(self, delta: Delta) -> bytes:
         told: list[Json] = []
         if delta.first:
             told += [{"type": f"response.{kind}", "response": self._response} for kind in ("created", "in_progress")]
-        return self._written([*told, *await self._told(delta)])
+        return self._written([*told, *await self._draft.told(delta)])
 
     async def ending(self) -> bytes:
         await self._finish()
-        kind = "completed" if self._response["status"] == "completed" else "incomplete"
-        return self._written([{"type": f"response.{kind}", "response": self._response}])
+        return self._written([{"type": end_of(self._response), "response": self._response}])
 
     def failure(self, error: ApiError) -> bytes:
-        code = _ERROR_CODES.get(error.status, "invalid_prompt" if error.status < 500 else "server_error")
-        failed = {"status": "failed", "error": {"code": code, "message": error.message}, "output": self._output.items}
-        return self._written([{"type": "response.failed", "response": {**self._response, **failed, "store": False}}])
+        return self._written([{"type": "response.failed", "response": {**self._draft.failed(error), "store": False}}])
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         for delta in deltas:
-            await self._told(delta)
+            await self._draft.told(delta)
         await self._finish()
         return orjson.dumps(self._response)
-
-    async def _told(self, delta: Delta) -> list[Json]:
-        if self._has_logprobs:
-            self._output.logprobs(orjson.loads(await self._logprobs.of(delta))["content"])
-        told = [each for event in self._events.of(delta) for each in self._output.add(event)]
-        if delta.ending is not None:
-            status = _STATUS.get(delta.ending.finish_reason, "completed")
-            told += self._output.finish("completed" if status == "completed" else "incomplete")
-            self._response["status"] = status
-        return told
 
     async def _finish(self) -> None:
         """What is asked to be kept is kept now, or says that it is not."""
         response = self._response
-        response["output"] = self._output.items
-        response["usage"] = _usage(self._request)
-        if response["status"] == "incomplete":
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        elif response["status"] == "completed":
-            response["completed_at"] = response["created_at"] + int(self._request.clock() - self._request.arrived)
+        self._draft.finish(response["created_at"] + int(self._request.clock() - self._request.arrived))
         response["store"] = await self._keep(response) and self._stores
 
     def _written(self, events: Iterable[Json]) -> bytes:
@@ -99,7 +119,22 @@ class ResponseRenderer:
         return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps({**event, "sequence_number": number}))
 
 
-def _begun(response_id: str, created: int, model: str, asked: ResponsesRequest) -> Json:
+def output_items(response_id: str, asked: ResponsesRequest) -> OutputItems:
+    return OutputItems(response_id.partition("_")[2], "reasoning.encrypted_content" in (asked.include or ()))
+
+
+def failure(error: ApiError) -> Json:
+    """What it makes of a response."""
+    code = _ERROR_CODES.get(error.status, "invalid_prompt" if error.status < 500 else "server_error")
+    return {"status": "failed", "error": {"code": code, "message": error.message}}
+
+
+def end_of(response: Json) -> str:
+    """The last event's type."""
+    return {"completed": "response.completed", "failed": "response.failed"}.get(response["status"], "response.incomplete")
+
+
+def begun(response_id: str, created: int, model: str, asked: ResponsesRequest) -> Json:
     """Before anything has been said."""
     conversation = asked.conversation if isinstance(asked.conversation, str | None) else asked.conversation.id
     text, reasoning = asked.text, asked.reasoning
@@ -109,7 +144,7 @@ def _begun(response_id: str, created: int, model: str, asked: ResponsesRequest) 
         "created_at": created,
         "completed_at": None,
         "status": "in_progress",
-        "background": False,
+        "background": bool(asked.background),
         "conversation": None if conversation is None else {"id": conversation},
         "error": None,
         "incomplete_details": None,

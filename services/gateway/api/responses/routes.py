@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.responses.background import Background
 from services.gateway.api.responses.call import ResponsesCall
 from services.gateway.api.responses.items import checked_items
 from services.gateway.api.responses.operations import (
@@ -26,14 +27,16 @@ from services.gateway.api.responses.operations import (
     RESPONSE,
     RESPONSES,
 )
-from services.gateway.api.responses.records import Records
+from services.gateway.api.responses.records import Records, gone
+from services.gateway.api.responses.render import failure
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
 from services.gateway.api.strict_json import parse_json
 from services.gateway.http.direct_routes import Endpoint
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.request.bodies import Body
-from services.gateway.request.errors import AnswerForm, ApiError, bad_request
+from services.gateway.request.errors import AnswerForm, ApiError, bad_request, timed_out
 from services.gateway.request.origin import Origin
+from services.gateway.state.background_record import OPEN
 from services.gateway.state.metadata import check_metadata
 from services.gateway.state.owner import owner_of
 from services.shared import limits
@@ -42,6 +45,7 @@ Json = dict[str, Any]
 B = TypeVar("B", bound=Body)
 
 _PAGE, _MOST = 20, 100
+_NUMBER_CHARS = 12  # of an event
 
 
 class ResponsesApi:
@@ -50,10 +54,12 @@ class ResponsesApi:
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
 
-    def __init__(self, generator: Generator, preparer: ChatPreparer, records: Records) -> None:
+    def __init__(self, generator: Generator, preparer: ChatPreparer, records: Records, background: Background | None) -> None:
+        """background: None where nothing is kept."""
         self._generator = generator
         self._preparer = preparer
         self._records = records
+        self._background = background
 
     def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
         """Returns what generates, by path."""
@@ -65,12 +71,12 @@ class ResponsesApi:
     def _add_generation(self, app: FastAPI) -> Mapping[str, Endpoint]:
         @app.post(RESPONSES)
         async def responses() -> Response:
-            call = ResponsesCall(self._preparer, self._records)
+            call = ResponsesCall(self._preparer, self._records, self._background)
             return Exchange(self._generator, call.prepare, call.renderer)
 
         @app.post(INPUT_TOKENS)
         async def input_tokens(request: Request) -> Response:
-            call = ResponsesCall(self._preparer, self._records)
+            call = ResponsesCall(self._preparer, self._records, None)
             state = request.scope["state"]
             async with self._generator.body_of(request.scope, request.receive) as body:
                 count = await call.count(body, Origin(state["request_id"], caller=state["caller"]))
@@ -82,25 +88,53 @@ class ResponsesApi:
         @app.get(RESPONSE)
         async def response(request: Request, response_id: str) -> Response:
             _check_id(response_id)
-            if request.query_params.get("stream") in ("true", "1"):
-                raise bad_request("stream", "'stream': a response that is kept is not streamed again.", "unsupported_parameter")
-            return _json(await self._records.response(_owner(request), response_id))
+            query, owner = request.query_params, _owner(request)
+            after = _starting_after(query)
+            found = await self._current(owner, response_id)
+            if query.get("stream") not in ("true", "1"):
+                return _json(found)
+            if not found["background"] or self._background is None:
+                message = "'stream': only a response in the background is streamed again."
+                raise bad_request("stream", message, "unsupported_parameter")
+            return await self._background.stream(owner, response_id, after)
 
         @app.delete(RESPONSE)
         async def forget(request: Request, response_id: str) -> Response:
             _check_id(response_id)
-            await self._records.delete(_owner(request), response_id, "response_id")
+            await self._forget(_owner(request), response_id)
             return _json({"id": response_id, "object": "response.deleted", "deleted": True})
 
         @app.post(CANCEL)
         async def cancel(request: Request, response_id: str) -> Response:
-            raise bad_request(
-                "response_id", "Only responses in the background can be cancelled; this server has none.", "unsupported_operation"
-            )
+            owner = _owner(request)
+            found = await self._records.response(owner, response_id)
+            if not found["background"] or self._background is None:
+                message = "Only responses in the background can be cancelled."
+                raise bad_request("response_id", message, "unsupported_operation")
+            await self._background.cancel(owner, response_id)
+            return _json(await self._current(owner, response_id))
 
         @app.get(INPUT_ITEMS)
         async def input_items(request: Request, response_id: str) -> Response:
             return _json(_page(await self._records.input_items(_owner(request), response_id), request.query_params))
+
+    async def _current(self, owner: str, response_id: str) -> Json:
+        """As it is at the moment: what is kept of one in the background says how it began, until it is over."""
+        found = await self._records.response(owner, response_id)
+        if found["status"] not in OPEN or self._background is None:
+            return found
+        status = await self._background.status(owner, response_id)
+        if status in OPEN:
+            return {**found, "status": status}
+        if status is None:  # all that it was made of has expired
+            return found | failure(timed_out("The response was not made in time."))
+        return await self._records.response(owner, response_id)
+
+    async def _forget(self, owner: str, response_id: str) -> None:
+        if self._background is None:
+            await self._records.delete(owner, response_id, "response_id")
+        elif not response_id.startswith("resp_") or not await self._background.delete(owner, response_id):
+            raise gone("response_id")
 
     def _add_conversations(self, app: FastAPI) -> None:
         @app.post(CONVERSATIONS)
@@ -159,6 +193,18 @@ def _check_id(response_id: str) -> None:
     """A path of its own is no response's."""
     if f"{RESPONSES}/{response_id}" == INPUT_TOKENS:
         raise HTTPException(405)
+
+
+def _starting_after(query: Mapping[str, str]) -> int:
+    """-1: from the first one."""
+    given = query.get("starting_after")
+    if given is None:
+        return -1
+    if not given.isascii() or not given.isdecimal() or len(given) > _NUMBER_CHARS:
+        raise bad_request("starting_after", "'starting_after' must be the sequence number of an event.")
+    if query.get("stream") not in ("true", "1"):
+        raise bad_request("starting_after", "'starting_after' needs 'stream' to be true.")
+    return int(given)
 
 
 def _owner(request: Request) -> str:

@@ -33,7 +33,6 @@ KNOWN = KnownFields(
     ),
     {
         **known_fields.SAMPLING,
-        "background": (False,),
         "background_options": ({},),
         "context_management": ([],),
         "image": ({},),
@@ -107,9 +106,12 @@ def renamed(error: ApiError) -> ApiError:
     return ApiError(error.status, message, param=param, code=error.code, retry_after_s=error.retry_after_s)
 
 
-def own_fields(plan: Plan) -> Plan:
-    """What workers refuse is named as this API names it."""
-    parts = [replace(part, generation=replace(part.generation, fields=_FIELDS)) for part in plan.parts]
+def own_fields(plan: Plan, streams: bool = False) -> Plan:
+    """What workers refuse is named as this API names it. streams: its text is wanted as it comes, whatever the body says."""
+    parts = [
+        replace(part, generation=replace(part.generation, fields=_FIELDS, stream=part.generation.stream or streams))
+        for part in plan.parts
+    ]
     return Plan(plan.model, parts)
 
 

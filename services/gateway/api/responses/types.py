@@ -88,6 +88,9 @@ class ResponsesRequest(SamplingBody, PlacedBody):
         None, description="auto: the oldest items are left out until the rest fits. Default disabled."
     )
     store: bool | None = Field(None, description="Keep the response, so that a later one can follow it. Default true.")
+    background: bool | None = Field(
+        None, description="Answered at once, and made whether its client stays or not: GET, or its stream, has what comes of it."
+    )
     stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
     metadata: Metadata = Field(None, description="Up to 16 names and texts, which come back with the response.")
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64, description="As in chat completions.")

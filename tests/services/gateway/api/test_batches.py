@@ -366,3 +366,32 @@ def test_lines_that_run_when_a_gateway_ends_are_answered_first() -> None:
         owner = owner_of("")
         assert own.client.hget(f"state:batch:{owner}:{batch.id}", "completed") == b"2"
         assert not own.client.exists(f"state:lease:{batch_lease(owner, batch.id)}")
+
+
+def test_who_waits_for_a_place_ends_in_time_and_at_its_clients_wish(system: System, client: OpenAI) -> None:
+    """All places are taken by batches whose lines get no answer."""
+    system.allow(0)
+    long = [begin(client, [line(1)]) for _ in range(batch_runner.AT_ONCE)]
+    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == len(long), "all places to be taken")
+    late, unwanted = begin(client, [line(1)], window="1s"), begin(client, [line(1)])
+    client.batches.cancel(unwanted.id)
+    assert (over(client, unwanted).status, over(client, late).status) == ("cancelled", "expired")
+    (told,) = results(client, client.batches.retrieve(late.id).error_file_id)
+    assert told["error"]["code"] == "batch_expired"
+    system.allow(None)
+    assert {over(client, batch).status for batch in long} == {"completed"}
+
+
+def test_no_key_keeps_all_places(system: System, client: OpenAI) -> None:
+    """The youngest batch of who has several makes way, and goes on where it was."""
+    bob, before = system.openai(api_key="bob"), len(system.worker.submits)
+    system.allow(0)
+    long = [begin(client, [line(1)]) for _ in range(batch_runner.AT_ONCE)]
+    wait_until(lambda: system.metric("rootstock_gateway_batches_running") == len(long), "all places to be taken")
+    further, other = begin(client, [line(1)]), begin(bob, [line(1)])
+    wait_until(
+        lambda: any(each.tenant == Caller("bob").tenant for each in system.worker.submits[before:]), "bob's line at the worker"
+    )
+    system.allow(None)
+    assert over(bob, other).status == "completed"
+    assert {over(client, batch).status for batch in (*long, further)} == {"completed"}

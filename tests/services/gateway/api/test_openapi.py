@@ -182,12 +182,14 @@ def of_store(system: System) -> list[Answered]:
     """What is kept of a response and of a conversation, and what becomes of it."""
     response = json.loads(ask(system, "POST", RESPONSES, PLAIN[RESPONSES]).body)["id"]
     conversation = json.loads(ask(system, "POST", CONVERSATIONS, {}).body)["id"]
+    background = json.loads(ask(system, "POST", RESPONSES, {**PLAIN[RESPONSES], "background": True}).body)["id"]
     own = [ask(system, "POST", f"{CONVERSATIONS}/{conversation}/items", OF_THE_STORE[f"{TALK}/items"])]
     item = json.loads(own[0].body)["first_id"]
 
     def here(path: str) -> str:
         return path.replace("resp_a", response).replace("conv_a", conversation).replace("item_a", item)
 
+    own += [ask(system, "POST", f"{RESPONSES}/{background}/cancel"), ask(system, "GET", f"{RESPONSES}/{background}?stream=true")]
     own += [ask(system, "POST", here(TALK), OF_THE_STORE[TALK])]
     own += [ask(system, method, here(path)) for path in KEPT_GETS for method in ("GET", "HEAD")]
     own += [ask(system, "GET", here(f"{TALK}/items") + "?limit=0")]

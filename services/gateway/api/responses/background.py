@@ -1,0 +1,108 @@
+"""A request of the Responses API that goes on in the background, and who has it there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import orjson
+from starlette.responses import Response
+
+from services.gateway.api.responses.output import numbered
+from services.gateway.api.responses.types import ResponsesRequest
+from services.gateway.http.renderer import Admitted, Detached
+from services.gateway.request.caller import Caller
+from services.gateway.request.errors import ApiError
+from services.gateway.request.generation import Plan
+from services.gateway.request.origin import Origin
+from services.gateway.state.background_record import BackgroundOrder, Status
+from services.gateway.state.owner import owner_of
+from services.shared.limits import MAX_RECORD_BYTES
+
+Json = dict[str, Any]
+
+
+class Background(Protocol):
+    """takes_any: responses. timeout_s: seconds in which one is over. Every method raises ApiError."""
+
+    takes_any: bool
+    timeout_s: int
+
+    async def begin(
+        self,
+        order: BackgroundOrder,
+        record: bytes,
+        plan: Plan,
+        caller: Caller,
+        admission: Admitted | None,
+        events: Sequence[bytes],
+    ) -> None:
+        """Returns once it is kept. The admission has ended where it is not. record: what is kept of it until it is over."""
+
+    async def status(self, owner: str, response_id: str) -> Status | None:
+        """None: nothing is known of it but what is kept of every response."""
+
+    async def stream(self, owner: str, response_id: str, after: int) -> Response:
+        """Its events behind that sequence number, -1 for all; unless too many streams are open."""
+
+    def own_stream(self, owner: str, response_id: str) -> Response:
+        """All its events, for who has just asked for it."""
+
+    async def cancel(self, owner: str, response_id: str) -> None:
+        """Returns once it is over, as cancelled or as it was."""
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Of any response that is kept, which is cancelled by it. Whether there was one."""
+
+
+class DetachedCall(Detached):
+    """streams: its client wants its events. record: what is kept of it. context_bytes: of the responses before it."""
+
+    def __init__(
+        self,
+        background: Background,
+        origin: Origin,
+        asked: ResponsesRequest,
+        streams: bool,
+        record: Json,
+        context_bytes: int,
+    ) -> None:
+        self._background = background
+        self._origin = origin
+        self._asked = asked
+        self._streams = streams
+        self._record = record
+        self._context_bytes = context_bytes
+
+    async def detach(self, plan: Plan, admission: Admitted | None) -> Response:
+        response, owner = self._record["response"], owner_of(self._origin.caller.key)
+        events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)
+        try:
+            record, order = orjson.dumps(self._record), self._order(plan)
+            if len(record) > MAX_RECORD_BYTES or len(order.dumped()) > MAX_RECORD_BYTES:
+                message = f"A response in the background may be asked for with {MAX_RECORD_BYTES} bytes."
+                raise ApiError(413, message, param="background", code="request_too_large")
+        except ApiError:
+            if admission is not None:
+                admission.end(0)
+            raise
+        await self._background.begin(order, record, plan, self._origin.caller, admission, events)
+        if self._streams:
+            return self._background.own_stream(owner, response["id"])
+        return Response(orjson.dumps(response), media_type="application/json")
+
+    def _order(self, plan: Plan) -> BackgroundOrder:
+        response, caller, (part,) = self._record["response"], self._origin.caller, plan.parts
+        return BackgroundOrder(
+            id=response["id"],
+            owner=owner_of(caller.key),
+            key=caller.key,
+            request_id=self._origin.request_id,
+            routing_key=part.generation.routing_key,
+            created_at=response["created_at"],
+            ends_at=response["created_at"] + self._background.timeout_s,
+            model=plan.model.name,
+            asked=self._asked.model_dump(mode="json", exclude_unset=True),
+            rendered_end=part.prompt.rendered_end,
+            context_bytes=self._context_bytes,
+        )

@@ -1,0 +1,108 @@
+"""Responses in the background as events: told as they come, gone on with behind another gateway, ended where none will."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Any
+
+import orjson
+
+from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.responses.output import numbered
+from services.gateway.api.responses.records import Records
+from services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
+from services.gateway.api.responses.translation import chat_of, own_fields
+from services.gateway.api.responses.types import ResponsesRequest
+from services.gateway.http.renderer import Prepare
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.errors import ApiError
+from services.gateway.request.generation import Plan, Prompt
+from services.gateway.request.origin import Origin
+from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.state.background_record import BackgroundOrder, Status, Stored
+from services.shared.limits import MAX_RECORD_BYTES
+
+Json = dict[str, Any]
+
+# In place of what the prompt was made of: that is stored as ids, whatever has become of the responses before it.
+_INPUT: list[Json] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "."}]}]
+
+
+class BackgroundStory:
+    """Of one response, told from where it stands on."""
+
+    def __init__(self, draft: Draft, told: int) -> None:
+        """told: events so far."""
+        self._draft = draft
+        self._told = told
+
+    def begins(self) -> list[bytes]:
+        self._draft.response["status"] = "in_progress"
+        return self._numbered([{"type": "response.in_progress", "response": self._draft.response}])
+
+    async def of(self, delta: Delta) -> list[bytes]:
+        return self._numbered(await self._draft.told(delta))
+
+    def ending(self) -> tuple[Json, list[bytes]]:
+        response = self._draft.response
+        self._draft.finish(int(time.time()))
+        return response, self._numbered([{"type": end_of(response), "response": response}])
+
+    def _numbered(self, events: list[Json]) -> list[bytes]:
+        first, self._told = self._told, self._told + len(events)
+        return numbered(events, first)
+
+
+class BackgroundAnswers:
+    """Every method raises ApiError."""
+
+    def __init__(self, preparer: ChatPreparer, records: Records) -> None:
+        self._preparer = preparer
+        self._records = records
+
+    def prepare(self, stored: Stored) -> Prepare:
+        """As it was prepared at first, with the prompt that is stored."""
+        order = stored.order
+        prompt = Prompt(array("I", stored.prompt), None, rendered_end=order.rendered_end)
+
+        async def prepared(_body: ReceivedBody, origin: Origin) -> Plan:
+            chat = {**chat_of(_asked(order), _INPUT), "model": order.model}
+            return own_fields(await self._preparer.of_chat(chat, origin, prompt), streams=True)
+
+        return prepared
+
+    def story(self, stored: Stored, request: ClientRequest, token_texts: ModelTexts) -> BackgroundStory:
+        """Begins where the stored events end."""
+        order, asked = stored.order, _asked(stored.order)
+        response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}
+        draft = Draft(request, token_texts, response, output_items(order.id, asked))
+        draft.restore(map(orjson.loads, stored.events), stored.texts)
+        return BackgroundStory(draft, len(stored.events))
+
+    async def record(self, order: BackgroundOrder, response: Json) -> bytes:
+        """What is kept of a response that is over; of one that is gone: 404."""
+        record = await self._records.over(order.owner, response, order.context_bytes)
+        if len(record) > MAX_RECORD_BYTES:
+            raise ApiError(400, "The response is larger than what can be kept of one.", code="response_too_large")
+        return record
+
+    async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:
+        """A response that ends with what is stored, and its last events. error: of one that failed. What is too large to keep
+        is left out."""
+        order, asked = stored.order, _asked(stored.order)
+        output = output_items(order.id, asked)
+        output.restore(map(orjson.loads, stored.events))
+        events = list(output.finish("incomplete"))
+        response = {**begun(order.id, order.created_at, order.model, asked), "status": status.value, "output": output.items}
+        if error is not None:
+            response |= failure(error)
+        if len(await self._records.over(order.owner, response, order.context_bytes)) > MAX_RECORD_BYTES:
+            response["output"] = []
+        events.append({"type": end_of(response), "response": response})
+        return response, numbered(events, len(stored.events))
+
+
+def _asked(order: BackgroundOrder) -> ResponsesRequest:
+    return ResponsesRequest.model_validate(order.asked)

@@ -1,0 +1,232 @@
+"""One response in the background, at the gateway that has its lease: tried until it is over.
+
+    taken ──► computed ──► finished
+                │  no room, no worker, out of time: again, from what is stored
+                ▼
+              failed
+
+Where it stands is in the store alone. Who takes over goes on with the tokens that are there, as with a request whose worker was
+lost, and with the next sequence number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from services.gateway.background.journal import STORE_AWAY, Journal, held
+from services.gateway.background.narration import Narration
+from services.gateway.background.ports import Answers, Computer
+from services.gateway.http.renderer import Admitted, Prepare
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.caller import Caller
+from services.gateway.request.choice_output import WeightsName
+from services.gateway.request.errors import ApiError, internal, timed_out
+from services.gateway.request.generation import Plan
+from services.gateway.request.request import Choice, ClientRequest
+from services.gateway.state.background_record import BackgroundOrder, Status, Stored
+from services.gateway.state.background_store import BackgroundStore
+from services.gateway.state.lease import Lease, LeaseLost
+from services.gateway.state.state_store import StoreAway
+from services.shared.observe.log import fields
+
+logger = logging.getLogger(__name__)
+
+PAUSES_S = (0.5, 15.0)  # between two tries: the first, and the longest
+TRIES = 4  # of what may be the request's own fault: a worker that is lost with it, a fault
+MAX_TAKES = 4  # gateways that one may lose, each soon after it got it
+_FINAL = frozenset(("weights_not_served", "lease_lost", STORE_AWAY))
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """What a client's own request brings along, for the first try. stored: as it will be. open: has it kept; raises ApiError."""
+
+    stored: Stored
+    plan: Plan
+    caller: Caller
+    admission: Admitted | None
+    open: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPorts:
+    """callers: who has the key of a name; raises ApiError. computed_by: what a choice's output is of, see Progress. wrote: told
+    the id of a response with new events."""
+
+    store: BackgroundStore
+    answers: Answers
+    computer: Computer
+    callers: Callable[[str], Caller]
+    computed_by: Callable[[Choice], tuple[WeightsName | None, str]]
+    wrote: Callable[[str], None]
+    metrics: GatewayMetrics
+
+
+class BackgroundRun:
+    """opened: once it is kept, or the error for which it is not."""
+
+    def __init__(self, ports: RunPorts, lease: Lease, order: BackgroundOrder, first: First | None = None) -> None:
+        """first: for begin()."""
+        self.lease = lease
+        self.order = order
+        self._ports = ports
+        self._first = first
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_kept(self) -> bool:
+        return self.opened.done() and not self.opened.cancelled() and self.opened.exception() is None
+
+    async def begin(self) -> None:
+        """Until it is over. Raises LeaseLost, StoreAway; cancelled, it goes on elsewhere."""
+        await self._in_time(self._begin())
+
+    async def resume(self) -> None:
+        """As begin(), of one that is stored."""
+        self.opened.set_result(None)
+        await self._in_time(self._again(0, None))
+
+    async def _in_time(self, work: Awaitable[None]) -> None:
+        limit = asyncio.timeout(max(0.0, self.order.ends_at - time.time()))
+        try:
+            async with limit:
+                await work
+        except TimeoutError:
+            if not limit.expired() or not self.is_kept:
+                raise
+            await self._fail(timed_out("The response was not made in time."))
+        except ApiError as error:
+            if error.code != STORE_AWAY:
+                raise
+            raise StoreAway(error.message) from None
+
+    async def _begin(self) -> None:
+        first = self._first
+        assert first is not None
+
+        async def opened() -> None:
+            await first.open()
+            self.opened.set_result(None)
+
+        async def prepared(_body: Any, _origin: Any) -> Plan:
+            return first.plan
+
+        try:
+            failure = await self._try(first.stored, prepared, first.caller, first.admission, opened)
+        finally:
+            if not self.opened.done():
+                self.opened.cancel()
+        if failure is not None and self.is_kept:
+            own_faults = int(_may_be_its_own(failure))
+            if await self._passes(failure, own_faults):
+                await self._again(own_faults, failure)
+
+    async def _again(self, own_faults: int, failure: ApiError | None) -> None:
+        pause, longest = PAUSES_S
+        while True:
+            if failure is not None:
+                await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), failure.retry_after_s or 0))
+                pause = min(2 * pause, longest)
+            stored = await held(lambda: self._ports.store.read(self.order.owner, self.order.id))
+            if stored is None:
+                raise LeaseLost(self.lease.name)
+            if stored.cancelled:
+                return await self._conclude(stored, Status.CANCELLED, None)
+            if stored.takes > MAX_TAKES:
+                message = f"{MAX_TAKES} gateways were lost soon after they had begun with it."
+                return await self._conclude(stored, Status.FAILED, internal(message))
+            failure = await self._resumed(stored)
+            if failure is None:
+                return None
+            own_faults += _may_be_its_own(failure)
+            if not await self._passes(failure, own_faults):
+                return None
+
+    async def _resumed(self, stored: Stored) -> ApiError | None:
+        try:
+            caller = self._ports.callers(self.order.key)
+        except ApiError as error:
+            return error
+        return await self._try(stored, self._ports.answers.prepare(stored), caller, None, _nothing)
+
+    async def _try(
+        self,
+        stored: Stored,
+        prepare: Prepare,
+        caller: Caller,
+        admission: Admitted | None,
+        open: Callable[[], Awaitable[None]],
+    ) -> ApiError | None:
+        """None: it is over. Raises LeaseLost, StoreAway."""
+        ports = self._ports
+        narrations: list[Narration] = []
+
+        def narration(request: ClientRequest, texts: ModelTexts) -> Narration:
+            (choice,) = request.choices
+            if stored.progress.ids:
+                choice.resume(stored.progress)
+            record = partial(ports.answers.record, self.order)
+            story, journal = ports.answers.story(stored, request, texts), self._journal(stored)
+            narrations.append(Narration(story, journal, record, stored, ports.computed_by, open))
+            return narrations[0]
+
+        failure = await ports.computer.compute(self.order, caller, prepare, narration, admission) or internal()
+        if any(each.is_over for each in narrations):
+            return None
+        if any(each.is_lost for each in narrations):
+            raise LeaseLost(self.lease.name)
+        if not self.opened.done():
+            self.opened.set_exception(failure)
+        elif failure.code == STORE_AWAY:
+            raise StoreAway(failure.message)
+        return failure
+
+    def _journal(self, stored: Stored) -> Journal:
+        ports = self._ports
+        return Journal(ports.store, self.lease, stored, partial(ports.wrote, self.order.id), ports.metrics)
+
+    async def _passes(self, failure: ApiError, own_faults: int) -> bool:
+        """Whether it is tried again; else it has failed."""
+        about = fields(response=self.order.id, status=failure.status, code=failure.code)
+        if _passes(failure) and own_faults < TRIES and time.time() < self.order.ends_at:
+            logger.info("a response in the background waits for its next try", extra=about)
+            return True
+        logger.info("a response in the background has failed", extra=about)
+        await self._fail(failure)
+        return False
+
+    async def _fail(self, failure: ApiError) -> None:
+        stored = await held(lambda: self._ports.store.read(self.order.owner, self.order.id))
+        if stored is None:
+            raise LeaseLost(self.lease.name)
+        await self._conclude(stored, Status.FAILED, failure)
+
+    async def _conclude(self, stored: Stored, status: Status, error: ApiError | None) -> None:
+        """It ends with what is stored."""
+        ports = self._ports
+        response, events = await held(lambda: ports.answers.concluded(stored, status, error))
+        await self._journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)
+
+
+def _passes(failure: ApiError) -> bool:
+    """A limit that does not say when is less than the request asks for."""
+    if failure.code in _FINAL:
+        return False
+    return failure.status in (500, 503, 504) or (failure.status == 429 and bool(failure.retry_after_s))
+
+
+def _may_be_its_own(failure: ApiError) -> bool:
+    """A request that takes its workers with it must not do so until its time is over."""
+    return failure.status == 500 or failure.code == "worker_lost"
+
+
+async def _nothing() -> None:
+    """It is kept already."""

@@ -1,0 +1,188 @@
+"""Responses in the background as a whole, but for their routes: put together from settings, run beside all else."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from starlette.responses import Response
+
+from services.gateway.background.background_run import BackgroundRun, First, RunPorts
+from services.gateway.background.background_runner import BackgroundRunner
+from services.gateway.background.follow import Streams
+from services.gateway.background.journal import Journal
+from services.gateway.background.ports import Answers, Computer
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.http.renderer import Admitted
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.caller import Caller
+from services.gateway.request.choice_output import Progress, WeightsName
+from services.gateway.request.errors import ApiError, unavailable
+from services.gateway.request.generation import Plan
+from services.gateway.request.request import Choice
+from services.gateway.state.background_record import OPEN, BackgroundOrder, Status, Stored
+from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
+from services.gateway.state.lease import Lease, LeaseLost
+from services.gateway.state.state_redis import StateRedis
+from services.gateway.state.state_store import StoreAway
+from services.shared.limits import MAX_BACKGROUND_STREAMS
+
+CANCEL_S = 5.0  # that a cancelled response takes at most to be over, whoever brings it there
+LOOK_S = 0.05
+
+
+class BackgroundWork:
+    """answers: of the API whose responses they are. computer, computed_by: of those who compute them. callers: who has the key of
+    a name; raises ApiError. is_ready: this gateway could serve one. Every method for a client raises ApiError."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        answers: Answers,
+        computer: Computer,
+        callers: Callable[[str], Caller],
+        computed_by: Callable[[Choice], tuple[WeightsName | None, str]],
+        is_ready: Callable[[], bool],
+        metrics: GatewayMetrics,
+    ) -> None:
+        """Raises ValueError if the store's URL is none."""
+        self._retry_after_s = settings.retry_after_s
+        self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
+        limits = BackgroundLimits(
+            settings.state_ttl_s,
+            settings.background_replay_s,
+            settings.state_records_per_key,
+            settings.state_bytes_per_key,
+            settings.background_per_key,
+        )
+        self._store = BackgroundStore(self._redis, settings.background_lease_s, limits)
+        self._answers = answers
+        self._streams = Streams(self._store, settings.sse_comment_s)
+        self._most_streams = MAX_BACKGROUND_STREAMS
+        self._ports = RunPorts(self._store, answers, computer, callers, computed_by, self._streams.wrote, metrics)
+        most = settings.background_responses
+        self._metrics = metrics
+        self._runner = BackgroundRunner(
+            self._store, partial(BackgroundRun, self._ports), most, is_ready, self._retry_after_s, metrics
+        )
+        self.takes_any = bool(most)
+        self.timeout_s = settings.background_timeout_s
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await self._runner.run()
+
+    async def drain(self) -> None:
+        """All work is left to others, and streams of it end."""
+        await self._runner.drain()
+        self._streams.close()
+
+    async def close(self) -> None:
+        await self._redis.close()
+
+    # For clients
+
+    async def begin(
+        self,
+        order: BackgroundOrder,
+        record: bytes,
+        plan: Plan,
+        caller: Caller,
+        admission: Admitted | None,
+        events: Sequence[bytes],
+    ) -> None:
+        """Returns once it is kept, and waits for a worker or has one. record: what is kept of it until it is over. events: its
+        first ones."""
+        try:
+            self._runner.check_room()
+        except ApiError:
+            if admission is not None:
+                admission.end(0)
+            raise
+        prompt = plan.parts[0].prompt.ids
+        stored = Stored(order, Status.QUEUED, array("I", prompt).tobytes(), False, 1, 0, events, (), Progress())
+        lease = new_lease(order.owner, order.id)
+        first = First(stored, plan, caller, admission, partial(self._keep, lease, stored, record))
+        await self._runner.begin(BackgroundRun(self._ports, lease, order, first))
+
+    async def _keep(self, lease: Lease, stored: Stored, record: bytes) -> None:
+        try:
+            begun = await self._store.begin(lease, stored.order, record, stored.prompt, stored.events)
+        except StoreAway:
+            raise self._away() from None
+        if begun is Begun.TOO_MANY:
+            message = "Too many responses of this API key are in the background: wait for one to be over."
+            raise ApiError(429, message, code="background_full", retry_after_s=self._retry_after_s)
+        if begun is Begun.STORE_FULL:
+            raise ApiError(429, "No more can be kept for this API key.", code="store_full")
+
+    async def status(self, owner: str, response_id: str) -> Status | None:
+        """None: nothing is known of it but what is kept of every response."""
+        try:
+            return await self._store.status(owner, response_id)
+        except StoreAway:
+            raise self._away() from None
+
+    async def stream(self, owner: str, response_id: str, after: int) -> Response:
+        """Its events behind that sequence number, -1 for all; unless too many streams are open."""
+        try:
+            page = await self._store.follow(owner, response_id, after + 1)
+        except StoreAway:
+            raise self._away() from None
+        if page is None:
+            message = "The stream of this response is not kept, or not any more: ask for it without 'stream'."
+            raise ApiError(400, message, param="stream", code="stream_expired")
+        if after >= page.total:
+            message = f"'starting_after': the last event so far has the number {page.total - 1}."
+            raise ApiError(400, message, param="starting_after", code="invalid_value")
+        if self._streams.num_open >= self._most_streams:
+            raise unavailable("Too many responses are streamed again.", self._retry_after_s, "queue_full")
+        return self._streams.stream(owner, response_id, after + 1)
+
+    def own_stream(self, owner: str, response_id: str) -> Response:
+        """All its events, for who has just asked for it."""
+        return self._streams.stream(owner, response_id, 0)
+
+    async def cancel(self, owner: str, response_id: str) -> None:
+        """Returns once it is over, as cancelled or as it was. What has been written of it stays."""
+        try:
+            await self._cancel(owner, response_id)
+        except StoreAway:
+            raise self._away() from None
+
+    async def _cancel(self, owner: str, response_id: str) -> None:
+        lease = await self._store.seize(owner, response_id)
+        if lease is None:
+            return
+        stored = await self._store.read(owner, response_id)
+        if stored is None:
+            return
+        try:
+            response, events = await self._answers.concluded(stored, Status.CANCELLED, None)
+            journal = Journal(self._store, lease, stored, partial(self._streams.wrote, response_id), self._metrics)
+            await journal.finish(Status.CANCELLED, lambda: self._answers.record(stored.order, response), events)
+        except LeaseLost:
+            await self._until_over(owner, response_id)  # somebody else cancels it, too
+
+    async def _until_over(self, owner: str, response_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + CANCEL_S
+        while True:
+            status = await self._store.status(owner, response_id)
+            if status not in OPEN:
+                return
+            if loop.time() > until:
+                raise unavailable("The response is being cancelled.", self._retry_after_s, "being_cancelled")
+            await asyncio.sleep(LOOK_S)
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Of any response, which is cancelled by it. Whether there was one."""
+        try:
+            return await self._store.delete(owner, response_id)
+        except StoreAway:
+            raise self._away() from None
+
+    def _away(self) -> ApiError:
+        return unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable")

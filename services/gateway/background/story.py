@@ -1,0 +1,22 @@
+"""One response as it comes: what is told of it, whatever API it is of."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from services.gateway.request.request import Delta
+
+Json = dict[str, Any]
+
+
+class Story(Protocol):
+    """As the events of its stream. Of what is stored of it, what follows is told."""
+
+    def begins(self) -> list[bytes]:
+        """A worker has it."""
+
+    async def of(self, delta: Delta) -> list[bytes]:
+        """Of its deltas in turn. Raises ApiError."""
+
+    def ending(self) -> tuple[Json, list[bytes]]:
+        """The response, and the last events. Behind the last delta."""

@@ -1,0 +1,105 @@
+"""What is known of a response in the background, beside the response itself. Frozen and plain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from services.gateway.request.choice_output import Progress
+
+
+class Status(StrEnum):
+    """OpenAI's."""
+
+    QUEUED = "queued"
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+OPEN = frozenset((Status.QUEUED, Status.IN_PROGRESS))
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundOrder:
+    """What a client has asked for, which does not change. key: name of the API key that asked, "" where there are none.
+    routing_key: that came with it. created_at, ends_at: Unix seconds; it is over by then. model: its name. asked: the body,
+    without its input. rendered_end: of its prompt. context_bytes: of the responses before it."""
+
+    id: str
+    owner: str
+    key: str
+    request_id: str
+    routing_key: str
+    created_at: int
+    ends_at: int
+    model: str
+    asked: Mapping[str, Any]
+    rendered_end: str
+    context_bytes: int
+
+    def dumped(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @property
+    def member(self) -> str:
+        return f"{self.owner}:{self.id}"
+
+
+def order_of(content: bytes) -> BackgroundOrder:
+    return BackgroundOrder(**orjson.loads(content))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new since the piece before. number: from 1, of the pieces of one response. events: JSON, each with its sequence
+    number. offset: output ids before `ids`, which are 4 bytes each, little-endian. text: as the detokenizer gave it. logprobs: of
+    `ids`, as LogprobRows; b"" where there are none. The others: see Progress."""
+
+    number: int
+    status: Status
+    events: Sequence[bytes]
+    offset: int = 0
+    ids: bytes = b""
+    text: str = ""
+    logprobs: bytes = b""
+    decoded: int = 0
+    chars: int = 0
+    shown: int = 0
+    weights: Sequence[str] | None = None
+    numerics: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """All that goes on with a response. prompt: its ids, as those of a Piece. cancelled: its client wants no more of it. takes:
+    gateways that have had it since it last ran for long. pieces: written so far. texts: of each piece that had one."""
+
+    order: BackgroundOrder
+    status: Status
+    prompt: bytes
+    cancelled: bool
+    takes: int
+    pieces: int
+    events: Sequence[bytes]
+    texts: Sequence[str]
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some of a response's events, and how many there are of them. status: of the response."""
+
+    status: Status
+    total: int
+    events: Sequence[bytes]
+
+    @property
+    def is_over(self) -> bool:
+        return self.status not in OPEN

@@ -1,0 +1,409 @@
+"""Responses in the background with OpenAI's own client, at two gateways with one store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response
+
+from services.gateway.background import background_run, background_runner, background_work, journal
+from services.gateway.state import background_store
+from services.gateway.state.owner import owner_of
+from services.shared.limits import MAX_RECORD_BYTES
+from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.system import RawClient, System, wait_until
+from tests.services.redis_server import RedisServer, redis_server
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+ALL = "<think>Hm.</think>It rains.\n" + CALL
+LONG = "So it goes on. " * 12
+OPEN = ("queued", "in_progress")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(folder=tmp_path_factory.mktemp("state"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def often() -> Iterator[None]:
+    """Gateways look for what there is to do, and write what has come."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background_runner, "LOOK_S", 0.05)
+        patch.setattr("services.gateway.background.narration.PIECE_S", 0.01)
+        patch.setattr(background_run, "PAUSES_S", (0.02, 0.1))
+        yield
+
+
+@pytest.fixture(scope="module")
+def module_system(store: RedisServer, often: None) -> Iterator[System]:
+    formats, keys = ("hermes", "think"), ["alice", "bob"]
+    with System(formats=formats, gateways=2, state_redis_url=store.url, keys=keys, background_per_key=8) as started:
+        yield started
+
+
+@pytest.fixture
+def system(module_system: System) -> Iterator[System]:
+    module_system.worker.answer = lambda submit: LONG
+    yield module_system
+    module_system.allow(None)
+
+
+@pytest.fixture
+def both(system: System) -> list[OpenAI]:
+    return [system.openai(api_key="alice", base_url=system.url("/v1", gateway=number)) for number in range(2)]
+
+
+def begin(client: OpenAI, **fields: Any) -> Response:
+    return client.responses.create(**{"model": MODEL, "input": "Hi", "background": True, **fields})
+
+
+def over(client: OpenAI, response: Response) -> Response:
+    found = response
+
+    def is_over() -> bool:
+        nonlocal found
+        found = client.responses.retrieve(response.id)
+        return found.status not in OPEN
+
+    wait_until(is_over, f"{response.id} to be over")
+    return found
+
+
+def streamed(client: OpenAI, response: Response, **behind: int) -> list[Any]:
+    return list(client.responses.retrieve(response.id, stream=True, **behind))
+
+
+def said(events: Sequence[Any]) -> str:
+    return "".join(event.delta for event in events if event.type == "response.output_text.delta")
+
+
+def plain(value: Any) -> Any:
+    """Without what is made up anew every time."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: plain(each) for name, each in value.items() if name not in ("id", "call_id")}
+
+
+def lease_of(response: Response, key: str = "alice") -> str:
+    return f"state:lease:background:{owner_of(key)}:{response.id}"
+
+
+def lose(store: RedisServer, response: Response) -> None:
+    """As if its gateway had been stopped for long, and another one had taken its lease and died."""
+    store.client.set(lease_of(response), "another", px=300)
+
+
+def code_of(call: Any) -> tuple[int, str | None]:
+    with pytest.raises(openai.APIStatusError) as refused:
+        call()
+    return refused.value.status_code, refused.value.code
+
+
+def test_it_is_answered_at_once_and_made_meanwhile(system: System, both: list[OpenAI]) -> None:
+    system.allow(0)
+    first = begin(both[0], metadata={"a": "b"})
+    assert (first.status, first.background, first.store, first.output) == ("queued", True, True, [])
+    wait_until(lambda: both[1].responses.retrieve(first.id).status == "in_progress", "a worker to have it")
+    assert code_of(lambda: both[1].responses.create(model=MODEL, input="So?", previous_response_id=first.id)) == (
+        400,
+        "previous_response_not_finished",
+    )
+    assert [item.type for item in both[1].responses.input_items.list(first.id)] == ["message"]
+    system.allow(None)
+    last = over(both[1], first)
+    assert (last.status, last.output_text, last.metadata, last.background) == ("completed", LONG, {"a": "b"}, True)
+    assert last.usage is not None and last.usage.output_tokens == len(LONG) + 1
+    then = both[0].responses.create(model=MODEL, input="So?", previous_response_id=first.id)
+    assert then.status == "completed" and LONG in str(system.tokenizer.calls[-1].messages_json)
+
+
+@pytest.mark.parametrize("fields", [{"tools": [WEATHER]}, {"include": ["message.output_text.logprobs"], "top_logprobs": 1}])
+def test_its_stream_tells_what_there_is_without_a_background(system: System, both: list[OpenAI], fields: Any) -> None:
+    if "tools" in fields:
+        system.worker.answer = lambda submit: ALL
+    whole = both[0].responses.create(model=MODEL, input="Hi", **fields)
+    events = list(both[0].responses.create(model=MODEL, input="Hi", background=True, stream=True, **fields))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"] and kinds[-1] == "response.completed"
+    last = events[-1].response
+    assert plain([item.to_dict() for item in last.output]) == plain([item.to_dict() for item in whole.output])
+    assert last.usage == whole.usage and said(events) == whole.output_text
+    again = streamed(both[1], last)
+    assert [event.to_dict() for event in again] == [event.to_dict() for event in events]
+
+
+def test_who_leaves_its_stream_resumes_it_anywhere(system: System, both: list[OpenAI]) -> None:
+    system.allow(20)
+    stream = begin(both[0], stream=True)
+    seen = []
+    for event in stream:
+        seen.append(event)
+        if event.type == "response.output_text.delta":
+            break
+    stream.close()
+    response = seen[0].response
+    assert both[1].responses.retrieve(response.id).status == "in_progress"
+    system.allow(None)
+    rest = streamed(both[1], response, starting_after=seen[-1].sequence_number)
+    assert [event.sequence_number for event in [*seen, *rest]] == list(range(len(seen) + len(rest)))
+    assert said(seen) + said(rest) == LONG == rest[-1].response.output_text
+
+
+def test_a_stream_begins_behind_an_event_that_there_is(system: System, both: list[OpenAI]) -> None:
+    client = both[0]
+    done = over(client, begin(client))
+    events = streamed(client, done)
+    assert [event.sequence_number for event in streamed(client, done, starting_after=0)] == list(range(1, len(events)))
+    assert streamed(client, done, starting_after=len(events) - 1) == []
+    url = f"/v1/responses/{done.id}"
+    for query in (f"starting_after={len(events)}", "starting_after=-1", "starting_after=a", "starting_after=" + "9" * 50):
+        refused = system.get(f"{url}?stream=true&{query}", headers={"x-api-key": "alice"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after"), query
+    assert system.get(f"{url}?starting_after=1", headers={"x-api-key": "alice"}).status_code == 400
+    other = client.responses.create(model=MODEL, input="Hi")
+    assert code_of(lambda: streamed(client, other)) == (400, "unsupported_parameter")
+    assert code_of(lambda: client.responses.cancel(other.id)) == (400, "unsupported_operation")
+
+
+def test_a_response_is_cancelled_at_any_gateway_once(system: System, both: list[OpenAI]) -> None:
+    system.allow(10)
+    stream = begin(both[0], stream=True)
+    events = [next(stream)]
+    response = events[0].response
+    wait_until(lambda: len(said(streamed_so_far(system, response))) == 10, "ten tokens to be stored")
+    aborted = len(system.worker.aborted)
+    ended = both[1].responses.cancel(response.id)
+    assert (ended.status, ended.output_text, ended.output[0].status) == ("cancelled", LONG[:10], "incomplete")
+    wait_until(lambda: len(system.worker.aborted) > aborted, "its worker to be told")
+    events += stream
+    assert events[-1].type == "response.incomplete" and events[-1].response.status == "cancelled" and said(events) == LONG[:10]
+    for client in both:
+        assert client.responses.cancel(response.id) == ended == client.responses.retrieve(response.id)
+    system.allow(None)
+    done = over(both[0], begin(both[0]))
+    assert both[1].responses.cancel(done.id) == done
+
+
+def streamed_so_far(system: System, response: Response) -> list[Any]:
+    """What the store has, through a connection that is closed again."""
+    found = []
+    url = system.url(f"/v1/responses/{response.id}?stream=true")
+    with httpx.stream("GET", url, headers={"x-api-key": "alice"}, timeout=0.5) as answer:
+        try:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    found.append(type("Event", (), json.loads(line[6:])))
+        except httpx.ReadTimeout:
+            return found
+    return found
+
+
+def test_what_is_deleted_ends(system: System, both: list[OpenAI], store: RedisServer) -> None:
+    system.allow(5)
+    response = begin(both[0])
+    wait_until(lambda: len(said(streamed_so_far(system, response))) == 5, "five tokens to be stored")
+    aborted = len(system.worker.aborted)
+    both[1].responses.delete(response.id)
+    wait_until(lambda: len(system.worker.aborted) > aborted, "its worker to be told")
+    assert code_of(lambda: both[0].responses.retrieve(response.id)) == (404, "response_not_found")
+    assert code_of(lambda: both[0].responses.delete(response.id)) == (404, "not_found")
+    assert not list(store.client.scan_iter(f"*{response.id}*"))
+
+
+def test_it_is_its_keys_own(system: System, both: list[OpenAI]) -> None:
+    bob, response = system.openai(api_key="bob"), begin(both[0])
+    for call in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete, lambda id: streamed(bob, response)):
+        assert code_of(lambda: call(response.id))[0] == 404  # noqa: B023
+    assert over(both[0], response).status == "completed"
+
+
+def test_what_cannot_be_in_the_background_is_refused(system: System, both: list[OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert code_of(lambda: begin(both[0], store=False)) == (400, "invalid_value")
+    assert code_of(lambda: begin(both[0], input=[])) == (400, "missing_required_parameter")
+    assert code_of(lambda: begin(both[0], instructions="x" * MAX_RECORD_BYTES)) == (413, "request_too_large")
+    system.allow(0)
+    begun = [begin(both[number % 2]) for number in range(8)]
+    assert code_of(lambda: begin(both[0])) == (429, "background_full")
+    monkeypatch.setattr(system.gateway._background._runner, "_most", 4)
+    assert code_of(lambda: begin(both[0])) == (503, "queue_full")
+    monkeypatch.setattr(system.gateway._background, "_most_streams", 0)
+    assert background_work.MAX_BACKGROUND_STREAMS and code_of(lambda: streamed(both[0], begun[0])) == (503, "queue_full")
+    system.allow(None)
+    assert {over(both[0], each).status for each in begun} == {"completed"}
+    with System() as without:
+        assert code_of(lambda: begin(without.openai())) == (400, "no_store")
+
+
+def test_it_counts_among_what_its_key_has_at_once() -> None:
+    with redis_server() as own, System(keys=[{"name": "a", "key": "a", "max_concurrent": 1}], state_redis_url=own.url) as system:
+        client = system.openai(api_key="a")
+        system.allow(0)
+        first = begin(client)
+        assert code_of(lambda: begin(client)) == code_of(lambda: client.responses.create(model=MODEL, input="Hi"))
+        system.allow(None)
+        over(client, first)
+        wait_until(lambda: over(client, begin(client)).status == "completed", "its place to be free")
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 20, 60, 95])
+def test_another_gateway_goes_on_where_its_tokens_end(
+    system: System, both: list[OpenAI], store: RedisServer, tokens: int
+) -> None:
+    """In the middle of a mark, of reasoning, of a text, of a call and of its arguments; nobody sees an event twice, nor two ids
+    of one call."""
+    system.worker.answer = lambda submit: ALL
+    whole = both[0].responses.create(model=MODEL, input="Hi", tools=[WEATHER])
+    before = len(system.worker.submits)
+    system.allow(tokens)
+    response = begin(both[0], tools=[WEATHER])
+    key = f"state:background:ids:{owner_of('alice')}:{response.id}"
+    wait_until(lambda: store.client.strlen(key) == 4 * tokens or tokens in (1, 9), "its tokens to be stored")
+    lose(store, response)
+    wait_until(lambda: len(system.worker.submits) == before + 2, "another gateway to go on")
+    first, second = system.worker.submits[before:]
+    assert list(second.output_ids) == [ord(char) for char in ALL[: len(second.output_ids)]]
+    assert len(second.output_ids) <= tokens and (second.output_ids or tokens in (1, 9))
+    assert (first.prompt_ids, first.sampling.seed) == (second.prompt_ids, second.sampling.seed)
+    system.allow(None)
+    last = over(both[1], response)
+    assert last.status == "completed" and last.usage == whole.usage
+    assert plain([item.to_dict() for item in last.output]) == plain([item.to_dict() for item in whole.output])
+    events = streamed(both[1], response)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.item for event in events if event.type == "response.output_item.done"] == last.output
+
+
+def test_log_probabilities_go_on(system: System, both: list[OpenAI], store: RedisServer) -> None:
+    """And what is asked of a worker is the same to its last null."""
+    schema = {"type": "json_schema", "name": "a", "schema": {"anyOf": [{"const": None}, {"type": "string", "default": None}]}}
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "text": {"format": schema}}
+    before = len(system.worker.submits) + 1
+    whole = both[0].responses.create(model=MODEL, input="Hi", **asked)
+    system.allow(30)
+    response = begin(both[0], **asked)
+    key = f"state:background:ids:{owner_of('alice')}:{response.id}"
+    wait_until(lambda: store.client.strlen(key) == 4 * 30, "its tokens to be stored")
+    lose(store, response)
+    system.allow(None)
+    last = over(both[1], response)
+    assert plain([item.to_dict() for item in last.output]) == plain([item.to_dict() for item in whole.output])
+    first, second = system.worker.submits[before:]
+    assert first.sampling == second.sampling and second.output_ids
+
+
+def test_what_kills_its_gateways_is_given_up(system: System, both: list[OpenAI], store: RedisServer) -> None:
+    system.allow(4)
+    response = begin(both[0])
+    wait_until(lambda: len(said(streamed_so_far(system, response))) == 4, "four tokens to be stored")
+    store.client.hset(f"state:background:{owner_of('alice')}:{response.id}", "takes", background_run.MAX_TAKES)
+    lose(store, response)
+    last = over(both[1], response)
+    assert last.status == "failed" and last.error is not None and last.error.code == "server_error"
+    assert last.output_text == LONG[:4] and streamed(both[1], response)[-1].type == "response.failed"
+
+
+def test_a_gateway_that_ends_leaves_its_work_to_others() -> None:
+    with redis_server() as own:
+        with System(state_redis_url=own.url) as first:
+            first.worker.answer = lambda submit: LONG
+            first.allow(25)
+            response = begin(first.openai())
+            key = f"state:background:ids:{owner_of('')}:{response.id}"
+            wait_until(lambda: own.client.strlen(key) == 100, "its tokens to be stored")
+        assert not own.client.exists(lease_of(response, "")), "nobody waits for it to run out"
+        with System(state_redis_url=own.url) as second:
+            second.worker.answer = lambda submit: LONG
+            last = over(second.openai(), response)
+            assert (last.status, last.output_text) == ("completed", LONG)
+            (submit,) = second.worker.submits
+            assert (
+                len(submit.output_ids) == 25
+                and own.client.hget(f"state:background:{owner_of('')}:{response.id}", "takes") == b"1"
+            )
+
+
+def test_what_the_store_cannot_take_is_held_back_and_then_computed_again(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway answers others meanwhile."""
+    own = RedisServer(folder=tmp_path_factory.mktemp("away"))
+    own.start()
+    with System(state_redis_url=own.url, state_patience_s=0.1) as system:
+        system.worker.answer = lambda submit: LONG
+        client = system.openai()
+        for hold_s, tries in ((30.0, 1), (0.2, 2)):
+            monkeypatch.setattr(journal, "HOLD_S", hold_s)
+            before = len(system.worker.submits)
+            system.allow(10)
+            response = begin(client)
+            key = f"state:background:ids:{owner_of('')}:{response.id}"
+            wait_until(lambda: own.client.strlen(key) == 40, "its tokens to be stored")  # noqa: B023
+            own.kill()
+            system.allow(5)
+            if tries == 2:
+                wait_until(lambda: system.running() == [0], "the try to end")
+            system.allow(None)
+            assert client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}]).choices
+            own.start()
+            last = over(client, response)
+            assert (last.status, last.output_text) == ("completed", LONG)
+            assert len(system.worker.submits) - before == tries + 1, "and one of somebody else"
+    own.kill()
+
+
+def test_what_is_stored_of_one_is_bounded(system: System, both: list[OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_store, "MAX_BACKGROUND_BYTES", 6000)
+    last = over(both[0], begin(both[0]))
+    assert last.status == "failed" and last.error is not None and "larger" in last.error.message
+
+
+def test_a_conversation_gets_what_is_said_in_the_background(both: list[OpenAI], store: RedisServer) -> None:
+    conversation = both[0].conversations.create()
+    over(both[0], begin(both[0], conversation=conversation.id))
+    items = both[1].conversations.items.list(conversation.id, order="asc").data
+    assert [(item.type, getattr(item, "role", None)) for item in items] == [("message", "user"), ("message", "assistant")]
+
+
+def test_what_is_not_made_in_its_time_has_failed() -> None:
+    with redis_server() as own, System(state_redis_url=own.url, background_timeout_s=2) as system:
+        system.worker.answer = lambda submit: LONG
+        system.allow(3)
+        last = over(system.openai(), begin(system.openai()))
+        assert last.status == "failed" and last.error is not None and "in time" in last.error.message
+        assert last.output_text == LONG[:3]
+        wait_until(lambda: system.running() == [0], "its worker to be told")
+
+
+def test_a_stream_that_waits_says_so() -> None:
+    """Not before there is one, whatever takes long."""
+    with redis_server() as own, System(state_redis_url=own.url, sse_comment_s=0.05) as system:
+        system.allow(0)
+        system.do(system.tokenizer.gate.clear)
+        client = RawClient(system, "/v1/responses", {"input": "Hi", "background": True, "stream": True})
+        wait_until(lambda: bool(system.tokenizer.calls), "its prompt to be asked for")
+        time.sleep(0.2)
+        system.do(system.tokenizer.gate.set)
+        client.read_until(b": waiting")
+        system.allow(None)
+        told = client.read_to_end_of_stream()
+        assert told.count(b"HTTP/1.1 ") == 1 and told.index(b"response.created") < told.index(b": waiting")
+        assert b"event: response.completed" in told

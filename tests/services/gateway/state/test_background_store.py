@@ -1,0 +1,216 @@
+"""Responses in the background in a real server: who may write, what is written once, what counts, and what a kill leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from services.gateway.state.background_record import BackgroundOrder, Piece, Status
+from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, Room, new_lease
+from services.gateway.state.lease import Lease, LeaseLost
+from services.gateway.state.owner import owner_of
+from services.gateway.state.redis_store import RedisStore
+from services.gateway.state.state_redis import StateRedis
+from tests.services.redis_server import EITHER_SERVER, RedisServer
+
+ALICE = owner_of("alice")
+NOW = 1_900_000_000
+RECORD = b'{"response":"queued"}'
+
+
+@pytest.fixture(scope="module", params=EITHER_SERVER)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    started = RedisServer(request.param, tmp_path_factory.mktemp("state"))
+    started.start()
+    yield started
+    started.kill()
+
+
+def order(name: str = "resp_a") -> BackgroundOrder:
+    return BackgroundOrder(name, ALICE, "alice", "request", "", NOW, NOW + 60, "demo", {"seed": 7}, "", 0)
+
+
+ORDER = order()
+
+
+def with_stores(
+    server: RedisServer, use: Callable[[BackgroundStore, RedisStore], Awaitable[None]], size: int = 1 << 20, most_open: int = 2
+) -> None:
+    async def run() -> None:
+        server.client.flushall()
+        redis, records = StateRedis(server.url, 5), RedisStore(server.url, 600, 100, size, 5)
+        try:
+            await use(BackgroundStore(redis, 60, BackgroundLimits(600, 60, 100, size, most_open)), records)
+        finally:
+            await redis.close()
+            await records.close()
+
+    asyncio.run(run())
+
+
+def events(first: int, count: int) -> list[bytes]:
+    return [json.dumps({"type": "response.x", "sequence_number": number}).encode() for number in range(first, first + count)]
+
+
+def piece(number: int, ids: range, **fields: Any) -> Piece:
+    """One event for it, as of a response that began with two."""
+    content = array("I", ids).tobytes()
+    return Piece(
+        number, Status.IN_PROGRESS, events(number + 1, 1), ids.start, content, f"text {number}", decoded=ids.stop, **fields
+    )
+
+
+async def begin(store: BackgroundStore, asked: BackgroundOrder = ORDER) -> Lease:
+    lease = new_lease(ALICE, asked.id)
+    assert await store.begin(lease, asked, RECORD, b"prompt", events(0, 2)) is Begun.YES
+    return lease
+
+
+def run_out(server: RedisServer, lease: Lease) -> None:
+    """As if its time were over."""
+    server.client.delete(lease.key)
+
+
+def used(server: RedisServer) -> int:
+    return int(server.client.hget(f"state:size:{ALICE}", "!") or 0)
+
+
+def test_what_is_written_is_read_in_order_and_once(server: RedisServer) -> None:
+    """A call whose answer was lost comes again."""
+
+    async def use(store: BackgroundStore, records: RedisStore) -> None:
+        lease = await begin(store)
+        assert await store.begin(lease, ORDER, RECORD, b"prompt", events(0, 2)) is Begun.YES
+        weights = ("model", "revision", "tokenizer")
+        for each in (
+            piece(1, range(3)),
+            piece(1, range(3)),
+            piece(2, range(3, 5), chars=9, shown=4, weights=weights, numerics="n"),
+        ):
+            assert await store.write(lease, ORDER, each) is Room.YES
+        found = await store.read(ALICE, ORDER.id)
+        assert found is not None and (found.order, found.status, found.pieces) == (ORDER, Status.IN_PROGRESS, 2)
+        assert (found.prompt, found.events, found.texts) == (b"prompt", events(0, 4), ["text 1", "text 2"])
+        progress = found.progress
+        assert list(progress.ids) == [0, 1, 2, 3, 4]
+        assert (progress.decoded, progress.chars, progress.shown) == (5, 9, 4)
+        assert (progress.weights, progress.numerics) == (weights, "n")
+        page = await store.follow(ALICE, ORDER.id, 3)
+        assert page is not None and (page.total, page.events, page.is_over) == (4, events(3, 1), False)
+        for _ in range(2):
+            await store.finish(lease, ORDER, 3, Status.COMPLETED, b"whole", events(4, 1))
+        page = await store.follow(ALICE, ORDER.id, 4)
+        assert page is not None and page.is_over and page.events == events(4, 1) and page.total == 5
+        (record,) = await records.get(ALICE, [ORDER.id])
+        assert record is not None and (record.content, record.version) == (b"whole", 2)
+        assert await store.read(ALICE, ORDER.id) is None and await store.free(9) == []
+
+    with_stores(server, use)
+
+
+def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
+    """Neither while another one has it, nor once it is over or gone; and a piece that is not the next one is nobody's."""
+
+    async def use(store: BackgroundStore, _records: RedisStore) -> None:
+        lease = await begin(store)
+        with pytest.raises(LeaseLost):
+            await store.write(lease, ORDER, piece(2, range(1)))
+        run_out(server, lease)
+        other = await store.take(ALICE, ORDER.id)
+        assert other is not None and await store.take(ALICE, ORDER.id) is None
+        before = await store.read(ALICE, ORDER.id)
+        for call in (store.write(lease, ORDER, piece(1, range(1))), store.finish(lease, ORDER, 1, Status.FAILED, b"", [])):
+            with pytest.raises(LeaseLost):
+                await call
+        assert await store.keep({lease: ORDER, other: ORDER}) == [lease]
+        await store.leave(lease, ORDER)
+        assert await store.read(ALICE, ORDER.id) == before and await store.write(other, ORDER, piece(1, range(1))) is Room.YES
+        await store.finish(other, ORDER, 2, Status.COMPLETED, b"whole", events(3, 1))
+        for number in (1, 2, 3):
+            with pytest.raises(LeaseLost):
+                await store.write(other, ORDER, piece(number, range(1)))
+        assert await store.keep({other: ORDER}) == [other] and await store.take(ALICE, ORDER.id) is None
+
+    with_stores(server, use)
+
+
+def test_it_is_taken_a_number_of_times(server: RedisServer) -> None:
+    """Who leaves it to others is well, and one who had it for long has not died of it."""
+
+    async def use(store: BackgroundStore, _records: RedisStore) -> None:
+        takes, lease = [], await begin(store)
+        for leaves, ran_s in ((False, 0), (True, 0), (False, 0), (False, 100), (False, 0)):
+            if leaves:
+                await store.leave(lease, ORDER)
+            run_out(server, lease)
+            server.client.hincrby(f"state:background:{ALICE}:{ORDER.id}", "taken", -ran_s)
+            again = await store.take(ALICE, ORDER.id)
+            found = await store.read(ALICE, ORDER.id)
+            assert again is not None and found is not None
+            lease = again
+            takes.append(found.takes)
+        assert takes == [2, 2, 3, 1, 2]
+
+    with_stores(server, use)
+
+
+def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
+    async def use(store: BackgroundStore, _records: RedisStore) -> None:
+        lease = await begin(store)
+        seized = await store.seize(ALICE, ORDER.id)
+        assert seized is not None and await store.keep({lease: ORDER}) == [lease]
+        with pytest.raises(LeaseLost):
+            await store.write(lease, ORDER, piece(1, range(1)))
+        run_out(server, seized)
+        next_one = await store.take(ALICE, ORDER.id)
+        found = await store.read(ALICE, ORDER.id)
+        assert next_one is not None and found is not None and found.cancelled, "whoever comes next ends it"
+        await store.finish(next_one, ORDER, 1, Status.CANCELLED, b"cancelled", [])
+        assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is Status.CANCELLED
+        assert await store.seize(ALICE, "resp_none") is None
+
+    with_stores(server, use)
+
+
+def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
+    async def use(store: BackgroundStore, records: RedisStore) -> None:
+        lease, other = await begin(store), await begin(store, order("resp_b"))
+        assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.TOO_MANY
+        before = used(server)
+        assert await store.write(lease, ORDER, piece(1, range(5))) is Room.YES
+        assert used(server) == before + 20 + len("text 1") + len(events(2, 1)[0])
+        assert await store.write(lease, ORDER, Piece(2, Status.IN_PROGRESS, [b"x" * 4000])) is Room.STORE_FULL
+        await store.finish(lease, ORDER, 2, Status.COMPLETED, b"x" * 5000, [])
+        told = sum(map(len, events(0, 3)))
+        assert server.client.hmget(f"state:size:{ALICE}", ORDER.id, f"work:{ORDER.id}") == [b"5000", b"%d" % told]
+        assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.STORE_FULL
+        for name in (ORDER.id, "resp_b"):
+            assert await store.delete(ALICE, name)
+        assert not await store.delete(ALICE, ORDER.id) and used(server) == 0
+        with pytest.raises(LeaseLost):
+            await store.write(other, order("resp_b"), piece(1, range(1)))
+        assert await records.get(ALICE, [ORDER.id, "resp_b"]) == [None, None]
+        assert not list(server.client.scan_iter("*resp*"))
+
+    with_stores(server, use, size=4000)
+
+
+def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
+    async def use(store: BackgroundStore, _records: RedisStore) -> None:
+        lease = await begin(store)
+        for number in range(1, 20):
+            assert await store.write(lease, ORDER, piece(number, range(number - 1, number))) is Room.YES
+        server.kill()
+        await asyncio.to_thread(server.start)
+        found = await store.read(ALICE, ORDER.id)
+        assert found is not None and list(found.progress.ids) == list(range(19)) and found.events == events(0, 21)
+        assert await store.keep({lease: ORDER}) == [] and await store.free(9) == []
+        run_out(server, lease)
+        assert await store.free(9) == [(ALICE, ORDER.id)]
+
+    with_stores(server, use)
