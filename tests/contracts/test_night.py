@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import night
-from tests.by_day import HALF, QUARTER
+from tests.by_day import EIGHTH, HALF, QUARTER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +48,6 @@ def test_few_cases_and_other_tests_stay(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_halved_is_there() -> None:
-    for name in HALF | QUARTER:
+    for name in HALF | QUARTER | EIGHTH:
         path, *_, function = name.split("::")
         assert f"def {function}(" in (ROOT / path).read_text(), name
