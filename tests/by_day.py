@@ -71,6 +71,7 @@ HALF = frozenset(
         "tests/core/test_scheduler_basic.py::test_requests_get_the_models_tokens",
         "tests/e2e/test_features.py::TestLogprobs::test_chat_streamed_and_whole_are_the_same",
         "tests/e2e/test_features.py::TestSteering::test_allowed_ids_are_all_that_comes",
+        "tests/e2e/test_make_run.py::test_make_run_answers_and_ctrl_c_leaves_nothing",
         "tests/e2e/test_openai_client.py::test_both_names_of_the_limit_limit",
         "tests/e2e/test_structured_output.py::TestEveryKind::test_each_of_several_sampled_choices_satisfies_it",
         "tests/e2e/test_structured_output.py::TestEveryKind::test_each_prompt_of_a_batch_satisfies_it",
