@@ -172,8 +172,6 @@ HALF = frozenset(
         "tests/services/gateway/api/test_sglang.py::TestStream::test_equals_the_whole_answer",
         "tests/services/gateway/api/test_sglang_bad_input.py::test_bad_json",
         "tests/services/gateway/api/test_sglang_bad_input.py::test_generate",
-        "tests/services/gateway/api/test_sglang_clients.py::test_what_asks_for_nothing_is_taken",
-        "tests/services/gateway/api/test_sglang_clients.py::test_what_asks_for_something_is_refused",
         "tests/services/gateway/api/test_sglang_logprobs.py::test_of_the_prompt_from_a_position_on",
         "tests/services/gateway/api/test_streams.py::test_no_dry_penalty",
         "tests/services/gateway/api/test_streams.py::test_steps_that_came_merged_lose_no_token",

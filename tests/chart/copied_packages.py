@@ -1,7 +1,7 @@
 """What pip would install into an image's environment, from this one: seconds in place of most of a minute.
 
 The distributions that a requirements file names and no others, in whatever version is here, linked where that can be. `pip`
-itself installs them by night; by day no environment has one, which would take longer than all the rest.
+itself installs them by night; by day what builds has none, which would take longer than all the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from tests.chart.image_build import Image
 
 _INSTALL = re.compile(r"pip --python (\S+) install --no-deps --requirement (\S+)")
 _VENV = re.compile(r"python -m venv( --without-pip)? (\S+)")
+BUILD = "/opt/build"  # whose pip installs what is linked here
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def copy_packages(text: str, image: Image) -> bool:
     """In place of a RUN instruction that installs, or makes environments. False: it is none."""
     if all(map(_VENV.fullmatch, text.split(" && "))):
-        for _, folder in _VENV.findall(text):
-            subprocess.run([sys.executable, "-m", "venv", "--without-pip", image.place(folder)], check=True, timeout=60)
+        for flag, folder in _VENV.findall(text):
+            flags = ["--without-pip"] if flag or folder == BUILD else []
+            subprocess.run([sys.executable, "-m", "venv", *flags, image.place(folder)], check=True, timeout=60)
         return True
     found = _INSTALL.match(text)
     if found is None:
