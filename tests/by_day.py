@@ -128,8 +128,6 @@ HALF = frozenset(
         "tests/exec/test_seeds.py::test_other_seeds_give_other_tokens",
         "tests/exec/test_seeds.py::test_over_a_cached_prefix_beside_others",
         "tests/exec/test_seeds.py::test_tokens_given_to_a_running_slot_count_as_if_sampled",
-        "tests/exec/test_speculation.py::test_models_that_transformers_computes",
-        "tests/exec/test_speculation.py::test_under_a_grammar_the_same_ids_and_bits",
         "tests/exec/test_token_sets.py::test_draws_stay_inside_and_reach_everything",
         "tests/exec/test_token_sets.py::test_logits_that_are_not_finite_are_no_matter_of_masks",
         "tests/exec/tiers/test_disk_faults.py::TestWrites::test_a_full_disk_takes_what_it_has_room_for",
