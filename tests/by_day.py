@@ -94,8 +94,6 @@ HALF = frozenset(
         "tests/exec/test_device_memory.py::test_vectors_are_summed_once_whatever_is_tried",
         "tests/exec/test_device_upload.py::test_other_types_go_by_their_bits_or_by_value",
         "tests/exec/test_draws_through_verification.py::test_counts_are_those_of_exact_probabilities",
-        "tests/exec/test_embedding_pool.py::test_a_batch_beside_generation_and_slots_used_again",
-        "tests/exec/test_embedding_pool.py::test_last_token_pooling_over_a_cached_prefix",
         "tests/exec/test_encoder.py::test_causal_models_take_prompts_in_chunks",
         "tests/exec/test_encoder.py::test_dimensions_cut_before_the_length_becomes_one",
         "tests/exec/test_everything_on.py::test_a_seed_gives_the_same_tokens_alone_and_in_a_batch_of_sixteen_cold_and_cached",
