@@ -9,30 +9,51 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Collection, Generator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.by_day import HALF, QUARTER
+from tests.by_day import EIGHTH, HALF, QUARTER
 from tests.night import wait_for_night
 from tests.skips import allowed, missing_program
 
 LONG_FILES = {
-    "test_fuzz.py",
-    "test_images_replay.py",
-    "test_everything_on.py",
-    "test_long_runs.py",
-    "test_monitoring_queries.py",
-    "test_grammar_pool.py",
-    "test_monitoring_rules.py",
-    "test_images_rules.py",
+    "test_admin.py",
+    "test_control_process.py",
+    "test_deterministic_triton.py",
+    "test_deterministic_triton_executor.py",
     "test_device_graphs.py",
-    "test_scheduler_parity.py",
-    "test_triton_attention.py",
+    "test_drain.py",
+    "test_draws_through_verification.py",
+    "test_everything_on.py",
+    "test_fleet_cli.py",
+    "test_fleet_policies.py",
+    "test_fleet_roles.py",
+    "test_fuzz.py",
     "test_gpu_check.py",
+    "test_grammar_pool.py",
+    "test_images_replay.py",
+    "test_images_rules.py",
+    "test_kv_events.py",
+    "test_long_runs.py",
+    "test_model_drafters.py",
+    "test_monitoring_queries.py",
+    "test_monitoring_rules.py",
+    "test_openapi.py",
+    "test_prebuilt.py",
+    "test_prefill_decode.py",
+    "test_scheduler_parity.py",
     "test_scheduler_properties.py",
+    "test_simulator_fit.py",
+    "test_simulator_grammars.py",
+    "test_simulator_policies.py",
+    "test_speculation.py",
+    "test_tiers.py",
+    "test_triton_attention.py",
+    "test_weights.py",
 }
 
 if not Path("/dev/nvidiactl").exists():
@@ -44,13 +65,17 @@ settings.load_profile("no test asserts on time")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wait_for_night(config, items, lambda item: item.nodeid.partition("[")[0] in HALF)
-    wait_for_night(config, items, lambda item: item.nodeid.partition("[")[0] in QUARTER, one_in=4)
+    for one_in, listed in ((2, HALF), (4, QUARTER), (8, EIGHTH)):
+        wait_for_night(config, items, partial(_is_in, listed), one_in, few=1)
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:
         for mark in item.iter_markers("needs"):
             if reason := missing_program(mark.args):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_in(listed: Collection[str], item: pytest.Item) -> bool:
+    return item.nodeid.partition("[")[0] in listed
 
 
 def pytest_collection_finish() -> None:

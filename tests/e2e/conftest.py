@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.plain_answers import PlainAnswers, folder_of_the_run
 from tests.e2e.system import System
 
 
@@ -19,3 +20,8 @@ def exact_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """float32, for those of them to whom an answer may not depend on who is computed beside it."""
     with System(tmp_path_factory.mktemp("exact"), dtype="float32") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def plain_answers(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
+    return PlainAnswers(folder_of_the_run(tmp_path_factory))

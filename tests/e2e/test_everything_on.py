@@ -27,10 +27,9 @@ ASKS = asks_of(KINDS, ROUNDS)
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Essence]:
+def expected(exact_system: System) -> list[Essence]:
     """One by one, in a system without any flag."""
-    with System(tmp_path_factory.mktemp("plain"), dtype="float32") as system:
-        return [essence(answers) for answers in asyncio.run(ask_all(system, ASKS, 1))]
+    return [essence(answers) for answers in asyncio.run(ask_all(exact_system, ASKS, 1))]
 
 
 @pytest.fixture(scope="module")

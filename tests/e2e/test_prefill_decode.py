@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from services.worker.settings import WorkerSettings
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
+from tests.e2e.plain_answers import PlainAnswers
 from tests.e2e.system import System, wait_until
 from tests.exec.peers.certificates import Authority
 from tests.night import NIGHTLY
@@ -42,15 +44,16 @@ def workers(system: System) -> float:
     return system.metric(name, "rootstock_gateway_connected", service="worker")
 
 
-def test_mixed_requests_get_one_workers_answers(tmp_path: Path) -> None:
-    with System(tmp_path / "plain", worker_flags=f"--deterministic --page-size {PAGE}") as system:
-        expected = [essence(answers) for answers in asyncio.run(ask_all(system, ASKS, 4))]
-    with apart(tmp_path / "apart", worker_flags=CROWD) as system:
+def test_mixed_requests_get_one_workers_answers(tmp_path: Path, plain_answers: PlainAnswers) -> None:
+    assert WorkerSettings.model_fields["page_size"].default == PAGE, "pages are of one size there too"
+    expected = plain_answers.of(ASKS)
+    with apart(tmp_path, worker_flags=CROWD) as system:
         wait_until(lambda: workers(system) == 2, 60, "both workers")
         order = random.Random(7).sample(range(len(ASKS)), len(ASKS))
         answers = asyncio.run(ask_all(system, [ASKS[index] for index in order], 10))
         wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
         assert wrong == []
+        assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="shm") > 0
         assert pulled(system) > 0 and system.metric("gateway", "rootstock_gateway_handovers_total") >= len(ASKS) / 2
         assert system.metric("prefill-0", "rootstock_worker_sessions") == 0, "sessions are where answers are decoded"
         assert system.metric("prefill-0", "rootstock_worker_rooms_expired_total") == 0
@@ -81,10 +84,14 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
     return found
 
 
-def test_what_is_moved_and_what_is_computed(tmp_path: Path) -> None:
+@pytest.mark.needs("openssl")
+def test_what_is_moved_over_tls_and_what_is_computed(tmp_path: Path) -> None:
     """Whole pages are moved, once each; the rest of a page and the output are computed where they are decoded."""
+    certificate, key, authority = Authority(tmp_path / "authority").files("workers")
+    tls = f"--disaggregation-tls-cert-file {certificate} --disaggregation-tls-key-file {key}"
+    tls += f" --disaggregation-tls-ca-file {authority} --disaggregation-shm-dir ''"
     asked = bodies(12, 1)
-    with apart(tmp_path) as system:
+    with apart(tmp_path / "apart", worker_flags=tls) as system:
         wait_until(lambda: workers(system) == 2, 60, "both workers")
         for body in asked:
             status, answer = system.post("/v1/completions", body)
@@ -93,22 +100,10 @@ def test_what_is_moved_and_what_is_computed(tmp_path: Path) -> None:
         assert pulled(system) == PAGE * sum(pages)
         assert system.metric("prefill-0", "rootstock_worker_kv_served_bytes_total") > 0
         assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") == 0
-        assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="shm") > 0
+        assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tls") > 0
         wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 5, "the rooms to end")
         prefill = system.metric("prefill-0", "sglang:prompt_tokens_total")
         assert prefill == sum(len(body["prompt"]) for body in asked)
-
-
-@pytest.mark.needs("openssl")
-def test_pages_are_read_over_tls(tmp_path: Path) -> None:
-    certificate, key, authority = Authority(tmp_path / "authority").files("workers")
-    flags = f"--disaggregation-tls-cert-file {certificate} --disaggregation-tls-key-file {key}"
-    flags += f" --disaggregation-tls-ca-file {authority} --disaggregation-shm-dir ''"
-    with apart(tmp_path / "apart", worker_flags=flags) as system:
-        wait_until(lambda: workers(system) == 2, 60, "both workers")
-        answers = asyncio.run(_answers(system, bodies(3, 17)))
-        assert all(answer.status_code == 200 for answer in answers) and pulled(system) > 0
-        assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tls") > 0
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.e2e.system import DEMO, System
 from tests.night import NIGHTLY
 
-NUM_SCHEMAS = 200 if NIGHTLY else 100
+NUM_SCHEMAS = 200 if NIGHTLY else 60
 IN_FLIGHT = 32
 MAX_TOKENS = 3500  # far more than the longest that these schemas allow is likely to take
 DEPTH = 3

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
+from tests.e2e.plain_answers import PlainAnswers
 from tests.e2e.system import DEMO, System
 from tests.night import NIGHTLY
 
@@ -27,14 +28,9 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    with System(tmp_path_factory.mktemp("plain"), worker_flags="--deterministic") as system:
-        return [essence(answers) for answers in asyncio.run(ask_all(system, ASKS, 4))]
-
-
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS] if NIGHTLY else ["eagle3"])
-def test_mixed_requests_get_the_same_answers_to_the_last_bit(tmp_path: Path, expected: list[object], algorithm: str) -> None:
+def test_mixed_requests_get_the_same_answers_to_the_last_bit(tmp_path: Path, plain_answers: PlainAnswers, algorithm: str) -> None:
+    expected = plain_answers.of(ASKS)
     order = random.Random(1).sample(range(len(ASKS)), len(ASKS))
     flags = f"--deterministic {CROWD} {ALGORITHMS[algorithm]}"
     with System(tmp_path, max_total_tokens=POOL_TOKENS, worker_flags=flags, log_level="info") as system:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
+from tests.e2e.plain_answers import PlainAnswers
 from tests.e2e.system import System
 from tests.night import NIGHTLY
 
@@ -21,9 +22,8 @@ def read_from(system: System) -> tuple[float, float]:
     return system.metric("worker-0", "sglang:load_back_tokens_total"), system.metric("worker-0", "sglang:prefetched_tokens_total")
 
 
-def test_mixed_requests_get_the_same_answers_wherever_their_prefixes_are(tmp_path: Path) -> None:
-    with System(tmp_path / "plain", worker_flags="--deterministic") as system:
-        expected = [essence(answers) for answers in asyncio.run(ask_all(system, ASKS, 4))]
+def test_mixed_requests_get_the_same_answers_wherever_their_prefixes_are(tmp_path: Path, plain_answers: PlainAnswers) -> None:
+    expected = plain_answers.of(ASKS)
     tiers = f"--enable-hierarchical-cache --hicache-size 1 --hicache-storage-backend file --hicache-storage-dir {tmp_path / 'kv'}"
     flags = f"--deterministic {CROWD} {tiers}"
     with System(tmp_path / "tiers", max_total_tokens=POOL_TOKENS, worker_flags=flags, log_level="info") as system:

@@ -38,7 +38,7 @@ SLOW = (
     "test_transformers_model.py",
     "test_weight_stream.py",
 )
-PARITY = ("test_parity.py", "test_scheduler_parity.py")  # of which half of the cases on torch's twins
+PARITY = ("test_parity.py", "test_scheduler_parity.py")  # of which a quarter of the cases on torch's twins
 ALL = (  # whose cases have each a rule to themselves
     "::test_a_model_without_a_head_says_so",
     "::test_a_vector_that_is_not_finite_faults_its_row_alone",
@@ -78,6 +78,7 @@ def kernels(kernel_name: str) -> SampleKernels:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not Path("/dev/nvidiactl").exists():
         wait_for_night(config, items, _slow)
+        wait_for_night(config, items, _on_twins, one_in=4)
         if not NIGHTLY:
             by_night = [item for item in items if item.path.parent == HERE and item.nodeid.endswith(NIGHT)]
             config.hook.pytest_deselected(items=by_night)
@@ -87,5 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _slow(item: pytest.Item) -> bool:
     if item.path.parent != HERE:
         return False
-    twins = item.path.name in PARITY and "torch" in item.nodeid.rpartition("[")[2].removesuffix("]").split("-")
-    return twins or (item.path.name in SLOW and not any(name in item.nodeid for name in ALL))
+    return item.path.name in SLOW and not any(name in item.nodeid for name in ALL)
+
+
+def _on_twins(item: pytest.Item) -> bool:
+    kinds = item.nodeid.rpartition("[")[2].removesuffix("]").split("-")
+    return item.path.parent == HERE and item.path.name in PARITY and "torch" in kinds

@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import orjson
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, DefaultHttpxClient
 from jiter import from_json
 
 from services.gateway.api.anthropic.tool_input import ToolInput
@@ -44,7 +44,7 @@ def client(system: System) -> Anthropic:
 
 
 def client_of(system: System, key: str = "none") -> Anthropic:
-    return Anthropic(base_url=system.url(""), api_key=key, max_retries=0)
+    return Anthropic(base_url=system.url(""), api_key=key, max_retries=0, http_client=DefaultHttpxClient(verify=False))
 
 
 def ask(client: Anthropic, **more: Any) -> Any:

@@ -41,7 +41,7 @@ def says(system: System) -> Iterator[Any]:
 
 
 def client(system: System) -> OpenAI:
-    return OpenAI(base_url=system.url("/v1"), api_key="none", max_retries=0)
+    return system.openai()
 
 
 def gathered(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:

@@ -1,0 +1,41 @@
+"""What a deterministic system without any other flag says to mixed requests. Several files compare with it, bit by bit; whichever
+process of pytest needs it first asks, and the others read what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.mixed_asks import Ask, Essence, ask_all, essence
+from tests.e2e.system import System
+
+
+class PlainAnswers:
+    """folder: of the run, the same for all of its processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def of(self, asks: Sequence[Ask]) -> list[Essence]:
+        asked = json.dumps([asdict(ask) for ask in asks])
+        kept = self._folder / f"plain-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                with System(kept.with_suffix(""), worker_flags="--deterministic") as system:
+                    told = [asdict(essence(answers)) for answers in asyncio.run(ask_all(system, list(asks), 4))]
+                kept.write_text(json.dumps(told))
+        return [Essence(**each) for each in json.loads(kept.read_text())]
+
+
+def folder_of_the_run(factory: pytest.TempPathFactory) -> Path:
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
