@@ -109,18 +109,21 @@ class BackgroundRun:
             raise StoreAway(error.message) from None
 
     async def _begin(self) -> None:
-        first = self._first
-        assert first is not None
+        assert self._first is not None
+        stored, plan = self._first.stored, self._first.plan
+        caller, admission = self._first.caller, self._first.admission
 
         async def opened() -> None:
+            first, self._first = self._first, None  # its record may have 8 MiB
+            assert first is not None
             await first.open()
             self.opened.set_result(None)
 
         async def prepared(_body: Any, _origin: Any) -> Plan:
-            return first.plan
+            return plan
 
         try:
-            failure = await self._try(first.stored, prepared, first.caller, first.admission, opened)
+            failure = await self._try(stored, prepared, caller, admission, opened)
         finally:
             if not self.opened.done():
                 self.opened.cancel()
