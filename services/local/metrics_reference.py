@@ -16,6 +16,7 @@ from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMe
 from services.gateway.observe.request_series import RequestMetrics
 from services.local import metrics_of_sglang
 from services.shared.observe.readings import Readings
+from services.shared.tls.metrics import TlsMetrics
 from services.tokenizer.metrics import TokenizerMetrics
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.metrics.executor_metrics import ExecutorMetrics
@@ -79,11 +80,22 @@ class Row:
 def services() -> dict[str, list[Row]]:
     """By service, in order of name."""
     found = {
-        "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, KeyMetrics, FleetCollector)],
-        "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
-        "detokenizer": _own(DetokenizerMetrics(CollectorRegistry())),
+        "gateway": [
+            *_own(GatewayMetrics(CollectorRegistry())),
+            *_described(QueueMetrics, KeyMetrics, FleetCollector, TlsMetrics),
+        ],
+        "tokenizer": [*_own(TokenizerMetrics(CollectorRegistry())), *_described(TlsMetrics)],
+        "detokenizer": [*_own(DetokenizerMetrics(CollectorRegistry())), *_described(TlsMetrics)],
         "worker": _described(
-            WorkerMetrics, GrammarMetrics, LoadMetrics, ReloadMetrics, LifeMetrics, ExecutorMetrics, PeerMetrics, PublisherMetrics
+            WorkerMetrics,
+            GrammarMetrics,
+            LoadMetrics,
+            ReloadMetrics,
+            LifeMetrics,
+            ExecutorMetrics,
+            PeerMetrics,
+            PublisherMetrics,
+            TlsMetrics,
         ),
     }
     return {name: sorted(rows, key=lambda row: row.name) for name, rows in found.items()}

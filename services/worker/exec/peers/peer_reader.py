@@ -174,8 +174,8 @@ class TcpPeerReader:
     def _connected(self, peer: _Peer, deadline: float) -> Connection:
         """A new connection, on which pages can be asked for. Raises OSError, ValueError."""
         deadline = min(deadline, time.monotonic() + self._connect_timeout_s)
-        context = None if self._tls is None else self._tls.contexts().client
-        connection = connect(peer.address, context, deadline, partial(self._keep, peer))
+        context, name = (None, "") if self._tls is None else (self._tls.contexts().client, self._tls.name)
+        connection = connect(peer.address, context, deadline, partial(self._keep, peer), name)
         connection.send(frames.pack_hello(self._layout), deadline)
         status, sentence = _receive_answer(connection, memoryview(b""), deadline)
         if status is not Status.OK:
