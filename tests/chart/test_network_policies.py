@@ -28,7 +28,7 @@ INTERNET = Party("internet", ip="203.0.113.7")
 NODE_DNS = Party("dns on the node", ip="169.254.20.10")
 OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
 ANY = "*"  # everybody outside
-SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 7103, 8000, 8001, 9101, 9102, 9103, 9104)
+SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 7011, 7012, 7013, 7103, 8000, 8001, 9101, 9102, 9103, 9104)
 PORTS = (22, 53, 80, 443, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
 
 REQUEST = {
@@ -53,13 +53,11 @@ def names(*sources: str) -> set[tuple[str, str, int]]:
 NAMES = names("gateway", "worker", "test")
 HELM_TEST = {("test", "gateway", 8000)}
 DELETION_COST = {("worker", ANY, 443), ("worker", ANY, 6443)}
-WHOLE = REQUEST | METRICS | NAMES | HELM_TEST | DELETION_COST
+WHOLE = REQUEST | METRICS | NAMES | HELM_TEST
 OF_PREFILL = {
     ("gateway", "prefill", 7003),
     ("prefill", "redis", 6379),
     ("prometheus", "prefill", 9103),
-    ("prefill", ANY, 443),
-    ("prefill", ANY, 6443),
     ("worker", "prefill", 7103),
 }
 COLLECTOR = {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker")}
@@ -74,7 +72,8 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         {"gateway": {"discovery": "k8s"}},
         WHOLE | {("gateway", ANY, 443), ("gateway", ANY, 6443)},
     ),
-    "no deletion cost": ({"worker": {"deletionCost": False}}, WHOLE - DELETION_COST),
+    "deletion cost": ({"worker": {"deletionCost": True}}, WHOLE | DELETION_COST),
+    "encrypted": (VARIANTS["encrypted"], WHOLE | OF_PREFILL | names("prefill") | {("gateway", "state", 6379)}),
     "Redis elsewhere": (
         VARIANTS["redis-elsewhere"],
         WHOLE - {("gateway", "redis", 6379), ("worker", "redis", 6379)}
@@ -95,9 +94,11 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
     ),
     "prompts are computed apart": (VARIANTS["apart"], WHOLE | OF_PREFILL | names("prefill")),
     "prompts are computed apart, with the control service": (
-        merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": False}}),
-        WHOLE - DELETION_COST
-        | {each for each in OF_PREFILL if each[1] != ANY}
+        merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": True}}),
+        WHOLE
+        | DELETION_COST
+        | {("prefill", ANY, port) for port in (443, 6443)}
+        | OF_PREFILL
         | names("prefill")
         | {("gateway", "worker", 7004), ("gateway", "prefill", 7004)},
     ),

@@ -43,6 +43,7 @@ FOREIGN = {
     "XDG_CACHE_HOME",
     "GRPC_VERBOSITY",
     "REDISCLI_AUTH",
+    "INDEX_PASSWORD",
 }
 
 
