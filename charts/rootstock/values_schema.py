@@ -254,7 +254,8 @@ def _tls() -> Schema:
     issuer = closed({"name": string(), "kind": string("^[A-Z]"), "group": string()})
     span = string(r"^([0-9]+(h|m|s))+$")
     cert_manager = {"enabled": BOOLEAN, "issuerRef": issuer, "duration": span, "renewBefore": span}
-    return closed({"secret": SECRET, "certManager": closed(cert_manager), "caConfigMap": SECRET, "tokenSecret": SECRET})
+    secret = string(_SECRET_NAME.replace("[-a-z0-9.]*", "([-a-z0-9.]|%s)*"))
+    return closed({"secret": secret, "certManager": closed(cert_manager), "caConfigMap": SECRET, "tokenSecret": SECRET})
 
 
 def _redis() -> Schema:

@@ -7,7 +7,8 @@
 
 {{/* The Secret with a component's certificate: one for all, or its own. */}}
 {{- define "rootstock.tls.secret" -}}
-{{- default (printf "%s-%s-tls" (include "rootstock.fullname" .root) .component) .root.Values.tls.secret -}}
+{{- $own := printf "%s-%s-tls" (include "rootstock.fullname" .root) .component -}}
+{{- default $own .root.Values.tls.secret | replace "%s" .component -}}
 {{- end }}
 
 {{- define "rootstock.config.tls" -}}
