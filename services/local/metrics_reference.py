@@ -78,25 +78,15 @@ class Row:
 
 
 def services() -> dict[str, list[Row]]:
-    """By service, in order of name."""
+    """By service, in order of name; what several have, by itself."""
     found = {
-        "gateway": [
-            *_own(GatewayMetrics(CollectorRegistry())),
-            *_described(QueueMetrics, KeyMetrics, FleetCollector, TlsMetrics),
-        ],
-        "tokenizer": [*_own(TokenizerMetrics(CollectorRegistry())), *_described(TlsMetrics)],
-        "detokenizer": [*_own(DetokenizerMetrics(CollectorRegistry())), *_described(TlsMetrics)],
+        "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, KeyMetrics, FleetCollector)],
+        "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
+        "detokenizer": _own(DetokenizerMetrics(CollectorRegistry())),
         "worker": _described(
-            WorkerMetrics,
-            GrammarMetrics,
-            LoadMetrics,
-            ReloadMetrics,
-            LifeMetrics,
-            ExecutorMetrics,
-            PeerMetrics,
-            PublisherMetrics,
-            TlsMetrics,
+            WorkerMetrics, GrammarMetrics, LoadMetrics, ReloadMetrics, LifeMetrics, ExecutorMetrics, PeerMetrics, PublisherMetrics
         ),
+        "each service with TLS": _described(TlsMetrics),
     }
     return {name: sorted(rows, key=lambda row: row.name) for name, rows in found.items()}
 
@@ -129,7 +119,11 @@ def render() -> str:
 
 
 def _section(name: str, rows: list[Row]) -> str:
-    lines = [f"\n## {name.capitalize()}\n", "| metric | type | unit | labels | meaning |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        f"\n## {name[0].upper()}{name[1:]}\n",
+        "| metric | type | unit | labels | meaning |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         labels = ", ".join(f"`{label}`" for label in row.labels)
         shown = row.series[0] if row.kind != "histogram" else row.name
