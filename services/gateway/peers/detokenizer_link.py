@@ -95,7 +95,7 @@ class DetokLink:
         helpers: list[asyncio.Task[Any]] = []
         silence: asyncio.Task[str] | None = None
         try:
-            async with kept.opening(call):
+            async with kept.opening():
                 await call.write(self.window.greeting())
             silence = self._helper(call, until_lost(self.address, self._patience, self._answers_due))
             helpers.append(silence)

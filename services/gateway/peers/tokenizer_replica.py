@@ -14,7 +14,7 @@ import grpc
 from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.peers import served_model
 from services.gateway.peers.encode_stream import EncodeFailed, EncodeStream, NotServed
-from services.gateway.peers.reconnect import StreamBroken
+from services.gateway.peers.reconnect import LastTold, StreamBroken
 from services.gateway.request.trace import EncodeCall
 from services.shared import limits
 from services.shared.observe.log import fields
@@ -47,6 +47,7 @@ class Replica:
         self._unreachable_s = unreachable_s
         self._changed = changed
         self._doubted = asyncio.Event()
+        self._told = LastTold()
         self._kept = dialer.kept(address, Role.TOKENIZER)
         self._channel = self._kept.now()
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
@@ -144,7 +145,8 @@ class Replica:
             self._learn(await served_model.ask(self._info(), self.address))
         except StreamBroken as error:
             self._set_connected(False)
-            logger.warning("tokenizer does not answer: %s", error, extra=fields(address=self.address))
+            if self._told.is_news(str(error), asyncio.get_running_loop().time()):
+                logger.warning("tokenizer does not answer: %s", error, extra=fields(address=self.address))
             await asyncio.sleep(PAUSE_S)
             return
         self._set_connected(True)

@@ -157,7 +157,7 @@ class WorkerLink(Generic[Open]):
         writer: asyncio.Task[None] | None = None
         listener: asyncio.Task[None] | None = None
         try:
-            async with kept.opening(call):
+            async with kept.opening():
                 first = await self._read(call)
             if not first.HasField("hello"):
                 raise StreamBroken("the first message is no hello")

@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 
@@ -28,10 +27,8 @@ TELL_S = 60.0  # between two looks at why the same peer cannot be connected to
 CLOSE_S = 30.0  # for calls over a channel that another one has taken the place of
 
 
-class Cancellable(Protocol):
-    """A call, as far as it is used here."""
-
-    def cancel(self) -> bool: ...
+class StaleChannel(ConnectionError):
+    """What waits for a connection of it is to begin anew."""
 
 
 def _nothing(_role: str) -> None:
@@ -99,17 +96,24 @@ class KeptChannel:
         await self._channel.close(grace_s)
 
     @contextlib.asynccontextmanager
-    async def opening(self, call: Cancellable) -> AsyncIterator[None]:
-        """While `call`, over the channel that there is, waits for a connection. It is cancelled where that may not come about any
-        more, the files having changed. Why none comes about is told."""
+    async def opening(self) -> AsyncIterator[None]:
+        """While a call over the channel that there is waits for a connection. Why none comes about is told. Raises StaleChannel
+        where none may come about any more, the files having changed."""
         if self._dialer.mtls is None:
             yield
             return
-        watching = asyncio.create_task(self._watch(call))
         try:
-            yield
-        finally:
-            watching.cancel()
+            # Not by cancelling the call: grpc.aio has a write wait for ever then.
+            async with asyncio.timeout(None) as waiting:
+                watching = asyncio.create_task(self._watch(waiting))
+                try:
+                    yield
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            if waiting.expired():
+                raise StaleChannel("TLS files have changed before it was connected") from None
+            raise
 
     async def state_changed(self, state: grpc.ChannelConnectivity) -> None:
         """Returns once the channel is in another state than this one, or may not come into another any more."""
@@ -125,12 +129,12 @@ class KeptChannel:
         finally:
             change.cancel()
 
-    async def _watch(self, call: Cancellable) -> None:
+    async def _watch(self, waiting: asyncio.Timeout) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
                 if self.is_stale:
-                    call.cancel()
+                    waiting.reschedule(asyncio.get_running_loop().time())
                     return
                 await self._tell()
 

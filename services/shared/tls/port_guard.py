@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import time
@@ -57,8 +58,9 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
 
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             await self._check(context)
-            async for answer in behavior(request, context):
-                yield answer
+            async with contextlib.aclosing(behavior(request, context)) as answers:
+                async for answer in answers:
+                    yield answer
 
         return stream if inspect.isasyncgenfunction(behavior) else call
 

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.gateway.peers.reconnect import keep_connected
 from services.shared.rpc import grpc_server
 from services.shared.rpc.dialer import Dialer, KeptChannel
@@ -193,11 +194,15 @@ def test_who_waits_for_a_connection_waits_with_the_new_files(
     connected = asyncio.Event()
 
     async def session(kept: KeptChannel) -> None:
-        call = health_pb2_grpc.HealthStub(kept.now()).Watch(Check(), wait_for_ready=True)
-        async with kept.opening(call):
-            assert await call.read()
-        connected.set()
-        await asyncio.Event().wait()
+        stub = detokenizer_pb2_grpc.DetokenizerStub(kept.now())
+        call = stub.Decode(wait_for_ready=True)
+        try:
+            async with kept.opening():
+                await call.write(detokenizer_pb2.DecodeBatch())  # where a detokenizer's link waits; a worker's does in a read
+            connected.set()
+            await asyncio.Event().wait()
+        finally:
+            call.cancel()
 
     async def work() -> None:
         async with served(made.tls(WORKER)) as target:
