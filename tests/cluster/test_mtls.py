@@ -164,12 +164,16 @@ def test_certificates_and_their_authority_are_replaced_under_streams(
         until(lambda: load.ended >= STREAMS, "the load")
         for signer, trusted in ((old, (old, new)), (new, (old, new)), (new, (new,))):
             rotate(release, signer, *trusted)
-            until(lambda: load.ended >= STREAMS, "answers meanwhile")
+            _more(load, "meanwhile")
         for component in ("tokenizer", "detokenizer", "worker"):
             release.restart(component, "demo")  # the others connect to them by the new ones alone
-        before = load.ended
-        until(lambda: load.ended >= before + STREAMS, "answers over new connections")
+        _more(load, "over new connections")
     proved(f"an authority and all certificates replaced under {STREAMS} streams, then new pods: {load.check()}")
+
+
+def _more(load: Load, what: str) -> None:
+    before = load.ended
+    until(lambda: load.ended >= before + STREAMS, f"answers {what}")
 
 
 def test_what_it_costs(install: Install, tmp_path: Path, proved: Callable[[str], None]) -> None:

@@ -102,6 +102,8 @@ class Replica:
 
     async def answers(self) -> bool:
         """Whether it is there: asked of one that has left a call unanswered."""
+        if not self._kept.may_connect:
+            return False
         try:
             await served_model.ask(self._info(), self.address)
         except StreamBroken:

@@ -31,13 +31,13 @@ class StaleChannel(ConnectionError):
     """What waits for a connection of it is to begin anew."""
 
 
-def _nothing(_role: str) -> None:
+def _nothing(_service: str) -> None:
     """Nobody counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """mtls: None for connections in the clear. failed: told whose certificate, or handshake, a connection fails for."""
+    """mtls: None for connections in the clear. failed: told of which service a peer is with which no TLS comes about."""
 
     mtls: MutualTls | None = None
     failed: Callable[[str], None] = _nothing
