@@ -130,6 +130,7 @@ def served_over_tls(system: SecuredSystem) -> dict[str, tuple[int, str]]:
 
 
 def test_nobody_is_let_in_without_certificate_and_token(system: SecuredSystem, tmp_path: Path) -> None:
+    wait_until(lambda: connected(system), 60, "all connections")
     code, _ = system.post("/v1/completions", {"model": "demo", "prompt": "3 4 5", "max_tokens": 4})
     assert code == 200
     tls, health = served_over_tls(system), set(system.health_ports.values())
