@@ -10,11 +10,12 @@ from services.local.reference import SERVICES
 Schema = dict[str, Any]
 
 # What the chart itself decides, from other values: no key of a `settings` block.
-_EVERYWHERE = {"host", "port", "grace_s", "otlp_endpoint"}
+_EVERYWHERE = {"host", "port", "health_port", "grace_s", "otlp_endpoint"}
+_EVERYWHERE |= {f"mtls_{name}_file" for name in ("cert", "key", "ca", "token")}
 _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_name"}
 DECIDED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
-    | {"health_port", "tokenizers", "detokenizers", "workers", "redis_url", "state_redis_url", "models", "queue_timeout_s"}
+    | {"tokenizers", "detokenizers", "workers", "redis_url", "state_redis_url", "models", "queue_timeout_s"}
     | {"peer_host", "peer_port", "peers", "playground"}
     | {"model_name", "api_keys_file", "control_token", "control_token_file"},
     "tokenizer": _CODEC,
@@ -337,14 +338,24 @@ def _model_cache() -> Schema:
     )
 
 
+def _tls() -> Schema:
+    issuer = closed({"name": string(), "kind": string("^[A-Z]"), "group": string()})
+    span = string(r"^([0-9]+(h|m|s))+$")
+    cert_manager = {"enabled": BOOLEAN, "issuerRef": issuer, "duration": span, "renewBefore": span}
+    secret = string(_SECRET_NAME.replace("[-a-z0-9.]*", "([-a-z0-9.]|%s)*"))
+    return closed({"secret": secret, "certManager": closed(cert_manager), "caConfigMap": SECRET, "tokenSecret": SECRET})
+
+
 def _redis() -> Schema:
     return closed(
         {
             "embedded": BOOLEAN,
             "image": ref("image"),
             "maxMemory": string("^[0-9]+(kb|mb|gb)$"),
+            "passwordSecret": SECRET,
             "resources": ref("resources"),
             "externalUrlSecret": SECRET,
+            "externalTlsSecret": SECRET,
             "externalPort": integer(1, 65535),
             "pod": ref("pod"),
         }
@@ -368,6 +379,7 @@ def _state() -> Schema:
             "passwordSecret": SECRET,
             "resources": ref("resources"),
             "externalUrlSecret": SECRET,
+            "externalTlsSecret": SECRET,
             "externalPort": integer(1, 65535),
             "pod": ref("pod"),
         }
@@ -435,6 +447,7 @@ def _top() -> dict[str, Schema]:
                 "controlTokenSecret": SECRET,
             }
         ),
+        "tls": _tls(),
         **{component: ref(component) for component in _components()},
         "autoscaling": closed({"engine": choice("hpa", "keda"), "prometheusUrl": string("^https?://"), "adapterRules": BOOLEAN}),
         "redis": _redis(),

@@ -16,6 +16,11 @@ from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.settings import load
+from services.shared.tls.certificate_files import BadTls
+from services.shared.tls.metrics import TlsMetrics
+from services.shared.tls.mutual_tls import mutual_tls
+from services.shared.tls.port_guard import PortGuard
+from services.shared.tls.roles import Role
 
 SERVICE = "detokenizer"
 
@@ -28,9 +33,16 @@ async def run(settings: DetokenizerSettings) -> None:
     health = grpc_server.Health(SERVICE)
     add = functools.partial(pb_grpc.add_DetokenizerServicer_to_server, servicer)
     stop = grpc_server.stop_signal()
-    server = await grpc_server.start_server(settings.host, settings.port, health, add, settings.max_connection_age_s)
+    mtls = mutual_tls(settings, Role.DETOKENIZER)
+    guard = None if mtls is None else PortGuard(mtls, Role.GATEWAY)
+    server = await grpc_server.start_server(settings.host, settings.port, health, add, settings.max_connection_age_s, guard)
+    probes = await grpc_server.start_probe_port(settings.host, settings.health_port, health)
+    if mtls is not None:
+        registry.register(TlsMetrics(mtls))
     await health.set_ready(True)
     await server.serve_until(stop, settings.grace_s, servicer.drain)
+    if probes is not None:
+        await probes.stop(0)
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
 
@@ -40,7 +52,7 @@ def main() -> None:
     log.configure(SERVICE, settings.log_level)
     try:
         asyncio.run(run(settings))
-    except TokenizerFolderError as error:
+    except (TokenizerFolderError, BadTls) as error:
         raise SystemExit(f"{SERVICE}: {error}") from None
 
 

@@ -31,7 +31,7 @@ async def _serve(config: GatewaySettings) -> None:
     gateway = Gateway(config)
     gc.freeze()  # what is imported stays: it is never looked through again
     gc.set_threshold(YOUNG_OBJECTS)
-    async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies):
+    async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies, gateway.dialer):
         await gateway.run(listener, stop)
 
 

@@ -64,7 +64,12 @@ from services.shared.observe.log import fields
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import is_loopback, read_token
+from services.shared.rpc.dialer import Dialer
 from services.shared.rpc.token_check import start_guarded_server
+from services.shared.tls.metrics import TlsMetrics
+from services.shared.tls.mutual_tls import MutualTls, mutual_tls
+from services.shared.tls.port_guard import PortGuard
+from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +78,28 @@ CLOSE_S = 0.4  # for sending the last errors, of the second after the grace peri
 
 
 class Gateway:
-    """Built inside the running loop that serves it. token: of operators and peers, "" for none. directory, aborter, bodies:
-    what the operators' API works with. Raises CannotListen if the token cannot be read, or the file of API keys is wrong."""
+    """Built inside the running loop that serves it. token: of operators and peers, "" for none. dialer, directory, aborter,
+    bodies: what the operators' API works with. Raises CannotListen if the token or TLS files cannot be used, or the file of API
+    keys is wrong."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self.token = _token(settings)
         metrics = GatewayMetrics(CollectorRegistry())
+        self._mtls = _mtls(settings)
+        if self._mtls is not None:
+            metrics.registry.register(TlsMetrics(self._mtls))
+        self.dialer = dialer = Dialer(self._mtls, lambda service: metrics.tls_failures.labels(service).inc())
         metrics.grace_period.set(settings.grace_s)
         handles = itertools.count(1)
         retry = settings.retry_after_s
         self._tenants = Tenants(lambda: self.keys.table, self.token)
-        self._peers = PeerGateways(settings.peers, self._tenants, self.token, settings.dns_refresh_s)
+        self._peers = PeerGateways(settings.peers, self._tenants, self.token, settings.dns_refresh_s, dialer)
         self.keys = _keys(settings, self.token, self._peers, metrics)
         self.readiness = readiness = Readiness()
         patience = Patience(SILENCE_S, settings.unreachable_s)
-        self.detoks = DetokPool((), settings.queue_timeout_s, retry, handles, metrics, readiness.changed, patience)
-        self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed, self.keys.weights)
+        self.detoks = DetokPool((), settings.queue_timeout_s, retry, handles, metrics, readiness.changed, patience, dialer)
+        self.dispatcher = Dispatcher(settings, self.detoks, handles, metrics, readiness.changed, self.keys.weights, dialer)
         metrics.registry.register(FleetCollector(self.dispatcher.fleet))
         self.tokenizer = TokenizerClient(
             (),
@@ -99,6 +109,7 @@ class Gateway:
             retry,
             metrics,
             readiness.changed,
+            dialer,
         )
         refresh_s = settings.dns_refresh_s
         self._discoveries = [
@@ -117,7 +128,7 @@ class Gateway:
         preparer = Preparer(catalog, self.tokenizer, self.detoks, counting(output_parser, metrics.calls_dropped.inc))
         self.aborter = Aborter(self.generator, self._peers)
         self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
-        sessions, probe = SessionCalls(catalog.workers_of, retry), GenerationProbe(self.dispatcher, metrics)
+        sessions, probe = SessionCalls(catalog.workers_of, retry, dialer), GenerationProbe(self.dispatcher, metrics)
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         self._store = _store(settings)
         records = Records(self._store, retry)
@@ -201,7 +212,8 @@ class Gateway:
             gateway_pb2_grpc.add_GatewayPeerServicer_to_server(servicer, server)
 
         try:
-            server, _ = await start_guarded_server(host, port, self.token, add)
+            guard = None if self._mtls is None else PortGuard(self._mtls, Role.GATEWAY)
+            server, _ = await start_guarded_server(host, port, self.token, add, guard)
         except RuntimeError:
             raise _taken(host, port) from None
         return [server]
@@ -296,6 +308,13 @@ def _token(settings: GatewaySettings) -> str:
         return read_token(settings.control_token, settings.control_token_file)
     except ValueError as error:
         raise http_server.CannotListen(str(error)) from None
+
+
+def _mtls(settings: GatewaySettings) -> MutualTls | None:
+    try:
+        return mutual_tls(settings, Role.GATEWAY)
+    except ValueError as error:
+        raise http_server.CannotListen(f"TLS between services: {error}") from None
 
 
 def _taken(host: str, port: int) -> http_server.CannotListen:

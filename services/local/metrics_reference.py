@@ -16,6 +16,7 @@ from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMe
 from services.gateway.observe.request_series import RequestMetrics
 from services.local import metrics_of_sglang
 from services.shared.observe.readings import Readings
+from services.shared.tls.metrics import TlsMetrics
 from services.tokenizer.metrics import TokenizerMetrics
 from services.worker.index.metrics import PublisherMetrics
 from services.worker.metrics.executor_metrics import ExecutorMetrics
@@ -77,7 +78,7 @@ class Row:
 
 
 def services() -> dict[str, list[Row]]:
-    """By service, in order of name."""
+    """By service, in order of name; what several have, by itself."""
     found = {
         "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, KeyMetrics, FleetCollector)],
         "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
@@ -93,6 +94,7 @@ def services() -> dict[str, list[Row]]:
             PeerReadMetrics,
             PublisherMetrics,
         ),
+        "each service with TLS": _described(TlsMetrics),
     }
     return {name: sorted(rows, key=lambda row: row.name) for name, rows in found.items()}
 
@@ -125,7 +127,11 @@ def render() -> str:
 
 
 def _section(name: str, rows: list[Row]) -> str:
-    lines = [f"\n## {name.capitalize()}\n", "| metric | type | unit | labels | meaning |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        f"\n## {name[0].upper()}{name[1:]}\n",
+        "| metric | type | unit | labels | meaning |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         labels = ", ".join(f"`{label}`" for label in row.labels)
         shown = row.series[0] if row.kind != "histogram" else row.name

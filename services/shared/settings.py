@@ -8,16 +8,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "ROOTSTOCK_"
 S = TypeVar("S", bound=BaseSettings)
 
 
-class ServiceSettings(BaseSettings):
+class TlsSettings(BaseSettings):
+    """Of TLS between services: of each of them, and of who calls their control services."""
+
+    mtls_cert_file: str = Field(
+        "",
+        description="PEM file of the certificate that this process shows the other services (docs/kubernetes/security.md),"
+        " followed as it changes. Empty: what they say to each other is in the clear.",
+    )
+    mtls_key_file: str = Field("", description="PEM file of its key.")
+    mtls_ca_file: str = Field("", description="PEM file of the authorities that sign the services' certificates, and no others.")
+    mtls_token_file: str = Field(
+        "", description="File with a token that all services share beside their certificates, one a line; the first one is sent."
+    )
+
+    @model_validator(mode="after")
+    def _files_go_together(self) -> Self:
+        files = {name: getattr(self, name) for name in ("mtls_cert_file", "mtls_key_file", "mtls_ca_file")}
+        missing = [name for name, path in files.items() if not path]
+        if missing and (len(missing) < len(files) or self.mtls_token_file):
+            raise ValueError(f"{', '.join(files)} go together, and mtls_token_file needs them: missing {', '.join(missing)}")
+        return self
+
+
+class ServiceSettings(TlsSettings):
     """What every service has. Defaults bind loopback."""
 
     model_config = SettingsConfigDict(
@@ -31,6 +54,9 @@ class ServiceSettings(BaseSettings):
     )
 
     host: str = Field("127.0.0.1", description="Address that the service's port listens on.")
+    health_port: int = Field(
+        0, ge=0, le=65535, description="Port of a gRPC health service alone, in the clear, for probes; 0: none beside the port's."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level that is logged.")
     grace_s: float = Field(10.0, ge=0, description="Seconds that work in flight gets after SIGTERM.")
     otlp_endpoint: str = Field(

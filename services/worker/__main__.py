@@ -22,6 +22,10 @@ from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.served_name import served_name
 from services.shared.settings import load
+from services.shared.tls.metrics import TlsMetrics
+from services.shared.tls.mutual_tls import mutual_tls
+from services.shared.tls.port_guard import PortGuard
+from services.shared.tls.roles import Role
 from services.worker.control.server import ControlAddress, start_control
 from services.worker.core.contracts.messages import StepOutput
 from services.worker.core.contracts.plan import BatchPlan
@@ -208,6 +212,9 @@ async def serve(settings: WorkerSettings) -> None:
     life = WorkerLife()
     registry.register(LifeMetrics(life, served_name(settings.model, settings.served_model_name)))
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
+    mtls = mutual_tls(settings, Role.WORKER)
+    if mtls is not None:
+        registry.register(TlsMetrics(mtls))
     engine = await asyncio.to_thread(build_engine, settings, inbox, _on_lost(asyncio.get_running_loop(), health, life))
     warming = asyncio.create_task(_warm_up(engine))
     info = _info(settings, engine, secrets.randbits(63))
@@ -230,12 +237,20 @@ async def serve(settings: WorkerSettings) -> None:
     limits, arrived = _limits(settings, engine), worker_metrics.times.arrived
     servicer = WorkerServicer(inbox, outbox, info, limits, arrived, load_report, spans, engine.keys)
     stop = grpc_server.stop_signal()
+    guard = None if mtls is None else PortGuard(mtls, Role.GATEWAY)
     server = await grpc_server.start_server(
-        settings.host, settings.port, health, lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s)
+        settings.host,
+        settings.port,
+        health,
+        lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, s),
+        guard=guard,
     )
+    probes = await grpc_server.start_probe_port(settings.host, settings.health_port, health)
+    operated = None if mtls is None else PortGuard(mtls, Role.GATEWAY, Role.OPERATOR)
     engine.weights.on_replaced = lambda identity: servicer.weights_replaced(identity, defaults_of(settings))
     kv_peers = engine.peer_reader.rates if engine.peer_reader is not None else tuple
-    control = await start_control(_control_address(settings), inbox.put, info.worker_id, info.model, engine.weights, kv_peers)
+    at = _control_address(settings)
+    control = await start_control(at, inbox.put, info.worker_id, info.model, engine.weights, operated, kv_peers)
     scheduler.start()
     watchdog.start()
     keeping = asyncio.create_task(publisher.keep()) if publisher else None
@@ -262,6 +277,8 @@ async def serve(settings: WorkerSettings) -> None:
         pod_cost.stop()
     if control is not None:
         await control.stop(1.0)
+    if probes is not None:
+        await probes.stop(0)
     watchdog.stop()
     if keeping is not None:
         keeping.cancel()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from services.shared.tls.roles import Role
 from services.worker.core.contracts.rooms import Room
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
@@ -15,6 +15,8 @@ from services.worker.exec.peers.room_server import TcpRoomServer
 from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
 from services.worker.settings import WorkerSettings
+
+MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # of workers without files for KV alone
 
 
 def peer_options(settings: WorkerSettings, on_left: Callable[[Room], None]) -> PeerOptions | None:
@@ -47,13 +49,17 @@ def _tls(settings: WorkerSettings) -> PeerTls | None:
         "--disaggregation-tls-key-file": settings.disaggregation_tls_key_file,
         "--disaggregation-tls-ca-file": settings.disaggregation_tls_ca_file,
     }
+    name = ""
+    if not any(files.values()) and settings.mtls_cert_file:
+        files, name = {each: getattr(settings, each[2:].replace("-", "_")) for each in MTLS}, Role.WORKER.value
     if not any(files.values()):
         return None
     if missing := [name for name, path in files.items() if not path]:
         raise ValueError(f"{', '.join(files)} go together: {', '.join(missing)} is missing")
     try:
-        return PeerTls(*map(Path, files.values()))
-    except (OSError, ssl.SSLError) as error:
+        certificate, key, authority = map(Path, files.values())
+        return PeerTls(certificate, key, authority, name)
+    except ValueError as error:
         raise ValueError(f"{', '.join(files)}: {error}") from None
 
 

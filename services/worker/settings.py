@@ -160,7 +160,9 @@ class WorkerSettings(ServiceSettings):
     disaggregation_host: str = Field("127.0.0.1", description="Address at which a prefill worker's KV is read.")
     disaggregation_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     disaggregation_tls_cert_file: str = Field(
-        "", description="PEM file of this worker's certificate, shown where KV is read; followed as it changes. Empty: no TLS."
+        "",
+        description="PEM file of this worker's certificate, shown where KV is read; followed as it changes."
+        " Empty: as mtls_cert_file says, and no TLS without that.",
     )
     disaggregation_tls_key_file: str = Field("", description="PEM file of its key.")
     disaggregation_tls_ca_file: str = Field(

@@ -271,7 +271,33 @@ ROUTE = resource(
         wildcardPolicy=one_of("None", "Subdomain"),
     ),
 )
+CERTIFICATE = resource(  # the fields that a service's certificate may want, of all that there are
+    "cert-manager.io/v1",
+    "Certificate",
+    fields(
+        ("secretName", "issuerRef"),
+        secretName=STRING,
+        commonName={"type": "string", "maxLength": 64},
+        dnsNames=array(STRING, 1),
+        usages=array(one_of("digital signature", "key encipherment", "server auth", "client auth"), 1),
+        privateKey=fields(
+            algorithm=one_of("RSA", "ECDSA", "Ed25519"), size=INTEGER, rotationPolicy=one_of("Never", "Always"), encoding=STRING
+        ),
+        duration={"type": "string", "pattern": r"^([0-9]+(h|m|s))+$"},
+        renewBefore={"type": "string", "pattern": r"^([0-9]+(h|m|s))+$"},
+        issuerRef=fields(("name",), name=STRING, kind=STRING, group=STRING),
+    ),
+)
 SCHEMAS: dict[tuple[str, str], Schema] = {
     (schema["properties"]["apiVersion"]["const"], schema["properties"]["kind"]["const"]): schema
-    for schema in (SERVICE_MONITOR, POD_MONITOR, PROMETHEUS_RULE, SCALED_OBJECT, HTTP_ROUTE, LEADER_WORKER_SET, ROUTE)
+    for schema in (
+        SERVICE_MONITOR,
+        POD_MONITOR,
+        PROMETHEUS_RULE,
+        SCALED_OBJECT,
+        HTTP_ROUTE,
+        LEADER_WORKER_SET,
+        ROUTE,
+        CERTIFICATE,
+    )
 }

@@ -126,6 +126,14 @@ class Machine:
             number = next(each.get("targetPort", port) for each in service["ports"] if each["port"] == port)
         return self.ports[components.pop(), selected[0].ports()[number] if isinstance(number, str) else number]
 
+    def _path(self) -> str:
+        """With what a Redis image has under its name, for its shell."""
+        programs = self.folder / "bin"
+        if not programs.exists():
+            programs.mkdir(parents=True)
+            (programs / "redis-server").symlink_to(_program("redis-server"))
+        return f"{programs}:{os.environ['PATH']}"
+
     def _mounts(self, pod: PodTemplate) -> dict[str, Path]:
         """Mount path → folder, longest path first. Writable ones are the pod's own; a model cache is the repository's models."""
         kinds = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}
@@ -152,7 +160,7 @@ class Machine:
             process = subprocess.Popen(
                 [*_read_only(writable), program, *argv[1:]],
                 cwd=REPO,
-                env={"PATH": os.environ["PATH"], **env},
+                env={"PATH": self._path(), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -208,9 +216,9 @@ class Running:
         if "tcpSocket" in probe:
             return _connects(self._port(probe["tcpSocket"]["port"]), timeout)
         command = [self.machine.localized(self.pod, word) for word in probe["exec"]["command"]]
-        if command[0] == "redis-cli":
-            return _redis_replies(self._port(6379), command[1:], timeout)
         env = environment(self.machine.release, self.pod, self.container, self.machine.secrets)
+        if "redis-cli" in command[-1]:
+            return _redis_replies(self._port(6379), env["REDISCLI_AUTH"], timeout)
         return (
             subprocess.run(command, env={"PATH": os.environ["PATH"], **env}, capture_output=True, timeout=timeout).returncode == 0
         )
@@ -267,16 +275,13 @@ def _serving(port: int, service: str, timeout: float) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _redis_replies(port: int, words: list[str], timeout: float) -> bool:
-    """As redis-cli ends with status 0, which no bundled server brings along: there is a reply, an error's too."""
-    with redis.Redis(HOST, port, socket_timeout=timeout, retry=Retry(NoBackoff(), 0)) as client:
+def _redis_replies(port: int, password: str, timeout: float) -> bool:
+    """To PING, as the probe's shell asks redis-cli, which no bundled server brings along."""
+    with redis.Redis(HOST, port, password=password, socket_timeout=timeout, retry=Retry(NoBackoff(), 0)) as client:
         try:
-            client.execute_command(*words)
-        except redis.ResponseError:
-            return True
+            return bool(client.ping())
         except redis.RedisError:
             return False
-    return True
 
 
 def _connects(port: int, timeout: float) -> bool:

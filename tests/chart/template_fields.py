@@ -278,13 +278,12 @@ WORKERS: dict[str, Case] = {
                 container("worker", "livenessProbe failureThreshold"): 6,  # a long prefill
                 container("worker", "env ROOTSTOCK_WORKER_ID= valueFrom fieldRef fieldPath"): "metadata.name",
                 container("worker", "ports control="): ABSENT,
-                POD + "automountServiceAccountToken": True,
+                POD + "automountServiceAccountToken": False,  # no rights, no token
+                container("worker", "env ROOTSTOCK_REDIS_URL= value"): (
+                    f"redis://:$(INDEX_PASSWORD)@{FULL}-redis.serving.svc:6379/0"
+                ),
             },
-            OF_WORKERS: {
-                "data ROOTSTOCK_EXECUTOR": "cpu",
-                "data ROOTSTOCK_REDIS_URL": f"redis://{FULL}-redis.serving.svc:6379/0",
-            },
-            f"Role/{FULL}-worker": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "patch"]}]},
+            OF_WORKERS: {"data ROOTSTOCK_EXECUTOR": "cpu"},
             f"ServiceAccount/{FULL}-worker": {"automountServiceAccountToken": False},
         },
     ),
@@ -355,14 +354,15 @@ WORKERS: dict[str, Case] = {
     ),
     "memory, loading and rights": (
         {
-            "worker": {"sharedMemory": "8Gi", "startupSeconds": 1200, "deletionCost": False},
+            "worker": {"sharedMemory": "8Gi", "startupSeconds": 1200, "deletionCost": True},
         },
         {
             WORKER: {
                 POD + "volumes shm= emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"},
                 container("worker", "startupProbe failureThreshold"): 240,
-                POD + "automountServiceAccountToken": False,  # no rights, no token
-            }
+                POD + "automountServiceAccountToken": True,
+            },
+            f"Role/{FULL}-worker": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "patch"]}]},
         },
     ),
     "loading in fifths": (
@@ -379,7 +379,7 @@ WORKERS: dict[str, Case] = {
         },
     ),
     "an account that is there": (
-        {"serviceAccount": {"create": False, "name": "x"}},
+        {"serviceAccount": {"create": False, "name": "x"}, "worker": {"deletionCost": True}},
         {WORKER: {POD + "serviceAccountName": "x"}, f"RoleBinding/{FULL}-worker": {"subjects 0 name": "x"}},
     ),
     "scaled": (
@@ -638,8 +638,54 @@ WORKERS: dict[str, Case] = {
 MODELS = f"{FULL}-models"
 VOLUME = POD + "volumes models= "
 STATE = f"StatefulSet/{FULL}-state"
+ENCRYPTED_INDEX = (
+    f"rediss://:$(INDEX_PASSWORD)@{FULL}-redis.serving.svc:6379/0?ssl_ca_certs=/etc/rootstock/mtls/ca.crt"
+    "&ssl_certfile=/etc/rootstock/mtls/tls.crt&ssl_keyfile=/etc/rootstock/mtls/tls.key"
+)
 BESIDES: dict[str, Case] = {
-    "one Redis": ({}, {f"Deployment/{FULL}-redis": {"spec strategy type": "Recreate"}}),
+    "one Redis, with a password that is made": (
+        {},
+        {
+            f"Deployment/{FULL}-redis": {
+                "spec strategy type": "Recreate",
+                container("redis", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-redis", "key": "password"},
+            },
+            f"Secret/{FULL}-redis": {"metadata annotations": ABSENT},
+        },
+    ),
+    "certificates of its own for each component, and probes beside them": (
+        VARIANTS["encrypted"],
+        {
+            f"Certificate/{FULL}-worker-tls": {
+                "spec secretName": f"{FULL}-worker-tls",
+                "spec dnsNames": ["rootstock-worker"],
+                "spec usages": ["digital signature", "server auth", "client auth"],
+                "spec issuerRef": {"name": "llm", "kind": "Issuer", "group": "cert-manager.io"},
+            },
+            f"Certificate/{FULL}-redis-tls": {"spec dnsNames": ["rootstock-redis", f"{FULL}-redis.serving.svc"]},
+            WORKER: {
+                container("worker", "livenessProbe grpc port"): 7013,
+                container("worker", "volumeMounts mtls= mountPath"): "/etc/rootstock/mtls",
+                POD + "volumes mtls= projected sources 0 secret name": f"{FULL}-worker-tls",
+                POD + "volumes mtls= projected sources 1 configMap name": "llm-ca",
+                POD + "volumes mtls= projected sources 2 secret name": "llm-services",
+                container("worker", "env ROOTSTOCK_REDIS_URL= value"): ENCRYPTED_INDEX,
+            },
+            OF_WORKERS: {"data ROOTSTOCK_MTLS_TOKEN_FILE": "/etc/rootstock/mtls/token", "data ROOTSTOCK_HEALTH_PORT": "7013"},
+            STATE: {POD + "volumes mtls= projected sources 2": ABSENT},  # no token: it is no service of ours
+        },
+    ),
+    "one certificate for all, and others for a Redis that is there": (
+        VARIANTS["encrypted-by-one-certificate"],
+        {
+            GATEWAY: {
+                POD + "volumes mtls= projected sources 0 secret": {"name": "llm-tls"},
+                POD + "volumes state-tls= secret secretName": "llm-state-tls",
+                container("gateway", "volumeMounts redis-tls= mountPath"): "/etc/rootstock/redis-tls",
+            },
+            WORKER: {POD + "volumes state-tls=": ABSENT, POD + "volumes redis-tls= secret secretName": "llm-redis-tls"},
+        },
+    ),
     "Redis elsewhere, its URL in no ConfigMap": (
         VARIANTS["redis-elsewhere"],
         {

@@ -29,7 +29,7 @@ INTERNET = Party("internet", ip="203.0.113.7")
 NODE_DNS = Party("dns on the node", ip="169.254.20.10")
 OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, OF_A_USER, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
 ANY = "*"  # everybody outside
-SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 7103, 8000, 8001, 9101, 9102, 9103, 9104)
+SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 7011, 7012, 7013, 7103, 8000, 8001, 9101, 9102, 9103, 9104)
 PORTS = (22, 53, 5353, 80, 443, 3128, 9000, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
 
 REQUEST = {
@@ -53,14 +53,12 @@ def names(*sources: str) -> set[tuple[str, str, int]]:
 NAMES = names("gateway", "worker", "test")
 HELM_TEST = {("test", "gateway", 8000)}
 DELETION_COST = {("worker", ANY, 443), ("worker", ANY, 6443)}
-WHOLE = REQUEST | METRICS | NAMES | HELM_TEST | DELETION_COST
+WHOLE = REQUEST | METRICS | NAMES | HELM_TEST
 OF_PREFILL = {
     ("gateway", "prefill", 7003),
     ("prefill", "redis", 6379),
     ("prometheus", "prefill", 9103),
     ("prometheus of a user", "prefill", 9103),
-    ("prefill", ANY, 443),
-    ("prefill", ANY, 6443),
     ("worker", "prefill", 7103),
 }
 COLLECTOR = {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker")}
@@ -75,7 +73,8 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         {"gateway": {"discovery": "k8s"}},
         WHOLE | {("gateway", ANY, 443), ("gateway", ANY, 6443)},
     ),
-    "no deletion cost": ({"worker": {"deletionCost": False}}, WHOLE - DELETION_COST),
+    "deletion cost": ({"worker": {"deletionCost": True}}, WHOLE | DELETION_COST),
+    "encrypted": (VARIANTS["encrypted"], WHOLE | OF_PREFILL | names("prefill") | {("gateway", "state", 6379)}),
     "Redis elsewhere": (
         VARIANTS["redis-elsewhere"],
         WHOLE - {("gateway", "redis", 6379), ("worker", "redis", 6379)}
@@ -104,22 +103,25 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
     ),
     "another port of the API server, and what sidecars need": (
         {
+            "worker": {"deletionCost": True},
             "networkPolicy": {
                 "apiServerPorts": [8080],
                 "extraEgress": [{"ports": [{"port": 4317}]}],
                 "extraIngress": [{"from": [{"podSelector": {"matchLabels": {"app": "other"}}}], "ports": [{"port": 9999}]}],
-            }
+            },
         },
-        WHOLE - DELETION_COST
+        WHOLE
         | {("worker", ANY, 8080)}
         | {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")}
         | {("neighbour", target, 9999) for target in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")},
     ),
     "prompts are computed apart": (VARIANTS["apart"], WHOLE | OF_PREFILL | names("prefill")),
     "prompts are computed apart, with the control service": (
-        merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": False}}),
-        WHOLE - DELETION_COST
-        | {each for each in OF_PREFILL if each[1] != ANY}
+        merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": True}}),
+        WHOLE
+        | DELETION_COST
+        | {("prefill", ANY, port) for port in (443, 6443)}
+        | OF_PREFILL
         | names("prefill")
         | {("gateway", "worker", 7004), ("gateway", "prefill", 7004)},
     ),

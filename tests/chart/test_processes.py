@@ -18,7 +18,11 @@ from tests.chart.pods import PodTemplate, pod, pods
 from tests.chart.release import Release, ci_names, render_ci
 
 COMPONENTS = ("redis", "tokenizer", "detokenizer", "worker", "gateway")
-SECRETS = {"llm-control": {"token": "secret"}, "llm-api-keys": {"keys.json": '{"keys": []}'}}
+SECRETS = {
+    "llm-rootstock-redis": {"password": "letters"},
+    "llm-control": {"token": "secret"},
+    "llm-api-keys": {"keys.json": '{"keys": []}'},
+}
 ACCESS = {"auth": {"controlTokenSecret": "llm-control"}, "gateway": {"settings": {"admin_port": 8001}}}
 START_S = 60.0
 

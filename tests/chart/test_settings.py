@@ -48,6 +48,7 @@ FOREIGN = {
     "NO_PROXY",
     "NODE_NAME",
     "OTEL_RESOURCE_ATTRIBUTES",
+    "INDEX_PASSWORD",
 }
 
 

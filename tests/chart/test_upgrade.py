@@ -13,7 +13,7 @@ import yaml
 from tests.chart.immutable import current, differences, fixed_fields, golden, replaced_at_upgrade
 from tests.chart.laws import offences
 from tests.chart.pods import MODEL
-from tests.chart.release import CHART, Release, ci_names, ci_values, merged, render, title
+from tests.chart.release import CHART, Release, ci_names, ci_values, merged, render, repeatable, title
 from tests.chart.variants import VARIANTS, model, values_of
 
 # Changes that users make to a running release. Those of storage classes and of a worker's kind are others: they make new objects.
@@ -113,7 +113,7 @@ def test_a_volume_keeps_what_it_holds() -> None:
 def test_install_and_upgrade_render_the_same() -> None:
     def law(name: str, first: Release) -> Iterator[str]:
         second = render(ci_values(name), upgrade=True)
-        kept, again = ([each for each in one.objects if not replaced_at_upgrade(each)] for one in (first, second))
+        kept, again = ([each for each in repeatable(one.objects) if not replaced_at_upgrade(each)] for one in (first, second))
         yield from (title(each) for each in [*kept, *again] if (each in kept) != (each in again))
         if [title(each) for each in kept] != [title(each) for each in again]:
             yield "in another order"

@@ -266,6 +266,19 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"state": {"embedded": True, "volume": {"type": "emptyDir", "existingClaim": "c"}}},
         "state.volume.type is not pvc. Set type to pvc, or remove existingClaim.",
     ),
+    "certificates of two kinds": (
+        {"tls": {"secret": "s", "certManager": {"enabled": True, "issuerRef": {"name": "i"}}}},
+        "whose certificates are meant? Remove secret, or set enabled to false.",
+    ),
+    "certificates that nobody signs": (
+        {"tls": {"certManager": {"enabled": True}}},
+        "tls.certManager.issuerRef.name is empty. Name an Issuer or a ClusterIssuer",
+    ),
+    "a token in the clear": ({"tls": {"tokenSecret": "t"}}, "TLS between services, which is off. Set tls.secret or"),
+    "certificates for no Redis": (
+        {"state": {"externalTlsSecret": "t"}},
+        "state.externalUrlSecret names, which is empty. Name it, or remove externalTlsSecret.",
+    ),
     "ingress of no host": (
         {"ingress": {"enabled": True}},
         "ingress.hosts is empty. Add an entry like {host: llm.example.com, path: /}",

@@ -151,6 +151,21 @@ VARIANTS: dict[str, Values] = {
         }
     },
     "kept-for-a-trial": {"state": {"embedded": True, "volume": {"type": "emptyDir"}}},
+    "encrypted": {
+        "tls": {
+            "certManager": {"enabled": True, "issuerRef": {"name": "llm"}},
+            "caConfigMap": "llm-ca",
+            "tokenSecret": "llm-services",
+        },
+        "state": {"embedded": True},
+        **APART,
+    },
+    "encrypted-by-one-certificate": {
+        "tls": {"secret": "llm-tls"},
+        "redis": {"embedded": False, "externalUrlSecret": "llm-redis", "externalTlsSecret": "llm-redis-tls"},
+        "state": {"externalUrlSecret": "llm-state", "externalTlsSecret": "llm-state-tls"},
+    },
+    "told-deletion-cost": {"worker": {"deletionCost": True}},
     "no-account": {"serviceAccount": {"create": False, "name": "existing"}},
     "open-network": {"networkPolicy": {"enabled": False}},
     "named": {"nameOverride": "inference", "fullnameOverride": "acme-llm", "image": {"registry": "registry.example.com/mirror"}},

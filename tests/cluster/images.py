@@ -26,7 +26,7 @@ def release() -> str:
 def redis_image() -> str:
     found = re.search(r"^redis:.*?image: \{repository: (\S+), tag: (\S+)\}", (CHART / "values.yaml").read_text(), re.M | re.S)
     assert found
-    return f"docker.io/library/{found[1]}:{found[2]}"
+    return f"docker.io/{found[1] if '/' in found[1] else f'library/{found[1]}'}:{found[2]}"
 
 
 def build_all(folder: Path) -> Iterator[tuple[str, Path, float]]:

@@ -11,13 +11,14 @@ import pytest
 import yaml
 
 from tests.chart.crd_schemas import HTTP_ROUTE, Schema
+from tests.cluster.images import redis_image
 from tests.cluster.kubernetes import CHART, Cluster, Object, Release, namespace
 
 CI = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
 DEMO = "/app/models/demo"
 SMALL: Object = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
 FEW: Object = {"max_total_tokens": 16384, "max_running_requests": 8, "grammar_workers": 1}
-REDIS = "docker.io/library/redis:7.4.2-alpine"
+REDIS = redis_image()
 OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes, GPUs and the hub are not those of the file
     "air-gapped": {"image": {"registry": "", "pullSecrets": []}, "worker": {"affinity": None}},
     "eight-gpus-two-models": {

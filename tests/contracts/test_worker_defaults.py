@@ -21,6 +21,7 @@ PEERS = "services/worker/peer_options.py"
 MAIN = "services/worker/__main__.py"
 CONTROL = "services/worker/__main__.py"
 TRACING = "services/shared/observe/tracing.py"
+TLS = "services/shared/tls/mutual_tls.py"
 
 # Fields of SchedulerConfig that no setting gives, and the file that does.
 FIELDS_WITHOUT_A_SETTING = {
@@ -61,6 +62,11 @@ SETTINGS_ELSEWHERE = {
     "enable_overlap": MAIN,
     "consecutive_prefill_overlap": MAIN,
     "watchdog_timeout_s": MAIN,
+    "health_port": MAIN,
+    "mtls_cert_file": TLS,
+    "mtls_key_file": TLS,
+    "mtls_ca_file": TLS,
+    "mtls_token_file": TLS,
     "otlp_endpoint": TRACING,
     "trace_sample_ratio": TRACING,
     "control_host": CONTROL,

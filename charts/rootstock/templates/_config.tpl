@@ -29,18 +29,12 @@ ROOTSTOCK_GRACE_S: {{ .root.Values.drainSeconds | quote }}
 ROOTSTOCK_OTLP_ENDPOINT: {{ . | quote }}
 ROOTSTOCK_TRACE_SAMPLE_RATIO: {{ $.root.Values.tracing.sampleRatio | quote }}
 {{- end }}
+{{- include "rootstock.config.tls" . }}
 {{- end }}
 
 {{- define "rootstock.config.model" -}}
 ROOTSTOCK_SERVED_MODEL_NAME: {{ .model.name | quote }}
 ROOTSTOCK_METRICS_HOST: "0.0.0.0"
-{{- end }}
-
-{{/* The embedded Redis's URL; an external one comes from its Secret (rootstock.redisEnv). */}}
-{{- define "rootstock.config.redis" -}}
-{{- if .root.Values.redis.embedded }}
-ROOTSTOCK_REDIS_URL: redis://{{ include "rootstock.host" (dict "root" .root "component" "redis") }}:6379/0
-{{- end }}
 {{- end }}
 
 {{/* Where a component's replicas are. Takes {root, component, pool, port}. */}}
@@ -79,7 +73,6 @@ ROOTSTOCK_QUEUE_TIMEOUT_S: {{ .values.queueTimeoutSeconds | quote }}
 {{- if include "rootstock.hasKeys" .root }}
 ROOTSTOCK_API_KEYS_FILE: /etc/rootstock/keys
 {{- end }}
-{{- include "rootstock.config.redis" . }}
 {{- end }}
 
 {{- define "rootstock.config.tokenizer" -}}
@@ -122,5 +115,4 @@ ROOTSTOCK_DISAGGREGATION_TLS_CA_FILE: /etc/rootstock/kv-tls/ca.crt
 ROOTSTOCK_DISAGGREGATION_HOST: "0.0.0.0"
 ROOTSTOCK_DISAGGREGATION_PORT: "7103"
 {{- end }}
-{{- include "rootstock.config.redis" . }}
 {{- end }}

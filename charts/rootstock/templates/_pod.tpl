@@ -82,7 +82,12 @@ envFrom:
 {{- end }}
 
 {{- define "rootstock.redisEnv" -}}
-{{- if not .root.Values.redis.embedded -}}
+{{- if .root.Values.redis.embedded -}}
+- name: INDEX_PASSWORD
+  {{- include "rootstock.passwordFrom" (dict "root" .root "component" "redis") | nindent 2 }}
+- name: ROOTSTOCK_REDIS_URL
+  value: {{ include "rootstock.tls.redisUrl" (dict "root" .root "component" "redis" "password" "INDEX_PASSWORD") | quote }}
+{{- else -}}
 - name: ROOTSTOCK_REDIS_URL
   valueFrom:
     secretKeyRef:
@@ -94,9 +99,10 @@ envFrom:
 {{/* Where gateways keep what clients have them keep. The kubelet puts the password into the URL. */}}
 {{- define "rootstock.stateEnv" -}}
 {{- if .root.Values.state.embedded -}}
-{{ include "rootstock.statePassword" . }}
+- name: REDISCLI_AUTH
+  {{- include "rootstock.passwordFrom" (dict "root" .root "component" "state") | nindent 2 }}
 - name: ROOTSTOCK_STATE_REDIS_URL
-  value: redis://:$(REDISCLI_AUTH)@{{ include "rootstock.host" (dict "root" .root "component" "state") }}:6379/0
+  value: {{ include "rootstock.tls.redisUrl" (dict "root" .root "component" "state" "password" "REDISCLI_AUTH") | quote }}
 {{- else if .root.Values.state.externalUrlSecret -}}
 - name: ROOTSTOCK_STATE_REDIS_URL
   valueFrom:
@@ -106,13 +112,12 @@ envFrom:
 {{- end }}
 {{- end }}
 
-{{/* Under the name that redis-cli reads. */}}
-{{- define "rootstock.statePassword" -}}
-- name: REDISCLI_AUTH
-  valueFrom:
-    secretKeyRef:
-      name: {{ default (include "rootstock.componentName" (dict "root" .root "component" "state")) .root.Values.state.passwordSecret }}
-      key: password
+{{/* The password of a Redis of the chart's own. Takes {root, component}: redis or state. */}}
+{{- define "rootstock.passwordFrom" -}}
+valueFrom:
+  secretKeyRef:
+    name: {{ default (include "rootstock.componentName" .) (index .root.Values .component).passwordSecret }}
+    key: password
 {{- end }}
 
 {{- define "rootstock.controlEnv" -}}

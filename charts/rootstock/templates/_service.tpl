@@ -15,7 +15,9 @@ spec:
     - name: grpc
       port: {{ .port }}
       targetPort: grpc
+      {{- if not (include "rootstock.tls" .root) }}
       appProtocol: kubernetes.io/h2c
+      {{- end }}
     - name: metrics
       port: {{ .metricsPort }}
       targetPort: metrics

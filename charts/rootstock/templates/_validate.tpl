@@ -173,6 +173,25 @@
 {{- end -}}
 {{- end }}
 
+{{- define "rootstock.validate.tls" -}}
+{{- $tls := .Values.tls -}}
+{{- if and $tls.secret $tls.certManager.enabled -}}
+  {{- fail "tls.secret and tls.certManager.enabled are both set: whose certificates are meant? Remove secret, or set enabled to false." -}}
+{{- end -}}
+{{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
+  {{- fail "tls.certManager.issuerRef.name is empty. Name an Issuer or a ClusterIssuer that signs this release's services alone (docs/kubernetes/security.md), or set enabled to false." -}}
+{{- end -}}
+{{- if and (or $tls.tokenSecret $tls.caConfigMap) (not (include "rootstock.tls" .)) -}}
+  {{- fail "tls.tokenSecret and tls.caConfigMap are of TLS between services, which is off. Set tls.secret or tls.certManager.enabled, or remove them." -}}
+{{- end -}}
+{{- range $name := list "redis" "state" -}}
+  {{- $redis := index $.Values $name -}}
+  {{- if and $redis.externalTlsSecret (not $redis.externalUrlSecret) -}}
+    {{- fail (printf "%s.externalTlsSecret is for a Redis that %s.externalUrlSecret names, which is empty. Name it, or remove externalTlsSecret." $name $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "rootstock.validate.edges" -}}
 {{- if and (not .Values.redis.embedded) (not .Values.redis.externalUrlSecret) -}}
   {{- fail "redis.embedded is false and redis.externalUrlSecret is empty. Name a Secret whose key `url` holds redis://…, or set embedded to true." -}}

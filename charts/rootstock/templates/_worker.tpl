@@ -131,6 +131,7 @@ containers:
         containerPort: 7003
       - name: metrics
         containerPort: 9103
+      {{- include "rootstock.tls.ports" . | indent 6 }}
       {{- if .root.Values.auth.controlTokenSecret }}
       - name: control
         containerPort: 7004
@@ -139,11 +140,12 @@ containers:
       - name: kv
         containerPort: 7103
       {{- end }}
-    {{- include "rootstock.probes" (dict "service" "worker" "port" 7003 "startupSeconds" .values.startupSeconds) | nindent 4 }}
+    {{- include "rootstock.probes" (dict "service" "worker" "port" (include "rootstock.tls.probed" (set . "port" 7003)) "startupSeconds" .values.startupSeconds) | nindent 4 }}
     resources:
       {{- include "rootstock.worker.resources" . | nindent 6 }}
     volumeMounts:
       {{- include "rootstock.tmpMount" . | nindent 6 }}
+      {{- include "rootstock.tls.mount" . | indent 6 }}
       - name: shm
         mountPath: /dev/shm
       {{- if $disk }}
@@ -159,6 +161,7 @@ containers:
       {{- end }}
 volumes:
   {{- include "rootstock.tmpVolume" . | nindent 2 }}
+  {{- include "rootstock.tls.volume" . | indent 2 }}
   - name: shm
     emptyDir:
       medium: Memory

@@ -19,8 +19,9 @@ from services.gateway.discovery.watch import Discovery
 from services.gateway.request.abort import AbortScope, PeerAnswer
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import authorization
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +71,14 @@ def _wrong(request: pb.AbortRequest) -> str:
 class PeerGateways:
     """Follows discovery. One connection to each, this gateway's own address among them, if it stands there too."""
 
-    def __init__(self, targets: Sequence[str], tenants: Tenants, token: str, dns_refresh_s: float) -> None:
+    def __init__(
+        self, targets: Sequence[str], tenants: Tenants, token: str, dns_refresh_s: float, dialer: Dialer = IN_THE_CLEAR
+    ) -> None:
+        self._dialer = dialer
         self.name = secrets.token_bytes(16)
         self._tenants = tenants
         self._metadata = (("authorization", authorization(token)),) if token else ()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, KeptChannel] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._discovery = Discovery(targets, self._set_endpoints, dns_refresh_s=dns_refresh_s)
 
@@ -89,7 +93,7 @@ class PeerGateways:
     def _set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
         """Those that are not ready are asked too: a gateway that drains still has requests."""
         for address in endpoints.keys() - self._channels.keys():
-            self._channels[address] = grpc_server.channel(address)
+            self._channels[address] = self._dialer.kept(address, Role.GATEWAY)
         for address in self._channels.keys() - endpoints.keys():
             closing = asyncio.get_running_loop().create_task(self._channels.pop(address).close(CALL_TIMEOUT_S))
             self._closing.add(closing)
@@ -113,8 +117,8 @@ class PeerGateways:
         asked = [self._ask(address, channel, request) for address, channel in self._channels.items()]
         return [answer for answer in await asyncio.gather(*asked) if answer.gateway != self.name]
 
-    async def _ask(self, address: str, channel: grpc.aio.Channel, request: pb.AbortRequest) -> PeerAnswer:
-        stub = gateway_pb2_grpc.GatewayPeerStub(channel)
+    async def _ask(self, address: str, channel: KeptChannel, request: pb.AbortRequest) -> PeerAnswer:
+        stub = gateway_pb2_grpc.GatewayPeerStub(channel.now())
         try:
             answer = await stub.Abort(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:

@@ -17,13 +17,19 @@ from services.gateway.http.side_listener import served_beside
 from services.gateway.request.abort import Aborter
 from services.shared.observe.log import fields
 from services.shared.rpc.control_token import require_token_beyond_loopback
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
 async def admin_listener(
-    config: GatewaySettings, token: str, directory: WorkerDirectory, aborter: Aborter, bodies: BodyBudget
+    config: GatewaySettings,
+    token: str,
+    directory: WorkerDirectory,
+    aborter: Aborter,
+    bodies: BodyBudget,
+    dialer: Dialer = IN_THE_CLEAR,
 ) -> AsyncIterator[None]:
     """Serves while the block runs; does nothing where settings switch it off. Operations in flight at the end are cut off.
 
@@ -36,7 +42,7 @@ async def admin_listener(
         require_token_beyond_loopback("admin_host", config.admin_host, token)
     except ValueError as error:
         raise http_server.CannotListen(str(error)) from None
-    operations = Operations(directory, ControlledWorkers(token), aborter, config.control_timeout_s)
+    operations = Operations(directory, ControlledWorkers(token, dialer), aborter, config.control_timeout_s)
     async with served_beside(AdminApi(operations, bodies, token), config.admin_host, config.admin_port):
         logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
         yield

@@ -13,8 +13,9 @@ from google.protobuf.message import Message
 from rootstock.v1 import control_pb2_grpc
 from services.gateway.admin.worker_directory import KnownWorker
 from services.shared.control_values import as_json
-from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import authorization
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from services.shared.tls.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class WorkerAnswer:
 class ControlledWorkers:
     """token: "" for none. Each call has a connection of its own: they are rare."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, dialer: Dialer = IN_THE_CLEAR) -> None:
+        self._dialer = dialer
         self._metadata = (("authorization", authorization(token)),) if token else ()
 
     async def ask(self, workers: Sequence[KnownWorker], rpc_name: str, request: Message, timeout_s: float) -> list[WorkerAnswer]:
@@ -45,7 +47,7 @@ class ControlledWorkers:
     async def _ask(self, worker: KnownWorker, rpc_name: str, request: Message, timeout_s: float) -> WorkerAnswer:
         if not worker.control:
             return WorkerAnswer(worker, {}, grpc.StatusCode.UNAVAILABLE, worker.why)
-        async with grpc_server.channel(worker.control) as channel:
+        async with self._dialer.channel(worker.control, Role.WORKER) as channel:
             stub = control_pb2_grpc.ControlStub(channel)
             try:
                 response = await getattr(stub, rpc_name)(request, timeout=timeout_s, metadata=self._metadata)

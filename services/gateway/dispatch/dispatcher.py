@@ -34,6 +34,7 @@ from services.gateway.request.errors import ApiError, internal, unavailable
 from services.gateway.request.request import Choice, ClientRequest
 from services.gateway.routing import session_home
 from services.shared.observe import log
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ class Dispatcher:
         metrics: GatewayMetrics,
         changed: Callable[[], None],
         weights: Mapping[str, float] | None = None,
+        dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
         """weights: shares of keys while requests wait, by their names."""
-        self.fleet = Fleet(settings, self, self._ticked, weights)
+        self.fleet = Fleet(settings, self, self._ticked, weights, dialer)
         self._settings = settings
         refusals = Refusals(settings.retry_after_s, metrics)
         self._waiting = Waiting(settings, refusals, metrics, self._place)

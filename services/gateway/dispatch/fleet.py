@@ -24,6 +24,7 @@ from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.observe.log import fields
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults, fault
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Fleet:
         events: LinkEvents[Placement],
         ticked: Callable[[], None],
         weights: Mapping[str, float] | None = None,
+        dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
         """weights: shares of keys while requests wait, by their names."""
         self._replicas: Replicas[Link] = Replicas(self._make)
@@ -55,6 +57,7 @@ class Fleet:
         self._events = events
         self._ticked = ticked
         self._weights = weights
+        self._dialer = dialer
         self._rng = random.Random()
         self._young_until = 0.0
         self._replaced: list[Pool] = []
@@ -222,7 +225,8 @@ class Fleet:
         settings = self._settings
         cooldown_s = settings.breaker_cooldown_s  # also for a probe without a result, as when its client has gone
         breaker = CircuitBreaker(BreakerConfig(threshold=settings.breaker_faults, cooldown_s=cooldown_s, probe_s=cooldown_s))
-        return WorkerLink(address, self._events, Patience(settings.worker_silence_s, settings.unreachable_s), breaker)
+        patience = Patience(settings.worker_silence_s, settings.unreachable_s)
+        return WorkerLink(address, self._events, patience, breaker, self._dialer)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,8 @@ from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.routing.session_home import new_session_id, owned_id, place
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,12 @@ class SessionWorker(NamedTuple):
 class SessionCalls:
     """Opens and closes sessions on their workers. Each call has a connection of its own: they are rare."""
 
-    def __init__(self, connected: Callable[[str | None], Sequence[SessionWorker]], retry_after_s: int) -> None:
+    def __init__(
+        self, connected: Callable[[str | None], Sequence[SessionWorker]], retry_after_s: int, dialer: Dialer = IN_THE_CLEAR
+    ) -> None:
         """connected: a model's workers, the default one's for None."""
         self._connected = connected
+        self._dialer = dialer
         self._retry_after_s = retry_after_s
 
     async def open(self, model: str | None, key: str, session_id: str | None, capacity_tokens: int, ttl_s: float | None) -> str:
@@ -75,7 +79,7 @@ class SessionCalls:
         if index is None:
             raise session_worker_away(self._retry_after_s)
         address = workers[index].address
-        async with grpc_server.channel(address) as channel:
+        async with self._dialer.channel(address, Role.WORKER) as channel:
             try:
                 return await call(worker_pb2_grpc.WorkerStub(channel))
             except grpc.aio.AioRpcError as error:

@@ -71,6 +71,9 @@ class GatewayMetrics:
         self.requests = self._counter("requests", "HTTP requests answered.", "route", "model", "code")
         self.aborts = self._counter("aborts", "Requests ended by their client, by how far they had come.", "phase")
         self.retries = self._counter("retries", "Calls or choices that were sent again, by service.", "service")
+        self.tls_failures = self._counter(
+            "tls_failures", "Looks, one a minute, at peers with which no TLS comes about.", "service"
+        )
         self.truncated_prompts = self._counter("truncated_prompts", "Prompts cut to what the context holds.")
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")
         self.decisions = self._counter("routing_decisions", "Choices given to a worker, by why it was that one.", "reason")

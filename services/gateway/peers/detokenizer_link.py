@@ -24,7 +24,8 @@ from services.gateway.peers.silence import Patience, until_lost
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import internal, unavailable
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,11 @@ class DetokLink:
         on_up: Callable[[DetokLink], None],
         on_down: Callable[[list[Decoding]], None],
         on_idle: Callable[[DetokLink], None],
+        dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
         """`on_idle` is called when nothing is open any more."""
         self.address = address
+        self._dialer = dialer
         self.connected = False
         self.ready = True
         self.retiring = False
@@ -79,20 +82,21 @@ class DetokLink:
             self._on_idle(self)
 
     async def run(self) -> None:
-        channel = grpc_server.channel(self.address)
-        self.stub = stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
+        kept = self._dialer.kept(self.address, Role.DETOKENIZER)
         try:
-            await keep_connected("detokenizer", self.address, lambda: self._session(stub))
+            await keep_connected("detokenizer", self.address, lambda: self._session(kept))
         finally:
             self.stub = None
-            await channel.close()
+            await kept.close()
 
-    async def _session(self, stub: detokenizer_pb2_grpc.DetokenizerStub) -> None:
+    async def _session(self, kept: KeptChannel) -> None:
+        self.stub = stub = detokenizer_pb2_grpc.DetokenizerStub(kept.now())
         call: Call = stub.Decode(wait_for_ready=True)
         helpers: list[asyncio.Task[Any]] = []
         silence: asyncio.Task[str] | None = None
         try:
-            await call.write(self.window.greeting())
+            async with kept.opening():
+                await call.write(self.window.greeting())
             silence = self._helper(call, until_lost(self.address, self._patience, self._answers_due))
             helpers.append(silence)
             await self._receive(call)
@@ -158,6 +162,7 @@ class DetokPool:
         metrics: GatewayMetrics,
         changed: Callable[[], None],
         patience: Patience,
+        dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
         """`addresses` until set_endpoints() is called. `changed` is called when connected() may have changed."""
         self._replicas = Replicas(self._make)
@@ -167,12 +172,13 @@ class DetokPool:
         self._retries = metrics.retries.labels("detokenizer")
         self._changed = changed
         self._patience = patience
+        self._dialer = dialer
         self._homeless: dict[Decoding, None] = {}
         metrics.watch_connected("detokenizer", self.connected)
         self.set_endpoints(dict.fromkeys(addresses, True))
 
     def _make(self, address: str) -> DetokLink:
-        return DetokLink(address, self._patience, self._up, self._down, self._replicas.retire)
+        return DetokLink(address, self._patience, self._up, self._down, self._replicas.retire, self._dialer)
 
     @property
     def links(self) -> list[DetokLink]:

@@ -16,12 +16,15 @@ logger = logging.getLogger(__name__)
 INFO_S = 2.0  # that a replica has to answer
 ANY = ""
 
-# Of a replica that is going away or does not answer: to be asked again. Its model is not taken for any model.
+# Of a replica that goes away, does not answer, or does not take this gateway for one: to be asked again. Its model is not taken
+# for any model.
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
 )
 
 
@@ -38,7 +41,7 @@ async def ask(answer: Awaitable[Said], address: str) -> Said | None:
         return await answer
     except grpc.aio.AioRpcError as error:
         if error.code() in _PASSING:
-            raise StreamBroken(f"no answer to Info: {error.code().name}") from None
+            raise StreamBroken(f"no answer to Info: {error.code().name}: {error.details()}") from None
         if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
             logger.warning("a replica does not say its model", extra=fields(address=address, code=error.code().name))
         return None

@@ -22,6 +22,7 @@ from services.gateway.request.trace import EncodeCall
 from services.shared.observe.log import fields
 from services.shared.observe.tracing import trace_fields
 from services.shared.output_formats import OutputFormats
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,11 @@ class TokenizerClient:
         retry_after_s: int,
         metrics: GatewayMetrics,
         changed: Callable[[], None],
+        dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
         """`addresses` until set_endpoints() is called. timeout_s: of a call while replicas are there. wait_s: for one, in all.
         unreachable_s: as Patience.unreachable. `changed` is called when connected() may have changed."""
-        self._replicas = Replicas(lambda address: Replica(address, unreachable_s, self._note))
+        self._replicas = Replicas(lambda address: Replica(address, unreachable_s, self._note, dialer))
         self._timeout_s = timeout_s
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s

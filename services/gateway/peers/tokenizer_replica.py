@@ -14,12 +14,13 @@ import grpc
 from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.peers import served_model
 from services.gateway.peers.encode_stream import EncodeFailed, EncodeStream, NotServed
-from services.gateway.peers.reconnect import StreamBroken
+from services.gateway.peers.reconnect import LastTold, StreamBroken
 from services.gateway.request.trace import EncodeCall
 from services.shared import limits
 from services.shared.observe.log import fields
 from services.shared.output_formats import OutputFormats, known
-from services.shared.rpc import grpc_server
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
+from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Replica:
     ready: it may be given new calls. retiring: it ends with its last call in flight.
     """
 
-    def __init__(self, address: str, unreachable_s: float, changed: Callable[[], None]) -> None:
+    def __init__(self, address: str, unreachable_s: float, changed: Callable[[], None], dialer: Dialer = IN_THE_CLEAR) -> None:
         """unreachable_s: as Patience.unreachable. `changed` is called when `connected` has changed."""
         self.address = address
         self.connected = False
@@ -46,7 +47,9 @@ class Replica:
         self._unreachable_s = unreachable_s
         self._changed = changed
         self._doubted = asyncio.Event()
-        self._channel = grpc_server.channel(address)
+        self._told = LastTold()
+        self._kept = dialer.kept(address, Role.TOKENIZER)
+        self._channel = self._kept.now()
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
         self._huge = asyncio.Semaphore(HUGE_AT_ONCE)
         self._stream: EncodeStream | None = None  # of the connection that is up
@@ -83,6 +86,8 @@ class Replica:
 
     async def _call(self, request: EncodeCall, limit_s: float) -> tokenizer_pb2.EncodeResponse:
         is_chat = isinstance(request, tokenizer_pb2.EncodeChatRequest)
+        if not self._kept.may_connect:
+            raise EncodeFailed(grpc.StatusCode.UNAVAILABLE, "the connection is about to be made anew")
         try:
             response: tokenizer_pb2.EncodeResponse
             response = await (self._stub.EncodeChat if is_chat else self._stub.Encode)(request, timeout=limit_s)
@@ -97,6 +102,8 @@ class Replica:
 
     async def answers(self) -> bool:
         """Whether it is there: asked of one that has left a call unanswered."""
+        if not self._kept.may_connect:
+            return False
         try:
             await served_model.ask(self._info(), self.address)
         except StreamBroken:
@@ -113,17 +120,25 @@ class Replica:
         """Until cancelled."""
         try:
             while True:
-                state = self._channel.get_state(try_to_connect=True)
+                state = self._channel.get_state(try_to_connect=self._kept.may_connect)
                 if state is grpc.ChannelConnectivity.READY:
                     await self._while_ready()
                 else:
                     self._set_connected(False)
-                    await self._channel.wait_for_state_change(state)
+                    await self._kept.state_changed(state)
+                    self._renew()
         finally:
             self._set_connected(False)
             for stream in self._streams:
                 stream.cancel()
-            await self._channel.close()
+            await self._kept.close()
+
+    def _renew(self) -> None:
+        """Connects by other files, once they have changed and the connection is down."""
+        if self._kept.may_connect:
+            return
+        self._channel = self._kept.now()
+        self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
 
     async def _while_ready(self) -> None:
         """Returns when the channel is no longer ready, or when the replica has to be asked again."""
@@ -132,7 +147,8 @@ class Replica:
             self._learn(await served_model.ask(self._info(), self.address))
         except StreamBroken as error:
             self._set_connected(False)
-            logger.warning("tokenizer does not answer: %s", error, extra=fields(address=self.address))
+            if self._told.is_news(str(error), asyncio.get_running_loop().time()):
+                logger.warning("tokenizer does not answer: %s", error, extra=fields(address=self.address))
             await asyncio.sleep(PAUSE_S)
             return
         self._set_connected(True)

@@ -22,7 +22,8 @@ from services.gateway.peers.silence import Patience, until_lost
 from services.gateway.peers.weights import Weights, weights_of
 from services.gateway.routing.breaker import CircuitBreaker
 from services.shared.observe.log import fields
-from services.shared.rpc import grpc_server
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
+from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,16 @@ class LinkEvents(Protocol[Open]):
 
 
 class WorkerLink(Generic[Open]):
-    def __init__(self, address: str, events: LinkEvents[Open], patience: Patience, breaker: CircuitBreaker) -> None:
+    def __init__(
+        self,
+        address: str,
+        events: LinkEvents[Open],
+        patience: Patience,
+        breaker: CircuitBreaker,
+        dialer: Dialer = IN_THE_CLEAR,
+    ) -> None:
         self.address = address
+        self._dialer = dialer
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
         self.weights: Weights | None = None  # by its last hello, also once it is lost; None: never met
@@ -139,18 +148,19 @@ class WorkerLink(Generic[Open]):
             self._wake.set()
 
     async def run(self) -> None:
-        channel = grpc_server.channel(self.address)
-        stub = worker_pb2_grpc.WorkerStub(channel)
+        kept = self._dialer.kept(self.address, Role.WORKER)
         try:
-            await keep_connected("worker", self.address, lambda: self._session(stub.Generate(wait_for_ready=True)))
+            await keep_connected("worker", self.address, lambda: self._session(kept))
         finally:
-            await channel.close()
+            await kept.close()
 
-    async def _session(self, call: Call) -> None:
+    async def _session(self, kept: KeptChannel) -> None:
+        call: Call = worker_pb2_grpc.WorkerStub(kept.now()).Generate(wait_for_ready=True)
         writer: asyncio.Task[None] | None = None
         listener: asyncio.Task[None] | None = None
         try:
-            first = await self._read(call)
+            async with kept.opening():
+                first = await self._read(call)
             if not first.HasField("hello"):
                 raise StreamBroken("the first message is no hello")
             self.info = self.last_info = first.hello

@@ -14,6 +14,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from services.shared.limits import MAX_MESSAGE_BYTES
 from services.shared.rpc.open_calls import OpenCalls
+from services.shared.tls.port_guard import PortGuard
 
 CLOSE_S = 1.0  # for connections to close, beside what is left of the grace period
 LIVENESS = ""  # health service name of the process itself; the service's own name means readiness
@@ -106,21 +107,40 @@ async def start_server(
     health: Health,
     add: Callable[[grpc.aio.Server], None],
     max_connection_age_s: float = 0.0,
+    guard: PortGuard | None = None,
 ) -> Server:
     """A started server with the health service and whatever `add` registers. Raises RuntimeError if the port is taken.
 
-    max_connection_age_s: connections get no new calls after so long, calls in flight end as they are; 0: never.
+    max_connection_age_s: connections get no new calls after so long, calls in flight end as they are; 0: never. guard: who may
+    call, over TLS; None: anybody, in the clear.
     """
     ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     calls = OpenCalls()
-    server = grpc.aio.server(interceptors=(calls,), options=[*SERVER_OPTIONS, *ages])
+    guards = () if guard is None else (guard,)
+    server = grpc.aio.server(interceptors=(*guards, calls), options=[*SERVER_OPTIONS, *ages])
     add(server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    server.add_insecure_port(f"{host}:{port}")
+    open_port(server, f"{host}:{port}", guard)
     await health.start()
     await server.start()
-    logger.info("listening on %s:%d", host, port)
+    logger.info("listening on %s:%d%s", host, port, "" if guard is None else " with TLS")
     return Server(server, health, calls)
+
+
+def open_port(server: grpc.aio.Server, address: str, guard: PortGuard | None) -> int:
+    """The port that it is. Raises RuntimeError if it is taken."""
+    return int(server.add_insecure_port(address)) if guard is None else guard.open(server, address)
+
+
+async def start_probe_port(host: str, port: int, health: Health) -> grpc.aio.Server | None:
+    """A started server of the health service alone, in the clear; None for port 0. Raises RuntimeError if the port is taken."""
+    if not port:
+        return None
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    server.add_insecure_port(f"{host}:{port}")
+    await server.start()
+    return server
 
 
 def stop_signal() -> asyncio.Event:

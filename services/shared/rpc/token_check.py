@@ -9,6 +9,7 @@ import grpc
 
 from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import accepts
+from services.shared.tls.port_guard import PortGuard
 
 METADATA_KEY = "authorization"
 
@@ -29,12 +30,14 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ha
 
 
 async def start_guarded_server(
-    host: str, port: int, token: str, add: Callable[[grpc.aio.Server], None]
+    host: str, port: int, token: str, add: Callable[[grpc.aio.Server], None], guard: PortGuard | None = None
 ) -> tuple[grpc.aio.Server, int]:
-    """A started server with what `add` registers, and its port (0 takes a free one). Raises RuntimeError if the port is taken."""
-    server = grpc.aio.server(interceptors=(TokenCheck(token),), options=grpc_server.SERVER_OPTIONS)
+    """A started server with what `add` registers, and its port (0 takes a free one). guard: as start_server has it. Raises
+    RuntimeError if the port is taken."""
+    guards = () if guard is None else (guard,)
+    server = grpc.aio.server(interceptors=(*guards, TokenCheck(token)), options=grpc_server.SERVER_OPTIONS)
     add(server)
-    bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    bound = grpc_server.open_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", guard)
     await server.start()
     return server, bound
 

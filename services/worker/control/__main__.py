@@ -7,16 +7,19 @@ import sys
 
 import grpc
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from services.shared.rpc.control_token import read_token
-from services.shared.settings import ENV_PREFIX, load
+from services.shared.rpc.dialer import Dialer
+from services.shared.settings import ENV_PREFIX, TlsSettings, load
+from services.shared.tls.mutual_tls import mutual_tls
+from services.shared.tls.roles import Role
 from services.worker.control.command_line import PARSERS, USAGE, WrongWords, call, failure
 
 PROG = "rootstock-control"
 
 
-class ControlSettings(BaseSettings):
+class ControlSettings(TlsSettings):
     """One operation of one worker's control service."""
 
     model_config = SettingsConfigDict(
@@ -40,6 +43,7 @@ def main() -> int:
     try:
         request = parse(settings.arguments)
         token = read_token(settings.control_token, settings.control_token_file)
+        dialer = Dialer(mutual_tls(settings, Role.OPERATOR))
     except WrongWords as error:
         print(f"{PROG}: {settings.operation} {error}\n\n{USAGE}", file=sys.stderr)
         return 2
@@ -47,7 +51,7 @@ def main() -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     try:
-        answer = asyncio.run(call(settings.address, token, settings.operation, request, settings.timeout_s))
+        answer = asyncio.run(call(dialer, settings.address, token, settings.operation, request, settings.timeout_s))
     except grpc.aio.AioRpcError as error:
         print(f"{PROG}: {failure(error)}", file=sys.stderr)
         return 1

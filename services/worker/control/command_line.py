@@ -12,9 +12,10 @@ from google.protobuf.message import Message
 from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
 from services.shared.control_values import Scalar, as_json, put_values
-from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import authorization
+from services.shared.rpc.dialer import Dialer
 from services.shared.rpc.token_check import METADATA_KEY
+from services.shared.tls.roles import Role
 from services.worker.core.contracts.transfers import Tier
 
 
@@ -106,10 +107,10 @@ USAGE = """python -m services.worker.control [--address HOST:PORT] [--timeout-s 
 """
 
 
-async def call(address: str, token: str, operation: str, request: Message, timeout_s: float) -> bytes:
+async def call(dialer: Dialer, address: str, token: str, operation: str, request: Message, timeout_s: float) -> bytes:
     """The response as indented JSON. Raises grpc.aio.AioRpcError."""
     metadata = ((METADATA_KEY, authorization(token)),) if token else ()
-    async with grpc_server.channel(address) as channel:
+    async with dialer.channel(address, Role.WORKER) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         response = await getattr(stub, operation)(request, timeout=timeout_s, metadata=metadata)
     return orjson.dumps(as_json(response), option=orjson.OPT_INDENT_2)

@@ -12,6 +12,7 @@ import grpc
 from rootstock.v1 import control_pb2_grpc
 from services.shared.rpc.control_token import read_token, require_token_beyond_loopback
 from services.shared.rpc.token_check import start_guarded_server
+from services.shared.tls.port_guard import PortGuard
 from services.worker.control.profiles import Profiles
 from services.worker.control.servicer import ControlServicer
 from services.worker.exec.contracts.peer_pages import PeerRate
@@ -49,9 +50,11 @@ async def start_control(
     worker_id: str,
     model: str,
     weights: ServedWeights | None = None,
+    guard: PortGuard | None = None,
     kv_peers: Callable[[], Sequence[PeerRate]] = tuple,
 ) -> ControlServer | None:
-    """None where it is switched off. put: the inbox's. weights: None where they have no name. kv_peers: whose KV is read.
+    """None where it is switched off. put: the inbox's. weights: None where they have no name. guard: as start_server has it.
+    kv_peers: whose KV is read.
 
     Raises ValueError for settings that would let strangers in or a token that cannot be read, RuntimeError if the port is taken.
     """
@@ -66,6 +69,6 @@ async def start_control(
     def add(server: grpc.aio.Server) -> None:
         control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
 
-    server, port = await start_guarded_server(at.host, at.port, token, add)
+    server, port = await start_guarded_server(at.host, at.port, token, add, guard)
     logger.info("control service on %s:%d, %s", at.host, port, "with a token" if token else "without a token")
     return ControlServer(port, server)

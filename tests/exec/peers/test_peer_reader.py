@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 
+from services.shared.tls import certificate_files
 from services.worker.core.contracts.rooms import Source
 from services.worker.core.contracts.transfers import Pull
 from services.worker.exec.peers import peer_reader
@@ -322,7 +323,26 @@ class TestTls:
             assert served.pool.reads == []
             one.close()
 
-    def test_files_are_followed_and_connections_stay(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_of_an_authority_that_signs_all_services_workers_alone_are_taken(self, tmp_path: Path) -> None:
+        ours = Authority(tmp_path / "ours")
+        with Served(tls=ours.tls("rootstock-worker", "rootstock-worker")) as served:
+            opened, right = served.opened(), reader(tls=PeerTls(*ours.files("rootstock-worker"), "rootstock-worker"))
+            assert pull(right, served.source(opened), opened, 0, 1)
+            wrong = reader(tls=PeerTls(*ours.files("rootstock-gateway")))
+            assert pull(wrong, served.source(opened), opened, 1, 1) is None
+            until(lambda: served.refused == {"tls": 1})
+            for each in (right, wrong):
+                each.close()
+        with Served(tls=ours.tls("rootstock-tokenizer")) as served:
+            opened, right = served.opened(), reader(tls=PeerTls(*ours.files("rootstock-worker"), "rootstock-worker"))
+            assert pull(right, served.source(opened), opened, 0, 1) is None
+            assert served.pool.reads == []
+            right.close()
+
+    def test_files_are_followed_and_connections_stay(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(certificate_files, "LOOK_S", 0.0)
         ours, next_one = Authority(tmp_path / "ours"), Authority(tmp_path / "next")
         mine, theirs = ours.files("decode"), ours.files("prefill")
         with Served(tls=PeerTls(*theirs)) as served:

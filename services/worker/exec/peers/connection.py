@@ -28,8 +28,8 @@ class Connection:
         with suppress(OSError):  # it may be broken already, which whoever uses it finds out
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def secure(self, context: ssl.SSLContext, deadline: float, server_hostname: str | None = None) -> None:
-        """Sets up TLS; server_hostname: on the client's side. Raises OSError."""
+    def secure(self, context: ssl.SSLContext, deadline: float, server_hostname: str | None = None) -> ssl.SSLSocket:
+        """Sets up TLS; server_hostname: on the client's side. The socket says what the other side has shown. Raises OSError."""
         is_server = server_hostname is None
         plain = self._socket
         plain.settimeout(_seconds_left(deadline))
@@ -38,6 +38,7 @@ class Connection:
         )
         self._socket = secured
         secured.do_handshake()
+        return secured
 
     def send(self, data: bytes | memoryview, deadline: float) -> None:
         """All of it. Raises OSError; TimeoutError at the deadline."""
@@ -106,9 +107,12 @@ class Connection:
             self._socket.close()
 
 
-def connect(address: str, context: ssl.SSLContext | None, deadline: float, made: Callable[[Connection], None]) -> Connection:
+def connect(
+    address: str, context: ssl.SSLContext | None, deadline: float, made: Callable[[Connection], None], name: str = ""
+) -> Connection:
     """address: host:port. made: is told the connection before anything is waited for, and raises where none is wanted any more.
-    Names take the system's own time to be looked up. Raises ValueError for an address that is none, and OSError."""
+    name: that its certificate must have, where context looks; "": the host's. Names of hosts take the system's own time to be
+    looked up. Raises ValueError for an address that is none, and OSError."""
     host, port = parse_address(address)
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -119,7 +123,7 @@ def connect(address: str, context: ssl.SSLContext | None, deadline: float, made:
             connecting.settimeout(_seconds_left(deadline))
             connecting.connect(place)
             if context is not None:
-                connection.secure(context, deadline, host)
+                connection.secure(context, deadline, name or host)
             return connection
         except OSError as error:
             connection.close()

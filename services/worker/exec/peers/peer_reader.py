@@ -196,8 +196,8 @@ class TcpPeerReader:
             except (OSError, Malformed) as error:
                 _hang_up(peer)
                 logger.warning("memory is not shared with a peer", extra=fields(address=peer.address, error=str(error)))
-        context = None if self._tls is None else self._tls.contexts().client
-        connection = connect(peer.address, context, deadline, partial(self._keep, peer))
+        context, name = (None, "") if self._tls is None else (self._tls.contexts().client, self._tls.name)
+        connection = connect(peer.address, context, deadline, partial(self._keep, peer), name)
         self._greet(connection, deadline)
         self._keep(peer, connection)  # TLS has another socket than `close` may have seen
         return connection

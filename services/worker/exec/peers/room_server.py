@@ -201,7 +201,8 @@ class TcpRoomServer:
                 return False
         elif self._tls is not None:
             try:
-                connection.secure(self._tls.contexts().server, time.monotonic() + self._limits.hello_timeout_s)
+                deadline = time.monotonic() + self._limits.hello_timeout_s
+                self._tls.check(connection.secure(self._tls.contexts().server, deadline))
             except ssl.SSLError as error:
                 logger.info("a reader of pages was refused", extra=fields(error=str(error)))
                 self._count_refused("tls")

@@ -1,0 +1,56 @@
+{{/* What both of the chart's Redis servers have: Valkey, or a Redis of old values. All take a scope. */}}
+
+{{/* The password is in no argument, which others can read, and the server is the container's first process. */}}
+{{- define "rootstock.redis.command" -}}
+command:
+  - /bin/sh
+  - -c
+  - |
+    {{- if include "rootstock.tls" .root }}
+    : > /tmp/tls-taken
+    {{- end }}
+    server=valkey-server
+    command -v $server > /dev/null || server=redis-server
+    exec $server - "$@" <<END
+    requirepass $REDISCLI_AUTH
+    END
+  - redis-server
+{{- end }}
+
+{{- define "rootstock.redis.listens" -}}
+{{- if include "rootstock.tls" .root -}}
+- --port
+- "0"
+- --tls-port
+- "6379"
+- --tls-cert-file
+- /etc/rootstock/mtls/tls.crt
+- --tls-key-file
+- /etc/rootstock/mtls/tls.key
+- --tls-ca-cert-file
+- /etc/rootstock/mtls/ca.crt
+{{- else -}}
+- --port
+- "6379"
+{{- end }}
+- --bind
+- 0.0.0.0
+{{- end }}
+
+{{/* An answer to PING. With TLS it has the server take certificates that are newer than those that it has, on the way. */}}
+{{- define "rootstock.redis.ping" -}}
+- sh
+- -c
+- |
+  cli=valkey-cli
+  command -v $cli > /dev/null || cli=redis-cli
+  {{- if include "rootstock.tls" .root }}
+  at=/etc/rootstock/mtls
+  set -- $cli --tls --cacert $at/ca.crt --cert $at/tls.crt --key $at/tls.key
+  "$@" ping | grep -q PONG || exit 1
+  [ $at/tls.crt -nt /tmp/tls-taken ] || [ $at/ca.crt -nt /tmp/tls-taken ] || exit 0
+  "$@" config set tls-cert-file $at/tls.crt tls-key-file $at/tls.key tls-ca-cert-file $at/ca.crt | grep -q OK && : > /tmp/tls-taken
+  {{- else }}
+  $cli ping | grep -q PONG
+  {{- end }}
+{{- end }}

@@ -1,0 +1,70 @@
+"""A token that all services of a system share, from a file that is followed as it changes.
+
+One token a line. The first one is sent, each is taken: so a new one is written second, everywhere, then first, then alone.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+import time
+from pathlib import Path
+
+from services.shared.observe.log import fields
+from services.shared.tls.certificate_files import LOOK_S, BadTls
+
+logger = logging.getLogger(__name__)
+
+MOST = 2  # tokens at a time
+
+
+class TokenFile:
+    """Any thread may ask. Raises BadTls for a file that cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._tokens = self._read()
+        except (OSError, ValueError) as error:
+            raise BadTls(f"{path}: {error}") from None
+        self._refused = b""  # what was wrong, once it has been told
+        self._next_look = time.monotonic() + LOOK_S
+
+    @property
+    def sent(self) -> str:
+        return self._now()[0].decode("ascii")
+
+    def accepts(self, given: bytes) -> bool:
+        """Takes the same time for any guess of the same length."""
+        taken = [hmac.compare_digest(token, given) for token in self._now()]
+        return any(taken)
+
+    def _now(self) -> tuple[bytes, ...]:
+        with self._lock:
+            if time.monotonic() >= self._next_look:
+                self._look()
+                self._next_look = time.monotonic() + LOOK_S
+            return self._tokens
+
+    def _look(self) -> None:
+        try:
+            tokens = self._read()
+        except (OSError, ValueError) as error:
+            if str(error).encode() != self._refused:
+                self._refused = str(error).encode()
+                logger.error("the new token cannot be used, the old one is: %s", error, extra=fields(file=str(self._path)))
+            return
+        self._refused = b""
+        if tokens != self._tokens:
+            self._tokens = tokens
+            logger.info("the services' token is reloaded", extra=fields(file=str(self._path), accepted=len(tokens)))
+
+    def _read(self) -> tuple[bytes, ...]:
+        tokens = tuple(line.strip() for line in self._path.read_bytes().splitlines() if line.strip())
+        if not 1 <= len(tokens) <= MOST:
+            raise ValueError(f"holds {len(tokens)} tokens, one a line, and 1 or {MOST} are wanted")
+        if not all(33 <= byte <= 126 for token in tokens for byte in token):
+            raise ValueError("holds a token with other characters than visible ones of ASCII")
+        return tokens

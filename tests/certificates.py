@@ -1,0 +1,87 @@
+"""Certificates that are real: authorities, and what they sign, made by openssl and laid out as cert-manager writes a Secret."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+ROLES = ("gateway", "tokenizer", "detokenizer", "worker", "operator")
+
+
+@dataclass(frozen=True)
+class Pems:
+    certificate: bytes
+    key: bytes
+
+
+class Authority:
+    """With a folder of its own, which is made."""
+
+    def __init__(self, folder: Path, name: str = "services") -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._file, self._key = folder / "ca.crt", folder / "ca.key"
+        _openssl("req", "-x509", *KEY, "-days", "2", "-subj", f"/CN={name}", "-keyout", self._key, "-out", self._file)
+        self.pem = self._file.read_bytes()
+
+    def signed(self, *names: str, expired: bool = False) -> Pems:
+        """Of these DNS names."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as made:
+            folder = Path(made)
+            certificate, key = folder / "tls.crt", folder / "tls.key"
+            alternative = ",".join(f"DNS:{name}" for name in names) or "DNS:nobody"
+            wanted = ("-subj", f"/CN={(names or ('nobody',))[0]}", "-addext", f"subjectAltName={alternative}")
+            if expired:
+                return self._expired(folder, wanted, key, certificate)
+            signer = ("-CA", self._file, "-CAkey", self._key)
+            _openssl("req", "-x509", *KEY, "-days", "2", *signer, *wanted, "-keyout", key, "-out", certificate)
+            return Pems(certificate.read_bytes(), key.read_bytes())
+
+    def _expired(self, folder: Path, wanted: tuple[str, ...], key: Path, certificate: Path) -> Pems:
+        """By `ca`, which alone takes dates that have gone by."""
+        request, settings = folder / "tls.csr", folder / "ca.cnf"
+        (folder / "index").touch()
+        settings.write_text(
+            f"[ca]\ndefault_ca=d\n[d]\ndatabase={folder}/index\nserial={folder}/serial\nnew_certs_dir={folder}\n"
+            "default_md=sha256\npolicy=p\ncopy_extensions=copy\nrand_serial=yes\n[p]\ncommonName=supplied\n"
+        )
+        _openssl("req", "-new", *KEY, *wanted, "-keyout", key, "-out", request)
+        dates = ("-startdate", "20200101000000Z", "-enddate", "20200102000000Z")
+        signer = ("-cert", self._file, "-keyfile", self._key)
+        _openssl("ca", "-batch", "-notext", "-config", settings, *signer, *dates, "-in", request, "-out", certificate)
+        return Pems(certificate.read_bytes(), key.read_bytes())
+
+
+class Mounted:
+    """A Secret as the kubelet mounts it: files behind a link, whose target is replaced with all of them at once."""
+
+    def __init__(self, folder: Path, pems: Pems, *authorities: Authority) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self._version = 0
+        self.put(pems, *authorities)
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            (folder / name).symlink_to(Path("..data", name))
+
+    def put(self, pems: Pems, *authorities: Authority) -> None:
+        self._version += 1
+        version = self.folder / f"..{self._version}"
+        version.mkdir()
+        (version / "tls.crt").write_bytes(pems.certificate)
+        (version / "tls.key").write_bytes(pems.key)
+        (version / "ca.crt").write_bytes(b"".join(authority.pem for authority in authorities))
+        link = self.folder / "..new"
+        link.symlink_to(version.name)
+        os.replace(link, self.folder / "..data")
+
+    @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        return self.folder / "tls.crt", self.folder / "tls.key", self.folder / "ca.crt"
+
+
+def _openssl(*words: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)

@@ -1,0 +1,203 @@
+"""TLS between all pods of a release: who is refused, certificates replaced under streams, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import ROLES, Authority
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import Object, Release, until
+from tests.cluster.load import Load
+from tests.cluster.test_admission import secret
+from tests.cluster.test_strangers import stranger
+
+pytestmark = [pytest.mark.needs("openssl")]
+STREAMS = 24
+MEASURED_S = 40.0
+MOUNT = "/etc/rootstock/mtls"
+TWO = {name: {"replicas": 2} for name in ("gateway", "tokenizer", "detokenizer")}
+VALUES: Object = {
+    **TWO,
+    "worker": {"replicas": 2, "prefill": {"replicas": 1}},
+    "gateway": {"replicas": 2, "settings": {"disaggregation_min_tokens": 16}},
+    "state": {"embedded": True, "volume": {"type": "emptyDir"}},
+    "networkPolicy": {"enabled": False},  # certificates alone decide
+}
+TLS: Object = {"tls": {"secret": "llm-%s-tls", "tokenSecret": "llm-services"}}
+COMPONENTS = (*(role for role in ROLES if role != "operator"), "redis", "state")
+
+# In a pod without certificate or token: what each port says to a call in the clear, to TLS without a certificate, and whether a
+# handshake with it is one of TLS.
+ASK = """
+import grpc, json, socket, ssl, sys
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+def call(channel):
+    try:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=4)
+    except grpc.RpcError as error:
+        return error.code().name
+    return "OK"
+
+def pong(host, port, context):
+    try:
+        with socket.create_connection((host, port), 4) as plain:
+            with context.wrap_socket(plain) if context else plain as used:
+                used.sendall(b"PING\\r\\n")
+                return "OK" if used.recv(5).startswith(b"+PONG") else "REFUSED"
+    except OSError:
+        return "REFUSED"
+
+def speaks_tls(host, port, context):
+    try:
+        with socket.create_connection((host, port), 4) as plain, context.wrap_socket(plain) as secured:
+            return secured.version()
+    except OSError as error:
+        return "" if "WRONG_VERSION" in str(error) or isinstance(error, ConnectionError) else "refused in TLS"
+
+trusting = ssl.create_default_context()
+trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+trusting.set_alpn_protocols(["h2"])
+said = {}
+for name, host, port in json.loads(sys.argv[1]):
+    tls = speaks_tls(host, port, trusting)
+    if name.split()[0] in ("redis", "state"):
+        said[name] = [pong(host, port, None), pong(host, port, trusting), tls]
+        continue
+    with grpc.insecure_channel(f"{host}:{port}") as plain:
+        clear = call(plain)
+    named = [("grpc.ssl_target_name_override", "rootstock-" + name.split()[0].replace("prefill", "worker"))]
+    with grpc.secure_channel(f"{host}:{port}", grpc.ssl_channel_credentials(sys.argv[2].encode()), named) as secured:
+        said[name] = [clear, call(secured), tls]
+print(json.dumps(said))
+"""
+
+
+def sign(release: Release, signer: Authority, *trusted: Authority) -> None:
+    """A Secret of each component, as cert-manager writes it."""
+    trust = b"".join(authority.pem for authority in trusted).decode()
+    for component in COMPONENTS:
+        names = [f"rootstock-{component}"]
+        if component in ("redis", "state"):
+            names.append(f"{release.object_name(component)}.{release.namespace}.svc")
+        made = signer.signed(*names)
+        data = {"tls.crt": made.certificate.decode(), "tls.key": made.key.decode(), "ca.crt": trust}
+        secret(release, f"llm-{component}-tls", data)
+
+
+def pods_with_tls(release: Release) -> list[str]:
+    found = release.get("pods", "-l", f"app.kubernetes.io/instance={release.name}")["items"]
+    labelled = [each for each in found if "deletionTimestamp" not in each["metadata"]]
+    return [each["metadata"]["name"] for each in labelled if "volumes" in each["spec"] and _has_mount(each)]
+
+
+def _has_mount(pod: Object) -> bool:
+    return any(volume["name"] == "mtls" for volume in pod["spec"]["volumes"])
+
+
+def are_mounted(release: Release, trust: str) -> bool:
+    """Whether all pods see these authorities: the kubelet takes up to a minute and a half to bring them."""
+    read = 'while read -r line; do echo "$line"; done < '  # an image may have no cat
+    return all(
+        release.kubectl("exec", name, "--", "sh", "-c", f"{read}{MOUNT}/ca.crt") == trust for name in pods_with_tls(release)
+    )
+
+
+def rotate(release: Release, signer: Authority, *trusted: Authority) -> None:
+    sign(release, signer, *trusted)
+    trust = b"".join(authority.pem for authority in trusted).decode()
+    until(lambda: are_mounted(release, trust), "the new files in all pods", within_s=240)
+    time.sleep(7)  # a Redis takes them with its readiness probe
+
+
+def grpc_ports(release: Release) -> list[tuple[str, str, int]]:
+    """(component and port's name, address, port) of what pods say to each other; metrics, HTTP and probes apart."""
+    wanted = ("grpc", "peer", "kv", "redis", "control")
+    out = []
+    for pod in release.get("pods", "-l", f"app.kubernetes.io/instance={release.name}")["items"]:
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        for container in pod["spec"]["containers"]:
+            for port in container.get("ports", ()):
+                if port["name"] in wanted:
+                    out.append((f"{component} {port['name']}", pod["status"]["podIP"], port["containerPort"]))
+    return out
+
+
+def test_a_pod_without_a_certificate_is_refused_everywhere(
+    install: Install, tmp_path: Path, proved: Callable[[str], None]
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    release = prepared(install, tmp_path, authority)
+    with Load(4, release.urls) as load:
+        until(lambda: load.ended >= 8, "answers: who has certificates is served")
+    load.check()
+    targets = grpc_ports(release)
+    (gateway,) = release.get("deployment", release.object_name("gateway"))["spec"]["template"]["spec"]["containers"]
+    pod = stranger(gateway["image"], targets)
+    pod["spec"]["containers"][0]["command"] = ["python", "-c", ASK, json.dumps(targets), authority.pem.decode()]
+    release.kubectl("apply", "-f", "-", given=json.dumps(pod))
+
+    def ended() -> bool:
+        phase: str = release.get("pod", "stranger")["status"]["phase"]
+        return phase in ("Succeeded", "Failed")
+
+    until(ended, "what the stranger finds")
+    lines = release.kubectl("logs", "stranger").splitlines()
+    said: dict[str, list[str]] = json.loads(next(line for line in lines if line.startswith("{")))
+    assert len(said) >= 7, said
+    for name, (clear, without, tls) in said.items():
+        assert clear != "OK" and without != "OK" and tls, (name, said[name])
+    proved(f"a pod without a certificate is refused at all of {len(said)} kinds of port between pods, each of which speaks TLS")
+
+
+def test_certificates_and_their_authority_are_replaced_under_streams(
+    install: Install, tmp_path: Path, proved: Callable[[str], None]
+) -> None:
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    release = prepared(install, tmp_path, old)
+    with Load(STREAMS, release.urls) as load:
+        until(lambda: load.ended >= STREAMS, "the load")
+        for signer, trusted in ((old, (old, new)), (new, (old, new)), (new, (new,))):
+            rotate(release, signer, *trusted)
+            _more(load, "meanwhile")
+        for component in ("tokenizer", "detokenizer", "worker"):
+            release.restart(component, "demo")  # the others connect to them by the new ones alone
+        _more(load, "over new connections")
+    proved(f"an authority and all certificates replaced under {STREAMS} streams, then new pods: {load.check()}")
+
+
+def _more(load: Load, what: str) -> None:
+    before = load.ended
+    until(lambda: load.ended >= before + STREAMS, f"answers {what}")
+
+
+def test_what_it_costs(install: Install, tmp_path: Path, proved: Callable[[str], None]) -> None:
+    """Requests/s of short answers with it and without, one release after the other on the same nodes."""
+    rates: dict[str, float] = {}
+    release = prepared(install, tmp_path)
+    for name, values in (("TLS", VALUES | TLS), ("in the clear", VALUES)):
+        release.install(values)
+        with Load(STREAMS, release.urls, max_tokens=8) as load:
+            until(lambda: load.ended >= STREAMS, "the load")
+            begun, before = time.monotonic(), load.ended
+            time.sleep(MEASURED_S)
+            rates[name] = (load.ended - before) / (time.monotonic() - begun)
+        load.check()
+    assert all(rates.values())
+    shown = ", ".join(f"{rate:.1f} requests/s {'with TLS' if name == 'TLS' else name}" for name, rate in rates.items())
+    proved(f"{STREAMS} streams of 8 tokens: {shown} (× {rates['TLS'] / rates['in the clear']:.2f})")
+
+
+def prepared(install: Install, folder: Path, authority: Authority | None = None) -> Release:
+    """A release with TLS, whose Secrets come first: pods wait for them, and Helm for pods."""
+    release = install({**VALUES, **TLS}, False)
+    signer = authority or Authority(folder / "authority")
+    secret(release, "llm-services", {"token": "a token of the tests, thirty-two long".replace(" ", "-")})
+    sign(release, signer, signer)
+    release.install({**VALUES, **TLS})
+    return release

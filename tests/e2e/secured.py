@@ -1,0 +1,77 @@
+"""The whole system with TLS between all of its processes and its Redis servers, by certificates that can be replaced."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from services.local.ports import HOST, free_ports
+from tests.certificates import ROLES, Authority, Mounted
+from tests.e2e.system import System
+
+REDIS = ("redis", "state")
+REDIS_HOST = "localhost"  # that its certificate names
+
+
+def role_of(name: str) -> str:
+    """Of a part: gateway-1 is a gateway; prefill and decode are workers."""
+    role = name.partition("-")[0]
+    return role if role in (*ROLES, *REDIS) else "worker"
+
+
+class SecuredSystem(System):
+    """mounted: by role; that of both Redis servers is `redis`. token: the file that all services share. health_ports: in the
+    clear, by part."""
+
+    def __init__(self, folder: Path, authority: Authority, **settings: Any) -> None:
+        program = shutil.which("redis-server")
+        assert program, "Debian's Redis has TLS; the bundled one has not"
+        super().__init__(folder / "logs", redis_server=program, **settings)
+        self.authority = authority
+        self.mounted = {
+            role: Mounted(folder / role, authority.signed(*self.names(role)), authority) for role in (*ROLES, "redis")
+        }
+        self.token = folder / "token"
+        self.token.write_text("of-all-services\n")
+        self.health_ports = {name: part.health for name, part in self.parts.items() if role_of(name) == "gateway"}
+        for name, part in self.parts.items():
+            role = role_of(name)
+            if role in REDIS:
+                part.command.argv[:] = self._redis(part.command.argv)
+                continue
+            certificate, key, authorities = self.mounted[role].paths
+            part.command.argv[:] = [self._with_tls(word, self.mounted[role]) for word in part.command.argv]
+            part.command.env.update(
+                ROOTSTOCK_MTLS_CERT_FILE=str(certificate),
+                ROOTSTOCK_MTLS_KEY_FILE=str(key),
+                ROOTSTOCK_MTLS_CA_FILE=str(authorities),
+                ROOTSTOCK_MTLS_TOKEN_FILE=str(self.token),
+            )
+            if role != "gateway":
+                (self.health_ports[name],) = free_ports(1)
+                part.command.env["ROOTSTOCK_HEALTH_PORT"] = str(self.health_ports[name])
+
+    @staticmethod
+    def names(role: str) -> tuple[str, ...]:
+        return (REDIS_HOST,) if role == "redis" else (f"rootstock-{role}",)
+
+    def renew(self, signer: Authority, *authorities: Authority) -> None:
+        """All certificates, and whom they trust."""
+        for role, mounted in self.mounted.items():
+            mounted.put(signer.signed(*self.names(role)), *authorities)
+
+    def _redis(self, argv: list[str]) -> list[str]:
+        certificate, key, authorities = map(str, self.mounted["redis"].paths)
+        port = argv.index("--port")
+        tls = ["--port", "0", "--tls-port", argv[port + 1], "--tls-auth-clients", "yes"]
+        files = ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", authorities]
+        return [*argv[:port], *tls, *files, *argv[port + 2 :]]
+
+    @staticmethod
+    def _with_tls(word: str, mounted: Mounted) -> str:
+        if not word.startswith("redis://"):
+            return word
+        certificate, key, authorities = mounted.paths
+        query = f"ssl_ca_certs={authorities}&ssl_certfile={certificate}&ssl_keyfile={key}"
+        return f"{word.replace('redis://', 'rediss://').replace(HOST, REDIS_HOST)}?{query}"

@@ -1,0 +1,63 @@
+"""A rediss:// URL: a real server with TLS, and files that are taken as they are at each connection."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+from redis.exceptions import RedisError
+
+from services.local.ports import free_ports
+from services.shared.index.redis_client import TimedRedis, redis_client
+from tests.certificates import Authority, Mounted
+from tests.e2e.system import wait_until
+
+
+async def answers(client: TimedRedis) -> bool:
+    try:
+        return bool(await client.ping())
+    except (RedisError, OSError):
+        return False
+
+
+@pytest.mark.needs("openssl", "redis-server")
+def test_files_are_taken_as_they_are(tmp_path: Path) -> None:
+    """A client whose connection is broken connects with the new ones; what its URL does not trust it does not talk to."""
+    ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
+    theirs = Mounted(tmp_path / "server", ours.signed("localhost"), ours)
+    mine = Mounted(tmp_path / "client", ours.signed("rootstock-worker"), ours)
+    (port,) = free_ports(1)
+    files = zip(("--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file"), map(str, theirs.paths), strict=True)
+    flags = [word for pair in files for word in pair]
+    command = ["redis-server", "--port", "0", "--tls-port", str(port), "--save", "", "--dir", str(tmp_path), *flags]
+    certificate, key, authorities = mine.paths
+    url = f"rediss://localhost:{port}/0?ssl_ca_certs={authorities}"
+    client = redis_client(f"{url}&ssl_certfile={certificate}&ssl_keyfile={key}", 5.0)
+
+    async def work() -> None:
+        while not await answers(client):
+            await asyncio.sleep(0.05)
+        without = redis_client(url, 5.0)
+        assert not await answers(without), "the server asks for a certificate"
+        mine.put(other.signed("rootstock-worker"), other)
+        assert await answers(client), "over the connection that is open"
+        await client.connection_pool.disconnect()
+        assert not await answers(client), "neither takes the other any more"
+        mine.put(ours.signed("rootstock-worker"), ours)
+        assert await answers(client)
+        await without.aclose()
+        await client.aclose()
+
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        asyncio.run(asyncio.wait_for(work(), 60))
+    finally:
+        server.terminate()
+        wait_until(lambda: server.poll() is not None, 10, "the server's end")
+
+
+def test_what_is_not_followed_is_refused() -> None:
+    with pytest.raises(ValueError, match="ssl_ca_path"):
+        redis_client("rediss://localhost:6379/0?ssl_ca_path=/etc/ssl", 1.0)

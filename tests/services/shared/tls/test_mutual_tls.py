@@ -1,0 +1,317 @@
+"""TLS between services over real connections: who is let in by which certificate and token, and what happens as they change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+from services.gateway.peers.reconnect import keep_connected
+from services.shared.rpc import grpc_server
+from services.shared.rpc.dialer import Dialer, KeptChannel
+from services.shared.settings import of_values
+from services.shared.tls import certificate_files, port_guard, token_file
+from services.shared.tls.certificate_files import BadTls, CertificateFiles
+from services.shared.tls.mutual_tls import MutualTls, mutual_tls
+from services.shared.tls.port_guard import PortGuard
+from services.shared.tls.roles import Role
+from services.shared.tls.token_file import TokenFile
+from services.tokenizer.settings import TokenizerSettings
+from tests.certificates import Authority, Mounted
+
+pytestmark = [pytest.mark.needs("openssl")]
+HOST = "127.0.0.1"
+WORKER, GATEWAY = Role.WORKER, Role.GATEWAY
+Check = health_pb2.HealthCheckRequest
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (certificate_files, token_file):
+        monkeypatch.setattr(module, "LOOK_S", 0.0)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@dataclass
+class Made:
+    folder: Path
+    authority: Authority
+
+    def mounted(self, *names: str, by: Authority | None = None, expired: bool = False) -> Mounted:
+        signer = by or self.authority
+        at = self.folder / f"mounted-{len(list(self.folder.iterdir()))}"
+        return Mounted(at, signer.signed(*names, expired=expired), signer)
+
+    def tls(self, role: Role, mounted: Mounted | None = None, token: str = "") -> MutualTls:
+        tokens = None
+        if token:
+            path = self.folder / f"token-{len(list(self.folder.iterdir()))}"
+            path.write_text(token)
+            tokens = TokenFile(path)
+        return MutualTls(CertificateFiles(*(mounted or self.mounted(role)).paths, role), role, tokens)
+
+
+@pytest.fixture
+def made(tmp_path: Path, authority: Authority) -> Made:
+    return Made(tmp_path, authority)
+
+
+@asynccontextmanager
+async def served(tls: MutualTls, *callers: Role, port: int = 0) -> AsyncIterator[str]:
+    """A server of the health service behind TLS."""
+    health = grpc_server.Health("worker")
+    guard = PortGuard(tls, *(callers or (GATEWAY,)))
+    server = grpc.aio.server(interceptors=(guard,), options=grpc_server.SERVER_OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    port = grpc_server.open_port(server, f"{HOST}:{port}", guard)
+    await health.start()
+    await server.start()
+    try:
+        yield f"{HOST}:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def ask(channel: grpc.aio.Channel) -> str:
+    """SERVING, or why not."""
+    try:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(Check(), timeout=5)
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name}: {error.details()}"
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+async def asked(dialer: Dialer, target: str, role: Role = WORKER) -> str:
+    async with dialer.channel(target, role) as channel:
+        return await ask(channel)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await work()
+
+    asyncio.run(limited())
+
+
+def test_a_gateway_is_served_and_nobody_else(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = made.mounted(GATEWAY, by=Authority(tmp_path / "strangers"))
+    late = made.mounted(GATEWAY, expired=True)
+    worker = made.tls(WORKER, token="letters-and-digits")
+
+    async def work() -> None:
+        async with served(worker) as target:
+            assert await asked(Dialer(made.tls(GATEWAY, token="letters-and-digits")), target) == "SERVING"
+            async with grpc_server.channel(target) as plain:
+                assert (await ask(plain)).startswith("UNAVAILABLE")
+            no_certificate = grpc.ssl_channel_credentials(made.authority.pem)
+            named = [("grpc.ssl_target_name_override", WORKER.value)]
+            async with grpc.aio.secure_channel(target, no_certificate, options=named) as nameless:
+                assert (await ask(nameless)).startswith("UNAVAILABLE")
+            for mounted in (stranger, late):  # trusted or not, neither is taken
+                certificate, key, _ = (path.read_bytes() for path in mounted.paths)
+                refused = grpc.ssl_channel_credentials(made.authority.pem, key, certificate)
+                async with grpc.aio.secure_channel(target, refused, options=named) as channel:
+                    assert (await ask(channel)).startswith("UNAVAILABLE")
+            assert worker.refused == {"certificate": 0, "token": 0}
+            for token in ("", "letters-and-digit", "another"):
+                assert (await asked(Dialer(made.tls(GATEWAY, token=token)), target)).startswith("UNAUTHENTICATED")
+            for _ in range(3):
+                said = await asked(Dialer(made.tls(WORKER, token="letters-and-digits")), target)
+                wanted = "a certificate of rootstock-gateway is wanted, this one is of rootstock-worker"
+                assert said == f"PERMISSION_DENIED: {wanted}"
+            assert worker.refused == {"certificate": 3, "token": 3}
+
+    with caplog.at_level(logging.WARNING, port_guard.__name__):
+        run(work)
+    assert len(caplog.records) == 1, "one line for each address, and all of these come from one"
+
+
+def test_a_stolen_certificate_is_that_of_its_service_alone(made: Made) -> None:
+    """A client asks for the worker: what a tokenizer shows is none, although the same authority has signed it."""
+
+    async def work() -> None:
+        async with served(made.tls(Role.TOKENIZER)) as target:
+            gateway = Dialer(made.tls(GATEWAY))
+            assert (await asked(gateway, target, WORKER)).startswith("UNAVAILABLE")
+            assert await asked(gateway, target, Role.TOKENIZER) == "SERVING"
+
+    run(work)
+
+
+def test_new_files_are_used_by_both_sides_for_connections_to_come(made: Made, tmp_path: Path) -> None:
+    """Through all of a rollover of the authority: a call that is open stays, and what connects uses what the files hold."""
+    following = Authority(tmp_path / "following")
+    ours, theirs = made.mounted(GATEWAY), made.mounted(WORKER)
+
+    async def work() -> None:
+        dialer = Dialer(made.tls(GATEWAY, ours))
+        async with served(made.tls(WORKER, theirs)) as target:
+            kept = dialer.kept(target, WORKER)
+            watched = health_pb2_grpc.HealthStub(kept.now()).Watch(Check())
+            assert await watched.read()
+            first = kept.now()
+            for mounted, role in ((ours, GATEWAY), (theirs, WORKER)):
+                mounted.put(made.authority.signed(role), made.authority, following)
+            assert await ask(kept.now()) == "SERVING" and kept.now() is not first
+            for mounted, role in ((theirs, WORKER), (ours, GATEWAY)):
+                mounted.put(following.signed(role), made.authority, following)
+                assert await ask(kept.now()) == "SERVING"
+            for mounted, role in ((ours, GATEWAY), (theirs, WORKER)):
+                mounted.put(following.signed(role), following)
+            assert await ask(kept.now()) == "SERVING"
+            old = made.mounted(GATEWAY)
+            certificate, key, _ = (path.read_bytes() for path in old.paths)
+            credentials = grpc.ssl_channel_credentials(following.pem, key, certificate)
+            named = [("grpc.ssl_target_name_override", WORKER.value)]
+            async with grpc.aio.secure_channel(target, credentials, options=named) as channel:
+                assert (await ask(channel)).startswith("UNAVAILABLE"), "the old authority is none any more"
+            assert not watched.done(), "a stream goes on over the connection that it has"
+            watched.cancel()
+            await kept.close()
+
+    run(work)
+
+
+def test_who_waits_for_a_connection_waits_with_the_new_files(
+    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stream that waits with files that are not taken is told of and counted, once, and connected as soon as they are right."""
+    ours = made.mounted(GATEWAY, expired=True)
+    failed: list[str] = []
+    connected = asyncio.Event()
+
+    async def session(kept: KeptChannel) -> None:
+        stub = detokenizer_pb2_grpc.DetokenizerStub(kept.now())
+        call = stub.Decode(wait_for_ready=True)
+        try:
+            async with kept.opening():
+                await call.write(detokenizer_pb2.DecodeBatch())  # where a detokenizer's link waits; a worker's does in a read
+            connected.set()
+            await asyncio.Event().wait()
+        finally:
+            call.cancel()
+
+    async def work() -> None:
+        async with served(made.tls(WORKER)) as target:
+            kept = Dialer(made.tls(GATEWAY, ours), failed.append).kept(target, WORKER)
+            keeping = asyncio.create_task(keep_connected("worker", target, lambda: session(kept)))
+            while not failed:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            assert not connected.is_set()
+            ours.put(made.authority.signed(GATEWAY), made.authority)
+            await connected.wait()
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await kept.close()
+
+    with caplog.at_level(logging.ERROR):
+        run(work)
+    assert failed == ["worker"]
+    (line,) = [each.getMessage() for each in caplog.records if "no TLS" in each.getMessage()]
+    assert "it ends the connection when it has seen this process's certificate" in line
+
+
+SAID = {
+    "of a foreign authority": "its certificate is not taken: unable to get local issuer certificate",
+    "of another service": "its certificate is not taken: Hostname mismatch",
+    "expired": "its certificate is not taken: certificate has expired",
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_why_a_peer_is_not_connected_to(kind: str, made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    role, signer = (Role.TOKENIZER if kind == "of another service" else WORKER), made.authority
+    if kind == "of a foreign authority":
+        signer = Authority(tmp_path / "foreign")
+    theirs = made.tls(role, made.mounted(role, by=signer, expired=kind == "expired"))
+
+    async def follow(kept: KeptChannel) -> None:
+        while True:
+            await kept.state_changed(kept.now().get_state(try_to_connect=True))
+
+    async def work() -> None:
+        async with served(theirs) as target:
+            kept = Dialer(made.tls(GATEWAY)).kept(target, WORKER)
+            following = asyncio.create_task(follow(kept))
+            while not caplog.records:
+                await asyncio.sleep(0.02)
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await kept.close()
+
+    caplog.clear()
+    with caplog.at_level(logging.ERROR, "services.shared.rpc.dialer"):
+        run(work)
+    assert SAID[kind] in caplog.records[0].getMessage()
+
+
+def test_tokens_change_without_a_call_that_is_refused(made: Made) -> None:
+    """The new one second, everywhere; then first; then alone. Those that read late are taken on the way."""
+    worker, gateway = made.tls(WORKER, token="old"), made.tls(GATEWAY, token="old")
+    paths = [path for path in made.folder.iterdir() if path.name.startswith("token")]
+
+    async def work() -> None:
+        async with served(worker) as target:
+            for text in ("old\nnew\n", "new\nold\n", "new\n"):
+                for path in paths:
+                    path.write_text(text)
+                    assert await asked(Dialer(gateway), target) == "SERVING"
+            paths[0].write_text("\n")
+            assert await asked(Dialer(gateway), target) == "SERVING", "an empty file is no token"
+
+    run(work)
+    assert worker.refused["token"] == 0
+
+
+WRONG = {
+    "a key alone": ({"mtls_key_file": "k"}, "go together"),
+    "a token alone": ({"mtls_token_file": "t"}, "mtls_token_file needs them"),
+    "no authority": ({"mtls_cert_file": "c", "mtls_key_file": "k"}, "missing mtls_ca_file"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_settings_that_do_not_go_together(case: str) -> None:
+    values, said = WRONG[case]
+    with pytest.raises(ValueError, match=said):
+        of_values(TokenizerSettings, {"model": Path("m"), **values})
+
+
+def test_files_that_cannot_be_used(made: Made, tmp_path: Path) -> None:
+    """At the start they are refused in words; later the ones before them are used, until they are right."""
+    names = ("mtls_cert_file", "mtls_key_file", "mtls_ca_file")
+    foreign = Authority(tmp_path / "foreign")
+
+    def started(mounted: Mounted) -> MutualTls | None:
+        values = dict(zip(names, map(str, mounted.paths), strict=True))
+        return mutual_tls(of_values(TokenizerSettings, {"model": Path("m"), **values}), Role.TOKENIZER)
+
+    with pytest.raises(BadTls, match="Hostname mismatch"):
+        started(made.mounted(WORKER))
+    with pytest.raises(BadTls, match="local issuer"):
+        started(Mounted(tmp_path / "unsigned", made.authority.signed(Role.TOKENIZER), foreign))
+    one, another = made.authority.signed(Role.TOKENIZER), made.authority.signed(Role.TOKENIZER)
+    mixed = type(one)(one.certificate, another.key)
+    with pytest.raises(BadTls, match="MISMATCH"):
+        started(Mounted(tmp_path / "mixed", mixed, made.authority))
+    mounted = made.mounted(Role.TOKENIZER)
+    tls = started(mounted)
+    assert tls is not None and tls.number == 0 and tls.files.valid
+    mounted.put(mixed, made.authority)
+    assert tls.number == 0 and not tls.files.valid
+    mounted.put(one, made.authority)
+    assert tls.number == 1 and tls.files.valid and tls.files.now().certificate == one.certificate
