@@ -15,7 +15,7 @@ _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_n
 DECIDED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
     | {"health_port", "tokenizers", "detokenizers", "workers", "redis_url", "state_redis_url", "models", "queue_timeout_s"}
-    | {"peer_host", "peer_port", "peers", "playground"}
+    | {"peer_host", "peer_port", "peers", "playground", "stop_delay_s"}
     | {"model_name", "api_keys_file", "control_token", "control_token_file"},
     "tokenizer": _CODEC,
     "detokenizer": _CODEC,
@@ -31,6 +31,7 @@ _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 _DIGEST = "^[0-9A-Fa-f]{64}$"
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
+_GATEWAY_DURATION = r"^(([0-9]{1,5}(h|m|s|ms)){1,4})?$"
 _SECRET_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 
 
@@ -192,8 +193,16 @@ def _components() -> dict[str, Schema]:
         "playground": BOOLEAN,
         "tlsSecret": string(),
         "service": closed(
-            {"type": choice("ClusterIP", "NodePort", "LoadBalancer"), "port": integer(1, 65535), "annotations": STRINGS}
+            {
+                "type": choice("ClusterIP", "NodePort", "LoadBalancer"),
+                "port": integer(1, 65535),
+                "annotations": STRINGS,
+                "loadBalancerClass": string(),
+                "externalTrafficPolicy": choice("", "Cluster", "Local"),
+            }
         ),
+        "preStopSeconds": integer(0, 3600),
+        "terminationGracePeriodSeconds": integer(0),
     }
     worker_scaling = {
         "backlogPerReplica": {"type": "number", "exclusiveMinimum": 0},
@@ -293,12 +302,21 @@ def _edge() -> dict[str, Schema]:
             {
                 "enabled": BOOLEAN,
                 "className": string(),
+                "controller": choice("", "nginx", "alb", "gce"),
                 "annotations": STRINGS,
                 "hosts": array(host),
                 "tls": array(ANY_OBJECT),
             }
         ),
-        "httpRoute": closed({"enabled": BOOLEAN, "parentRefs": array(ANY_OBJECT), "hostnames": array(string())}),
+        "httpRoute": closed(
+            {
+                "enabled": BOOLEAN,
+                "annotations": STRINGS,
+                "parentRefs": array(ANY_OBJECT),
+                "hostnames": array(string()),
+                "timeouts": closed({"request": string(_GATEWAY_DURATION), "backendRequest": string(_GATEWAY_DURATION)}),
+            }
+        ),
         "serviceAccount": closed({"create": BOOLEAN, "name": string(), "annotations": STRINGS}),
         "networkPolicy": closed(policy),
     }

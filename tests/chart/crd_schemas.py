@@ -248,7 +248,98 @@ LEADER_WORKER_SET = resource(
         ),
     ),
 )
+_SECONDS: Schema = {"type": "integer", "minimum": 1}
+_GCP_DRAINING = fields(drainingTimeoutSec={"type": "integer", "minimum": 0, "maximum": 3600})
+BACKEND_CONFIG = resource(
+    "cloud.google.com/v1",
+    "BackendConfig",
+    fields(
+        timeoutSec=_SECONDS,
+        connectionDraining=_GCP_DRAINING,
+        healthCheck=fields(
+            type=one_of("HTTP", "HTTPS", "HTTP2"),
+            requestPath={"type": "string", "pattern": "^/"},
+            port={"type": "integer", "minimum": 1, "maximum": 65535},
+            checkIntervalSec=_SECONDS,
+            timeoutSec=_SECONDS,
+            healthyThreshold=_SECONDS,
+            unhealthyThreshold=_SECONDS,
+        ),
+    ),
+)
+_TARGET = fields(("group", "kind", "name"), group={"type": "string"}, kind=STRING, name=STRING)
+HEALTH_CHECK_POLICY = resource(
+    "networking.gke.io/v1",
+    "HealthCheckPolicy",
+    fields(
+        ("targetRef", "default"),
+        targetRef=_TARGET,
+        default=fields(
+            ("config",),
+            checkIntervalSec=_SECONDS,
+            timeoutSec=_SECONDS,
+            healthyThreshold=_SECONDS,
+            unhealthyThreshold=_SECONDS,
+            config=fields(
+                ("type",),
+                type=one_of("TCP", "HTTP", "HTTPS", "HTTP2", "GRPC"),
+                httpHealthCheck=fields(
+                    portSpecification=one_of("USE_FIXED_PORT", "USE_NAMED_PORT", "USE_SERVING_PORT"),
+                    port={"type": "integer", "minimum": 1, "maximum": 65535},
+                    requestPath={"type": "string", "pattern": "^/"},
+                ),
+            ),
+        ),
+    ),
+)
+GCP_BACKEND_POLICY = resource(
+    "networking.gke.io/v1",
+    "GCPBackendPolicy",
+    fields(("targetRef", "default"), targetRef=_TARGET, default=fields(timeoutSec=_SECONDS, connectionDraining=_GCP_DRAINING)),
+)
+BACKEND_TRAFFIC_POLICY = resource(
+    "gateway.envoyproxy.io/v1alpha1",
+    "BackendTrafficPolicy",
+    fields(
+        ("targetRefs",),
+        targetRefs=array(_TARGET, 1),
+        timeout=fields(http=fields(requestTimeout=_GATEWAY_DURATION, connectionIdleTimeout=_GATEWAY_DURATION)),
+        healthCheck=fields(
+            active=fields(
+                ("type",),
+                type=one_of("HTTP", "TCP", "GRPC"),
+                interval=_GATEWAY_DURATION,
+                timeout=_GATEWAY_DURATION,
+                healthyThreshold=_SECONDS,
+                unhealthyThreshold=_SECONDS,
+                http=fields(("path",), path={"type": "string", "pattern": "^/"}, expectedStatuses=array(INTEGER)),
+            )
+        ),
+        loadBalancer=fields(("type",), type=one_of("ConsistentHash", "LeastRequest", "Random", "RoundRobin")),
+    ),
+)
+CLIENT_TRAFFIC_POLICY = resource(
+    "gateway.envoyproxy.io/v1alpha1",
+    "ClientTrafficPolicy",
+    fields(
+        ("targetRefs",),
+        targetRefs=array(_TARGET, 1),
+        timeout=fields(http=fields(streamIdleTimeout=_GATEWAY_DURATION, idleTimeout=_GATEWAY_DURATION)),
+    ),
+)
 SCHEMAS: dict[tuple[str, str], Schema] = {
     (schema["properties"]["apiVersion"]["const"], schema["properties"]["kind"]["const"]): schema
-    for schema in (SERVICE_MONITOR, POD_MONITOR, PROMETHEUS_RULE, SCALED_OBJECT, HTTP_ROUTE, LEADER_WORKER_SET)
+    for schema in (
+        SERVICE_MONITOR,
+        POD_MONITOR,
+        PROMETHEUS_RULE,
+        SCALED_OBJECT,
+        HTTP_ROUTE,
+        LEADER_WORKER_SET,
+        BACKEND_CONFIG,
+        HEALTH_CHECK_POLICY,
+        GCP_BACKEND_POLICY,
+        BACKEND_TRAFFIC_POLICY,
+        CLIENT_TRAFFIC_POLICY,
+    )
 }

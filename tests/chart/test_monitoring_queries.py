@@ -34,7 +34,7 @@ KEDA = {**HPA, "autoscaling": {"engine": "keda"}, "gateway": {"autoscaling": {"e
 
 # Selectors that may find nothing, and why.
 NOT_WHILE_WELL = {
-    'rootstock_gateway_requests_total{code=~"5..",route!~"/health.*|/readiness|/metrics|other"}': "nothing has failed",
+    'rootstock_gateway_requests_total{code=~"5..",route!~"/health.*|/ready.*|/metrics|other"}': "nothing has failed",
 }
 SGLANG_DASHBOARD = (
     "histogram_quantile(0.99, sum by (le) (rate(sglang:e2e_request_latency_seconds_bucket[1m])))",

@@ -19,7 +19,7 @@ from tests.chart.release import Release, ci_names, render_ci
 
 COMPONENTS = ("redis", "tokenizer", "detokenizer", "worker", "gateway")
 SECRETS = {"llm-control": {"token": "secret"}, "llm-api-keys": {"keys.json": '{"keys": []}'}}
-ACCESS = {"auth": {"controlTokenSecret": "llm-control"}, "gateway": {"settings": {"admin_port": 8001}}}
+ACCESS = {"auth": {"controlTokenSecret": "llm-control"}, "gateway": {"preStopSeconds": 1, "settings": {"admin_port": 8001}}}
 START_S = 60.0
 
 

@@ -134,6 +134,10 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         gateway(queueTimeoutSeconds=600),
         "gateway.queueTimeoutSeconds (600) must be less than gateway.settings.request_timeout_s (600)",
     ),
+    "stopped before it has drained": (
+        gateway(terminationGracePeriodSeconds=100),
+        "gateway.terminationGracePeriodSeconds (100) is less than a gateway takes to stop: preStopSeconds (30)",
+    ),
     "keys twice": (
         {"auth": {"apiKeysSecret": "k", "apiKeys": [{"name": "a", "key": "b"}]}},
         "auth.apiKeys and auth.apiKeysSecret both say which keys are accepted.",

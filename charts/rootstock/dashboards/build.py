@@ -56,7 +56,7 @@ def rate(series: str, labels: str, by: str = "") -> str:
 
 
 PROMPT_TOKENS = f"({rate('sglang:prompt_tokens_total', WK, 'pod')} > 0)"
-REQUESTS = f'{GW},route!~"/health.*|/readiness|/metrics|other"'
+REQUESTS = f'{GW},route!~"/health.*|/ready.*|/metrics|other"'
 GATEWAY = "rootstock_gateway_"
 OPEN = f"sglang:num_running_reqs{{{WK}}} + sglang:num_queue_reqs{{{WK}}}"
 

@@ -80,6 +80,12 @@
 {{- if ge (float64 .Values.gateway.queueTimeoutSeconds) (float64 $requestTimeout) -}}
   {{- fail (printf "gateway.queueTimeoutSeconds (%v) must be less than gateway.settings.request_timeout_s (%v): a request that waits so long has no time to run. Raise request_timeout_s or lower queueTimeoutSeconds." .Values.gateway.queueTimeoutSeconds $requestTimeout) -}}
 {{- end -}}
+{{- $least := add .Values.gateway.preStopSeconds .Values.drainSeconds 10 -}}
+{{- with .Values.gateway.terminationGracePeriodSeconds -}}
+  {{- if lt (int .) (int $least) -}}
+    {{- fail (printf "gateway.terminationGracePeriodSeconds (%d) is less than a gateway takes to stop: preStopSeconds (%d), drainSeconds (%d) and 10 s. Raise it to %d, lower one of these, or set it to 0." (int .) (int $.Values.gateway.preStopSeconds) (int $.Values.drainSeconds) (int $least)) -}}
+  {{- end -}}
+{{- end -}}
 {{- if and .Values.auth.apiKeys .Values.auth.apiKeysSecret -}}
   {{- fail "auth.apiKeys and auth.apiKeysSecret both say which keys are accepted. Put the entries of apiKeys into the Secret, or remove apiKeysSecret." -}}
 {{- end -}}
