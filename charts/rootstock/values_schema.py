@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from services.gateway.observe.metrics import LATENCY_BUCKETS_S
 from services.local.reference import SERVICES
 
 Schema = dict[str, Any]
@@ -323,12 +324,44 @@ def _edge() -> dict[str, Schema]:
 
 
 def _monitoring() -> Schema:
-    monitor = closed({"enabled": BOOLEAN, "labels": ref("labels"), "interval": string("^[0-9]+(ms|s|m)$")})
+    monitor = {"enabled": BOOLEAN, "labels": ref("labels"), "interval": string("^[0-9]+(ms|s|m)$")}
+    objective: Schema = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+    objectives = {
+        "availability": objective,
+        "ttftSeconds": {"enum": [int(bound) if bound == int(bound) else bound for bound in LATENCY_BUCKETS_S]},
+        "ttftShare": objective,
+    }
+    rules = {
+        "enabled": BOOLEAN,
+        "labels": ref("labels"),
+        "runbookUrl": string("^(https?://.*)?$"),
+        "objectives": closed(objectives),
+    }
     return closed(
         {
-            "serviceMonitor": monitor,
-            "rules": closed({"enabled": BOOLEAN, "labels": ref("labels")}),
-            "dashboards": closed({"enabled": BOOLEAN, "labels": ref("labels"), "annotations": STRINGS}),
+            "podMonitor": closed(monitor),
+            "serviceMonitor": {**closed(monitor), "deprecated": True},
+            "rules": closed(rules),
+            "dashboards": closed({"enabled": BOOLEAN, "dcgm": BOOLEAN, "labels": ref("labels"), "annotations": STRINGS}),
+        }
+    )
+
+
+def _autoscaling() -> Schema:
+    auth = {
+        "modes": array(choice("bearer", "basic", "tls", "custom")),
+        "secret": SECRET,
+        "podIdentity": choice("", "aws", "azure-workload", "gcp"),
+        "headers": STRINGS,
+        "unsafeSsl": BOOLEAN,
+        "metadata": STRINGS,
+    }
+    return closed(
+        {
+            "engine": choice("hpa", "keda"),
+            "prometheusUrl": string("^https?://"),
+            "prometheusAuth": closed(auth),
+            "adapterRules": BOOLEAN,
         }
     )
 
@@ -357,13 +390,21 @@ def _top() -> dict[str, Schema]:
             }
         ),
         **{component: ref(component) for component in _components()},
-        "autoscaling": closed({"engine": choice("hpa", "keda"), "prometheusUrl": string("^https?://"), "adapterRules": BOOLEAN}),
+        "autoscaling": _autoscaling(),
         "redis": _redis(),
         "state": _state(),
         "modelCache": _model_cache(),
         **_edge(),
         "monitoring": _monitoring(),
-        "tests": closed({"enabled": BOOLEAN, "keySecret": SECRET, "image": ref("image")}),
+        "tests": closed(
+            {
+                "enabled": BOOLEAN,
+                "diagnose": BOOLEAN,
+                "patienceSeconds": integer(1, 3600),
+                "keySecret": SECRET,
+                "image": ref("image"),
+            }
+        ),
     }
 
 

@@ -313,7 +313,7 @@ def test_a_panel_has_a_unit_a_text_and_the_variables() -> None:
 def test_the_chart_installs_the_dashboards_and_scrapes_every_component() -> None:
     release = render(
         {
-            "monitoring": {"dashboards": {"enabled": True}, "serviceMonitor": {"enabled": True, "labels": {"release": "p"}}},
+            "monitoring": {"dashboards": {"enabled": True}, "podMonitor": {"enabled": True, "labels": {"release": "p"}}},
             "worker": {"prefill": {"replicas": 1}},
         }
     )

@@ -89,7 +89,7 @@ CHECKSUM = "spec template metadata annotations checksum/config"
         ({"models": [model(worker={"settings": {"page_size": 32}})]}, {"worker"}),
         ({"logLevel": "debug"}, set(EVERY)),
         ({"gateway": {"replicas": 7}, "worker": {"replicas": 7}}, set()),
-        ({"monitoring": {"serviceMonitor": {"enabled": True}}}, set()),
+        ({"monitoring": {"podMonitor": {"enabled": True}}}, set()),
         (VARIANTS["apart"], {"worker", "gateway"}),
     ],
 )

@@ -19,7 +19,7 @@ SHARED_CACHE: Values = {
 FRONT_SCALED: Values = {"autoscaling": {"enabled": True}}
 MONITORING: Values = {
     "monitoring": {
-        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "rules": {"enabled": True, "labels": {"release": "prometheus"}},
         "dashboards": {"enabled": True},
     },

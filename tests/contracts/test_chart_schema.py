@@ -50,7 +50,8 @@ def _unequal(schema: dict[str, Any], value: Any, at: str) -> Iterator[str]:
 
 def test_values_and_schema_have_the_same_keys() -> None:
     kubernetes_own = {"/networkPolicy/dns"}
-    assert sorted(path for path in _unequal(SCHEMA, VALUES, "") if path not in kubernetes_own) == []
+    old = "/monitoring/serviceMonitor/"  # without defaults, which would win over those under the new name
+    assert sorted(path for path in _unequal(SCHEMA, VALUES, "") if path not in kubernetes_own and not path.startswith(old)) == []
     assert list(_unequal(SCHEMA, {**VALUES, "gatway": {}}, "")) == ["/gatway"]
 
 
