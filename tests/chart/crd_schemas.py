@@ -146,7 +146,8 @@ _PROMETHEUS_TRIGGER = fields(
     timeout=STRING,
     customHeaders=STRING,
     queryParameters=STRING,
-    authModes=STRING,
+    authModes={"type": "string", "pattern": "^(bearer|basic|tls|custom)(,(bearer|basic|tls|custom))*$"},
+    awsRegion=STRING,
 )
 _TRIGGER = {
     "type": "object",
@@ -189,6 +190,20 @@ SCALED_OBJECT = resource(
             ),
         ),
         triggers=array(_TRIGGER, 1),
+    ),
+)
+
+_PARAMETERS = one_of(
+    "bearerToken", "username", "password", "ca", "cert", "key", "customAuthHeader", "customAuthValue", "awsRegion"
+)  # fmt: skip
+TRIGGER_AUTHENTICATION = resource(
+    "keda.sh/v1alpha1",
+    "TriggerAuthentication",
+    fields(
+        podIdentity=fields(
+            ("provider",), provider=one_of("azure-workload", "gcp", "aws", "none"), identityId=STRING, roleArn=STRING
+        ),
+        secretTargetRef=array(fields(("parameter", "name", "key"), parameter=_PARAMETERS, name=STRING, key=STRING), 1),
     ),
 )
 
@@ -334,6 +349,7 @@ SCHEMAS: dict[tuple[str, str], Schema] = {
         POD_MONITOR,
         PROMETHEUS_RULE,
         SCALED_OBJECT,
+        TRIGGER_AUTHENTICATION,
         HTTP_ROUTE,
         LEADER_WORKER_SET,
         BACKEND_CONFIG,

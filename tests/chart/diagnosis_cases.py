@@ -1,4 +1,4 @@
-"""An installation in which all is well, as the API server, a gateway, Prometheus and Redis tell it, and what else they may tell."""
+"""An installation in which all is well, as the API server, a gateway, Prometheus and Redis tell it, and broken ones."""
 
 from __future__ import annotations
 

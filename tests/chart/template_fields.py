@@ -338,6 +338,34 @@ OF_WORKERS, WORKERS_HPA, WORKERS_KEDA = (
 UP, DOWN = "spec behavior scaleUp ", "spec behavior scaleDown "
 KEDA_DOWN = "spec advanced horizontalPodAutoscalerConfig behavior scaleDown "
 WORKERS: dict[str, Case] = {
+    "KEDA shows a token": (
+        VARIANTS["keda-with-a-token"],
+        {
+            f"TriggerAuthentication/{FULL}-prometheus": {
+                "spec secretTargetRef 2": {"parameter": "key", "name": "thanos", "key": "key"},
+                "spec secretTargetRef 3": {"parameter": "bearerToken", "name": "thanos", "key": "bearerToken"},
+                "spec podIdentity": ABSENT,
+            },
+            **{
+                f"ScaledObject/{FULL}-{name}": {
+                    f"spec triggers {number} metadata authModes": "tls,bearer",
+                    f"spec triggers {number} metadata customHeaders": "X-Scope-OrgID=a",
+                    f"spec triggers {number} authenticationRef name": f"{FULL}-prometheus",
+                }
+                for name, number in (("worker-demo", 0), ("gateway", 1))
+            },
+        },
+    ),
+    "KEDA is who its cloud says": (
+        VARIANTS["keda-of-aws"],
+        {
+            f"TriggerAuthentication/{FULL}-prometheus": {"spec": {"podIdentity": {"provider": "aws"}}},
+            f"ScaledObject/{FULL}-worker-demo": {
+                "spec triggers 0 metadata awsRegion": "eu-central-1",
+                "spec triggers 0 metadata authModes": ABSENT,
+            },
+        },
+    ),
     "a worker as it is": (
         {},
         {

@@ -108,8 +108,8 @@ def test_operators_reach_the_worker_that_discovery_has_found(machine: Machine, r
 
 
 def test_the_tests_of_the_chart_pass(machine: Machine, running: dict[str, Running]) -> None:
-    """What `helm test` runs, against this system, but for the diagnosis, which needs an API server (test_diagnosis.py). The gateway
-    has found its peers by then."""
+    """What `helm test` runs, but for the diagnosis, which needs an API server (test_diagnosis.py). The gateway has found its
+    peers by then."""
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
     tests = [each for each in pods(machine.release) if "helm.sh/hook" in each.owner["metadata"].get("annotations", {})]
     tests = [each for each in tests if not each.owner["metadata"]["name"].endswith("-diagnosis")]

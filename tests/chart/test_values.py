@@ -158,6 +158,10 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         merged(KEDA, gateway(settings={"max_waiting_requests": 0})),
         "gateway.settings.max_waiting_requests is 0. Raise it, or set minReplicas to 1.",
     ),
+    "token from nowhere": (
+        {"autoscaling": {"prometheusAuth": {"modes": ["bearer"]}}},
+        "autoscaling.prometheusAuth.modes is bearer, and there is no secret to take them from.",
+    ),
     "adapter and KEDA": (
         {"autoscaling": {"engine": "keda", "adapterRules": True}},
         "two autoscalers must not drive the same workers. Set adapterRules to false, or engine to hpa.",

@@ -102,6 +102,13 @@ VARIANTS: dict[str, Values] = {
     },
     "hpa": HPA,
     "keda": KEDA,
+    "keda-with-a-token": merged(
+        KEDA,
+        {"autoscaling": {"prometheusAuth": {"modes": ["tls", "bearer"], "secret": "thanos", "headers": {"X-Scope-OrgID": "a"}}}},
+    ),
+    "keda-of-aws": merged(
+        KEDA, {"autoscaling": {"prometheusAuth": {"podIdentity": "aws", "metadata": {"awsRegion": "eu-central-1"}}}}
+    ),
     "apart": APART,
     "apart-on-local-disks": merged(
         merged(SHARED_CACHE, APART),

@@ -11,3 +11,40 @@
 {{- end -}}
 {{- if $wanted -}}true{{- end -}}
 {{- end }}
+
+{{/* Recorded: how many pods autoscalers may go up to; of workers by model, of others over all models. Takes the root. */}}
+{{- define "rootstock.limits" -}}
+{{- $namespace := .Release.Namespace -}}
+{{- range $pool := include "rootstock.workerPools" . | fromJsonArray -}}
+{{- with .values.autoscaling -}}
+{{- if and .enabled (lt (int .minReplicas) (int .maxReplicas)) }}
+- record: rootstock:max_replicas
+  expr: vector({{ int .maxReplicas }})
+  labels:
+    namespace: {{ $namespace }}
+    component: rootstock-{{ default "worker" $pool.pool }}
+    model: {{ $pool.model.name | quote }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $component := list "gateway" "tokenizer" "detokenizer" -}}
+{{- $most := 0 -}}
+{{- $scaled := false -}}
+{{- range $model := ternary (list (dict "gateway" $.Values.gateway)) (include "rootstock.models" $ | fromJsonArray) (eq $component "gateway") -}}
+{{- $values := index $model $component -}}
+{{- if $values.autoscaling.enabled -}}
+{{- $most = add $most $values.autoscaling.maxReplicas -}}
+{{- if lt (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas) }}{{ $scaled = true }}{{ end -}}
+{{- else -}}
+{{- $most = add $most $values.replicas -}}
+{{- end -}}
+{{- end -}}
+{{- if $scaled }}
+- record: rootstock:max_replicas
+  expr: vector({{ $most }})
+  labels:
+    namespace: {{ $namespace }}
+    component: rootstock-{{ $component }}
+{{- end -}}
+{{- end -}}
+{{- end }}
