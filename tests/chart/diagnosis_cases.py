@@ -393,7 +393,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "detokenizer of another model": Fault(
         "models",
-        replace(WELL, texts={"demo": {"said": SAID, "read": "≠ §§ qq 00", "ids": [5, 9], "vocab_size": 1000}}),
+        replace(WELL, texts={"demo": {"said": SAID, "read": "≠ %% qq 00", "ids": [5, 9], "vocab_size": 1000}}),
         "of another model",
         "one folder",
     ),

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from .findings import Finding, broken, ok, unknown, waiting
 from .install import COMPONENT, MODEL, UNRESOLVED, Facts, Install, Object, RedisState, is_ready, labels_of, name_of, pods_of
 
-NETWORK = "docs/kubernetes/operations.md#what-helm-test-finds"
+NETWORK = "docs/kubernetes/values.md#network"
 LIKE = 0.5  # of two texts: lossy tokenizers keep more of one, those of another model less
 
 

@@ -71,12 +71,13 @@ def _uses(pod: Object, claim: str) -> bool:
 
 def gpus(install: Install, facts: Facts) -> Iterator[Finding]:
     wanted = {model["slug"]: model for model in install.models if model["gpus"]}
-    if not wanted:
-        return
     found: list[Finding] = []
     for model in install.models:
         if model["runtimeClass"]:
             found += _runtime_class(install, model, facts)
+    if not wanted:
+        yield from found
+        return
     for pod in pods_of(facts):
         if labels_of(pod).get(MODEL) not in wanted or labels_of(pod).get(COMPONENT) not in ("worker", "prefill"):
             continue
