@@ -21,7 +21,22 @@ from charts.rootstock.scripts.diagnosis.checks import CHECKS, diagnose
 from charts.rootstock.scripts.diagnosis.findings import BROKEN, OK, UNKNOWN, WAITING, Finding, report
 from charts.rootstock.scripts.diagnosis.install import Answer, Facts
 from services.local.ports import HOST
-from tests.chart.diagnosis_cases import FAULTS, FULL, OBJECTS, VALUES, WELL, groups, install, series
+from tests.chart.diagnosis_cases import (
+    FAULTS,
+    FULL,
+    OBJECTS,
+    PODS,
+    VALUES,
+    WELL,
+    container,
+    event,
+    groups,
+    install,
+    listed,
+    pod,
+    series,
+    with_pods,
+)
 from tests.chart.release import CHART, NAMESPACE, merged, render
 from tests.services.redis_server import RedisServer
 
@@ -58,6 +73,15 @@ def test_a_check_that_cannot_read_its_answer_leaves_the_others() -> None:
     found = diagnose(install(), odd)
     assert {each.check for each in found if each.state == UNKNOWN} >= {"pods", "storage"}
     assert [each.state for each in found if each.check == "redis"] == [OK]
+
+
+def test_what_has_been_mended_is_no_fault_any_more() -> None:
+    """Events stay for an hour."""
+    refused = event(f"{FULL}-worker-demo-7d9f", "FailedCreate", 'RuntimeClass "nvidia" not found')
+    attached = event(PODS["worker"]["metadata"]["name"], "FailedAttachVolume", "Multi-Attach error for volume")
+    killed = container("worker", ready=True, lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})
+    old = with_pods(pod("worker", containerStatuses=[killed]), events=listed(refused, attached))
+    assert bad(diagnose(install(), old)) == []
 
 
 def test_the_report_ends_with_what_is_broken() -> None:

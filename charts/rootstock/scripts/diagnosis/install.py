@@ -113,11 +113,13 @@ def labels_of(each: Object) -> Mapping[str, str]:
 
 
 def pods_of(facts: Facts) -> list[Object]:
-    """Those that serve: neither tests nor a prefetch, and none that is on its way out."""
+    """Those that serve, and a prefetch that is not done: no tests, and none that is on its way out."""
     return [
         each
         for each in facts.items("pods")
-        if labels_of(each).get(COMPONENT) not in ("test", "prefetch") and "deletionTimestamp" not in each["metadata"]
+        if labels_of(each).get(COMPONENT) != "test"
+        and "deletionTimestamp" not in each["metadata"]
+        and each.get("status", {}).get("phase") not in ("Succeeded", "Failed")
     ]
 
 

@@ -6,6 +6,7 @@ Nothing is changed but a key in Redis that lives for a minute. What cannot be as
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import socket
 import ssl
@@ -25,6 +26,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SAMPLE = "Zwölf Boxkämpfer jagen Viktor; 東京 2026 🚀 def f(x): return x**2"
 OPEN = ssl.create_default_context()  # within the cluster the gateway's certificate is of another name
 OPEN.check_hostname, OPEN.verify_mode = False, ssl.CERT_NONE
+SHOWN = ("bearerToken", "username", "password", "customAuthHeader", "customAuthValue")  # to Prometheus, of its Secret
 LISTS = {
     "pods": "api/v1",
     "services": "api/v1",
@@ -45,7 +47,7 @@ def get(url: str, headers: Mapping[str, str], context: ssl.SSLContext | None, bo
             return Answer(answer.status, _read(answer.read()))
     except urllib.error.HTTPError as error:
         return Answer(error.code, _read(error.read()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return Answer(error=str(getattr(error, "reason", error)) or repr(error))
 
 
@@ -205,7 +207,8 @@ def series_of(install: Install, environ: Mapping[str, str], names: Mapping[str, 
 
 def prometheus_headers(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
     """As KEDA makes them of the Secret's keys. Certificates of clients are not shown here."""
-    there = {each.name: each.read_text().strip() for each in folder.iterdir() if each.is_file()} if folder.is_dir() else {}
+    files = [folder / key for key in SHOWN]
+    there = {file.name: file.read_text(errors="replace").strip() for file in files if file.is_file()}
     headers = dict(more)
     if "bearerToken" in there:
         headers["Authorization"] = f"Bearer {there['bearerToken']}"
@@ -220,12 +223,11 @@ def prometheus_headers(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
 def _texts(info: Answer, ask: Callable[..., Answer]) -> dict[str, Object]:
     """Of each model: a text, its ids, and what these are read as again."""
     out: dict[str, Object] = {}
-    for model in info.body["models"]:
+    for model in info.body.get("models", ()) if isinstance(info.body, dict) else ():
         ids = ask("/tokenize", {"model": model["id"], "prompt": SAMPLE, "add_special_tokens": False})
-        if not ids.good or not isinstance(ids.body, dict):
-            continue
-        tokens = ids.body["tokens"]
-        again = ask("/detokenize", {"model": model["id"], "tokens": tokens})
-        if again.good:
-            out[model["id"]] = {"said": SAMPLE, "ids": tokens, "read": again.body["text"], "vocab_size": model["vocab_size"]}
+        tokens = ids.body.get("tokens") if ids.good and isinstance(ids.body, dict) else None
+        again = ask("/detokenize", {"model": model["id"], "tokens": tokens}) if tokens else UNASKED
+        text = again.body.get("text") if again.good and isinstance(again.body, dict) else None
+        if isinstance(text, str):
+            out[model["id"]] = {"said": SAMPLE, "ids": tokens, "read": text, "vocab_size": model["vocab_size"]}
     return out

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from .findings import Finding, broken, ok, waiting
 from .install import COMPONENT, MODEL, Facts, Install, Object, containers_of, is_ready, labels_of, name_of, pods_of
 
+OWNERS = ("replicasets", "statefulsets")
 NO_GPU = re.compile(r"no GPU for|libcuda|CUDA driver|NVIDIA driver|no CUDA-capable device|nvidia-smi", re.I)
 
 
@@ -23,7 +24,7 @@ def storage(install: Install, facts: Facts) -> Iterator[Finding]:
             continue
         found += _unbound(name, claim, facts)
         found += _shared(name, claim, facts)
-    for pod in pods_of(facts):
+    for pod in (pod for pod in pods_of(facts) if not is_ready(pod)):
         for message in facts.events(name_of(pod)):
             if "Multi-Attach" in message or "volume node affinity conflict" in message:
                 mend = (
@@ -96,6 +97,8 @@ def gpus(install: Install, facts: Facts) -> Iterator[Finding]:
 
 def _runtime_class(install: Install, model: Object, facts: Facts) -> Iterator[Finding]:
     name = model["runtimeClass"]
+    if not any(_lacking(owner) for plural in OWNERS for owner in facts.items(plural)):
+        return  # what was refused once has been made
     for message in facts.events(f"{install.release}-"):
         if "RuntimeClass" in message and f'"{name}"' in message:
             mend = "kubectl get runtimeclass; NVIDIA's GPU operator makes one named nvidia. Or remove worker.runtimeClassName"
@@ -130,15 +133,19 @@ def pods(install: Install, facts: Facts) -> Iterator[Finding]:
 
 def _refused(install: Install, facts: Facts) -> Iterator[Finding]:
     """Pods that nobody could make."""
-    for plural in ("replicasets", "statefulsets"):
+    for plural in OWNERS:
         for owner in facts.items(plural):
             wanted, there = owner["spec"].get("replicas", 0), owner.get("status", {}).get("replicas", 0)
-            if there >= wanted:
+            if not _lacking(owner):
                 continue
             message = next(facts.events(name_of(owner)), "")
             if "RuntimeClass" in message or not message:
                 continue  # a check of its own
             yield broken("pods", f"{name_of(owner)} has {there} of {wanted} pods: {message}", _of_refusal(message))
+
+
+def _lacking(owner: Object) -> bool:
+    return bool(owner.get("status", {}).get("replicas", 0) < owner["spec"].get("replicas", 0))
 
 
 def _of_refusal(message: str) -> str:
@@ -173,7 +180,7 @@ def _container(pod: str, is_init: bool, each: Object, log: str) -> Iterator[Find
     elif reason == "CreateContainerConfigError":
         said = state["waiting"].get("message", "")
         yield broken("pods", f"pod {pod}: {name} cannot be made: {said}", "make the Secret or its key that is named")
-    elif ended.get("reason") == "OOMKilled":
+    elif ended.get("reason") == "OOMKilled" and not each.get("ready"):
         yield broken(
             "pods", f"pod {pod}: {name} was killed for memory", "raise resources.limits.memory (docs/kubernetes/sizing.md)"
         )

@@ -1,6 +1,7 @@
 {{/* monitoring.podMonitor, with what is given under its old name where it is given there. Takes the root. */}}
 {{- define "rootstock.podMonitor" -}}
-{{- mergeOverwrite (deepCopy .Values.monitoring.podMonitor) (deepCopy .Values.monitoring.serviceMonitor) | toYaml -}}
+{{- $monitor := mergeOverwrite (deepCopy .Values.monitoring.podMonitor) (deepCopy .Values.monitoring.serviceMonitor) -}}
+{{- set $monitor "enabled" (or .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled) | toYaml -}}
 {{- end }}
 
 {{/* "true" where Prometheus is to have the release's series: by the PodMonitor, or because something is scaled by them. */}}
