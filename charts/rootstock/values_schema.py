@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from services.gateway.observe.metrics import LATENCY_BUCKETS_S
 from services.local.reference import SERVICES
 
 Schema = dict[str, Any]
@@ -16,7 +17,7 @@ _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_n
 DECIDED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
     | {"tokenizers", "detokenizers", "workers", "redis_url", "state_redis_url", "models", "queue_timeout_s"}
-    | {"peer_host", "peer_port", "peers", "playground"}
+    | {"peer_host", "peer_port", "peers", "playground", "stop_delay_s"}
     | {"model_name", "api_keys_file", "control_token", "control_token_file"},
     "tokenizer": _CODEC,
     "detokenizer": _CODEC,
@@ -35,6 +36,7 @@ _DIGEST = "^[0-9A-Fa-f]{64}$"
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
 # What services have as keys of their own (podLabels, nodeSelector, ...), which their `pod` leaves out.
 _OF_SERVICES = ("labels", "annotations", "env", "nodeSelector", "tolerations", "affinity", "priorityClassName")
+_GATEWAY_DURATION = r"^(([0-9]{1,5}(h|m|s|ms)){1,4})?$"
 _SECRET_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 
 
@@ -262,8 +264,16 @@ def _components() -> dict[str, Schema]:
         "playground": BOOLEAN,
         "tlsSecret": string(),
         "service": closed(
-            {"type": choice("ClusterIP", "NodePort", "LoadBalancer"), "port": integer(1, 65535), "annotations": STRINGS}
+            {
+                "type": choice("ClusterIP", "NodePort", "LoadBalancer"),
+                "port": integer(1, 65535),
+                "annotations": STRINGS,
+                "loadBalancerClass": string(),
+                "externalTrafficPolicy": choice("", "Cluster", "Local"),
+            }
         ),
+        "preStopSeconds": integer(0, 3600),
+        "terminationGracePeriodSeconds": integer(0),
     }
     worker_scaling = {
         "backlogPerReplica": {"type": "number", "exclusiveMinimum": 0},
@@ -401,24 +411,65 @@ def _edge() -> dict[str, Schema]:
             {
                 "enabled": BOOLEAN,
                 "className": string(),
+                "controller": choice("", "nginx", "alb", "gce"),
                 "annotations": STRINGS,
                 "hosts": array(host),
                 "tls": array(ANY_OBJECT),
             }
         ),
-        "httpRoute": closed({"enabled": BOOLEAN, "parentRefs": array(ANY_OBJECT), "hostnames": array(string())}),
+        "httpRoute": closed(
+            {
+                "enabled": BOOLEAN,
+                "annotations": STRINGS,
+                "parentRefs": array(ANY_OBJECT),
+                "hostnames": array(string()),
+                "timeouts": closed({"request": string(_GATEWAY_DURATION), "backendRequest": string(_GATEWAY_DURATION)}),
+            }
+        ),
         "serviceAccount": closed({"create": BOOLEAN, "name": string(), "annotations": STRINGS}),
         "networkPolicy": closed(policy),
     }
 
 
 def _monitoring() -> Schema:
-    monitor = closed({"enabled": BOOLEAN, "labels": ref("labels"), "interval": string("^[0-9]+(ms|s|m)$")})
+    monitor = {"enabled": BOOLEAN, "labels": ref("labels"), "interval": string("^[0-9]+(ms|s|m)$")}
+    objective: Schema = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+    objectives = {
+        "availability": objective,
+        "ttftSeconds": {"enum": [int(bound) if bound == int(bound) else bound for bound in LATENCY_BUCKETS_S]},
+        "ttftShare": objective,
+    }
+    rules = {
+        "enabled": BOOLEAN,
+        "labels": ref("labels"),
+        "runbookUrl": string("^(https?://.*)?$"),
+        "objectives": closed(objectives),
+    }
     return closed(
         {
-            "serviceMonitor": monitor,
-            "rules": closed({"enabled": BOOLEAN, "labels": ref("labels")}),
-            "dashboards": closed({"enabled": BOOLEAN, "labels": ref("labels"), "annotations": STRINGS}),
+            "podMonitor": closed(monitor),
+            "serviceMonitor": {**closed(monitor), "deprecated": True},
+            "rules": closed(rules),
+            "dashboards": closed({"enabled": BOOLEAN, "dcgm": BOOLEAN, "labels": ref("labels"), "annotations": STRINGS}),
+        }
+    )
+
+
+def _autoscaling() -> Schema:
+    auth = {
+        "modes": array(choice("bearer", "basic", "tls", "custom")),
+        "secret": SECRET,
+        "podIdentity": choice("", "aws", "azure-workload", "gcp"),
+        "headers": STRINGS,
+        "unsafeSsl": BOOLEAN,
+        "metadata": STRINGS,
+    }
+    return closed(
+        {
+            "engine": choice("hpa", "keda"),
+            "prometheusUrl": string("^https?://"),
+            "prometheusAuth": closed(auth),
+            "adapterRules": BOOLEAN,
         }
     )
 
@@ -449,13 +500,22 @@ def _top() -> dict[str, Schema]:
         ),
         "tls": _tls(),
         **{component: ref(component) for component in _components()},
-        "autoscaling": closed({"engine": choice("hpa", "keda"), "prometheusUrl": string("^https?://"), "adapterRules": BOOLEAN}),
+        "autoscaling": _autoscaling(),
         "redis": _redis(),
         "state": _state(),
         "modelCache": _model_cache(),
         **_edge(),
         "monitoring": _monitoring(),
-        "tests": closed({"enabled": BOOLEAN, "keySecret": SECRET, "image": ref("image"), "pod": ref("pod")}),
+        "tests": closed(
+            {
+                "enabled": BOOLEAN,
+                "diagnose": BOOLEAN,
+                "patienceSeconds": integer(1, 3600),
+                "keySecret": SECRET,
+                "image": ref("image"),
+                "pod": ref("pod"),
+            }
+        ),
         "pod": ref("pod"),
         "extraObjects": array({"type": ["object", "string"]}),
     }

@@ -214,6 +214,11 @@ def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics 
         missing = readiness.missing()
         return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
+    @app.get(server.READY)
+    async def takes_requests() -> Response:
+        missing = readiness.refused_for()
+        return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
     if metrics is None:
         return
 

@@ -118,7 +118,8 @@ class Gateway:
             Discovery(settings.detokenizers, self.detoks.set_endpoints, dns_refresh_s=refresh_s),
         ]
         readiness.watch(
-            {"worker": self.dispatcher.connected, "tokenizer": self.tokenizer.connected, "detokenizer": self.detoks.connected}
+            {"worker": self.dispatcher.connected, "tokenizer": self.tokenizer.connected, "detokenizer": self.detoks.connected},
+            lambda: bool(self.dispatcher.catalog.names()),
         )
         token_texts = TokenTexts(self.detoks.stubs, settings.queue_timeout_s, retry)
         self._tracing = start_tracing(settings, SERVICE)
@@ -188,6 +189,7 @@ class Gateway:
             await self._until(stop, [*links, serving])
             self.readiness.stop()
             await health.set_ready(False)
+            await self._take_leave(serving)
             await self._drain(serving)
         finally:
             for task in links:
@@ -236,6 +238,13 @@ class Gateway:
                 if task.done():
                     task.result()
                     raise RuntimeError("a task of the gateway has ended by itself")
+
+    async def _take_leave(self, serving: asyncio.Task[None]) -> None:
+        """Balancers that ask a gateway itself learn from its refusals that it goes, and until then it takes what they send. Each
+        answer is its connection's last, so that none is left that a balancer would send its next request on."""
+        self._http.close_after_answers()
+        if self._settings.stop_delay_s:
+            await asyncio.wait((serving,), timeout=self._settings.stop_delay_s)
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """No new connections; responses in the background go on elsewhere; requests in flight get grace_s; what is left then ends

@@ -10,7 +10,10 @@ GATEWAY = 'namespace="serving",pod="gateway-0"'
 WORKER = 'namespace="serving",pod="worker-0",model_name="demo"'
 ANSWERS = f'rootstock_gateway_requests_total{{{GATEWAY},route="/v1/chat/completions",model="demo",code='
 LATENCY = f"rootstock_gateway_e2e_request_latency_seconds_bucket{{{GATEWAY},le="
-LIMIT = f"rootstock_worker_max_running_requests{{{WORKER}}}"
+LIMIT = f'rootstock_worker_max_running_requests{{{WORKER},component="rootstock-worker"}}'
+MOST = 'rootstock:max_replicas{namespace="serving",component="rootstock-worker",model="demo"}'  # as the chart records it
+FIRST = f'rootstock_gateway_time_to_first_token_seconds_bucket{{{GATEWAY},model="demo",le="2.5"}}'
+FIRSTS = f'rootstock_gateway_time_to_first_token_seconds_count{{{GATEWAY},model="demo"}}'
 HITS, PROMPTS = f"sglang:cached_tokens_total{{{WORKER}}}", f"sglang:prompt_tokens_total{{{WORKER}}}"
 QUEUE = f'rootstock_gateway_queue_length{{{GATEWAY},model="demo"}}'
 USABLE = f'rootstock_gateway_workers{{{GATEWAY},model="demo",state="usable"}}'
@@ -23,6 +26,7 @@ GATEWAY_REDIS, WORKER_REDIS = (
 )
 HUNG = f"rootstock_worker_hung{{{WORKER}}}"
 UP = 'up{namespace="serving",pod="worker-0",component="rootstock-worker"}'
+PENDING = 'kube_pod_status_phase{namespace="serving",pod="worker-0",phase="Pending"}'  # of kube-state-metrics
 FOREIGN_UP = 'up{namespace="serving",pod="other-0",component="other"}'
 MOVES = f'rootstock_gateway_moves_total{{{GATEWAY},cause="drain",state='
 BREAKERS = f'rootstock_gateway_breakers{{{GATEWAY},state="open"}}'
@@ -36,6 +40,9 @@ WELL: Mapping[str, str] = {
     f"sglang:num_queue_reqs{{{WORKER}}}": "0x600",
     f"sglang:num_running_reqs{{{WORKER}}}": "10x600",
     LIMIT: "64x600",
+    MOST: "4x600",
+    FIRST: "0+59x600",
+    FIRSTS: "0+60x600",
     f"sglang:e2e_request_latency_seconds_count{{{WORKER}}}": "0+60x600",
     f'rootstock_worker_phase{{{WORKER},phase="loading"}}': "0x600",
     USABLE: "1x600",
@@ -82,7 +89,7 @@ class Scenario:
     others: frozenset[str] = frozenset()
 
 
-SLOW = "RootstockErrorBudgetBurnSlow"
+SLOW, LATE = "RootstockErrorBudgetBurnSlow", "RootstockFirstTokenBudgetBurnSlow"
 SCENARIOS = (
     Scenario("RootstockQueueGrowing", {QUEUE: "0+5x600"}, before="8m"),
     Scenario("RootstockNoReadyWorker", {QUEUE: "3x600", USABLE: "0x600"}, before="8m"),
@@ -94,8 +101,12 @@ SCENARIOS = (
     Scenario("RootstockIndexDown", {WORKER_REDIS: "1x5 0x600"}, before="8m"),
     Scenario("RootstockErrorBudgetBurnFast", {f'{ANSWERS}"503"}}': "0+300x600"}, before="2m", others=frozenset({SLOW})),
     Scenario(SLOW, {f'{ANSWERS}"500"}}': "0+80x600"}, before="14m"),
+    Scenario("RootstockFirstTokenBudgetBurnFast", {FIRST: "0+5x600"}, before="2m", others=frozenset({LATE})),
+    Scenario(LATE, {FIRST: "0+30x600"}, before="14m"),
+    Scenario("RootstockAtMaximum", {MOST: "1x600"}, before="14m"),
     Scenario("RootstockWorkerHung", {HUNG: "0x28 1x600"}, before="27m"),
     Scenario("RootstockTargetDown", {UP: "1x5 0x600"}, before="8m"),
+    Scenario("RootstockTargetDown", {UP: "0x600", PENDING: "1x20 0x600"}, before="24m"),  # not while it gets its model
     Scenario("RootstockMetricsMissing", {QUEUE: "0x5 _x600"}, before="14m"),
     Scenario("RootstockMetricsMissing", {QUEUE: "0x60 _x600"}, "80m", before="69m"),
     Scenario("RootstockMetricsMissing", {LIMIT: "64x5 _x600"}, before="14m"),

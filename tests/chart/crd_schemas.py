@@ -146,7 +146,8 @@ _PROMETHEUS_TRIGGER = fields(
     timeout=STRING,
     customHeaders=STRING,
     queryParameters=STRING,
-    authModes=STRING,
+    authModes={"type": "string", "pattern": "^(bearer|basic|tls|custom)(,(bearer|basic|tls|custom))*$"},
+    awsRegion=STRING,
 )
 _TRIGGER = {
     "type": "object",
@@ -189,6 +190,20 @@ SCALED_OBJECT = resource(
             ),
         ),
         triggers=array(_TRIGGER, 1),
+    ),
+)
+
+_PARAMETERS = one_of(
+    "bearerToken", "username", "password", "ca", "cert", "key", "customAuthHeader", "customAuthValue", "awsRegion"
+)  # fmt: skip
+TRIGGER_AUTHENTICATION = resource(
+    "keda.sh/v1alpha1",
+    "TriggerAuthentication",
+    fields(
+        podIdentity=fields(
+            ("provider",), provider=one_of("azure-workload", "gcp", "aws", "none"), identityId=STRING, roleArn=STRING
+        ),
+        secretTargetRef=array(fields(("parameter", "name", "key"), parameter=_PARAMETERS, name=STRING, key=STRING), 1),
     ),
 )
 
@@ -288,6 +303,85 @@ CERTIFICATE = resource(  # the fields that a service's certificate may want, of 
         issuerRef=fields(("name",), name=STRING, kind=STRING, group=STRING),
     ),
 )
+_SECONDS: Schema = {"type": "integer", "minimum": 1}
+_GCP_DRAINING = fields(drainingTimeoutSec={"type": "integer", "minimum": 0, "maximum": 3600})
+BACKEND_CONFIG = resource(
+    "cloud.google.com/v1",
+    "BackendConfig",
+    fields(
+        timeoutSec=_SECONDS,
+        connectionDraining=_GCP_DRAINING,
+        healthCheck=fields(
+            type=one_of("HTTP", "HTTPS", "HTTP2"),
+            requestPath={"type": "string", "pattern": "^/"},
+            port={"type": "integer", "minimum": 1, "maximum": 65535},
+            checkIntervalSec=_SECONDS,
+            timeoutSec=_SECONDS,
+            healthyThreshold=_SECONDS,
+            unhealthyThreshold=_SECONDS,
+        ),
+    ),
+)
+_TARGET = fields(("group", "kind", "name"), group={"type": "string"}, kind=STRING, name=STRING)
+HEALTH_CHECK_POLICY = resource(
+    "networking.gke.io/v1",
+    "HealthCheckPolicy",
+    fields(
+        ("targetRef", "default"),
+        targetRef=_TARGET,
+        default=fields(
+            ("config",),
+            checkIntervalSec=_SECONDS,
+            timeoutSec=_SECONDS,
+            healthyThreshold=_SECONDS,
+            unhealthyThreshold=_SECONDS,
+            config=fields(
+                ("type",),
+                type=one_of("TCP", "HTTP", "HTTPS", "HTTP2", "GRPC"),
+                httpHealthCheck=fields(
+                    portSpecification=one_of("USE_FIXED_PORT", "USE_NAMED_PORT", "USE_SERVING_PORT"),
+                    port={"type": "integer", "minimum": 1, "maximum": 65535},
+                    requestPath={"type": "string", "pattern": "^/"},
+                ),
+            ),
+        ),
+    ),
+)
+GCP_BACKEND_POLICY = resource(
+    "networking.gke.io/v1",
+    "GCPBackendPolicy",
+    fields(("targetRef", "default"), targetRef=_TARGET, default=fields(timeoutSec=_SECONDS, connectionDraining=_GCP_DRAINING)),
+)
+BACKEND_TRAFFIC_POLICY = resource(
+    "gateway.envoyproxy.io/v1alpha1",
+    "BackendTrafficPolicy",
+    fields(
+        ("targetRefs",),
+        targetRefs=array(_TARGET, 1),
+        timeout=fields(http=fields(requestTimeout=_GATEWAY_DURATION, connectionIdleTimeout=_GATEWAY_DURATION)),
+        healthCheck=fields(
+            active=fields(
+                ("type",),
+                type=one_of("HTTP", "TCP", "GRPC"),
+                interval=_GATEWAY_DURATION,
+                timeout=_GATEWAY_DURATION,
+                healthyThreshold=_SECONDS,
+                unhealthyThreshold=_SECONDS,
+                http=fields(("path",), path={"type": "string", "pattern": "^/"}, expectedStatuses=array(INTEGER)),
+            )
+        ),
+        loadBalancer=fields(("type",), type=one_of("ConsistentHash", "LeastRequest", "Random", "RoundRobin")),
+    ),
+)
+CLIENT_TRAFFIC_POLICY = resource(
+    "gateway.envoyproxy.io/v1alpha1",
+    "ClientTrafficPolicy",
+    fields(
+        ("targetRefs",),
+        targetRefs=array(_TARGET, 1),
+        timeout=fields(http=fields(streamIdleTimeout=_GATEWAY_DURATION, idleTimeout=_GATEWAY_DURATION)),
+    ),
+)
 SCHEMAS: dict[tuple[str, str], Schema] = {
     (schema["properties"]["apiVersion"]["const"], schema["properties"]["kind"]["const"]): schema
     for schema in (
@@ -295,8 +389,14 @@ SCHEMAS: dict[tuple[str, str], Schema] = {
         POD_MONITOR,
         PROMETHEUS_RULE,
         SCALED_OBJECT,
+        TRIGGER_AUTHENTICATION,
         HTTP_ROUTE,
         LEADER_WORKER_SET,
+        BACKEND_CONFIG,
+        HEALTH_CHECK_POLICY,
+        GCP_BACKEND_POLICY,
+        BACKEND_TRAFFIC_POLICY,
+        CLIENT_TRAFFIC_POLICY,
         ROUTE,
         CERTIFICATE,
     )

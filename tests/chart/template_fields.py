@@ -74,7 +74,7 @@ def unasked(name: str) -> Fields:
     lost_s = 60 if name == "worker" else 30
     return {
         **probes,
-        container(name, "lifecycle preStop exec command"): ["sleep", "5"],
+        container(name, "lifecycle preStop exec command"): ABSENT if name == "gateway" else ["sleep", "5"],
         container(name, "resources limits cpu"): ABSENT,
         POD + "enableServiceLinks": False,
         POD + "topologySpreadConstraints 0 topologyKey": "topology.kubernetes.io/zone",
@@ -146,7 +146,13 @@ SERVICES: dict[str, Case] = {
     ),
     "every service, placed": of_each(placed, where_it_was_placed),
     "every service's image": ({"image": IMAGES}, {title: pulled(name) for name, title in EVERY.items()}),
-    "grace": ({"drainSeconds": 60}, {title: {POD + "terminationGracePeriodSeconds": 75} for title in EVERY.values()}),
+    "grace": (
+        {"drainSeconds": 60},
+        {
+            **{title: {POD + "terminationGracePeriodSeconds": 75} for title in EVERY.values()},
+            GATEWAY: {POD + "terminationGracePeriodSeconds": 100},
+        },
+    ),
     "no replicas where a scaler sets them": of_each(
         lambda _: {"autoscaling": {"enabled": True}}, lambda _: {"spec replicas": ABSENT}
     ),
@@ -164,7 +170,68 @@ SERVICES: dict[str, Case] = {
 }
 
 CONFIG = f"ConfigMap/{FULL}-gateway"
+NGINX, ALB = "nginx.ingress.kubernetes.io/", "alb.ingress.kubernetes.io/"
+BALANCED: Values = {
+    "gateway": {
+        "preStopSeconds": 45,
+        "terminationGracePeriodSeconds": 300,
+        "settings": {"request_timeout_s": 1800, "max_file_bytes": 1000, "keep_alive_s": 90},
+    }
+}
+
+
+def balanced(controller: str, **over: Any) -> Values:
+    ingress = {"enabled": True, "controller": controller, "hosts": [{"host": "llm.example.com"}], **over}
+    return merged(BALANCED, {"ingress": ingress})
+
+
 GATEWAYS: dict[str, Case] = {
+    "behind nginx": (
+        balanced("nginx", annotations={NGINX + "proxy-send-timeout": "9"}),
+        {
+            f"Ingress/{FULL}-gateway": {
+                f"metadata annotations {NGINX}proxy-body-size": "67108864",  # the larger of bodies and files
+                f"metadata annotations {NGINX}proxy-buffering": "off",
+                f"metadata annotations {NGINX}proxy-read-timeout": "1830",
+                f"metadata annotations {NGINX}proxy-send-timeout": "9",
+            },
+            CONFIG: {"data ROOTSTOCK_STOP_DELAY_S": "45", "data ROOTSTOCK_KEEP_ALIVE_S": "90"},
+            GATEWAY: {POD + "terminationGracePeriodSeconds": 300},
+        },
+    ),
+    "behind ALB": (
+        balanced("alb"),
+        {
+            f"Ingress/{FULL}-gateway": {
+                f"metadata annotations {ALB}target-type": "ip",
+                f"metadata annotations {ALB}healthcheck-path": "/ready",
+                f"metadata annotations {ALB}load-balancer-attributes": "idle_timeout.timeout_seconds=1830",
+            }
+        },
+    ),
+    "behind Google's": (
+        balanced("gce"),
+        {
+            f"Service/{FULL}-gateway": {
+                "metadata annotations cloud.google.com/backend-config": f'{{"default":"{FULL}-gateway"}}'
+            },
+            f"BackendConfig/{FULL}-gateway": {
+                "spec timeoutSec": 1830,
+                "spec healthCheck requestPath": "/ready",
+                "spec healthCheck port": 8000,
+            },
+        },
+    ),
+    "behind a Gateway with limits": (
+        {
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}], "timeouts": {"request": "1h", "backendRequest": "30m"}},
+            "gateway": {"service": {"type": "LoadBalancer", "loadBalancerClass": "a/b", "externalTrafficPolicy": "Local"}},
+        },
+        {
+            f"HTTPRoute/{FULL}-gateway": {"spec rules 0 timeouts": {"request": "1h", "backendRequest": "30m"}},
+            f"Service/{FULL}-gateway": {"spec loadBalancerClass": "a/b", "spec externalTrafficPolicy": "Local"},
+        },
+    ),
     "a gateway as it is": (
         {},
         {
@@ -175,6 +242,8 @@ GATEWAYS: dict[str, Case] = {
             CONFIG: {
                 "data ROOTSTOCK_WORKERS": f"dns:///{FULL}-worker.serving.svc:7003",
                 "data ROOTSTOCK_OTLP_ENDPOINT": ABSENT,
+                "data ROOTSTOCK_STOP_DELAY_S": "30",
+                "data ROOTSTOCK_KEEP_ALIVE_S": "620",
             },
             f"Service/{FULL}-gateway": {"spec ports 0": {"name": "http", "port": 80, "targetPort": "http"}},
             f"Service/{FULL}-gateway-peers": {
@@ -269,6 +338,34 @@ OF_WORKERS, WORKERS_HPA, WORKERS_KEDA = (
 UP, DOWN = "spec behavior scaleUp ", "spec behavior scaleDown "
 KEDA_DOWN = "spec advanced horizontalPodAutoscalerConfig behavior scaleDown "
 WORKERS: dict[str, Case] = {
+    "KEDA shows a token": (
+        VARIANTS["keda-with-a-token"],
+        {
+            f"TriggerAuthentication/{FULL}-prometheus": {
+                "spec secretTargetRef 2": {"parameter": "key", "name": "thanos", "key": "key"},
+                "spec secretTargetRef 3": {"parameter": "bearerToken", "name": "thanos", "key": "bearerToken"},
+                "spec podIdentity": ABSENT,
+            },
+            **{
+                f"ScaledObject/{FULL}-{name}": {
+                    f"spec triggers {number} metadata authModes": "tls,bearer",
+                    f"spec triggers {number} metadata customHeaders": "X-Scope-OrgID=a",
+                    f"spec triggers {number} authenticationRef name": f"{FULL}-prometheus",
+                }
+                for name, number in (("worker-demo", 0), ("gateway", 1))
+            },
+        },
+    ),
+    "KEDA is who its cloud says": (
+        VARIANTS["keda-of-aws"],
+        {
+            f"TriggerAuthentication/{FULL}-prometheus": {"spec": {"podIdentity": {"provider": "aws"}}},
+            f"ScaledObject/{FULL}-worker-demo": {
+                "spec triggers 0 metadata awsRegion": "eu-central-1",
+                "spec triggers 0 metadata authModes": ABSENT,
+            },
+        },
+    ),
     "a worker as it is": (
         {},
         {

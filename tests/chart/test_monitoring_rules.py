@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.alert_scenarios import SCENARIOS, WELL, Scenario
+from services.local.ports import HOST
+from tests.chart.alert_scenarios import FIRST, FIRSTS, SCENARIOS, WELL, Scenario
+from tests.chart.prometheus import Prometheus
 from tests.chart.release import CHART, REPO, merged, render
+from tests.chart.variants import VARIANTS
+from tests.e2e.system import wait_until
 
 RULES = CHART / "files" / "rules.yaml"
 ALERTS_PAGE = REPO / "docs" / "kubernetes" / "alerts.md"
@@ -72,6 +77,11 @@ def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("promtool")
+def test_one_late_answer_of_a_model_that_sleeps_burns_nothing(tmp_path: Path) -> None:
+    assert run_tests(tmp_path, world({FIRST: "0x600", FIRSTS: "0x10 1x600"}, [("15m", set()), ("2h", set())])) == ""
+
+
+@pytest.mark.needs("promtool")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{n}-{each.alert}" for n, each in enumerate(SCENARIOS)])
 def test_an_alert_fires_when_it_must_and_not_before(scenario: Scenario, tmp_path: Path) -> None:
     assert run_tests(tmp_path, played(scenario)) == ""
@@ -95,11 +105,91 @@ def test_every_alert_has_a_scenario_a_severity_and_a_page() -> None:
         assert each["expr"] in ALERTS_PAGE.read_text()
 
 
+def without_links(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As they are where nobody has said where the page is: a link that is no address leads nowhere."""
+    for rule in (rule for group in groups for rule in group["rules"]):
+        rule.get("annotations", {}).pop("runbook_url", None)
+    return groups
+
+
 def test_the_chart_installs_exactly_these_rules() -> None:
     values = {"monitoring": {"rules": {"enabled": True, "labels": {"release": "prometheus"}}}}
     (rule,) = render(merged(values, {"worker": {"prefill": {"replicas": 1}}})).kind("PrometheusRule")
-    assert rule["spec"] == yaml.safe_load(RULES.read_text())
+    assert rule["spec"] == {"groups": without_links(yaml.safe_load(RULES.read_text())["groups"])}
     assert rule["metadata"]["labels"]["release"] == "prometheus"
     (usual,) = render(values).kind("PrometheusRule")
     *groups, last = rule["spec"]["groups"]
     assert usual["spec"] == {"groups": groups} and last["name"] == "rootstock.prefill"
+
+
+OBJECTIVES = {"availability": 0.999, "ttftSeconds": 5, "ttftShare": 0.9}
+
+
+@pytest.mark.needs("promtool")
+def test_the_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
+    page = "https://wiki.example.com/alerts"
+    rules = {"enabled": True, "runbookUrl": page, "objectives": OBJECTIVES}
+    values = merged(VARIANTS["apart-by-hpa"], {"monitoring": {"rules": rules}})
+    (found,) = render(values).kind("PrometheusRule")
+    *groups, limits = found["spec"]["groups"]
+    by_name = {rule.get("alert") or rule["record"]: rule for group in groups for rule in group["rules"]}
+    fast, late = by_name["RootstockErrorBudgetBurnFast"], by_name["RootstockFirstTokenBudgetBurnSlow"]
+    assert fast["expr"].count("14.4 * 0.001") == 2 and "99.9 % are not" in fast["annotations"]["description"]
+    assert late["expr"].count("6 * 0.1 ") + late["expr"].count("6 * 0.1\n") == 2
+    assert "after 5 s; that 90 % come" in late["annotations"]["description"]
+    assert 'bucket{le="5.0"}' in by_name["rootstock:late_requests:ratio_rate6h"]["expr"]
+    links = {rule["annotations"]["runbook_url"] for name, rule in by_name.items() if "alert" in rule}
+    assert {link.partition("#")[0] for link in links} == {page} and len(links) == len(alerts())
+    most = {(each["labels"]["component"], each["labels"].get("model")): each["expr"] for each in limits["rules"]}
+    assert most[("rootstock-worker", "demo")] == "vector(6)" and most[("rootstock-prefill", "demo")] == "vector(4)"
+    assert most[("rootstock-gateway", None)] == "vector(8)" and len(most) == 5
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump(found["spec"]))
+    assert promtool("check", "rules", str(file)).returncode == 0
+
+
+@pytest.mark.needs("prometheus")
+def test_a_pod_that_is_not_running_is_no_target(tmp_path: Path) -> None:
+    """By the PodMonitor's own relabelings, as Prometheus does them."""
+    (monitor,) = render({"monitoring": {"serviceMonitor": {"enabled": True, "interval": "7s"}}}).kind("PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["interval"] == "7s"  # under the old name
+    names = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    relabel = [{names.get(key, key): value for key, value in each.items()} for each in endpoint["relabelings"]]
+    component = "__meta_kubernetes_pod_label_app_kubernetes_io_component"
+    targets = [
+        {
+            "targets": [f"{HOST}:{number}"],
+            "labels": {"__meta_kubernetes_pod_phase": phase, component: "worker", "phase": phase},
+        }
+        for number, phase in enumerate(("Pending", "Running"), 1)
+    ]
+    scrape = {"job_name": "pods", "static_configs": targets, "relabel_configs": relabel}
+    with Prometheus(tmp_path, [scrape]) as prometheus:
+        wait_until(lambda: prometheus.query("up"), 30, "a scrape")
+        found = [(labels["phase"], labels["component"], value) for labels, value in prometheus.query("up")]
+    assert found == [("Running", "rootstock-worker", 0.0)]
+
+
+GPU = 'DCGM_FI_DEV_GPU_UTIL{gpu="0",Hostname="node-a",'
+SEEN = {  # as the exporter's scrape has labels, and whose GPU it is
+    "honoured": ('namespace="serving",pod="worker-0"}', True),
+    "renamed": ('exported_namespace="serving",exported_pod="worker-0",namespace="gpu-operator",pod="dcgm-x"}', True),
+    "of another namespace": ('exported_namespace="train",exported_pod="worker-0",namespace="serving",pod="dcgm-x"}', False),
+    "of nobody": ('namespace="gpu-operator",pod="dcgm-x"}', False),
+}
+
+
+@pytest.mark.needs("promtool")
+@pytest.mark.parametrize("name", SEEN)
+def test_gpus_are_shown_by_the_pod_that_has_them(name: str, tmp_path: Path) -> None:
+    labels, shown = SEEN[name]
+    dashboard = json.loads((CHART / "dashboards" / "gpus.json").read_text())
+    query = dashboard["panels"][0]["targets"][0]["expr"].replace("$namespace", "serving")
+    samples = [{"labels": '{gpu="0",Hostname="node-a",pod="worker-0"}', "value": 7}] if shown else []
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": GPU + labels, "values": "7x10"}],
+        "promql_expr_test": [{"expr": query, "eval_time": "5m", "exp_samples": samples}],
+    }
+    assert run_tests(tmp_path, test) == ""

@@ -52,8 +52,9 @@ def names(*sources: str) -> set[tuple[str, str, int]]:
 
 NAMES = names("gateway", "worker", "test")
 HELM_TEST = {("test", "gateway", 8000)}
+DIAGNOSIS = {("test", "redis", 6379), ("test", ANY, 443), ("test", ANY, 6443)}
 DELETION_COST = {("worker", ANY, 443), ("worker", ANY, 6443)}
-WHOLE = REQUEST | METRICS | NAMES | HELM_TEST
+WHOLE = REQUEST | METRICS | NAMES | HELM_TEST | DIAGNOSIS
 OF_PREFILL = {
     ("gateway", "prefill", 7003),
     ("prefill", "redis", 6379),
@@ -66,7 +67,9 @@ COLLECTOR = {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detoken
 CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
     "as it is": ({}, WHOLE),
     "two models": ({"models": [model("a"), model("b")]}, WHOLE),
-    "without tests": ({"tests": {"enabled": False}}, WHOLE - HELM_TEST - names("test")),
+    "without tests": ({"tests": {"enabled": False}}, WHOLE - HELM_TEST - DIAGNOSIS - names("test")),
+    "without the diagnosis": ({"tests": {"diagnose": False}}, WHOLE - DIAGNOSIS),
+    "it asks Prometheus": (VARIANTS["monitoring"], WHOLE | {("test", ANY, 80), ("test", ANY, 9090)}),
     "with the control service": ({"auth": {"controlTokenSecret": "t"}}, WHOLE | {("gateway", "worker", 7004)}),
     "operated": (VARIANTS["operated"], WHOLE | {("gateway", "worker", 7004)}),
     "gateways watch EndpointSlices": (
@@ -77,10 +80,11 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
     "encrypted": (VARIANTS["encrypted"], WHOLE | OF_PREFILL | names("prefill") | {("gateway", "state", 6379)}),
     "Redis elsewhere": (
         VARIANTS["redis-elsewhere"],
-        WHOLE - {("gateway", "redis", 6379), ("worker", "redis", 6379)}
-        | {("gateway", ANY, 6379), ("worker", ANY, 6379), ("gateway", ANY, 6380)},
+        WHOLE - {(each, "redis", 6379) for each in ("gateway", "worker", "test")}
+        | {(each, ANY, 6379) for each in ("gateway", "worker", "test")}
+        | {(each, ANY, 6380) for each in ("gateway", "test")},
     ),
-    "a store of its own": (VARIANTS["kept"], WHOLE | {("gateway", "state", 6379)}),
+    "a store of its own": (VARIANTS["kept"], WHOLE | {("gateway", "state", 6379), ("test", "state", 6379)}),
     "traced": (
         {"tracing": {"otlpEndpoint": "otel.observability.svc:4317"}},
         WHOLE | COLLECTOR | names("tokenizer", "detokenizer"),

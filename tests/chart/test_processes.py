@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,6 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from charts.rootstock.scripts.diagnosis.checks import diagnose
+from charts.rootstock.scripts.diagnosis.install import Install
+from charts.rootstock.scripts.diagnosis.look import look
 from kernels.cpu.build import built_library
 from services.local.ports import HOST
 from tests.chart.kubelet import Machine, Running
@@ -23,7 +27,7 @@ SECRETS = {
     "llm-control": {"token": "secret"},
     "llm-api-keys": {"keys.json": '{"keys": []}'},
 }
-ACCESS = {"auth": {"controlTokenSecret": "llm-control"}, "gateway": {"settings": {"admin_port": 8001}}}
+ACCESS = {"auth": {"controlTokenSecret": "llm-control"}, "gateway": {"preStopSeconds": 1, "settings": {"admin_port": 8001}}}
 START_S = 60.0
 
 
@@ -112,15 +116,29 @@ def test_operators_reach_the_worker_that_discovery_has_found(machine: Machine, r
 
 
 def test_the_tests_of_the_chart_pass(machine: Machine, running: dict[str, Running]) -> None:
-    """What `helm test` runs, against this system. The gateway has found its peers by then."""
+    """What `helm test` runs, but for the diagnosis, which needs an API server (test_diagnosis.py). The gateway has found its
+    peers by then."""
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
     tests = [each for each in pods(machine.release) if "helm.sh/hook" in each.owner["metadata"].get("annotations", {})]
-    tests = [each for each in tests if each.owner["kind"] == "Pod"]
+    tests = [each for each in tests if not each.owner["metadata"]["name"].endswith("-diagnosis")]
     assert tests
     for each in tests:
         for container in each.spec["containers"]:
             test = machine.start(each, container)
             assert test.status_of_exit(START_S) == 0, f"{each.role}: {test.text()}"
+
+
+def test_the_diagnosis_reads_what_these_services_say(machine: Machine, running: dict[str, Running]) -> None:
+    """The gateway, its tokenizers and Redis are real; what no API server is here to say is not asked."""
+    running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
+    (told,) = [each for each in machine.release.kind("ConfigMap") if each["metadata"]["name"].endswith("-test-diagnosis")]
+    install = Install.of({**json.loads(told["data"]["install.json"]), "services": {}})
+    environ = {"ROOTSTOCK_REDIS_URL": f"redis://{HOST}:{machine.ports['redis', 6379]}/0"}
+    facts = look(install, f"http://{HOST}:{machine.ports['gateway', 8000]}", environ)
+    found = {each.check: each for each in diagnose(install, facts)}
+    assert (found["models"].what, found["redis"].state) == ("1 of 1 models have workers", "ok"), found
+    assert list(facts.texts) == ["demo"], "its tokenizer and detokenizer were asked"
+    assert (found["api"].state, found["api"].what.partition(":")[0]) == ("BROKEN", "the API server does not answer")
 
 
 class Broken(BaseHTTPRequestHandler):

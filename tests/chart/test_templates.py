@@ -18,7 +18,7 @@ from tests.chart.template_fields import (
     Values,
     at,
 )
-from tests.chart.variants import VARIANTS, model
+from tests.chart.variants import KEDA, VARIANTS, model
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,6 +54,10 @@ def test_no_case_hides_another() -> None:
         (merged(VARIANTS["apart"], VARIANTS["open-network"]), f"NetworkPolicy/{FULL}-decode"),
         (VARIANTS["apart-in-one-of-two-models"], f"Deployment/{FULL}-prefill-small"),
         (VARIANTS["monitoring"], f"ConfigMap/{FULL}-dashboard-prefill-and-decode"),
+        (VARIANTS["monitoring"], f"ConfigMap/{FULL}-dashboard-gpus"),
+        (KEDA, f"TriggerAuthentication/{FULL}-prometheus"),
+        ({"tests": {"diagnose": False}}, f"Role/{FULL}-test-diagnosis"),
+        ({"tests": {"diagnose": False}}, f"ServiceAccount/{FULL}-diagnosis"),
         ({"gateway": {"pdb": {"enabled": False}}}, f"PodDisruptionBudget/{FULL}-gateway"),
         (VARIANTS["redis-elsewhere"], f"Deployment/{FULL}-redis"),
         (VARIANTS["redis-elsewhere"], f"Service/{FULL}-redis"),
@@ -89,7 +93,7 @@ CHECKSUM = "spec template metadata annotations checksum/config"
         ({"models": [model(worker={"settings": {"page_size": 32}})]}, {"worker"}),
         ({"logLevel": "debug"}, set(EVERY)),
         ({"gateway": {"replicas": 7}, "worker": {"replicas": 7}}, set()),
-        ({"monitoring": {"serviceMonitor": {"enabled": True}}}, set()),
+        ({"monitoring": {"podMonitor": {"enabled": True}}}, set()),
         (VARIANTS["apart"], {"worker", "gateway"}),
     ],
 )

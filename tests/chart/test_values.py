@@ -195,6 +195,10 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         gateway(queueTimeoutSeconds=600),
         "gateway.queueTimeoutSeconds (600) must be less than gateway.settings.request_timeout_s (600)",
     ),
+    "stopped before it has drained": (
+        gateway(terminationGracePeriodSeconds=100),
+        "gateway.terminationGracePeriodSeconds (100) is less than a gateway takes to stop: preStopSeconds (30)",
+    ),
     "keys twice": (
         {"auth": {"apiKeysSecret": "k", "apiKeys": [{"name": "a", "key": "b"}]}},
         "auth.apiKeys and auth.apiKeysSecret both say which keys are accepted.",
@@ -214,6 +218,10 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "zero workers and no queue": (
         merged(KEDA, gateway(settings={"max_waiting_requests": 0})),
         "gateway.settings.max_waiting_requests is 0. Raise it, or set minReplicas to 1.",
+    ),
+    "token from nowhere": (
+        {"autoscaling": {"prometheusAuth": {"modes": ["bearer"]}}},
+        "autoscaling.prometheusAuth.modes is bearer, and there is no secret to take them from.",
     ),
     "adapter and KEDA": (
         {"autoscaling": {"engine": "keda", "adapterRules": True}},

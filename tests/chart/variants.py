@@ -19,7 +19,7 @@ SHARED_CACHE: Values = {
 FRONT_SCALED: Values = {"autoscaling": {"enabled": True}}
 MONITORING: Values = {
     "monitoring": {
-        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "rules": {"enabled": True, "labels": {"release": "prometheus"}},
         "dashboards": {"enabled": True},
     },
@@ -124,6 +124,13 @@ VARIANTS: dict[str, Values] = {
     },
     "hpa": HPA,
     "keda": KEDA,
+    "keda-with-a-token": merged(
+        KEDA,
+        {"autoscaling": {"prometheusAuth": {"modes": ["tls", "bearer"], "secret": "thanos", "headers": {"X-Scope-OrgID": "a"}}}},
+    ),
+    "keda-of-aws": merged(
+        KEDA, {"autoscaling": {"prometheusAuth": {"podIdentity": "aws", "metadata": {"awsRegion": "eu-central-1"}}}}
+    ),
     "apart": APART,
     "apart-on-local-disks": merged(
         merged(SHARED_CACHE, APART),
@@ -134,6 +141,9 @@ VARIANTS: dict[str, Values] = {
     "apart-in-one-of-two-models": {"models": [model("small"), model("large", worker=APART["worker"])]},
     "access": ACCESS,
     "tuned": TUNED,
+    "behind-google": {"ingress": {**ACCESS["ingress"], "controller": "gce"}},
+    "behind-alb": {"ingress": {**ACCESS["ingress"], "className": "alb", "controller": "alb"}},
+    "behind-nginx": {"ingress": {**ACCESS["ingress"], "controller": "nginx"}},
     "operated": OPERATED,
     "discovery": {"gateway": {"discovery": "k8s"}},
     "monitoring": MONITORING,

@@ -13,7 +13,7 @@ from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import Cluster, Release, until
 from tests.cluster.load import Load
 
-MONITORED = {"serviceMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}}
+MONITORED = {"podMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}}
 SERVICES = ("gateway", "tokenizer", "detokenizer", "worker")
 SOON_S = 240.0
 

@@ -14,7 +14,7 @@ from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import CHART, Cluster, Release, until
 from tests.cluster.load import Load
 
-MONITORED = {"serviceMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}}
+MONITORED = {"podMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}}
 PROMETHEUS = "http://prometheus-server.monitoring.svc:80"
 COOLDOWN_S = 30
 LOOKS = 12  # at what must not change, a second apart

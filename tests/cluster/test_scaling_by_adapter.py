@@ -14,7 +14,7 @@ from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import Release, until
 from tests.cluster.load import Load
 
-MONITORED = {"serviceMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}}
+MONITORED = {"podMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}}
 PACED = {"scaleDownSeconds": 15, "scaleDownPeriodSeconds": 15}
 FEW = {"max_total_tokens": 16384, "max_running_requests": 2, "grammar_workers": 1}
 SLOW = {"executor": "fake", "fake_step_s": 0.1, "max_total_tokens": 16384}  # an answer in twenty seconds

@@ -52,8 +52,9 @@ def _unequal(schema: dict[str, Any], value: Any, at: str) -> Iterator[str]:
 
 def test_values_and_schema_have_the_same_keys() -> None:
     kubernetes_own = {"/networkPolicy/dns"}
-    assert sorted(path for path in _unequal(SCHEMA, VALUES, "") if path not in kubernetes_own) == []
-    assert list(_unequal(SCHEMA, {**VALUES, "gatway": {}}, "")) == ["/gatway"]
+    old = "/monitoring/serviceMonitor/"  # without defaults, which would win over those under the new name
+    found = [path for path in _unequal(SCHEMA, {**VALUES, "gatway": {}}, "") if not path.startswith(old)]
+    assert [path for path in found if path not in kubernetes_own] == ["/gatway"]
 
 
 def _open_objects(schema: Any, at: str) -> Iterator[str]:

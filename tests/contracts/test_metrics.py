@@ -22,7 +22,8 @@ PAGE = ROOT / "docs" / "metrics.md"
 COLLECTORS = {"Collector", "Readings"}
 DIRECT = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
 KINDS = {"Readings", "UnlockedHistogram"}  # of collectors, for others to be made of
-PROMETHEUS = ("process_", "python_", "up", "ALERTS")  # its own series
+# Its own series, those of exporters that may be there, and what the chart records of its values.
+PROMETHEUS = ("process_", "python_", "up", "ALERTS", "kube_", "DCGM_", "rootstock:max_replicas")
 
 
 def rows() -> list[Row]:

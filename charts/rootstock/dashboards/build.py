@@ -56,7 +56,7 @@ def rate(series: str, labels: str, by: str = "") -> str:
 
 
 PROMPT_TOKENS = f"({rate('sglang:prompt_tokens_total', WK, 'pod')} > 0)"
-REQUESTS = f'{GW},route!~"/health.*|/readiness|/metrics|other"'
+REQUESTS = f'{GW},route!~"/health.*|/readiness|/ready|/metrics|other"'
 GATEWAY = "rootstock_gateway_"
 OPEN = f"sglang:num_running_reqs{{{WK}}} + sglang:num_queue_reqs{{{WK}}}"
 
@@ -67,9 +67,13 @@ OVERVIEW = Dashboard(
     [
         Panel("Requests by code", "HTTP answers per second, without probes.", "reqps",
               {"{{code}}": rate(f"{GATEWAY}requests_total", REQUESTS, "code")}, stack=True),
-        Panel("Errors of the server", "Share of requests with a 5xx; the objective is 0.5 %.", "percentunit",
-              {"1 h": f"rootstock:failed_requests:ratio_rate1h{{{NS}}}",
-               "5 m": f"rootstock:failed_requests:ratio_rate5m{{{NS}}}"}),
+        Panel("Errors of the server", "Share of requests with a 5xx; a month's objective allows 0.5 % by default.", "percentunit",
+              {"1 h, {{model}}": f"rootstock:failed_requests:ratio_rate1h{{{NS}}}",
+               "5 m, {{model}}": f"rootstock:failed_requests:ratio_rate5m{{{NS}}}"}),
+        Panel("Late first tokens", "Share of requests whose first token came after the objective's time, 2.5 s by default; 5 % may.",
+              "percentunit",
+              {"1 h, {{model}}": f"rootstock:late_requests:ratio_rate1h{{{GW}}}",
+               "5 m, {{model}}": f"rootstock:late_requests:ratio_rate5m{{{GW}}}"}, most=1),
         Panel("Refused for want of a worker", "Choices that got 503 with Retry-After, per second.", "reqps",
               {"{{reason}}": rate(f"{GATEWAY}refusals_total", NS, "reason")}),
         Panel("Time to first token", "Arrival at the gateway to the first decoded token.", "s",
@@ -283,7 +287,36 @@ PREFILL = Dashboard(
     ],
 )  # fmt: skip
 
-DASHBOARDS = (OVERVIEW, ENGINE, ROUTING, AUTOSCALING, PREFILL)
+
+
+def dcgm(series: str) -> str:
+    """By pod, GPU and node. The exporter's series say whose GPU it is under `pod`, or, where the scrape has labels of its own of
+    that name, under `exported_pod`."""
+    exported = f'label_replace({series}{{exported_{NS}}}, "pod", "$1", "exported_pod", "(.+)")'
+    return f'max by (pod, gpu, Hostname) ({exported} or {series}{{{NS},exported_namespace="",pod!=""}})'
+
+
+AT_GPU = "{{pod}}, {{Hostname}} {{gpu}}"
+GPUS = Dashboard(
+    "gpus",
+    "Rootstock / GPUs",
+    "The GPUs of a namespace's pods, by NVIDIA's DCGM exporter.",
+    [
+        Panel("Busy", "Share of the time in which a kernel runs.", "percent", {AT_GPU: dcgm("DCGM_FI_DEV_GPU_UTIL")}, most=100),
+        Panel("Tensor cores", "Share of cycles in which they compute; low in decode, which waits for memory.", "percentunit",
+              {AT_GPU: dcgm("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE")}, most=1),
+        Panel("Memory bus", "Share of cycles in which it carries data; high in decode.", "percentunit",
+              {AT_GPU: dcgm("DCGM_FI_PROF_DRAM_ACTIVE")}, most=1),
+        Panel("Memory in use", "Weights, KV pool, graphs.", "mbytes", {AT_GPU: dcgm("DCGM_FI_DEV_FB_USED")}),
+        Panel("Power", "Of each GPU.", "watt", {AT_GPU: dcgm("DCGM_FI_DEV_POWER_USAGE")}),
+        Panel("Temperature", "Of each GPU; clocks fall near its limit.", "celsius", {AT_GPU: dcgm("DCGM_FI_DEV_GPU_TEMP")}),
+        Panel("Clock", "MHz of the multiprocessors.", "short", {AT_GPU: dcgm("DCGM_FI_DEV_SM_CLOCK")}),
+        Panel("Xid errors", "The last one's number; 0: none. 79 is a GPU that fell off the bus; 48, 63 and 94 are of its memory.", "short",
+              {AT_GPU: dcgm("DCGM_FI_DEV_XID_ERRORS")}),
+    ],
+)  # fmt: skip
+
+DASHBOARDS = (OVERVIEW, ENGINE, ROUTING, AUTOSCALING, PREFILL, GPUS)
 
 
 def panel_json(panel: Panel, number: int) -> dict[str, Any]:

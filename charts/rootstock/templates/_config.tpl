@@ -54,6 +54,8 @@ ROOTSTOCK_METRICS_HOST: "0.0.0.0"
 ROOTSTOCK_METRICS_PORT: "9104"
 ROOTSTOCK_METRICS_ON_HTTP: "false"
 ROOTSTOCK_DOCS_ENABLED: "false"
+ROOTSTOCK_KEEP_ALIVE_S: "620"
+ROOTSTOCK_STOP_DELAY_S: {{ .values.preStopSeconds | quote }}
 ROOTSTOCK_PLAYGROUND: {{ .values.playground | quote }}
 {{- if .values.tlsSecret }}
 ROOTSTOCK_TLS_CERT_FILE: /etc/rootstock/tls/tls.crt

@@ -140,18 +140,20 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- $base := default (include "rootstock.fullname" .root) $account.name -}}
 {{- if not $account.create -}}
 {{ default "default" $account.name }}
-{{- else if has .component (list "gateway" "worker") -}}
+{{- else if has .component (list "gateway" "worker" "diagnosis") -}}
 {{ $base }}-{{ .component }}
 {{- else -}}
 {{ $base }}
 {{- end -}}
 {{- end }}
 
-{{/* "true" if the pods of a scope talk to the API server: gateways that watch EndpointSlices, workers that tell their deletion cost. */}}
+{{/* "true" if the pods of a scope talk to the API server: gateways that watch EndpointSlices, workers that tell their deletion cost, the diagnosis. */}}
 {{- define "rootstock.usesApi" -}}
 {{- if eq .component "gateway" -}}
 {{- if eq .values.discovery "k8s" }}true{{ end -}}
 {{- else if eq .component "worker" -}}
 {{- if and (eq .values.kind "Deployment") .values.deletionCost }}true{{ end -}}
+{{- else if eq .component "diagnosis" -}}
+true
 {{- end -}}
 {{- end }}

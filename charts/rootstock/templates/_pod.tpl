@@ -27,17 +27,23 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* From the pod's deletion on: preStop's 5 s, the drain, and 10 s to hand back or end what is left. */}}
+{{/* From the pod's deletion on: preStop's 5 s, the drain, and 10 s to hand back or end what is left. A gateway waits by itself. */}}
 {{- define "rootstock.pod.gracePeriod" -}}
+{{- if eq .component "gateway" -}}
+{{ max (add .root.Values.drainSeconds .values.preStopSeconds 10) .values.terminationGracePeriodSeconds }}
+{{- else -}}
 {{ add .root.Values.drainSeconds 15 }}
+{{- end -}}
 {{- end }}
 
-{{/* Endpoints learn that the pod goes before it stops listening. */}}
+{{/* Endpoints learn that the pod goes before it stops listening. A gateway tells balancers too, so it has to know itself. */}}
 {{- define "rootstock.preStop" -}}
+{{- if ne .component "gateway" -}}
 lifecycle:
   preStop:
     exec:
       command: [sleep, "5"]
+{{- end -}}
 {{- end }}
 
 {{/* Probes of a gRPC service. Takes {service, port, startupSeconds}. Liveness waits two minutes: a long prefill is no fault. */}}
@@ -72,7 +78,7 @@ command: [python, -m, services.{{ .component }}]
 envFrom:
   - configMapRef:
       name: {{ include "rootstock.componentName" . }}
-{{ include "rootstock.preStop" . }}
+{{- with include "rootstock.preStop" . }}{{ . | nindent 0 }}{{ end }}
 {{- end }}
 
 {{/* Variables that no ConfigMap can hold. */}}

@@ -85,6 +85,12 @@ spec:
     {{- include "rootstock.hpa.cpu" . | nindent 4 }}
 {{- end }}
 
+{{/* "true" where KEDA is on and has to say who it is. Takes the root. */}}
+{{- define "rootstock.keda.authenticates" -}}
+{{- $auth := .Values.autoscaling.prometheusAuth -}}
+{{- if and (eq .Values.autoscaling.engine "keda") (or $auth.modes $auth.podIdentity) }}true{{ end -}}
+{{- end }}
+
 {{/* A KEDA trigger. Takes {root, name, query, threshold}. */}}
 {{- define "rootstock.keda.trigger" -}}
 - type: prometheus
@@ -94,6 +100,26 @@ spec:
     serverAddress: {{ .root.Values.autoscaling.prometheusUrl }}
     threshold: {{ .threshold | quote }}
     ignoreNullValues: "false"
+    {{- with .root.Values.autoscaling.prometheusAuth }}
+    {{- with .modes }}
+    authModes: {{ join "," . }}
+    {{- end }}
+    {{- if .headers }}
+    {{- $headers := list }}
+    {{- range $name, $value := .headers }}{{ $headers = append $headers (printf "%s=%s" $name $value) }}{{ end }}
+    customHeaders: {{ join "," $headers | quote }}
+    {{- end }}
+    {{- if .unsafeSsl }}
+    unsafeSsl: "true"
+    {{- end }}
+    {{- with .metadata }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- end }}
     query: |-
       {{- .query | trim | nindent 6 }}
+  {{- if include "rootstock.keda.authenticates" .root }}
+  authenticationRef:
+    name: {{ include "rootstock.fullname" .root }}-prometheus
+  {{- end }}
 {{- end }}

@@ -73,6 +73,12 @@
 {{- if ge (float64 .Values.gateway.queueTimeoutSeconds) (float64 $requestTimeout) -}}
   {{- fail (printf "gateway.queueTimeoutSeconds (%v) must be less than gateway.settings.request_timeout_s (%v): a request that waits so long has no time to run. Raise request_timeout_s or lower queueTimeoutSeconds." .Values.gateway.queueTimeoutSeconds $requestTimeout) -}}
 {{- end -}}
+{{- $least := add .Values.gateway.preStopSeconds .Values.drainSeconds 10 -}}
+{{- with .Values.gateway.terminationGracePeriodSeconds -}}
+  {{- if lt (int .) (int $least) -}}
+    {{- fail (printf "gateway.terminationGracePeriodSeconds (%d) is less than a gateway takes to stop: preStopSeconds (%d), drainSeconds (%d) and 10 s. Raise it to %d, lower one of these, or set it to 0." (int .) (int $.Values.gateway.preStopSeconds) (int $.Values.drainSeconds) (int $least)) -}}
+  {{- end -}}
+{{- end -}}
 {{- if and .Values.auth.apiKeys .Values.auth.apiKeysSecret -}}
   {{- fail "auth.apiKeys and auth.apiKeysSecret both say which keys are accepted. Put the entries of apiKeys into the Secret, or remove apiKeysSecret." -}}
 {{- end -}}
@@ -107,6 +113,9 @@
       {{- fail (printf "%s: autoscaling.targetCPUPercent is a share of resources.requests.cpu, which is not set. Set it, or switch autoscaling off." .at) -}}
     {{- end -}}
   {{- end -}}
+{{- end -}}
+{{- if and .Values.autoscaling.prometheusAuth.modes (not .Values.autoscaling.prometheusAuth.secret) -}}
+  {{- fail (printf "autoscaling.prometheusAuth.modes is %s, and there is no secret to take them from. Name a Secret under prometheusAuth.secret, or remove modes." (join ", " .Values.autoscaling.prometheusAuth.modes)) -}}
 {{- end -}}
 {{- if and .Values.autoscaling.adapterRules (eq .Values.autoscaling.engine "keda") -}}
   {{- fail "autoscaling.adapterRules are for HorizontalPodAutoscalers, and autoscaling.engine is keda: two autoscalers must not drive the same workers. Set adapterRules to false, or engine to hpa." -}}

@@ -17,6 +17,7 @@ from services.cli.shared.server import Server
 from services.cli.shared.terminal import Terminal
 from services.cli.status.standing import Observer, Standing
 from services.cli.status.table import lines
+from services.cli.status.trouble import troubles
 
 TELLING_S = 1.1  # after it every worker has told its figures once more
 
@@ -74,7 +75,7 @@ def _draw(standing: Standing, server: Server, out: Terminal, is_json: bool) -> N
 
 def _print(standing: Standing, server: Server, out: Terminal, is_json: bool) -> None:
     if is_json:
-        out.line(json.dumps({"at": _now(), "url": server.target.url, **standing.as_json()}))
+        out.line(json.dumps({"at": _now(), "url": server.target.url, **standing.as_json(), "troubles": troubles(standing)}))
         return
     for line in lines(standing, server.target.url, out):
         out.line(line)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from textwrap import wrap
 
 from services.cli.shared.terminal import Terminal, harmless
 from services.cli.status.standing import Standing, Worker
+from services.cli.status.trouble import troubles
 
 GAP = "  "
 LEAST_NAME = 10
@@ -23,7 +25,8 @@ class Column:
 
 
 def lines(standing: Standing, url: str, terminal: Terminal) -> list[str]:
-    return [*_head(standing, url, terminal), "", *_rows(standing, terminal), "", _foot(standing)]
+    wrong = [terminal.painted(part, "yellow") for text in troubles(standing) for part in wrap(harmless(text), terminal.width)]
+    return [*_head(standing, url, terminal), "", *_rows(standing, terminal), "", _foot(standing), *wrong]
 
 
 def _head(standing: Standing, url: str, terminal: Terminal) -> list[str]:

@@ -171,6 +171,12 @@ class GatewaySettings(ServiceSettings):
         ge=1,
         description="Seconds that a connection is kept after an answer: longer than clients keep one.",
     )
+    stop_delay_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds after SIGTERM in which /ready fails and requests are still taken, before the grace period: as long"
+        " as balancers in front take to notice.",
+    )
     body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request's body must have arrived, then 408.")
     body_budget_bytes: int = Field(
         MAX_BODY_BYTES,

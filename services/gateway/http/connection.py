@@ -29,7 +29,7 @@ from services.shared.limits import MAX_HEAD_BYTES
 LINGER_S = 2.0  # in which a client that is still sending can read why it was refused
 GONE_POLL_S = 0.25  # while nothing is read
 CLOSED = frozenset((7, 8))  # TCP_CLOSE after a reset, TCP_CLOSE_WAIT after the last byte; of Linux's tcp_states.h
-OF_HEALTH = frozenset((b"/health", b"/readiness"))
+OF_HEALTH = frozenset((b"/health", b"/readiness", b"/ready"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class Connection(HttpToolsProtocol):
         self.app = self._served if self._has_room or health else self._overloaded
         super().on_headers_complete()
         self.cycle.transport = self._answer_transport
+        self.cycle.keep_alive = self.cycle.keep_alive and not self._table.last_answers
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0

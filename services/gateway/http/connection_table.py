@@ -28,10 +28,11 @@ def open_files_allowed() -> int:
 
 class ConnectionTable:
     """allowed: connections at once; one more closes the one that has been idle longest. Where none is idle, it may ask for the
-    server's health and gets 503 for all else."""
+    server's health and gets 503 for all else. last_answers: whether each connection ends with its next answer."""
 
     def __init__(self, allowed: int) -> None:
         self._allowed = allowed
+        self.last_answers = False
         self._open: set[Closable] = set()
         self._idle: dict[Closable, None] = {}  # in the order in which they became so
 

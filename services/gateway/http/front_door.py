@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _CHOICE_SUFFIX_CHARS = 8  # what a choice's number adds to the id on its way to the worker, at most
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOICE_SUFFIX_CHARS))
-_OPEN_PATHS = frozenset(("/health", "/health_generate", "/ping", "/readiness", "/metrics", "/docs", "/openapi.json"))
+_OPEN_PATHS = frozenset(("/health", "/health_generate", "/ping", "/readiness", "/ready", "/metrics", "/docs", "/openapi.json"))
 _NO_ROOM = frozenset((503, 529))
 _MODEL_PATH = "/v1/models/"
 

@@ -50,11 +50,16 @@ class HttpServer(uvicorn.Server):
     a connection whose first request is still on its way.
     """
 
-    def __init__(self, config: uvicorn.Config, options: HttpOptions) -> None:
+    def __init__(self, config: uvicorn.Config, options: HttpOptions, table: ConnectionTable) -> None:
         super().__init__(config)
         self._first_request_s = options.first_request_s
         self._tls = options.tls
+        self._table = table
         self._handshake_s = options.head_s
+
+    def close_after_answers(self) -> None:
+        """From now on each answer says that its connection ends with it."""
+        self._table.last_answers = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -116,4 +121,4 @@ def build(app: ASGIApp, options: HttpOptions) -> HttpServer:
         timeout_keep_alive=options.keep_alive_s,
         backlog=BACKLOG,
     )
-    return HttpServer(config, options)
+    return HttpServer(config, options, table)

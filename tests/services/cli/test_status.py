@@ -16,6 +16,7 @@ from services.cli.shared.terminal import Terminal
 from services.cli.status.command import _next_look
 from services.cli.status.standing import Observer, Standing, Worker
 from services.cli.status.table import lines
+from services.cli.status.trouble import troubles
 from tests.services.cli.fake_server import FakeServer
 
 UNTOLD = ("told_s_ago", "num_running", "num_waiting", "kv_used_tokens", "kv_cached_tokens", "prompt_tokens")
@@ -90,7 +91,7 @@ def test_a_table_fits_80_columns_and_keeps_what_tells_workers_apart() -> None:
     rows = shown(*full, other)
     assert max(map(len, rows)) <= 80, "\n".join(rows)
     assert all(any(tail in row for row in rows) for tail in ("abcde", "fghij"))
-    assert rows[-1] == "queue 1  tokenizers 2  detokenizers 3"
+    assert "queue 1  tokenizers 2  detokenizers 3" in rows and rows[-1].endswith("shorter answers")
 
 
 def test_what_workers_call_themselves_moves_no_cursor() -> None:
@@ -128,3 +129,19 @@ def test_a_watch_outlives_a_gateway_that_is_away() -> None:
     out = io.StringIO()
     assert _next_look(look, 0.0, Terminal(out, {}), is_json=True) is standing
     assert "cannot be reached" in json.loads(out.getvalue())["error"]
+
+
+def test_what_is_wrong_is_said_with_where_to_look() -> None:
+    well = Observer().look(info(worker("a"), worker("b", "lost")), 10.0)
+    assert troubles(well) == []
+    gateway = {"waiting": 4, "workers": 0, "tokenizers": 0, "detokenizers": 3}
+    told = {**info(worker("a", "hung"), worker("b", "lost"), worker("c", "unused")), "gateway": gateway}
+    said = troubles(Observer().look(told, 10.0))
+    assert [text.partition(":")[0] for text in said] == [
+        "no tokenizer is connected",
+        "no worker of m can answer (1 hung, 1 lost, 1 unused), and 4 requests wait",
+        "a hangs",
+        "c gets no requests after faults of its own",
+    ]
+    full = Observer().look(info(worker("a", kv_used_tokens=990)), 10.0)
+    assert troubles(full) == ["a has no memory left for the 1 that wait there: more workers, or shorter answers"]

@@ -61,3 +61,8 @@ class Health(Answer):
 class ReadinessReport(Answer):
     ready: bool
     missing: list[Literal["worker", "tokenizer", "detokenizer", "stopping"]] = Field(description="What a request would wait for.")
+
+
+class IntakeReport(Answer):
+    ready: bool
+    missing: list[Literal["model", "stopping"]] = Field(description="Why no request is to be sent here.")

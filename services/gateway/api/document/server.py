@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.api.document.answer import Health, ReadinessReport
+from services.gateway.api.document.answer import Health, IntakeReport, ReadinessReport
 from services.gateway.api.document.operation import HTML, JSON, TEXT, Operation
 
 PLAYGROUND = "/"
 HEALTH = "/health"
 READINESS = "/readiness"
+READY = "/ready"
 METRICS = "/metrics"
 DOCS = "/docs"
 DOCUMENT = "/openapi.json"
 
 _TAG = "Operations"
 _READY = {JSON: ReadinessReport}
+_TAKES = {JSON: IntakeReport}
 _OF_PAGES = ("content-security-policy", "x-content-type-options", "referrer-policy", "cache-control")
 _PLAYGROUND = Operation("get", PLAYGROUND, _TAG, "The playground", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES)
 _METRICS = Operation("get", METRICS, _TAG, "Prometheus metrics", {TEXT: str}, statuses=(503,), keyed=False)
@@ -30,6 +32,7 @@ OPERATIONS = (
         others={503: _READY},
         keyed=False,
     ),
+    Operation("get", READY, _TAG, "Whether requests are taken, for balancers", _TAKES, others={503: _TAKES}, keyed=False),
     Operation("get", DOCS, _TAG, "This document, for people", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES),
     Operation("get", DOCUMENT, _TAG, "This document", {JSON: dict[str, Any]}, statuses=(503,), keyed=False),
 )

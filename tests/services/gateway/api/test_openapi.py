@@ -71,6 +71,7 @@ OF_STATE = ("/ping", "/version", "/get_load", "/get_server_info", "/server_info"
 GETS = (
     "/health",
     "/readiness",
+    "/ready",
     "/metrics",
     "/docs",
     "/openapi.json",
@@ -318,6 +319,8 @@ def without_workers(seen: Seen) -> None:
     with System(down=("worker",), queue_timeout_s=0.05, models=MODEL) as system:
         wait_until(lambda: system.get("/health").status_code == 200)
         seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
+    with System(down=("worker",)) as system:  # no model is known
+        seen.look(system, [ask(system, method, "/ready") for method in ("GET", "HEAD")])
 
 
 def in_time(seen: Seen, patch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,14 @@ from tests.services.gateway.system import wait_until
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+LISTED = ("--models", "sleeping")
+
+
 @contextmanager
-def gateway_alone(port: int, health_port: int) -> Iterator[subprocess.Popen[bytes]]:
+def gateway_alone(port: int, health_port: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "services.gateway", "--port", str(port), "--health-port", str(health_port)]
     command += [f"--{peers}={HOST}:{free_ports(1)[0]}" for peers in ("workers", "tokenizers", "detokenizers")]
-    process = subprocess.Popen([*command, "--models", "sleeping", "--grace-s", "30"], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, *flags, "--grace-s", "30"], stderr=subprocess.DEVNULL)
     try:
         yield process
     finally:
@@ -41,7 +44,7 @@ def state(health_port: int, service: str) -> int:
 
 def test_ready_without_peers_and_not_while_it_stops() -> None:
     port, health_port = free_ports(2)
-    with gateway_alone(port, health_port) as process:
+    with gateway_alone(port, health_port, *LISTED) as process:
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
         assert state(health_port, "") == SERVING
         answer = httpx.get(f"http://{HOST}:{port}/readiness")
@@ -56,3 +59,30 @@ def test_ready_without_peers_and_not_while_it_stops() -> None:
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: state(health_port, "gateway") == NOT_SERVING, "the end of readiness")
             assert state(health_port, "") == SERVING
+
+
+def told(client: httpx.Client) -> tuple[int, list[str], str | None]:
+    """What a balancer hears: status, reasons, and whether its connection ends with the answer."""
+    answer = client.get("/ready")
+    return answer.status_code, answer.json()["missing"], answer.headers.get("connection")
+
+
+def test_a_balancer_is_told_before_the_port_closes() -> None:
+    port, health_port = free_ports(2)
+    with gateway_alone(port, health_port, *LISTED, "--stop-delay-s", "2") as process:
+        wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
+        with httpx.Client(base_url=f"http://{HOST}:{port}") as client:
+            assert told(client) == (200, [], None)
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: told(client) == (503, ["stopping"], "close"), "the refusal")
+            assert state(health_port, "gateway") == NOT_SERVING
+            assert client.get("/v1/models").status_code == 200  # who has not noticed is served
+        assert process.wait(10) == 0
+
+
+def test_a_gateway_that_knows_no_model_is_not_for_balancers() -> None:
+    port, health_port = free_ports(2)
+    with gateway_alone(port, health_port):
+        wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
+        with httpx.Client(base_url=f"http://{HOST}:{port}") as client:
+            assert told(client) == (503, ["model"], None)

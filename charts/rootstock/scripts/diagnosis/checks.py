@@ -1,0 +1,65 @@
+"""The checks: of what an installation wants and what was found, to findings. Pure: each looks at facts alone, and by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .figures import scaling, scrape
+from .findings import Finding, broken, ok, unknown
+from .install import Facts, Install
+from .serving import dns, models, redis, services
+from .workloads import gpus, pods, storage
+
+Check = Callable[[Install, Facts], Iterator[Finding]]
+ROLE = (
+    "the tests' ServiceAccount has its Role from the chart (tests.diagnose): is tests.enabled true, and was the release upgraded?"
+)
+
+
+def api(install: Install, facts: Facts) -> Iterator[Finding]:
+    refused = {plural: answer for plural, answer in facts.objects.items() if not answer.good and answer.status != 404}
+    if not refused:
+        yield ok("api", f"the API server tells what is in {install.namespace}")
+    for plural, answer in refused.items():
+        if not answer.status:
+            mend = "a NetworkPolicy must let the tests' pods reach the API server: networkPolicy.apiServer"
+            yield broken("api", f"the API server does not answer: {answer.why}", mend)
+            return
+        yield unknown("api", f"{plural} may not be listed: {answer.why}", ROLE)
+
+
+def secrets(install: Install, facts: Facts) -> Iterator[Finding]:
+    lacking = 0
+    for secret in install.secrets:
+        name, keys, value = secret["name"], secret["keys"], secret["value"]
+        there = facts.secrets.get(name, frozenset())
+        missing = [key for key in keys if key not in there]
+        make = f"kubectl -n {install.namespace} create secret generic {name} " + " ".join(
+            f"--from-file={key}=FILE" for key in keys or ["keys.json"]
+        )
+        if not there:
+            lacking += 1
+            yield broken("secrets", f"there is no Secret {name} (or it is empty), which {value} names", make)
+        elif missing:
+            lacking += 1
+            told = f"Secret {name} ({value}) has no key {', '.join(missing)}; it has {', '.join(sorted(there))}"
+            yield broken("secrets", told, f"add it, or make the Secret anew: {make}")
+        elif not keys and not any(key.endswith(".json") for key in there):
+            lacking += 1
+            yield broken("secrets", f"no key of Secret {name} ({value}) ends with .json, so no API key is accepted", make)
+    if not lacking:
+        yield ok("secrets", f"{len(install.secrets)} Secrets are there with their keys")
+
+
+CHECKS: tuple[Check, ...] = (api, secrets, dns, services, redis, storage, gpus, pods, models, scrape, scaling)
+
+
+def diagnose(install: Install, facts: Facts) -> list[Finding]:
+    """All of them; one that stumbles over what it did not expect says so, and the others go on."""
+    found: list[Finding] = []
+    for check in CHECKS:
+        try:
+            found += check(install, facts)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            found.append(unknown(check.__name__, (f"the check could not read what was answered: {error!r}"), "please report it"))
+    return found

@@ -1,0 +1,50 @@
+"""What a check finds, and how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+OK, WAITING, UNKNOWN, BROKEN = "ok", "waiting", "unknown", "BROKEN"
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Finding:
+    """check: its name. state: one of the above; WAITING is what may mend itself, UNKNOWN what could not be looked at.
+    what: a sentence. mend: what to do, empty where all is well."""
+
+    check: str
+    state: str
+    what: str
+    mend: str = ""
+
+
+def ok(check: str, what: str) -> Finding:
+    return Finding(check, OK, what)
+
+
+def broken(check: str, what: str, mend: str) -> Finding:
+    return Finding(check, BROKEN, what, mend)
+
+
+def waiting(check: str, what: str, mend: str) -> Finding:
+    return Finding(check, WAITING, what, mend)
+
+
+def unknown(check: str, what: str, mend: str) -> Finding:
+    return Finding(check, UNKNOWN, what, mend)
+
+
+def report(title: str, findings: Sequence[Finding]) -> str:
+    """A line for each finding and one for its remedy; what is broken stands at the end, where logs are read."""
+    order = (OK, UNKNOWN, WAITING, BROKEN)
+    shown = sorted(findings, key=lambda each: order.index(each.state))
+    lines = [title, ""]
+    for each in shown:
+        lines.append(f"{each.state:8}  {each.check:9}  {each.what}")
+        if each.mend:
+            lines.append(f"{'':8}  {'':9}  mend: {each.mend}")
+    counts = {state: sum(each.state == state for each in findings) for state in order}
+    told = ", ".join(f"{count} {state.lower()}" for state, count in counts.items() if count)
+    return "\n".join([*lines, "", f"{len({each.check for each in findings})} checks: {told}", ""])

@@ -1,0 +1,233 @@
+"""Gathers the facts: asks the API server, the gateway, Prometheus, Redis and the resolver, each for seconds at most.
+
+Nothing is changed but a key in Redis that lives for a minute. What cannot be asked is a fact too.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .install import UNASKED, UNRESOLVED, Answer, Facts, Install, Object, RedisState, logs_wanted, pods_of
+from .redis_probe import probe
+
+TIMEOUT_S, NAMES_S = 8.0, 15.0
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+SAMPLE = "Zwölf Boxkämpfer jagen Viktor; 東京 2026 🚀 def f(x): return x**2"
+OPEN = ssl.create_default_context()  # within the cluster the gateway's certificate is of another name
+OPEN.check_hostname, OPEN.verify_mode = False, ssl.CERT_NONE
+SHOWN = ("bearerToken", "username", "password", "customAuthHeader", "customAuthValue")  # to Prometheus, of its Secret
+LISTS = {
+    "pods": "api/v1",
+    "services": "api/v1",
+    "events": "api/v1",
+    "persistentvolumeclaims": "api/v1",
+    "replicasets": "apis/apps/v1",
+    "statefulsets": "apis/apps/v1",
+    "networkpolicies": "apis/networking.k8s.io/v1",
+    "horizontalpodautoscalers": "apis/autoscaling/v2",
+    "scaledobjects": "apis/keda.sh/v1alpha1",
+}
+
+
+def get(url: str, headers: Mapping[str, str], context: ssl.SSLContext | None, body: object = None) -> Answer:
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), dict(headers))
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+            return Answer(answer.status, _read(answer.read()))
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, _read(error.read()))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return Answer(error=str(getattr(error, "reason", error)) or repr(error))
+
+
+def _read(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+class ApiServer:
+    """By the pod's own account, or at $DIAGNOSIS_API without one, as `kubectl proxy` serves it."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._context: ssl.SSLContext | None = None
+        self._headers: dict[str, str] = {}
+        self._url = environ.get("DIAGNOSIS_API", "")
+        if self._url:
+            return
+        host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        self._url = f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
+        if (ACCOUNT / "token").is_file():
+            self._headers["Authorization"] = f"Bearer {(ACCOUNT / 'token').read_text().strip()}"
+            self._context = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
+
+    def get(self, path: str) -> Answer:
+        if not self._url:
+            return Answer(error="this is no pod of a cluster: there is no KUBERNETES_SERVICE_HOST")
+        return get(f"{self._url}/{path}", self._headers, self._context)
+
+
+def look(install: Install, gateway: str, environ: Mapping[str, str]) -> Facts:
+    """gateway: its URL. environ: DIAGNOSIS_SECRETS, where Secrets are mounted by name; ROOTSTOCK_REDIS_URL and
+    ROOTSTOCK_STATE_REDIS_URL; API_KEY."""
+    api = ApiServer(environ)
+    objects = {plural: api.get(f"{group}/namespaces/{install.namespace}/{plural}") for plural, group in LISTS.items()}
+    objects = {plural: _of_release(install, answer) for plural, answer in objects.items()}
+    mounted = secrets_in(Path(environ.get("DIAGNOSIS_SECRETS", "/secrets")))
+    names = resolved([*install.services, *_host_of(install.prometheus)])
+    key = {"Authorization": f"Bearer {environ['API_KEY']}"} if environ.get("API_KEY") else {}
+
+    def of_gateway(path: str, body: object = None) -> Answer:
+        headers = {**key, "Content-Type": "application/json"}
+        return get(f"{gateway}{path}", headers, OPEN if gateway.startswith("https") else None, body)
+
+    readiness = of_gateway("/readiness") if not names.get(_host(gateway)) else Answer(error=UNRESOLVED)
+    info = of_gateway("/server_info") if readiness.status else readiness
+    facts = Facts(
+        objects=objects,
+        groups=api.get("apis"),
+        external=_external(install, api),
+        names=names,
+        secrets=mounted,
+        redis=redis_of(install, environ, names),
+        readiness=readiness,
+        info=info,
+        texts={} if not info.good else _texts(info, of_gateway),
+        series=series_of(install, environ, names),
+    )
+    logs = {
+        f"{pod}/{container}": _text(api.get(_log_path(install, pod, container, before)))
+        for pod, container, before in logs_wanted(pods_of(facts))
+    }
+    return Facts(**{**vars(facts), "logs": logs})
+
+
+def _external(install: Install, api: ApiServer) -> Answer:
+    """What an HPA asks for the first model that has one."""
+    if not install.scaled["selector"]:
+        return UNASKED
+    query = urllib.parse.urlencode({"labelSelector": install.scaled["selector"]})
+    return api.get(f"apis/external.metrics.k8s.io/v1beta1/namespaces/{install.namespace}/rootstock_backlog?{query}")
+
+
+def _of_release(install: Install, answer: Answer) -> Answer:
+    """Other releases of the namespace are none of ours; policies, events and autoscalers are told apart by name, or all count."""
+    if not answer.good or not isinstance(answer.body, dict):
+        return answer
+    items = [each for each in answer.body.get("items") or () if _is_ours(install, each)]
+    return Answer(answer.status, {**answer.body, "items": items})
+
+
+def _is_ours(install: Install, each: Object) -> bool:
+    release = (each["metadata"].get("labels") or {}).get("app.kubernetes.io/instance", "")
+    return release in ("", install.instance)
+
+
+def _log_path(install: Install, pod: str, container: str, before: bool) -> str:
+    query = urllib.parse.urlencode({"container": container, "tailLines": 30, **({"previous": "true"} if before else {})})
+    return f"api/v1/namespaces/{install.namespace}/pods/{pod}/log?{query}"
+
+
+def _text(answer: Answer) -> str:
+    if not answer.good:
+        return ""
+    return answer.body if isinstance(answer.body, str) else json.dumps(answer.body)  # a single line of JSON is one
+
+
+def secrets_in(folder: Path) -> dict[str, frozenset[str]]:
+    if not folder.is_dir():
+        return {}
+    return {
+        each.name: frozenset(key.name for key in each.iterdir() if not key.name.startswith("..")) for each in folder.iterdir()
+    }
+
+
+def _host(url: str) -> str:
+    return urllib.parse.urlsplit(url).hostname or ""
+
+
+def _host_of(url: str) -> list[str]:
+    return [_host(url)] if url else []
+
+
+def resolved(hosts: list[str]) -> dict[str, str]:
+    """Why each does not resolve, "" if it does. All at once: where nobody answers, a resolver tries for long."""
+    found: dict[str, str] = {}
+
+    def one(host: str) -> None:
+        try:
+            socket.getaddrinfo(host, None)
+            found[host] = ""
+        except OSError as error:
+            found[host] = error.strerror or str(error)
+
+    threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in dict.fromkeys(hosts)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + NAMES_S
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    return {host: found.get(host, f"no answer within {NAMES_S:.0f} s") for host in dict.fromkeys(hosts)}
+
+
+def redis_of(install: Install, environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, RedisState]:
+    variables = {"index": "ROOTSTOCK_REDIS_URL", "state": "ROOTSTOCK_STATE_REDIS_URL"}
+    urls = {what: environ.get(variables[what], "") for what in install.redis}
+    return {
+        what: RedisState(_host(url), UNRESOLVED) if names.get(_host(url)) else probe(url) for what, url in urls.items() if url
+    }
+
+
+def series_of(install: Install, environ: Mapping[str, str], names: Mapping[str, str]) -> Answer:
+    """How many targets of each component are up."""
+    if not install.scrapes:
+        return UNASKED
+    if names.get(_host(install.prometheus)):
+        return Answer(error=UNRESOLVED)
+    query = f'sum by (component) (up{{namespace="{install.namespace}",component=~"rootstock-.+"}})'
+    url = f"{install.prometheus.rstrip('/')}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    folder = Path(environ.get("DIAGNOSIS_SECRETS", "/secrets")) / environ.get("PROMETHEUS_SECRET", "")
+    answer = get(url, prometheus_headers(folder, install.headers), OPEN if url.startswith("https") else None)
+    if answer.good and not (isinstance(answer.body, dict) and answer.body.get("status") == "success"):
+        return Answer(error=f"what answers there is no Prometheus: {str(answer.body)[:100]!r}")
+    return answer
+
+
+def prometheus_headers(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """As KEDA makes them of the Secret's keys. Certificates of clients are not shown here."""
+    files = [folder / key for key in SHOWN]
+    there = {file.name: file.read_text(errors="replace").strip() for file in files if file.is_file()}
+    headers = dict(more)
+    if "bearerToken" in there:
+        headers["Authorization"] = f"Bearer {there['bearerToken']}"
+    elif "username" in there:
+        pair = f"{there['username']}:{there.get('password', '')}"
+        headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
+    if "customAuthHeader" in there:
+        headers[there["customAuthHeader"]] = there.get("customAuthValue", "")
+    return headers
+
+
+def _texts(info: Answer, ask: Callable[..., Answer]) -> dict[str, Object]:
+    """Of each model: a text, its ids, and what these are read as again."""
+    out: dict[str, Object] = {}
+    for model in info.body.get("models", ()) if isinstance(info.body, dict) else ():
+        ids = ask("/tokenize", {"model": model["id"], "prompt": SAMPLE, "add_special_tokens": False})
+        tokens = ids.body.get("tokens") if ids.good and isinstance(ids.body, dict) else None
+        again = ask("/detokenize", {"model": model["id"], "tokens": tokens}) if tokens else UNASKED
+        text = again.body.get("text") if again.good and isinstance(again.body, dict) else None
+        if isinstance(text, str):
+            out[model["id"]] = {"said": SAMPLE, "ids": tokens, "read": text, "vocab_size": model["vocab_size"]}
+    return out

@@ -1,0 +1,82 @@
+"""Asks a Redis for what an installation needs of it: the standard library alone, one connection, seconds at most."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import urllib.parse
+from io import BufferedRWPair
+
+from .install import RedisState
+
+TIMEOUT_S = 5.0
+KEY, LIVES_S = "rootstock:diagnosis", "60"
+
+
+class Refused(Exception):
+    """Redis answers with an error. The text is its own."""
+
+
+def probe(url: str) -> RedisState:
+    """Raises nothing: what goes wrong is in the state. The address has no password in it."""
+    parts = urllib.parse.urlsplit(url)
+    address = f"{parts.hostname}:{parts.port or 6379}"
+    state = RedisState(address)
+    try:
+        with _connect(parts) as connection, connection.makefile("rwb") as stream:
+            if parts.password is not None:
+                login = [urllib.parse.unquote(each) for each in (parts.username or "", parts.password) if each]
+                _ask(stream, "AUTH", *login)
+            told = _told(stream)
+            state = RedisState(
+                address,
+                policy=told.get("maxmemory_policy", ""),
+                memory=int(told.get("maxmemory", "0")),
+                role=told.get("role", "master"),
+            )
+            _ask(stream, "SET", KEY, "1", "EX", LIVES_S)
+            _ask(stream, "DEL", KEY)
+    except (OSError, ValueError, EOFError, Refused) as error:
+        return RedisState(address, str(error) or repr(error), policy=state.policy, memory=state.memory, role=state.role)
+    return RedisState(address, wrote=True, policy=state.policy, memory=state.memory, role=state.role)
+
+
+def _connect(parts: urllib.parse.SplitResult) -> socket.socket:
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+        raise ValueError("its URL is none of redis:// or rediss://")
+    plain = socket.create_connection((parts.hostname, parts.port or 6379), TIMEOUT_S)
+    if parts.scheme == "redis":
+        return plain
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whether it is reached and takes writes is asked here
+    return context.wrap_socket(plain, server_hostname=parts.hostname)
+
+
+def _ask(stream: BufferedRWPair, *words: str) -> str:
+    encoded = [word.encode() for word in words]
+    stream.write(b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%s\r\n" % (len(each), each) for each in encoded))
+    stream.flush()
+    line = stream.readline()
+    if not line:
+        raise EOFError("it closed the connection")
+    kind, text = line[:1], line[1:].strip().decode(errors="replace")
+    if kind == b"-":
+        raise Refused(text)
+    if kind == b"$":
+        return "" if int(text) < 0 else stream.read(int(text) + 2)[:-2].decode(errors="replace")
+    return text
+
+
+def _told(stream: BufferedRWPair) -> dict[str, str]:
+    """What it says of itself; nothing where this user may not ask."""
+    try:
+        return _sections(_ask(stream, "INFO"))
+    except Refused as refused:
+        if "NOPERM" in str(refused) or "unknown command" in str(refused):
+            return {}
+        raise
+
+
+def _sections(info: str) -> dict[str, str]:
+    pairs = (line.split(":", 1) for line in info.splitlines() if ":" in line)
+    return {key: value.strip() for key, value in pairs}

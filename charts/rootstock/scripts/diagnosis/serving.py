@@ -1,0 +1,163 @@
+"""Of names, Services, Redis and models: who reaches whom, and what is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+
+from .findings import Finding, broken, ok, unknown, waiting
+from .install import COMPONENT, MODEL, UNRESOLVED, Facts, Install, Object, RedisState, is_ready, labels_of, name_of, pods_of
+
+NETWORK = "docs/kubernetes/values.md#network"
+LIKE = 0.5  # of two texts: lossy tokenizers keep more of one, those of another model less
+
+
+def dns(install: Install, facts: Facts) -> Iterator[Finding]:
+    asked = {host: why for host, why in facts.names.items() if host in install.services}
+    failed = {host: why for host, why in asked.items() if why}
+    if not asked:
+        yield unknown("dns", "no name was looked up", "")
+    elif not failed:
+        yield ok("dns", f"{len(asked)} names of Services resolve")
+    elif len(failed) == len(asked):
+        why = next(iter(failed.values()))
+        mend = (
+            "let pods reach the cluster's DNS: networkPolicy.dns has its pods or addresses, and its port is 53 or, as on"
+            " OpenShift, 5353 (kubectl -n kube-system get endpoints kube-dns)"
+        )
+        yield broken("dns", f"no name resolves: {why}", mend if install.policies else "is the cluster's DNS up?")
+    else:
+        for host, why in failed.items():
+            mend = f"is there a Service of that name with ready pods? kubectl -n {install.namespace} get service,endpointslices"
+            yield waiting("dns", f"{host} does not resolve: {why}", mend)
+
+
+def services(install: Install, facts: Facts) -> Iterator[Finding]:
+    if not facts.objects.get("services") or not facts.objects["services"].good:
+        return
+    there = {name_of(each): each for each in facts.items("services")}
+    wrong = 0
+    for host, ports in install.services.items():
+        name = host.partition(".")[0]
+        found = {port.get("name", ""): port["port"] for port in there.get(name, {}).get("spec", {}).get("ports", ())}
+        if name not in there:
+            wrong += 1
+            yield broken("services", f"there is no Service {name}", "helm upgrade the release: somebody has deleted it")
+        elif any(found.get(port) != number for port, number in ports.items()):
+            wrong += 1
+            told = f"Service {name} has the ports {found or 'none'}, and {dict(ports)} are looked for by name"
+            yield broken("services", told, ("ports are named as the chart has them: helm upgrade the release, or undo the patch"))
+    if not wrong:
+        yield ok("services", f"{len(install.services)} Services have their ports")
+
+
+def redis(install: Install, facts: Facts) -> Iterator[Finding]:
+    for what in install.redis:
+        state = facts.redis.get(what)
+        if state is None:
+            yield unknown("redis", f"the address of Redis for {what} is not known", "its Secret has no key url")
+            continue
+        yield _redis(what, state)
+
+
+def _redis(what: str, state: RedisState) -> Finding:
+    where = f"Redis for {what} at {state.address}"
+    error = state.error
+    if error == UNRESOLVED:
+        return unknown("redis", f"{where}: its name does not resolve", "see dns")
+    if any(word in error for word in ("WRONGPASS", "AUTH", "invalid password")):
+        return broken(
+            "redis", f"{where} refuses the password: {error}", ("put the right one into its Secret and restart the pods")
+        )
+    if error and not state.wrote and "OOM" in error:
+        mend = (
+            "raise redis.maxMemory (or state.maxMemory) and the memory"
+            " limit with it; docs/kubernetes/sizing.md says what is needed"
+        )
+        return broken("redis", f"{where} has no memory left: {error}", mend)
+    if error:
+        mend = "is its pod up, is the address right, and does a NetworkPolicy (redis.externalPort) let pods reach it?"
+        return broken("redis", f"{where} is not reached or does not take writes: {error}", mend)
+    if state.role != "master":
+        return broken("redis", f"{where} is a {state.role}, which takes no writes", "name the primary's address")
+    if state.policy not in ("", "noeviction"):
+        mend = (
+            "set maxmemory-policy noeviction: what is evicted silently is missing from the index, or from what clients have kept"
+        )
+        return broken("redis", f"{where} evicts by {state.policy}", mend)
+    return ok("redis", f"{where} takes writes")
+
+
+def models(install: Install, facts: Facts) -> Iterator[Finding]:
+    if facts.readiness.error == UNRESOLVED:
+        yield unknown("models", "the gateway's name does not resolve", "see dns")
+        return
+    if not facts.readiness.status:
+        mend = "is a gateway's pod ready, and may the tests' pods reach it (networkPolicy.clients)?"
+        yield broken("models", f"the gateway does not answer: {facts.readiness.why}", mend)
+        return
+    told = facts.info.body if facts.info.good else {}
+    workers = told.get("workers", ())
+    known = {each["id"] for each in told.get("models", ())}
+    served = 0
+    for model in install.models:
+        usable = [each for each in workers if each["model"] == model["name"] and each["state"] in ("ready", "silent")]
+        if usable and model["name"] in known:
+            served += 1
+        elif not model["sleeps"]:
+            yield _unserved(install, model, facts, [each["state"] for each in workers if each["model"] == model["name"]])
+    yield from _tokenizers(facts)
+    if served:
+        yield ok("models", f"{served} of {len(install.models)} models have workers")
+
+
+def _unserved(install: Install, model: Object, facts: Facts, states: Sequence[str]) -> Finding:
+    mine = [pod for pod in pods_of(facts) if labels_of(pod).get(MODEL) == model["slug"]]
+    ready = [pod for pod in mine if labels_of(pod).get(COMPONENT) in ("worker", "prefill") and is_ready(pod)]
+    if ready and not states:
+        return broken(
+            "models",
+            f"{len(ready)} workers of model {model['name']} are ready, and the gateway reaches none of them",
+            _of_network(facts, ("gateway", "worker")),
+        )
+    told = f"no worker of model {model['name']} is usable" + (f" ({', '.join(sorted(set(states)))})" if states else "")
+    return waiting("models", told, "what its pods are doing is said under pods, gpus and storage")
+
+
+def _of_network(facts: Facts, components: Sequence[str]) -> str:
+    """Policies that are not the chart's own, and select what cannot be reached."""
+    others = []
+    for policy in facts.items("networkpolicies"):
+        if labels_of(policy).get("app.kubernetes.io/part-of") == "rootstock":
+            continue
+        selector = policy["spec"].get("podSelector", {}).get("matchLabels", {})
+        pods = [pod for pod in pods_of(facts) if labels_of(pod).get(COMPONENT) in components]
+        if any(all(labels_of(pod).get(key) == value for key, value in selector.items()) for pod in pods):
+            others.append(name_of(policy))
+    if others:
+        return f"NetworkPolicy {', '.join(others)}, which is not the chart's, selects these pods: allow what {NETWORK} lists"
+    return f"a NetworkPolicy or the network keeps it out: {NETWORK} lists who must reach whom at which port"
+
+
+def _tokenizers(facts: Facts) -> Iterator[Finding]:
+    missing = facts.readiness.body.get("missing", []) if isinstance(facts.readiness.body, dict) else []
+    for component in ("tokenizer", "detokenizer"):
+        ready = [pod for pod in pods_of(facts) if labels_of(pod).get(COMPONENT) == component and is_ready(pod)]
+        if component in missing and ready:
+            told = f"{len(ready)} {component}s are ready, and the gateway reaches none of them"
+            yield broken("models", told, _of_network(facts, ("gateway", component)))
+        elif component in missing:
+            yield waiting("models", f"no {component} is connected", "what its pods are doing is said under pods and storage")
+    for name, trip in facts.texts.items():
+        like = SequenceMatcher(None, trip["said"].lower(), trip["read"].lower(), autojunk=False).ratio()
+        if like < LIKE or max(trip["ids"], default=0) >= trip["vocab_size"]:
+            told = (
+                f"tokenizers of model {name} are of another model than its"
+                f" workers: they read {trip['said'][:40]!r} as ids up to"
+                f" {max(trip['ids'], default=0)} of {trip['vocab_size']}, which are {trip['read'][:40]!r} again"
+            )
+            yield broken(
+                "models",
+                told,
+                "tokenizer, detokenizer and worker read one folder (models[].path): are they of one image or volume?",
+            )

@@ -1,0 +1,204 @@
+"""Of pods, their volumes and their devices: what keeps them from running."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .findings import Finding, broken, ok, waiting
+from .install import COMPONENT, MODEL, Facts, Install, Object, containers_of, is_ready, labels_of, name_of, pods_of
+
+OWNERS = ("replicasets", "statefulsets")
+NO_GPU = re.compile(r"no GPU for|libcuda|CUDA driver|NVIDIA driver|no CUDA-capable device|nvidia-smi", re.I)
+
+
+def storage(install: Install, facts: Facts) -> Iterator[Finding]:
+    claims = {name_of(each): each for each in facts.items("persistentvolumeclaims")}
+    found = []
+    for wanted in install.claims:
+        name = wanted["name"]
+        claim = claims.get(name)
+        if claim is None:
+            mend = f"make it, or let the chart do it: remove {wanted['value']}"
+            found.append(broken("storage", f"there is no PersistentVolumeClaim {name}", mend))
+            continue
+        found += _unbound(name, claim, facts)
+        found += _shared(name, claim, facts)
+    for pod in (pod for pod in pods_of(facts) if not is_ready(pod)):
+        for message in facts.events(name_of(pod)):
+            if "Multi-Attach" in message or "volume node affinity conflict" in message:
+                mend = (
+                    "a volume of one node is asked for on two: a StorageClass with"
+                    " ReadWriteMany, or worker.kind StatefulSet with cacheSize"
+                )
+                found.append(broken("storage", f"pod {name_of(pod)}: {message}", mend))
+                break
+    yield from found or [ok("storage", f"{len(install.claims)} claims are bound")]
+
+
+def _unbound(name: str, claim: Object, facts: Facts) -> Iterator[Finding]:
+    if claim.get("status", {}).get("phase") == "Bound":
+        return
+    message = next(facts.events(name), "")
+    asked = claim["spec"].get("storageClassName") or "the default StorageClass"
+    if message:
+        modes = ", ".join(claim["spec"].get("accessModes", ()))
+        mend = f"name a StorageClass that exists and can do {modes} (kubectl get storageclass); a claim is made anew, not changed"
+        yield broken("storage", f"claim {name} of {asked} is not bound: {message}", mend)
+    else:
+        yield waiting(
+            "storage", f"claim {name} of {asked} is not bound yet", "kubectl describe it: is there a StorageClass at all?"
+        )
+
+
+def _shared(name: str, claim: Object, facts: Facts) -> Iterator[Finding]:
+    if claim["spec"].get("accessModes") not in (["ReadWriteOnce"], ["ReadWriteOncePod"]):
+        return
+    users = [pod for pod in pods_of(facts) if _uses(pod, name)]
+    nodes = {str(pod["spec"]["nodeName"]) for pod in users if pod["spec"].get("nodeName")}
+    late = [pod for pod in users if not pod["spec"].get("nodeName")]
+    if len(nodes) > 1 or (nodes and late):
+        where = f"{len(users)} pods on {', '.join(sorted(nodes))}" + (f", {len(late)} of them on no node yet" if late else "")
+        mend = (
+            "use a StorageClass with ReadWriteMany, put all that reads it on one node, or worker.kind StatefulSet with cacheSize"
+        )
+        yield broken("storage", f"claim {name} is ReadWriteOnce, a volume of one node, and is used by {where}", mend)
+
+
+def _uses(pod: Object, claim: str) -> bool:
+    volumes = pod["spec"].get("volumes", ())
+    return any(each.get("persistentVolumeClaim", {}).get("claimName") == claim for each in volumes)
+
+
+def gpus(install: Install, facts: Facts) -> Iterator[Finding]:
+    wanted = {model["slug"]: model for model in install.models if model["gpus"]}
+    found: list[Finding] = []
+    for model in install.models:
+        if model["runtimeClass"]:
+            found += _runtime_class(install, model, facts)
+    if not wanted:
+        yield from found
+        return
+    for pod in pods_of(facts):
+        if labels_of(pod).get(MODEL) not in wanted or labels_of(pod).get(COMPONENT) not in ("worker", "prefill"):
+            continue
+        if (message := _unschedulable(pod)) and "gpu" in message.lower():
+            mend = "is NVIDIA's device plugin up (kubectl describe nodes: nvidia.com/gpu in Allocatable), and is a GPU free?"
+            found.append(broken("gpus", f"pod {name_of(pod)} gets no GPU: {message}", mend))
+        log = "\n".join(text for at, text in facts.logs.items() if at.startswith(f"{name_of(pod)}/"))
+        if line := _last(log, NO_GPU):
+            mend = (
+                "the container sees no device: is the node's driver loaded (nvidia-smi"
+                " there), and is worker.runtimeClassName the one of NVIDIA's runtime?"
+            )
+            found.append(broken("gpus", f"pod {name_of(pod)} says: {line}", mend))
+    yield from found or [ok("gpus", f"workers of {', '.join(wanted)} have said nothing of a missing device")]
+
+
+def _runtime_class(install: Install, model: Object, facts: Facts) -> Iterator[Finding]:
+    name = model["runtimeClass"]
+    if not any(_lacking(owner) for plural in OWNERS for owner in facts.items(plural)):
+        return  # what was refused once has been made
+    for message in facts.events(f"{install.release}-"):
+        if "RuntimeClass" in message and f'"{name}"' in message:
+            mend = "kubectl get runtimeclass; NVIDIA's GPU operator makes one named nvidia. Or remove worker.runtimeClassName"
+            yield broken(
+                "gpus", (f"no pod of model {model['name']} can be made, RuntimeClass {name} is missing: {message}"), mend
+            )
+            return
+
+
+def _unschedulable(pod: Object) -> str:
+    for each in pod.get("status", {}).get("conditions", ()):
+        if each["type"] == "PodScheduled" and each["status"] == "False":
+            return str(each.get("message", ""))
+    return ""
+
+
+def _last(text: str, pattern: re.Pattern[str]) -> str:
+    found = [line.strip() for line in text.splitlines() if pattern.search(line)]
+    return found[-1][:300] if found else ""
+
+
+def pods(install: Install, facts: Facts) -> Iterator[Finding]:
+    all_of_them = pods_of(facts)
+    if not facts.objects.get("pods") or not facts.objects["pods"].good:
+        return
+    found = [*_refused(install, facts)]
+    for pod in all_of_them:
+        found += _pod(pod, facts)
+    ready = sum(map(is_ready, all_of_them))
+    yield from found or [ok("pods", f"{ready} of {len(all_of_them)} pods are ready")]
+
+
+def _refused(install: Install, facts: Facts) -> Iterator[Finding]:
+    """Pods that nobody could make."""
+    for plural in OWNERS:
+        for owner in facts.items(plural):
+            wanted, there = owner["spec"].get("replicas", 0), owner.get("status", {}).get("replicas", 0)
+            if not _lacking(owner):
+                continue
+            message = next(facts.events(name_of(owner)), "")
+            if "RuntimeClass" in message or not message:
+                continue  # a check of its own
+            yield broken("pods", f"{name_of(owner)} has {there} of {wanted} pods: {message}", _of_refusal(message))
+
+
+def _lacking(owner: Object) -> bool:
+    return bool(owner.get("status", {}).get("replicas", 0) < owner["spec"].get("replicas", 0))
+
+
+def _of_refusal(message: str) -> str:
+    if "PodSecurity" in message:
+        return "the namespace's Pod Security refuses it: hostPath and the like need another level, or another modelCache.type"
+    if "quota" in message:
+        return "raise the namespace's ResourceQuota, or lower replicas and resources"
+    if "serviceaccount" in message.lower():
+        return "serviceAccount.name must exist where serviceAccount.create is false"
+    return "the message says what refuses it"
+
+
+def _pod(pod: Object, facts: Facts) -> Iterator[Finding]:
+    name = name_of(pod)
+    if (message := _unschedulable(pod)) and "gpu" not in message.lower():
+        mend = "a node with that room, a toleration or nodeSelector that fits, or smaller resources.requests"
+        yield broken("pods", f"pod {name} finds no node: {message}", mend)
+    for is_init, each in containers_of(pod):
+        yield from _container(name, is_init, each, facts.logs.get(f"{name}/{each['name']}", ""))
+
+
+def _container(pod: str, is_init: bool, each: Object, log: str) -> Iterator[Finding]:
+    state, name = each.get("state", {}), each["name"]
+    reason = state.get("waiting", {}).get("reason", "")
+    ended = state.get("terminated") or each.get("lastState", {}).get("terminated") or {}
+    last = _last(log, re.compile(r"\S"))
+    if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName"):
+        said = state["waiting"].get("message", reason)
+        yield broken(
+            "pods", f"pod {pod}: the image of {name} cannot be pulled: {said}", "image.registry, image.tag, image.pullSecrets"
+        )
+    elif reason == "CreateContainerConfigError":
+        said = state["waiting"].get("message", "")
+        yield broken("pods", f"pod {pod}: {name} cannot be made: {said}", "make the Secret or its key that is named")
+    elif ended.get("reason") == "OOMKilled" and not each.get("ready"):
+        yield broken(
+            "pods", f"pod {pod}: {name} was killed for memory", "raise resources.limits.memory (docs/kubernetes/sizing.md)"
+        )
+    elif ended.get("exitCode") and not each.get("ready") and not NO_GPU.search(log):
+        yield broken(
+            "pods",
+            f"pod {pod}: {name} ends with {ended['exitCode']}: {last or 'it said nothing'}",
+            f"kubectl logs {pod} -c {name} --previous",
+        )
+    elif is_init and "running" in state and name == "wait-for-model":
+        mend = (
+            "is the prefetch Job done (kubectl get jobs), does models[].path"
+            " name the model's folder, and does modelCache hold it?"
+        )
+        yield waiting("pods", f"pod {pod}: {last or 'waits for its model'}", mend)
+    elif not is_init and "running" in state and not each.get("ready"):
+        yield waiting(
+            "pods",
+            f"pod {pod}: {name} runs and is not ready: {last or 'it says nothing'}",
+            "a worker that loads takes up to worker.startupSeconds",
+        )

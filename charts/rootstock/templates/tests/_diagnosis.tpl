@@ -1,0 +1,115 @@
+{{/* What `helm test` compares with what it finds: JSON, read by scripts/diagnosis/install.py. Takes the root. */}}
+{{- define "rootstock.diagnosis.install" -}}
+{{- $full := include "rootstock.fullname" . -}}
+{{- $gateway := dict "root" . "component" "gateway" -}}
+{{- $services := dict (include "rootstock.host" $gateway) (dict "http" .Values.gateway.service.port) -}}
+{{- $grpc := dict "tokenizer" (list 7001 9101) "detokenizer" (list 7002 9102) -}}
+{{- $models := list -}}
+{{- $names := list -}}
+{{- $slugs := list -}}
+{{- $claims := list -}}
+{{- range $pool := include "rootstock.workerPools" . | fromJsonArray -}}
+  {{- $least := ternary .values.autoscaling.minReplicas .values.replicas .values.autoscaling.enabled -}}
+  {{- $sleeps := eq (int $least) 0 -}}
+  {{- if not $sleeps -}}{{- $_ := set $grpc (default "worker" .pool) (list 7003 9103) -}}{{- end -}}
+  {{- if ne .mode "prefill" -}}
+    {{- $models = append $models (dict "name" .model.name "slug" .model.slug "sleeps" $sleeps "gpus" (int .values.gpus) "runtimeClass" .values.runtimeClassName) -}}
+  {{- end -}}
+  {{- if .values.autoscaling.enabled -}}
+    {{- $names = append $names (include "rootstock.componentName" (set $pool "root" $)) -}}
+    {{- if ne .mode "prefill" -}}{{- $slugs = append $slugs .model.slug -}}{{- end -}}
+  {{- end -}}
+  {{- if and .model.cached (eq $.Values.modelCache.type "pvc") -}}
+    {{- $claim := default (printf "%s-models" $full) $.Values.modelCache.pvc.existingClaim -}}
+    {{- $claims = list (dict "name" $claim "value" "modelCache.pvc.existingClaim") -}}
+  {{- end -}}
+{{- end -}}
+{{- range $component := list "gateway" "tokenizer" "detokenizer" -}}
+  {{- range $model := ternary (list (dict)) (include "rootstock.models" $ | fromJsonArray) (eq $component "gateway") -}}
+    {{- $values := ternary $.Values.gateway (index $model $component) (eq $component "gateway") -}}
+    {{- if $values.autoscaling.enabled -}}
+      {{- $names = append $names (include "rootstock.componentName" (dict "root" $ "component" $component "model" $model)) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- range $component, $ports := $grpc -}}
+  {{- $_ := set $services (include "rootstock.host" (dict "root" $ "component" $component)) (dict "grpc" (index $ports 0) "metrics" (index $ports 1)) -}}
+{{- end -}}
+{{- $redis := list "index" -}}
+{{- if .Values.redis.embedded -}}{{- $_ := set $services (include "rootstock.host" (dict "root" . "component" "redis")) (dict "redis" 6379) -}}{{- end -}}
+{{- if .Values.state.embedded -}}{{- $_ := set $services (include "rootstock.host" (dict "root" . "component" "state")) (dict "redis" 6379) -}}{{- end -}}
+{{- if or .Values.state.embedded .Values.state.externalUrlSecret -}}{{- $redis = append $redis "state" -}}{{- end -}}
+{{- if and .Values.state.embedded .Values.state.volume.existingClaim -}}
+  {{- $claims = append $claims (dict "name" .Values.state.volume.existingClaim "value" "state.volume.existingClaim") -}}
+{{- end -}}
+{{- $auth := .Values.autoscaling.prometheusAuth -}}
+{{- $sure := or (eq .Values.autoscaling.engine "keda") (ne .Values.autoscaling.prometheusUrl "http://prometheus-server.monitoring.svc:80") (gt (len $auth.modes) 0) -}}
+{{- dict
+  "release" $full
+  "instance" .Release.Name
+  "namespace" .Release.Namespace
+  "services" $services
+  "secrets" (include "rootstock.diagnosis.secrets" . | fromJsonArray)
+  "models" $models
+  "claims" $claims
+  "redis" $redis
+  "scrapes" (eq (include "rootstock.scrapes" .) "true")
+  "prometheus" .Values.autoscaling.prometheusUrl
+  "sure" $sure
+  "headers" .Values.autoscaling.prometheusAuth.headers
+  "scaled" (dict "engine" .Values.autoscaling.engine "names" $names "selector" (ternary (printf "namespace=%s,model=%s" .Release.Namespace (first (append $slugs ""))) "" (gt (len $slugs) 0)))
+  "policies" .Values.networkPolicy.enabled | toJson -}}
+{{- end }}
+
+{{/* JSON list of {name, keys, value}: every Secret that values name, once. Takes the root. */}}
+{{- define "rootstock.diagnosis.secrets" -}}
+{{- $pairs := list "tls.crt" "tls.key" -}}
+{{- $prometheus := list -}}
+{{- $keys := dict "bearer" (list "bearerToken") "basic" (list "username" "password") "tls" (list "cert" "key") "custom" (list "customAuthHeader" "customAuthValue") -}}
+{{- range .Values.autoscaling.prometheusAuth.modes -}}{{- $prometheus = concat $prometheus (index $keys .) -}}{{- end -}}
+{{- $all := list
+  (dict "name" .Values.auth.apiKeysSecret "keys" list "value" "auth.apiKeysSecret")
+  (dict "name" .Values.auth.controlTokenSecret "keys" (list "token") "value" "auth.controlTokenSecret")
+  (dict "name" (ternary "" .Values.redis.externalUrlSecret .Values.redis.embedded) "keys" (list "url") "value" "redis.externalUrlSecret")
+  (dict "name" (ternary "" .Values.state.externalUrlSecret .Values.state.embedded) "keys" (list "url") "value" "state.externalUrlSecret")
+  (dict "name" (ternary .Values.state.passwordSecret "" .Values.state.embedded) "keys" (list "password") "value" "state.passwordSecret")
+  (dict "name" (ternary .Values.modelCache.prefetch.tokenSecret "" .Values.modelCache.prefetch.enabled) "keys" (list "token") "value" "modelCache.prefetch.tokenSecret")
+  (dict "name" .Values.gateway.tlsSecret "keys" $pairs "value" "gateway.tlsSecret")
+  (dict "name" .Values.tests.keySecret "keys" (list "key" "helm-test.json") "value" "tests.keySecret")
+  (dict "name" .Values.autoscaling.prometheusAuth.secret "keys" $prometheus "value" "autoscaling.prometheusAuth.secret") -}}
+{{- range include "rootstock.models" . | fromJsonArray -}}
+  {{- $all = append $all (dict "name" .worker.kvTlsSecret "keys" (append $pairs "ca.crt") "value" "worker.kvTlsSecret") -}}
+{{- end -}}
+{{- $named := list -}}
+{{- $seen := dict "" true -}}
+{{- range $all -}}
+  {{- if not (hasKey $seen .name) -}}{{- $named = append $named . -}}{{- end -}}
+  {{- $_ := set $seen .name true -}}
+{{- end -}}
+{{- toJson $named -}}
+{{- end }}
+
+{{/* Where Redis is, also where what it needs is missing: the pod starts all the same and says so. Takes the root. */}}
+{{- define "rootstock.diagnosis.redisEnv" -}}
+- name: ROOTSTOCK_REDIS_URL
+{{- if .Values.redis.embedded }}
+  value: redis://{{ include "rootstock.host" (dict "root" . "component" "redis") }}:6379/0
+{{- else }}
+  valueFrom:
+    secretKeyRef: {name: {{ .Values.redis.externalUrlSecret }}, key: url, optional: true}
+{{- end }}
+{{- if .Values.state.embedded }}
+- name: REDISCLI_AUTH
+  valueFrom:
+    secretKeyRef:
+      name: {{ default (include "rootstock.componentName" (dict "root" . "component" "state")) .Values.state.passwordSecret }}
+      key: password
+      optional: true
+- name: ROOTSTOCK_STATE_REDIS_URL
+  value: redis://:$(REDISCLI_AUTH)@{{ include "rootstock.host" (dict "root" . "component" "state") }}:6379/0
+{{- else if .Values.state.externalUrlSecret }}
+- name: ROOTSTOCK_STATE_REDIS_URL
+  valueFrom:
+    secretKeyRef: {name: {{ .Values.state.externalUrlSecret }}, key: url, optional: true}
+{{- end }}
+{{- end }}

@@ -1,0 +1,234 @@
+"""What `helm test` says of installations that are broken: of each what is wrong, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charts.rootstock.scripts.diagnosis.checks import CHECKS, diagnose
+from charts.rootstock.scripts.diagnosis.findings import BROKEN, OK, UNKNOWN, WAITING, Finding, report
+from charts.rootstock.scripts.diagnosis.install import Answer, Facts
+from services.local.ports import HOST
+from tests.chart.diagnosis_cases import (
+    FAULTS,
+    FULL,
+    OBJECTS,
+    PODS,
+    VALUES,
+    WELL,
+    container,
+    event,
+    groups,
+    install,
+    listed,
+    pod,
+    series,
+    with_pods,
+)
+from tests.chart.release import CHART, NAMESPACE, merged, render
+from tests.services.redis_server import RedisServer
+
+PACKAGE = CHART / "scripts"
+BAD = (BROKEN, WAITING)
+
+
+def bad(findings: list[Finding]) -> list[Finding]:
+    return [each for each in findings if each.state in BAD]
+
+
+def test_nothing_is_said_of_what_is_well() -> None:
+    findings = diagnose(install(), WELL)
+    assert [each for each in findings if each.state != OK] == []
+    assert {each.check for each in findings} == {check.__name__ for check in CHECKS}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_with_its_remedy(name: str) -> None:
+    fault = FAULTS[name]
+    found = bad(diagnose(install(fault.values), fault.facts))
+    mine = [each for each in found if each.check == fault.check and fault.what in each.what]
+    assert len(mine) == 1, found
+    assert fault.mend in mine[0].mend
+    assert not fault.alone or found == mine
+
+
+def test_each_check_that_is_made_finds_something() -> None:
+    assert {fault.check for fault in FAULTS.values()} == {check.__name__ for check in CHECKS}
+
+
+def test_a_check_that_cannot_read_its_answer_leaves_the_others() -> None:
+    odd = replace(WELL, objects={**OBJECTS, "pods": Answer(200, {"items": [{"metadata": {}}]})})
+    found = diagnose(install(), odd)
+    assert {each.check for each in found if each.state == UNKNOWN} >= {"pods", "storage"}
+    assert [each.state for each in found if each.check == "redis"] == [OK]
+
+
+def test_what_has_been_mended_is_no_fault_any_more() -> None:
+    """Events stay for an hour."""
+    refused = event(f"{FULL}-worker-demo-7d9f", "FailedCreate", 'RuntimeClass "nvidia" not found')
+    attached = event(PODS["worker"]["metadata"]["name"], "FailedAttachVolume", "Multi-Attach error for volume")
+    killed = container("worker", ready=True, lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})
+    old = with_pods(pod("worker", containerStatuses=[killed]), events=listed(refused, attached))
+    assert bad(diagnose(install(), old)) == []
+
+
+def test_the_report_ends_with_what_is_broken() -> None:
+    lines = report("t", diagnose(install(), FAULTS["missing Secret"].facts)).splitlines()
+    assert lines[-1].endswith("checks: 10 ok, 1 broken") and lines[-4].startswith("BROKEN    secrets") and "mend: " in lines[-3]
+
+
+def api_of(facts: Facts) -> dict[str, Answer]:
+    """By path, as the API server, a gateway and a Prometheus answer on one port."""
+    paths = {f"/namespaces/{NAMESPACE}/{plural}": answer for plural, answer in facts.objects.items()}
+    return {
+        **paths,
+        "/apis": facts.groups,
+        "/rootstock_backlog": facts.external,
+        "/readiness": facts.readiness,
+        "/server_info": facts.info,
+        "/tokenize": Answer(200, {"tokens": [1, 2]}),
+        "/detokenize": Answer(200, {"text": "Zwölf Boxkämpfer jagen Viktor; 東京 2026 🚀 def f(x): return x**2"}),
+        "/api/v1/query": facts.series,
+    }
+
+
+@contextmanager
+def cluster(facts: Facts) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Its URL, and (path, authorization) of what was asked."""
+    answers, asked = api_of(facts), list[tuple[str, str]]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path = urllib.parse.urlsplit(self.path).path
+            asked.append((self.path, self.headers.get("Authorization") or ""))
+            answer = next((each for end, each in answers.items() if path.endswith(end)), Answer(404, {"message": "not found"}))
+            self.send_response(answer.status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer.body).encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer()
+    server.start()
+    yield server
+    server.kill()
+
+
+def run(
+    folder: Path, url: str, environ: Mapping[str, str], values: Mapping[str, Any] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As the pod does it, with what the chart's ConfigMap has but for the names, which do not resolve here."""
+    pod = render(merged(VALUES, values or {})).get("Pod", f"{FULL}-test-diagnosis")
+    told = json.loads(render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"])
+    told["services"], told["prometheus"] = {}, url
+    file = folder / "install.json"
+    file.write_text(json.dumps(told))
+    command = [sys.executable, *pod["spec"]["containers"][0]["command"][1:4], str(file), url]
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE), "DIAGNOSIS_API": url, "DIAGNOSIS_PATIENCE_S": "0.4", **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+
+
+def mounted(folder: Path, **secrets: Mapping[str, str]) -> dict[str, str]:
+    """As kubelets mount them: files, and dotted links beside them."""
+    for name, keys in {"keys": {"keys.json": "{}"}, "control": {"token": "t"}, "redis": {"url": "u"}, **secrets}.items():
+        (folder / "secrets" / name).mkdir(parents=True)
+        for key, value in {**keys, "..data": ""}.items():
+            (folder / "secrets" / name / key).write_text(value)
+    return {"DIAGNOSIS_SECRETS": str(folder / "secrets")}
+
+
+def test_the_pod_finds_all_well_and_says_so(tmp_path: Path, redis: RedisServer) -> None:
+    environ = {
+        **mounted(tmp_path, prom={"bearerToken": "letmein"}),
+        "PROMETHEUS_SECRET": "prom",
+        "ROOTSTOCK_REDIS_URL": redis.url,
+    }
+    with cluster(WELL) as (url, asked):
+        done = run(tmp_path, url, {**environ, "API_KEY": "k"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" not in done.stdout and "BROKEN" not in done.stdout
+    keys = {path.partition("?")[0].rpartition("/")[2]: key for path, key in asked}
+    assert keys["query"] == "Bearer letmein" and keys["server_info"] == "Bearer k" and keys["pods"] == ""
+
+
+def test_the_pod_names_several_faults_at_once(tmp_path: Path, redis: RedisServer) -> None:
+    environ = {**mounted(tmp_path), "ROOTSTOCK_REDIS_URL": redis.url.replace("redis://", "redis://:wrong@")}
+    worker = FAULTS["model that never loads"].facts
+    facts = replace(worker, series=series({}), groups=groups("apps"))
+    with cluster(facts) as (url, _):
+        done = run(tmp_path, url, environ)
+    assert done.returncode == 1
+    for words in ("BROKEN    redis", "BROKEN    scrape", "BROKEN    scaling", "BROKEN    pods", "WAITING   models".lower()):
+        assert words.lower() in done.stdout.lower(), done.stdout
+    assert "wrong" not in done.stdout  # a password
+
+
+def test_a_pod_without_rights_says_so(tmp_path: Path, redis: RedisServer) -> None:
+    refused = dict.fromkeys(OBJECTS, Answer(403, {"message": 'pods is forbidden: User "x" cannot list resource "pods"'}))
+    with cluster(replace(WELL, objects=refused)) as (url, _):
+        done = run(tmp_path, url, {**mounted(tmp_path), "ROOTSTOCK_REDIS_URL": redis.url})
+    assert "unknown   api        pods may not be listed: 403 pods is forbidden" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("maxmemory", "1", "has no memory left"),
+        ("requirepass", "other", "refuses the password: NOAUTH"),
+        ("maxmemory-policy", "allkeys-lru", "evicts by allkeys-lru"),
+    ],
+)
+def test_a_real_redis_that_is_no_good(tmp_path: Path, setting: str, value: str, said: str) -> None:
+    server = RedisServer()
+    server.start()
+    try:
+        server.client.config_set(setting, value)
+        with cluster(WELL) as (url, _):
+            done = run(tmp_path, url, {**mounted(tmp_path), "ROOTSTOCK_REDIS_URL": server.url})
+    finally:
+        server.kill()
+    assert done.returncode == 1 and said in done.stdout, done.stdout
+
+
+def test_it_may_read_and_nothing_else() -> None:
+    release = render(VALUES)
+    (role,) = [each for each in release.kind("Role") if each["metadata"]["name"] == f"{FULL}-test-diagnosis"]
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list"}
+    assert "secrets" not in {each for rule in role["rules"] for each in rule["resources"]}
+    account = release.get("Pod", f"{FULL}-test-diagnosis")["spec"]["serviceAccountName"]
+    users = [each["metadata"]["name"] for each in release.kind("Pod", "Deployment") if account == _account(each)]
+    assert users == [f"{FULL}-test-diagnosis"]
+
+
+def _account(each: Mapping[str, Any]) -> str:
+    spec = each["spec"]["template"]["spec"] if "template" in each["spec"] else each["spec"]
+    return str(spec["serviceAccountName"])

@@ -1,0 +1,155 @@
+"""`helm test` on real installations that are broken: each fault is named, with its remedy. And on one that is well."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import Cluster, CommandFailed, Object, Release
+
+ONE: Object = {"worker": {"replicas": 1}, "tests": {"patienceSeconds": 90}}
+PATIENT_S = "240s"
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """values: beside ONE. before, after: what is done to the namespace before and after the installation. check, said: what the
+    report must hold of it; mend: of its remedy."""
+
+    check: str
+    said: str
+    mend: str
+    values: Object = field(default_factory=dict)
+    before: Callable[[Release], None] = lambda release: None
+    after: Callable[[Release], None] = lambda release: None
+
+
+def merged(base: Object, over: Mapping[str, Any]) -> Object:
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def apply(release: Release, *objects: Object) -> None:
+    for each in objects:
+        release.kubectl("apply", "-f", "-", given=json.dumps(each))
+
+
+def policy(name: str, spec: Object) -> Object:
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": name}, "spec": spec}
+
+
+def secret_without_its_key(release: Release) -> None:
+    data = {"TOKEN": base64.b64encode(b"t").decode()}
+    apply(release, {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "control"}, "data": data})
+
+
+def claim_of_one_node(release: Release) -> None:
+    spec = {"accessModes": ["ReadWriteOnce"], "storageClassName": "no-such-class", "resources": {"requests": {"storage": "1Gi"}}}
+    apply(release, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "models"}, "spec": spec})
+
+
+def other_ports(release: Release) -> None:
+    name = release.object_name("gateway")
+    port = [{"op": "replace", "path": "/spec/ports/0/name", "value": "web"}]
+    release.kubectl("patch", "service", name, "--type=json", "-p", json.dumps(port))
+
+
+def cut_off(release: Release) -> None:
+    """Tokenizers, by a policy that is not the chart's: theirs goes, so that one alone says who may come."""
+    release.kubectl("delete", "networkpolicy", release.object_name("tokenizer"))
+    chosen = {"matchLabels": {"app.kubernetes.io/component": "tokenizer"}}
+    apply(release, policy("somebody-elses", {"podSelector": chosen, "policyTypes": ["Ingress"]}))
+    release.kubectl("rollout", "restart", f"deployment/{release.object_name('gateway')}")
+    release.kubectl("rollout", "status", f"deployment/{release.object_name('gateway')}", "--timeout=120s")
+
+
+CLAIMED: Object = {
+    "modelCache": {"type": "pvc", "pvc": {"existingClaim": "models"}},
+    "models": [{"name": "demo", "path": "/models/demo"}],
+}
+NO_DNS: Object = {"networkPolicy": {"dns": [{"ipBlock": {"cidr": "192.0.2.1/32"}}]}}
+MODEL: Object = {"models": [{"name": "demo", "path": "/app/models/nothing"}]}
+SCALED: Object = {"worker": {"autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 2}}}
+URL = "http://prometheus-server.monitoring.svc:80"
+
+BROKEN: dict[str, Broken] = {
+    "no scrape": Broken(
+        "scrape",
+        "Prometheus has no series of",
+        "monitoring.podMonitor.enabled",
+        {**SCALED, "autoscaling": {"prometheusUrl": URL}},
+    ),
+    "no adapter": Broken("scaling", "nothing in the cluster answers for", "install prometheus-adapter", SCALED),
+    "DNS at another port": Broken("dns", "no name resolves", "5353", NO_DNS),
+    "missing Secret": Broken(
+        "secrets", "no Secret api-keys", "create secret generic api-keys", {"auth": {"apiKeysSecret": "api-keys"}}
+    ),
+    "Secret without its key": Broken(
+        "secrets",
+        "Secret control (auth.controlTokenSecret) has no key token; it has TOKEN",
+        "add it",
+        {"auth": {"controlTokenSecret": "control"}},
+        secret_without_its_key,
+    ),
+    "claim that is not bound": Broken(
+        "storage", "claim models of no-such-class is not bound", "StorageClass", CLAIMED, claim_of_one_node
+    ),
+    "Redis without memory": Broken("redis", "has no memory left", "raise redis.maxMemory", {"redis": {"maxMemory": "1kb"}}),
+    "missing RuntimeClass": Broken(
+        "gpus", "RuntimeClass no-such-class is missing", "get runtimeclass", {"worker": {"runtimeClassName": "no-such-class"}}
+    ),
+    "model that never loads": Broken("pods", "ends with", "--previous", MODEL),
+    "port of another name": Broken("services", "are looked for by name", "undo the patch", after=other_ports),
+    "policy of somebody else": Broken("models", "the gateway reaches none of them", "somebody-elses", after=cut_off),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator(cluster: Cluster) -> None:
+    if cluster.local:
+        cluster.addon("prometheus")
+
+
+def tested(release: Release) -> tuple[bool, str]:
+    """Whether `helm test` passes, and what the diagnosis says."""
+    name = f"{release.name}-test-diagnosis"
+    try:
+        release.cluster.helm("test", release.name, "-n", release.namespace, "--timeout", PATIENT_S, "--filter", f"name={name}")
+        passed = True
+    except CommandFailed:
+        passed = False
+    return passed, release.kubectl("logs", name)
+
+
+def test_an_installation_that_is_well(install: Install, proved: Callable[[str], None]) -> None:
+    release = install(ONE)
+    passed, report = tested(release)
+    assert passed, report
+    assert "BROKEN" not in report and "unknown" not in report, report
+    proved(f"helm test finds nothing: {report.strip().splitlines()[-1]}")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_one_is_told_what_is_wrong(
+    name: str, cluster: Cluster, install: Install, space: str, proved: Callable[[str], None]
+) -> None:
+    fault = BROKEN[name]
+    fault.before(Release(cluster, "rootstock", space, ()))
+    release = install(merged(ONE, fault.values), wait=fault.after is not Broken.after)
+    fault.after(release)
+    passed, report = tested(release)
+    assert not passed, report
+    lines = report.splitlines()
+    found = [at for at, line in enumerate(lines) if line.split()[1:2] == [fault.check] and fault.said in line]
+    assert found, report
+    assert fault.mend in lines[found[-1] + 1], report
+    proved(f"{name}: {lines[found[-1]].strip()}")
