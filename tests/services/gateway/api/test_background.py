@@ -17,7 +17,7 @@ from services.gateway.background import background_run, background_runner, backg
 from services.gateway.state import background_store
 from services.gateway.state.owner import owner_of
 from services.shared.limits import MAX_RECORD_BYTES
-from tests.services.gateway.fakes import MODEL
+from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until
 from tests.services.redis_server import RedisServer, redis_server
 
@@ -407,3 +407,21 @@ def test_a_stream_that_waits_says_so() -> None:
         told = client.read_to_end_of_stream()
         assert told.count(b"HTTP/1.1 ") == 1 and told.index(b"response.created") < told.index(b": waiting")
         assert b"event: response.completed" in told
+
+
+def test_tokens_of_weights_that_are_gone_are_not_gone_on_from() -> None:
+    """An answer is of one set of weights, whoever goes on with it."""
+    with redis_server() as own:
+        with System(state_redis_url=own.url) as first:
+            first.allow(5)
+            response = begin(first.openai())
+            key = f"state:background:ids:{owner_of('')}:{response.id}"
+            wait_until(lambda: own.client.strlen(key) == 20, "its tokens to be stored")
+
+        def others(workers: list[FakeWorker]) -> None:
+            workers[0].info.revision = "others"
+
+        with System(state_redis_url=own.url, configure=others) as second:
+            last = over(second.openai(), response)
+            assert last.status == "failed" and last.error is not None and "weights" in last.error.message
+            assert last.output_text == "Hello" and not second.worker.submits
